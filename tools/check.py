@@ -1,0 +1,86 @@
+"""Runs the linters side by side, and says of each whether it passed and how long it took.
+
+A check is a command.  Those of generated files print the command that mends them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check printed, and how it ended."""
+
+    name: str
+    passed: bool
+    seconds: float
+    output: str
+
+
+def tracked(*patterns: str) -> list[str]:
+    """The files of the repository that match, new ones included, ignored ones not."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return sorted(path for path in set(listing.stdout.splitlines()) if (ROOT / path).exists())
+
+
+def commands() -> dict[str, list[str]]:
+    """Every check by name, slowest first."""
+    python = [sys.executable, "-m"]
+    sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
+    # A lock is digests, a license is the law's words.
+    prose = [path for path in tracked() if Path(path).name not in {"requirements.lock", "LICENSE"}]
+    return {
+        "mypy": [*python, "mypy"],
+        "codespell": ["codespell", *prose],
+        "clang-format": ["clang-format", "--dry-run", "-Werror", *sources],
+        "generated C": [*python, "libcontrol.gen", "--check"],
+        "generated documents": [*python, "bench.report_docs", "--check"],
+        "ruff check": ["ruff", "check", "--quiet"],
+        "ruff format": ["ruff", "format", "--check", "--quiet"],
+    }
+
+
+def run(name: str, command: list[str]) -> Outcome:
+    """Run one check."""
+    start = time.monotonic()
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return Outcome(name, done.returncode == 0, time.monotonic() - start, done.stdout)
+
+
+def main() -> int:
+    """Run them all, however many fail."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = list(pool.map(lambda check: run(*check), commands().items()))
+    for outcome in outcomes:
+        state = "ok" if outcome.passed else "FAILED"
+        print(f"{outcome.name:20} {state:6} {outcome.seconds:5.1f} s", flush=True)
+        if not outcome.passed:
+            print(outcome.output, end="", flush=True)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

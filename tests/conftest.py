@@ -1,0 +1,71 @@
+"""Tiers by directory, and what a test may ask for.
+
+A directory of tests/ is a tier: unit, container, gpu.  tests/fuzz is slow, unless it is named on the
+command line.  What this machine does not have skips a test with a reason, and fails it where CI=true.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+TIERS = {"unit", "container", "gpu"}
+
+# runc lives in /usr/sbin, which is not on everybody's path.
+os.environ["PATH"] += ":/usr/sbin:/sbin"
+
+
+def lack(reason: str) -> None:
+    """End the test for something that this machine does not have."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}, and CI=true wants it", pytrace=False)
+    pytest.skip(reason)
+
+
+def need(*tools: str) -> None:
+    """End the test unless each of the commands is installed."""
+    for tool in tools:
+        if shutil.which(tool) is None:
+            lack(f"needs {tool}")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark every test with its directory's tier."""
+    fuzz_is_named = any("fuzz" in argument for argument in config.args)
+    for item in items:
+        tier = item.path.relative_to(TESTS).parts[0]
+        if tier == "fuzz":
+            item.add_marker("unit" if fuzz_is_named else "slow")
+        elif tier in TIERS:
+            item.add_marker(tier)
+        else:
+            raise pytest.UsageError(f"{item.path}: not below one of {sorted(TIERS | {'fuzz'})}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Ask for what a whole tier needs."""
+    if item.get_closest_marker("container") and os.geteuid() != 0:
+        lack("needs root")
+    if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
+        lack("needs an NVIDIA GPU and its driver")
+
+
+@pytest.fixture(scope="session")
+def require() -> Callable[..., None]:
+    """`require("crun")` ends the test unless the command is installed."""
+    return need
+
+
+@pytest.fixture(scope="session")
+def build_dir() -> Path:
+    """Where meson built the C parts."""
+    path = Path(os.environ.get("TIDEGATE_BUILD", ROOT / "build" / "meson"))
+    if not (path / "build.ninja").exists():
+        pytest.fail(f"nothing is built in {path}: run make build", pytrace=False)
+    return path

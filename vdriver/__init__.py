@@ -1,0 +1,1 @@
+"""The host's driver, understood with pyelftools and mirrored ahead of time."""

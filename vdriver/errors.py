@@ -1,0 +1,52 @@
+"""What can go wrong with a driver or its mirror, sorted as an operator would sort it.
+
+Every error is one line: the message says what was found, the hint says what to do. `code` is
+stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class VdriverError(Exception):
+    """Something about the driver that an operator can act on."""
+
+    code: ClassVar[str] = "vdriver"
+    status: ClassVar[int] = 70  # EX_SOFTWARE
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return " ".join(f"{self.message}; {self.hint}".split())
+
+
+class LibraryError(VdriverError):
+    """A file is not a library that a loader would take: foreign, truncated or hostile."""
+
+    code = "library"
+    status = 65  # EX_DATAERR
+
+
+class DriverError(VdriverError):
+    """The host's driver is absent, incomplete, ambiguous or not the kernel module's."""
+
+    code = "driver"
+    status = 69  # EX_UNAVAILABLE
+
+
+class MirrorError(VdriverError):
+    """The mirror cannot be written or read."""
+
+    code = "mirror"
+    status = 72  # EX_OSFILE
+
+
+class NvmlError(VdriverError):
+    """NVML cannot be loaded, or refuses."""
+
+    code = "nvml"
+    status = 69  # EX_UNAVAILABLE

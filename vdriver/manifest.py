@@ -1,0 +1,129 @@
+"""A generation's manifest.json as values. The contract is manifest.schema.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vdriver.errors import MirrorError
+
+SCHEMA = 1
+SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class File:
+    """One file or link of a generation; what does not apply to its role is None."""
+
+    path: str
+    role: str
+    capability: str | None = None
+    soname: str | None = None
+    size: int | None = None
+    sha256: str | None = None
+    target: str | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class CapabilitySet:
+    """What a container gets for a set of capabilities."""
+
+    capabilities: tuple[str, ...]
+    lib64: str
+    bin: tuple[str, ...]
+    lib32: str | None = None
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A file whose change makes the generation stale."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a generation says about itself."""
+
+    generation: str
+    version: str
+    kind: str
+    machine: str
+    sets: tuple[CapabilitySet, ...]
+    files: tuple[File, ...]
+    root: str
+    watch: tuple[Watched, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document that the schema describes."""
+        return {
+            "schema": SCHEMA,
+            "generation": self.generation,
+            "driver": {"version": self.version, "kind": self.kind},
+            "machine": self.machine,
+            "sets": [_present(s, listed=("capabilities", "bin")) for s in self.sets],
+            "files": [_present(f) for f in self.files],
+            "source": {"root": self.root, "watch": [_present(w) for w in self.watch]},
+        }
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """Read the manifest at `path`, or in the generation `path`; MirrorError when it is none."""
+    file = Path(path)
+    if file.is_dir():
+        file /= NAME
+    try:
+        return parse_manifest(file.read_bytes())
+    except OSError as e:
+        reason = e.strerror or str(e)
+        raise MirrorError(f"{file}: {reason}", hint="run tidegate refresh") from e
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise MirrorError(
+            f"{file}: not a manifest ({type(e).__name__}: {e})", hint="run tidegate refresh"
+        ) from e
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Return the manifest in `data`; ValueError, KeyError or TypeError when there is none."""
+    doc = json.loads(data)
+    if doc["schema"] != SCHEMA:
+        raise ValueError(f"schema {doc['schema']!r}, this program reads {SCHEMA}")
+    return Manifest(
+        generation=doc["generation"],
+        version=doc["driver"]["version"],
+        kind=doc["driver"]["kind"],
+        machine=doc["machine"],
+        sets=tuple(
+            CapabilitySet(tuple(s["capabilities"]), s["lib64"], tuple(s["bin"]), s.get("lib32"))
+            for s in doc["sets"]
+        ),
+        files=tuple(File(**f) for f in doc["files"]),
+        root=doc["source"]["root"],
+        watch=tuple(Watched(**w) for w in doc["source"]["watch"]),
+    )
+
+
+def validate(document: dict[str, Any]) -> None:
+    """Hold `document` against the schema; MirrorError names the place that does not fit."""
+    import jsonschema
+
+    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    error = jsonschema.exceptions.best_match(
+        jsonschema.Draft202012Validator(schema).iter_errors(document)
+    )
+    if error is not None:
+        raise MirrorError(
+            f"manifest: {error.json_path}: {error.message}"[:300],
+            hint="report this with the output of tidegate refresh --dry-run --json",
+        )
+
+
+def _present(value: Any, listed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return a dataclass's fields as JSON, those that are None left out."""
+    return {k: list(v) if k in listed else v for k, v in vars(value).items() if v is not None}

@@ -1,0 +1,198 @@
+"""NVML, asked through one library whose path is given: the only module that imports pynvml.
+
+Returns our own values; nobody else knows NVML's names. Whatever goes wrong is an NvmlError. What a
+GPU or a driver does not tell (memory of a unified-memory GPU, of a process behind MPS) is None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from vdriver.errors import NvmlError
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_open: tuple[str, int] | None = None  # the library in use, and how many have it open
+_kept: dict[str, ctypes.CDLL] = {}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: where NVML lists it, and what it says about itself."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_total: int | None
+    minor: int | None
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """What one process of this host uses of one GPU's memory, in bytes."""
+
+    pid: int
+    used: int | None
+
+
+class Nvml:
+    """NVML from the library at `path`, between `with` and its end.
+
+    The library is loaded by that path, never by a search: on a node with tidegate the name
+    libnvidia-ml.so.1 may stand for the control library. pynvml holds one library for the whole
+    process, so several may have the same path open, and a second path waits until they are done.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = str(path)
+        self._nvml: Any = None
+
+    def __enter__(self) -> Self:
+        global _open  # noqa: PLW0603 - mirrors pynvml's own module state
+        import pynvml
+
+        with _lock:
+            if _open is not None and _open[0] != self._path:
+                raise NvmlError(
+                    f"NVML is open from {_open[0]}, asked for {self._path}",
+                    hint="close the first before opening another driver's",
+                )
+            if _open is None:
+                _select(pynvml, self._path)
+            _call(f"{self._path}: nvmlInit", pynvml.nvmlInit)
+            _open = (self._path, _open[1] + 1 if _open else 1)
+            self._nvml = pynvml
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        global _open  # noqa: PLW0603
+        with _lock:
+            nvml, self._nvml = self._nvml, None
+            if _open is not None:
+                _open = (_open[0], _open[1] - 1) if _open[1] > 1 else None
+            _call("nvmlShutdown", nvml.nvmlShutdown)
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        """Return the GPUs in NVML's order."""
+        nvml = self._nvml
+        count = int(_call("nvmlDeviceGetCount", nvml.nvmlDeviceGetCount))
+        return tuple(self._gpu(i) for i in range(count))
+
+    def driver_version(self) -> str:
+        """Return the version of the driver that answers."""
+        return str(_call("nvmlSystemGetDriverVersion", self._nvml.nvmlSystemGetDriverVersion))
+
+    def memory_used(self, uuid: str) -> int | None:
+        """Return the bytes in use on a GPU, by anybody, the driver's own included."""
+        memory = _optional(self._nvml, lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._get(uuid)))
+        return None if memory is None else int(memory.used)
+
+    def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
+        """Return the processes that have a context on a GPU, each once, by pid."""
+        nvml = self._nvml
+        handle = self._get(uuid)
+        used: dict[int, int | None] = {}
+        # A process with contexts of both kinds is in both lists, with the same figure.
+        for ask in (
+            nvml.nvmlDeviceGetComputeRunningProcesses,
+            nvml.nvmlDeviceGetGraphicsRunningProcesses,
+        ):
+            for process in _optional(nvml, functools.partial(ask, handle)) or ():
+                known = (used.get(int(process.pid)), _available(nvml, process.usedGpuMemory))
+                used[int(process.pid)] = max((k for k in known if k is not None), default=None)
+        return tuple(ProcessMemory(pid, used[pid]) for pid in sorted(used))
+
+    def _gpu(self, index: int) -> Gpu:
+        nvml = self._nvml
+        what = f"GPU {index}"
+        handle = _call(what, lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+        memory = _optional(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        minor = _optional(nvml, lambda: nvml.nvmlDeviceGetMinorNumber(handle))
+        return Gpu(
+            index=index,
+            uuid=_text(_call(what, lambda: nvml.nvmlDeviceGetUUID(handle))),
+            name=_text(_call(what, lambda: nvml.nvmlDeviceGetName(handle))),
+            memory_total=None if memory is None else _available(nvml, memory.total),
+            minor=None if minor is None else int(minor),
+        )
+
+    def _get(self, uuid: str) -> Any:
+        # A str on every version of pynvml's own decorators; older ones take bytes only.
+        return _call(f"GPU {uuid}", lambda: self._nvml.nvmlDeviceGetHandleByUUID(uuid))
+
+
+def _select(pynvml: Any, path: str) -> None:
+    """Make pynvml use the library at `path`, whatever it has used before."""
+    try:
+        # Kept: a library that was unloaded and loaded again would lose what its threads hold.
+        library = _kept.setdefault(path, ctypes.CDLL(path))
+    except OSError as e:
+        raise NvmlError(
+            f"NVML cannot be loaded: {e}", hint="run tidegate refresh, or reinstall the driver"
+        ) from e
+    pynvml.nvmlLib = library
+    # The addresses of the former library's functions.
+    pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001
+
+
+def _call(what: str, function: Callable[[], T]) -> T:
+    import pynvml
+
+    try:
+        return function()
+    except pynvml.NVMLError as e:
+        raise NvmlError(f"{what}: {e}", hint=_remedy(pynvml, e)) from e
+
+
+def _optional(nvml: Any, function: Callable[[], T]) -> T | None:
+    """Return what `function` returns, None where this GPU or driver does not tell."""
+    absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    try:
+        return function()
+    except nvml.NVMLError as e:
+        if e.value in absent:
+            return None
+        raise NvmlError(str(e), hint=_remedy(nvml, e)) from e
+
+
+def _available(nvml: Any, value: int | None) -> int | None:
+    """Return a number that NVML filled in, None for its "not available" in either width."""
+    if value is None or value in (
+        nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value,
+        nvml.NVML_VALUE_NOT_AVAILABLE_uint.value,
+    ):
+        return None
+    return int(value)
+
+
+def _remedy(nvml: Any, error: Any) -> str:
+    remedies = {
+        nvml.NVML_ERROR_DRIVER_NOT_LOADED: "load the kernel module: modprobe nvidia",
+        nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
+            "the library is not the kernel module's version: reboot after a driver update, "
+            "then run tidegate refresh"
+        ),
+        nvml.NVML_ERROR_NO_PERMISSION: "run as root, or give access to /dev/nvidia*",
+        nvml.NVML_ERROR_NOT_FOUND: "tidegate check lists the GPUs that are there",
+        nvml.NVML_ERROR_INVALID_ARGUMENT: "tidegate check lists the GPUs that are there",
+        nvml.NVML_ERROR_GPU_IS_LOST: "the GPU fell off the bus: see the kernel log, reboot",
+        nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old, or this is no NVML library",
+    }
+    return remedies.get(error.value, "nvidia-smi on the host shows the same; see the kernel log")
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,0 +1,222 @@
+"""Progress: how much of its own work a job did, on the GPU's clock.
+
+A workload stamps the end of each *unit* of work: a record of the time (nanoseconds, the GPU's
+clock) and the unit's kind (its position in the step). Run alone, the job shows how long a unit of
+each kind takes. Run beside others, each finished unit is worth the time it takes alone, so progress
+over a window divided by the window's length is the share of the GPU that was delivered. Nothing of
+the governor, of a driver's utilisation figure or of the control library goes into it.
+
+This module computes; only `read_stamps` looks at a file. Times and durations are nanoseconds
+throughout, shares are fractions of 1, quotas are percent.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import pathlib
+import statistics
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+RECORD = struct.Struct("<QQ")
+"""One stamp in a file: the time and the unit's kind, both little-endian u64."""
+
+WARM_UP_NS = NS_PER_S
+"""What a solo run's profile leaves out at its beginning: clocks and caches settle in it."""
+
+MAX_UNIT_NS = 2 * NS_PER_MS
+"""The longest unit that still resolves a window of 100 ms: it moves at most 2 % over an edge."""
+
+
+class ProgressError(ValueError):
+    """A progress file, or what was asked of it, cannot be measured with."""
+
+
+class Stamp(NamedTuple):
+    """A unit of `kind` ended at `time`."""
+
+    time: int
+    kind: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """What each kind of unit takes when its job has the GPU to itself."""
+
+    durations: Mapping[int, float]
+    """Kind to nanoseconds, scaled so that the solo run's own progress rate is exactly 1."""
+
+    scale: float
+    """What the medians were multiplied with: the tail of slow units that a median leaves out."""
+
+    units: int
+    """How many units of the solo run the profile stands on."""
+
+    def duration(self, kind: int) -> float:
+        """How long a unit of `kind` takes alone; an unknown kind is an error that names it."""
+        try:
+            return self.durations[kind]
+        except KeyError:
+            known = ", ".join(map(str, sorted(self.durations)))
+            raise ProgressError(
+                f"unit kind {kind} is not in the solo run, which has {known}: "
+                "run the same workload with the same options alone"
+            ) from None
+
+    @property
+    def largest(self) -> tuple[int, float]:
+        """The kind that takes longest, and how long it takes."""
+        return max(self.durations.items(), key=lambda item: item[1])
+
+
+def parse_stamps(data: bytes, source: str = "progress data") -> tuple[Stamp, ...]:
+    """All whole records in `data`; a torn last one (its writer was killed) is left out."""
+    whole = len(data) - len(data) % RECORD.size
+    stamps = tuple(Stamp(*fields) for fields in RECORD.iter_unpack(data[:whole]))
+    if not stamps:
+        raise ProgressError(f"{source} holds no stamp: did the workload start?")
+    check_order(stamps, source)
+    return stamps
+
+
+def read_stamps(path: str | pathlib.Path) -> tuple[Stamp, ...]:
+    """All stamps of a progress file, in order."""
+    return parse_stamps(pathlib.Path(path).read_bytes(), str(path))
+
+
+def check_order(stamps: Sequence[Stamp], source: str = "progress data") -> None:
+    """Time never runs backwards; equal times are the clock's resolution."""
+    for index, (before, after) in enumerate(itertools.pairwise(stamps), start=1):
+        if after.time < before.time:
+            raise ProgressError(
+                f"{source}: stamp {index} is {before.time - after.time} ns "
+                "before the one it follows"
+            )
+
+
+def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
+    """What a job's units take alone, from a run in which it was alone.
+
+    The median per kind keeps a stray interruption out of a unit's worth; the scale puts the sum
+    right, so that the solo run is delivered a share of exactly 1 once its warm-up is over.
+    """
+    if not stamps:
+        raise ProgressError("the solo run holds no stamp: did the workload start?")
+    check_order(stamps, "the solo run")
+    kept = [stamp for stamp in stamps if stamp.time >= stamps[0].time + warm_up]
+    samples: dict[int, list[int]] = {}
+    for before, after in itertools.pairwise(kept):
+        samples.setdefault(after.kind, []).append(after.time - before.time)
+    if not samples:
+        raise ProgressError(
+            f"the solo run has {len(kept)} stamp(s) after its first {warm_up / NS_PER_S:g} s; "
+            "let it run longer"
+        )
+    medians = {kind: statistics.median(taken) for kind, taken in sorted(samples.items())}
+    counted = math.fsum(medians[kind] * len(taken) for kind, taken in samples.items())
+    if counted <= 0:
+        raise ProgressError("the units of the solo run take no time: the clock stands still")
+    scale = (kept[-1].time - kept[0].time) / counted
+    return Profile(
+        durations={kind: median * scale for kind, median in medians.items()},
+        scale=scale,
+        units=len(kept) - 1,
+    )
+
+
+def check_units(profile: Profile, limit: float = MAX_UNIT_NS) -> float:
+    """The length of the profile's largest unit; one above `limit` is an error that names it."""
+    kind, longest = profile.largest
+    if longest > limit:
+        raise ProgressError(
+            f"unit kind {kind} takes {longest / NS_PER_MS:.2f} ms alone, "
+            f"above {limit / NS_PER_MS:g} ms: stamp more often, or make the step smaller"
+        )
+    return longest
+
+
+class Progress:
+    """The work that a job has done, as a function of time.
+
+    Grows by a unit's solo duration over the unit, linearly; flat before the first stamp and after
+    the last.
+    """
+
+    def __init__(self, stamps: Sequence[Stamp], profile: Profile) -> None:
+        if not stamps:
+            raise ProgressError("no stamp to measure progress from: did the workload start?")
+        check_order(stamps)
+        self._times = [stamp.time for stamp in stamps]
+        steps = (profile.duration(stamp.kind) for stamp in stamps[1:])
+        self._done = list(itertools.accumulate(steps, initial=0.0))
+
+    @property
+    def begin(self) -> int:
+        """The time of the first stamp."""
+        return self._times[0]
+
+    @property
+    def end(self) -> int:
+        """The time of the last stamp."""
+        return self._times[-1]
+
+    def at(self, time: float) -> float:
+        """Solo nanoseconds of work done from the first stamp to `time`."""
+        after = bisect.bisect_right(self._times, time)
+        if after == 0:
+            return 0.0
+        if after == len(self._times):
+            return self._done[-1]
+        t0, t1 = self._times[after - 1], self._times[after]
+        p0, p1 = self._done[after - 1], self._done[after]
+        return p0 + (p1 - p0) * ((time - t0) / (t1 - t0))
+
+    def share(self, begin: float, end: float) -> float:
+        """What was delivered from `begin` to `end`, as a fraction of having the GPU alone."""
+        if end <= begin:
+            raise ProgressError(f"the window from {begin} to {end} is empty")
+        return (self.at(end) - self.at(begin)) / (end - begin)
+
+    def windows(self, width: int, begin: int | None = None, end: int | None = None) -> list[float]:
+        """The shares of all whole windows of `width` from `begin` (first stamp) to `end` (last)."""
+        if width <= 0:
+            raise ProgressError(f"a window of {width} ns is empty")
+        first = self.begin if begin is None else begin
+        last = self.end if end is None else end
+        edges = [self.at(edge) for edge in range(first, last + 1, width)]
+        return [(after - before) / width for before, after in itertools.pairwise(edges)]
+
+
+def common_span(runs: Iterable[Progress]) -> tuple[int, int]:
+    """From the moment when all of them ran to the moment when the first of them ended."""
+    kept = list(runs)
+    if not kept:
+        raise ProgressError("there is no job to find a common span of")
+    begin, end = max(run.begin for run in kept), min(run.end for run in kept)
+    if end <= begin:
+        raise ProgressError("the jobs never ran at the same time")
+    return begin, end
+
+
+def mean_abs_error_pp(windows: Mapping[str, Sequence[float]], quota: Mapping[str, float]) -> float:
+    """How far delivered shares lie from the quotas, in percentage points.
+
+    Averaged over a container's windows, then over containers.
+
+    `windows` holds each container's shares (fractions), `quota` its compute quota (percent).
+    """
+    if not windows:
+        raise ProgressError("there is no container to compare with its quota")
+    means = []
+    for name, shares in windows.items():
+        if not shares:
+            raise ProgressError(f"container {name} has no whole window: let it run longer")
+        means.append(statistics.fmean(abs(100 * share - quota[name]) for share in shares))
+    return statistics.fmean(means)

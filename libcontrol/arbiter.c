@@ -1,0 +1,397 @@
+/* The arbiter's policy; see arbiter.h. */
+#include "arbiter.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_LAG_NS                                                                                 \
+    1000000000.0 /* what a container that was kept waiting is owed at most, as time */
+
+struct tenant {
+    bool used;
+    bool want;
+    double guarantee; /* of the GPU, 0..1 */
+    double limit;
+    double owed_at;   /* theoretical arrival time at the guaranteed rate */
+    double capped_at; /* the same at the cap */
+    double lent_tag;  /* start tag of the fair order in which idle time is lent */
+    uint64_t asleep;  /* since when it neither wants nor holds; 0: it does */
+    uint64_t busy_seen;
+    uint64_t busy_told;
+    /* Grants whose use was estimated and will be corrected by what the GPU's clock says. */
+    double unsettled_charge, unsettled_held, unsettled_floor;
+    unsigned n_unsettled;
+    double overhead; /* estimate of what a grant loses to the hand-over */
+    struct arbiter_stats stats;
+};
+
+struct arbiter {
+    struct arbiter_config config;
+    struct tenant tenants[ARBITER_N_TENANTS];
+    int32_t holder;
+    int32_t last_holder;
+    uint32_t epoch;
+    uint64_t start, deadline;
+    uint64_t gpu_free; /* when the last holder's work ended */
+    bool lent;         /* this grant is beyond the guarantee */
+    bool contended;    /* somebody else waited during this grant */
+    bool open;
+    int32_t standby;
+    double lent_clock;
+};
+
+struct arbiter *arbiter_new(const struct arbiter_config *config)
+{
+    struct arbiter *arbiter = calloc(1, sizeof *arbiter);
+
+    if (arbiter) {
+        arbiter->config = *config;
+        arbiter->holder = ARBITER_NOBODY;
+        arbiter->last_holder = ARBITER_NOBODY;
+        arbiter->standby = ARBITER_NOBODY;
+    }
+    return arbiter;
+}
+
+struct arbiter *arbiter_free(struct arbiter *arbiter)
+{
+    free(arbiter);
+    return NULL;
+}
+
+static double max(double a, double b)
+{
+    return a > b ? a : b;
+}
+
+static double clamp(double value, double low, double high)
+{
+    return value < low ? low : value > high ? high : value;
+}
+
+void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_t guarantee, uint32_t limit)
+{
+    struct tenant *t = &arbiter->tenants[tenant];
+
+    t->guarantee = clamp(guarantee, 1, ARBITER_WHOLE) / ARBITER_WHOLE;
+    t->limit = max(t->guarantee, clamp(limit, 1, ARBITER_WHOLE) / ARBITER_WHOLE);
+}
+
+int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit, uint64_t now)
+{
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        struct tenant *t = &arbiter->tenants[i];
+
+        if (t->used)
+            continue;
+        memset(t, 0, sizeof *t);
+        t->used = true;
+        t->owed_at = t->capped_at = (double)now;
+        t->lent_tag = arbiter->lent_clock;
+        t->asleep = now;
+        arbiter_set(arbiter, i, guarantee, limit);
+        return i;
+    }
+    return ARBITER_NOBODY;
+}
+
+/* An elastic container may have idle time beyond its guarantee. */
+static bool is_elastic(const struct tenant *t)
+{
+    return t->limit > t->guarantee;
+}
+
+/* Applies a charge of `ns`, or a correction of one. */
+static void charge(struct tenant *t, double ns, bool lent)
+{
+    t->capped_at += ns / t->limit;
+    if (!lent)
+        t->owed_at += ns / t->guarantee;
+}
+
+/* What was estimated at the end of the last grants is replaced by what the GPU's clock measured.
+ * The report comes from the container, so it is believed within bounds only. */
+static void settle(struct tenant *t, const struct arbiter_config *config, bool lent)
+{
+    double busy, actual;
+
+    if (!t->n_unsettled)
+        return;
+    busy = t->busy_told >= t->busy_seen ? (double)(t->busy_told - t->busy_seen) : 0;
+    actual = clamp(busy, t->unsettled_floor, t->unsettled_held);
+    charge(t, actual - t->unsettled_charge, lent);
+    t->overhead += 0.1 * ((t->unsettled_held - actual) / t->n_unsettled - t->overhead);
+    t->overhead = clamp(t->overhead, 0, (double)config->overhead_ns);
+    t->stats.charged_ns += (uint64_t)max(0, actual);
+    if (lent)
+        t->stats.lent_ns += (uint64_t)max(0, actual);
+    t->busy_seen = t->busy_told;
+    t->unsettled_charge = t->unsettled_held = t->unsettled_floor = 0;
+    t->n_unsettled = 0;
+}
+
+/* The holder's work ends (or ended) at `end`. */
+static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
+{
+    struct tenant *t = &arbiter->tenants[arbiter->holder];
+    double held = end > arbiter->start ? (double)(end - arbiter->start) : 0;
+    double estimate = max(0, held - t->overhead);
+
+    if (arbiter->open) {
+        /* Alone: nothing is owed to it and it owes nothing. */
+        t->owed_at = max(t->owed_at, (double)end);
+        t->capped_at = max(t->capped_at, (double)end);
+        t->busy_seen = t->busy_told;
+        t->stats.charged_ns += (uint64_t)held;
+    } else if (used) {
+        charge(t, estimate, arbiter->lent);
+        t->unsettled_charge += estimate;
+        t->unsettled_held += held;
+        t->unsettled_floor +=
+            arbiter->contended ? max(0, held - (double)arbiter->config.overhead_ns) : 0;
+        t->n_unsettled++;
+        if (arbiter->lent) {
+            t->lent_tag = max(t->lent_tag, arbiter->lent_clock) + estimate / t->guarantee;
+        }
+    }
+    t->stats.held_ns += (uint64_t)held;
+    if (end > arbiter->gpu_free)
+        arbiter->gpu_free = end;
+    arbiter->last_holder = arbiter->holder;
+    arbiter->holder = ARBITER_NOBODY;
+    arbiter->open = false;
+    if (!t->want)
+        t->asleep = end;
+}
+
+void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
+{
+    if (arbiter->holder == tenant)
+        end_grant(arbiter, now, true);
+    if (arbiter->standby == tenant)
+        arbiter->standby = ARBITER_NOBODY;
+    if (arbiter->last_holder == tenant)
+        arbiter->last_holder = ARBITER_NOBODY;
+    arbiter->tenants[tenant].used = false;
+    arbiter->tenants[tenant].want = false;
+}
+
+void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now)
+{
+    struct tenant *t = &arbiter->tenants[tenant];
+    double grace = 2.0 * (double)arbiter->config.quantum_ns;
+
+    if (t->want == want)
+        return;
+    t->want = want;
+    if (!want) {
+        if (arbiter->holder != tenant)
+            t->asleep = now;
+        return;
+    }
+    if (t->asleep && now > t->asleep) {
+        /* What it was owed when it fell asleep it keeps; what the sleep added, up to the grace. */
+        double slept = (double)(now - t->asleep) - grace;
+
+        if (slept > 0 && t->owed_at < (double)now - grace)
+            t->owed_at = clamp(t->owed_at + slept, t->owed_at, (double)now - grace);
+    }
+    t->owed_at = max(t->owed_at, (double)now - MAX_LAG_NS);
+    t->asleep = 0;
+}
+
+void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
+{
+    arbiter->tenants[tenant].busy_told = busy_ns;
+}
+
+void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns, bool used)
+{
+    if (arbiter->holder == ARBITER_NOBODY)
+        return;
+    if (release_ns < arbiter->start)
+        release_ns = arbiter->start;
+    if (residual_ns > arbiter->config.overdue_ns)
+        residual_ns = arbiter->config.overdue_ns;
+    end_grant(arbiter, release_ns + residual_ns, used);
+}
+
+/* When the tenant may have GPU time: as its own, or lent. */
+static double eligible_at(const struct tenant *t)
+{
+    if (is_elastic(t) && t->capped_at < t->owed_at)
+        return t->capped_at;
+    return t->owed_at;
+}
+
+/* Returns who should have the GPU at `now`, other than `except`; tells whether it would be lent. */
+static int32_t choose(const struct arbiter *arbiter, double now, int32_t except, bool *lentp)
+{
+    int32_t owed = ARBITER_NOBODY, lent = ARBITER_NOBODY;
+    double best_owed = 0, best_lent = 0;
+
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+
+        if (!t->used || !t->want || i == except)
+            continue;
+        if (t->owed_at <= now) {
+            double due = t->owed_at + (double)arbiter->config.quantum_ns / t->guarantee;
+
+            if (owed == ARBITER_NOBODY || due < best_owed) {
+                owed = i;
+                best_owed = due;
+            }
+        } else if (is_elastic(t) && t->capped_at <= now) {
+            double tag = max(t->lent_tag, arbiter->lent_clock);
+
+            if (lent == ARBITER_NOBODY || tag < best_lent) {
+                lent = i;
+                best_lent = tag;
+            }
+        }
+    }
+    *lentp = owed == ARBITER_NOBODY;
+    return owed != ARBITER_NOBODY ? owed : lent;
+}
+
+/* Whether the holder may go on after its deadline, as far as its own quota goes. */
+static bool may_continue(const struct arbiter *arbiter, double at)
+{
+    const struct tenant *t = &arbiter->tenants[arbiter->holder];
+    double used = max(0, at - (double)arbiter->start);
+
+    if (t->limit >= 1.0)
+        return true;
+    return (arbiter->lent ? t->capped_at : t->owed_at) +
+               used / (arbiter->lent ? t->limit : t->guarantee) <=
+           at;
+}
+
+static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t now)
+{
+    struct tenant *t = &arbiter->tenants[tenant];
+    uint64_t begins = now > arbiter->gpu_free ? now : arbiter->gpu_free;
+    bool others = false;
+
+    settle(t, &arbiter->config, lent);
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
+        if (i != tenant && arbiter->tenants[i].used && arbiter->tenants[i].want)
+            others = true;
+    if (is_elastic(t))
+        t->capped_at = max(t->capped_at, (double)now - 2.0 * (double)arbiter->config.quantum_ns);
+    if (lent)
+        arbiter->lent_clock = max(arbiter->lent_clock, t->lent_tag);
+    arbiter->holder = tenant;
+    arbiter->lent = lent;
+    arbiter->epoch++;
+    arbiter->start = begins;
+    arbiter->contended = others;
+    arbiter->standby = ARBITER_NOBODY;
+    arbiter->open = !others && t->limit >= 1.0;
+    arbiter->deadline = begins + arbiter->config.quantum_ns;
+    if (arbiter->last_holder != tenant)
+        arbiter->deadline += arbiter->config.switch_ns;
+    t->asleep = 0;
+    t->stats.grants++;
+}
+
+/* The earliest time at which somebody other than `except` who wants the GPU may have it. */
+static uint64_t next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
+{
+    double best = 1e300;
+
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+
+        if (t->used && t->want && i != except && eligible_at(t) < best)
+            best = eligible_at(t);
+    }
+    if (best > 1e18)
+        return ARBITER_NEVER;
+    return best > (double)now ? (uint64_t)best + 1 : now;
+}
+
+static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
+{
+    const struct arbiter_config *config = &arbiter->config;
+    uint64_t decide;
+    int32_t rival;
+    bool lent;
+
+    if (arbiter->open) {
+        rival = choose(arbiter, (double)now, arbiter->holder, &lent);
+        if (rival == ARBITER_NOBODY) {
+            viewp->wake_ns = next_eligible(arbiter, now, arbiter->holder);
+            return;
+        }
+        /* The owner of a share returns: what was open ends now. */
+        end_grant(arbiter, now, true);
+        arbiter->holder = arbiter->last_holder;
+        arbiter->start = now;
+        arbiter->deadline = now;
+        arbiter->contended = true;
+        arbiter->standby = rival;
+    }
+    decide = arbiter->deadline > config->lead_ns ? arbiter->deadline - config->lead_ns : 0;
+    rival = choose(arbiter, (double)arbiter->deadline, arbiter->holder, &lent);
+    if (rival != ARBITER_NOBODY)
+        arbiter->contended = true;
+    if (now < decide) {
+        viewp->wake_ns = decide;
+        return;
+    }
+    if (arbiter->standby == ARBITER_NOBODY && now < arbiter->deadline) {
+        const struct tenant *t = &arbiter->tenants[arbiter->holder];
+
+        if (rival != ARBITER_NOBODY) {
+            arbiter->standby = rival;
+        } else if (may_continue(arbiter, (double)arbiter->deadline)) {
+            /* Nobody else can use it: the grant goes on without a drain. */
+            if (t->limit >= 1.0 && next_eligible(arbiter, now, arbiter->holder) == ARBITER_NEVER) {
+                arbiter->open = true;
+                viewp->wake_ns = ARBITER_NEVER;
+                return;
+            }
+            arbiter->deadline += config->quantum_ns;
+            viewp->wake_ns = arbiter->deadline - config->lead_ns;
+            return;
+        }
+    }
+    viewp->wake_ns = arbiter->deadline + config->overdue_ns;
+}
+
+void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
+{
+    bool lent;
+
+    memset(viewp, 0, sizeof *viewp);
+    viewp->wake_ns = ARBITER_NEVER;
+    if (arbiter->holder != ARBITER_NOBODY && !arbiter->open &&
+        now >= arbiter->deadline + arbiter->config.overdue_ns) {
+        arbiter->tenants[arbiter->holder].stats.overdue++;
+        end_grant(arbiter, now, true);
+    }
+    if (arbiter->holder == ARBITER_NOBODY) {
+        int32_t next = choose(arbiter, (double)now, ARBITER_NOBODY, &lent);
+
+        if (next != ARBITER_NOBODY)
+            grant(arbiter, next, lent, now);
+        else
+            viewp->wake_ns = next_eligible(arbiter, now, ARBITER_NOBODY);
+    }
+    if (arbiter->holder != ARBITER_NOBODY)
+        step_holder(arbiter, now, viewp);
+    viewp->holder = arbiter->holder;
+    viewp->epoch = arbiter->epoch;
+    viewp->start_ns = arbiter->start;
+    viewp->deadline_ns = arbiter->open ? ARBITER_NEVER : arbiter->deadline;
+    viewp->contended = arbiter->holder != ARBITER_NOBODY && arbiter->contended;
+    viewp->standby = arbiter->standby;
+    viewp->standby_ns = arbiter->deadline + arbiter->config.lead_ns;
+}
+
+void arbiter_stats(const struct arbiter *arbiter, int32_t tenant, struct arbiter_stats *statsp)
+{
+    *statsp = arbiter->tenants[tenant].stats;
+}

@@ -1,0 +1,72 @@
+/*
+ * The arbiter: which container may start work on a GPU, and until when.
+ *
+ * It is pure: it has no clock, no thread and no memory of others. The caller tells it the time and
+ * what happened, `arbiter_step` says what holds from now on and when to call again. So a test runs
+ * hours of it on a virtual clock in milliseconds; `runner.c` runs it on the real one.
+ *
+ * Times are nanoseconds, shares are parts per million of the GPU.
+ *
+ * Each container has a theoretical arrival time (the GCRA of ATM networks): the time at which all
+ * that it has used is paid for at its guaranteed rate. It is owed GPU time while that time lies in
+ * the past. Among those that are owed, the earliest deadline goes first (theoretical arrival plus
+ * the period of one quantum at its rate). When nobody is owed, idle time is lent in start-time fair
+ * order to those below their cap; lent time is not charged against the guarantee. A container that
+ * was kept waiting keeps what it is owed, one that slept does not.
+ */
+#pragma once
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define ARBITER_N_TENANTS 256
+#define ARBITER_NOBODY    (-1)
+#define ARBITER_NEVER     UINT64_MAX
+#define ARBITER_WHOLE     1000000u /* share of a whole GPU */
+
+struct arbiter_config {
+    uint64_t quantum_ns;  /* length of one grant */
+    uint64_t overdue_ns;  /* a grant not given back by then is taken */
+    uint64_t lead_ns;     /* the next holder is decided so long before the end of a grant */
+    uint64_t switch_ns;   /* what the GPU needs to change contexts */
+    uint64_t overhead_ns; /* of a grant, what a report may call not used, at most */
+};
+
+/* What holds now. */
+struct arbiter_view {
+    int32_t holder;       /* ARBITER_NOBODY */
+    uint32_t epoch;       /* number of the grant */
+    uint64_t start_ns;    /* when it began */
+    uint64_t deadline_ns; /* ARBITER_NEVER: open */
+    uint32_t contended;   /* somebody else could use the GPU */
+    int32_t standby;      /* who is next, if that is decided */
+    uint64_t standby_ns;  /* let it be awake until then */
+    uint64_t wake_ns;     /* step again by then */
+};
+
+struct arbiter_stats {
+    uint64_t grants;
+    uint64_t charged_ns; /* GPU time charged */
+    uint64_t lent_ns;    /* of that, beyond the guarantee */
+    uint64_t held_ns;
+    uint64_t overdue; /* grants that had to be taken */
+};
+
+struct arbiter;
+
+#define ARBITER_EXPORT __attribute__((visibility("default")))
+
+ARBITER_EXPORT struct arbiter *arbiter_new(const struct arbiter_config *config);
+ARBITER_EXPORT struct arbiter *arbiter_free(struct arbiter *arbiter);
+ARBITER_EXPORT int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
+                                   uint64_t now);
+ARBITER_EXPORT void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_t guarantee,
+                                uint32_t limit);
+ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now);
+ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now);
+ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
+                                     uint64_t residual_ns, bool used);
+ARBITER_EXPORT void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns);
+ARBITER_EXPORT void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp);
+ARBITER_EXPORT void arbiter_stats(const struct arbiter *arbiter, int32_t tenant,
+                                  struct arbiter_stats *statsp);

@@ -1,0 +1,112 @@
+/*
+ * The control library: it stands in libcuda's place in a container and holds it to its quota.
+ *
+ * Words used throughout:
+ *   grant    what the governor allows: limits, and the time until which work may start (read-only
+ * page) ledger   what this container's processes report: charges and work (shared memory of the
+ * container) slot     this process's part of the ledger gate     where calls that start work wait
+ * for GPU time account  where calls that take device memory are charged marker   an event recorded
+ * behind submitted work, to learn when it ended and how long it took original the driver's own
+ * libcuda, loaded under another name by DT_NEEDED
+ */
+#pragma once
+
+#include "cuda_abi.h"
+#include "entries.gen.h"
+#include "layout.gen.h"
+#include "prim.h"
+
+#define CONTROL_EXPORT __attribute__((visibility("default")))
+
+/* origin.c: the driver's own functions. Those outside the table are used by ourselves. */
+struct driver_cuda {
+    CUresult (*cuDeviceGetCount)(int *count);
+    CUresult (*cuDeviceGet)(CUdevice *device, int ordinal);
+    CUresult (*cuDeviceGetUuid)(CUuuid *uuid, CUdevice dev);
+    CUresult (*cuCtxGetCurrent)(CUcontext *ctx);
+    CUresult (*cuCtxSetCurrent)(CUcontext ctx);
+    CUresult (*cuCtxGetDevice)(CUdevice *dev);
+    CUresult (*cuStreamIsCapturing)(CUstream stream, CUstreamCaptureStatus *status);
+    CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode *mode);
+    CUresult (*cuEventCreate)(CUevent *event, unsigned int flags);
+    CUresult (*cuEventDestroy)(CUevent event);
+    CUresult (*cuEventRecord)(CUevent event, CUstream stream);
+    CUresult (*cuEventQuery)(CUevent event);
+    CUresult (*cuEventElapsedTime)(float *ms, CUevent start, CUevent end);
+};
+
+extern const struct real_cuda *const real;
+extern const struct driver_cuda *const driver;
+
+/* Returns what an application gets instead of `found`, the driver's answer to a look-up by name. */
+void *origin_replace(void *found);
+
+/* pages.c: the grant page and the ledger. */
+#define PAGES_DIRECTORY "/run/tidegate"
+
+/* Maps the grant page and registers this process; once. True when the container's grant is
+ * readable. */
+bool pages_start(void);
+
+/* After cuInit: matches the driver's devices with the grant's by UUID. */
+void pages_match_devices(void);
+
+const struct grant_header *pages_grant(void);                  /* NULL before pages_start() */
+const struct grant_device *pages_grant_device(unsigned index); /* index below pages_n_devices() */
+struct ledger_device *pages_ledger_device(unsigned index);     /* this process's */
+struct ledger_header *pages_ledger(void);
+struct ledger_slot *pages_slot(void);
+unsigned pages_n_devices(void);
+
+/* The grant's index of a device or of the current context's device; -1 if it is not governed. */
+int pages_index_of(CUdevice dev);
+int pages_index_current(void);
+
+/* Tells the arbiter that the ledger has news. Never blocks. */
+void pages_poke(void);
+
+/* One bounded line on standard error, at most 16 in a process's life. */
+void control_log(const char *message) cold;
+
+/* account.c: device memory. */
+struct account_charge {
+    int device;    /* the grant's index, -1: not governed */
+    uint64_t size; /* bytes charged */
+};
+
+CUresult account_reserve(struct account_charge *charge, uint64_t size);
+CUresult account_reserve_on(struct account_charge *charge, int device, uint64_t size);
+void account_cancel(struct account_charge *charge);
+uint64_t account_settle(struct account_charge *charge, uint64_t size);
+void account_record(const struct account_charge *charge, CUdeviceptr pointer);
+void account_forget(struct account_charge *charge, CUdeviceptr pointer);
+uint64_t account_used(int device);
+uint64_t account_product(uint64_t a, uint64_t b);
+uint64_t account_pitch(uint64_t width, uint64_t height);
+void account_context(CUdevice dev);
+
+/* gate.c: GPU time. */
+struct gate_ticket {
+    int device; /* -1: not governed, nothing to do in gate_leave() */
+    bool mark;  /* record a marker behind the call */
+    CUstream stream;
+    CUcontext ctx;
+    uint32_t kind; /* of work, as the estimator knows it */
+    uint64_t predicted_ns;
+};
+
+CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, CUstream stream);
+void gate_leave(struct gate_ticket *ticket, CUresult result);
+void gate_forget_stream(CUstream stream);
+void gate_forget_context(CUcontext ctx); /* NULL: every context */
+
+static inline uint64_t gate_blocks(unsigned x, unsigned y, unsigned z)
+{
+    return (uint64_t)x * y * z;
+}
+
+/* The per-thread forms mean the per-thread stream where others mean the legacy one. */
+static inline CUstream gate_ptsz(CUstream stream)
+{
+    return stream ? stream : CU_STREAM_PER_THREAD;
+}

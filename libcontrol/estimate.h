@@ -1,0 +1,31 @@
+/*
+ * How long a piece of work takes on the GPU when it has the GPU to itself.
+ *
+ * Work is known by what is launched (a function or an executable graph) and how large the launch
+ * is. Its duration is learned from intervals between two markers of one stream: an interval of one
+ * kind gives its duration directly, one of several kinds shares the error of the prediction out in
+ * proportion, which converges on the kinds' own durations as mixtures vary.
+ */
+#pragma once
+
+#include <stdint.h>
+
+#define ESTIMATE_N_KINDS    4096
+#define ESTIMATE_UNKNOWN_NS 50000 /* before the first measurement */
+#define ESTIMATE_N_PARTS    8
+
+/* What was launched between two markers. */
+struct estimate_interval {
+    uint32_t n_parts;
+    struct {
+        uint32_t kind;
+        uint32_t count;
+    } parts[ESTIMATE_N_PARTS];
+};
+
+uint32_t estimate_kind(uintptr_t key, uint64_t blocks);
+uint64_t estimate_ns(uint32_t kind);
+unsigned estimate_samples(uint32_t kind);
+void estimate_add(struct estimate_interval *interval, uint32_t kind);
+uint64_t estimate_interval_ns(const struct estimate_interval *interval);
+void estimate_learn(const struct estimate_interval *interval, uint64_t measured_ns);

@@ -1,0 +1,199 @@
+"""
+The two memory pages that a container shares with the governor, described once.
+
+`libcontrol.gen` writes `layout.gen.h` from this description (with static assertions on every
+offset) and `libcontrol.pages` reads the pages by it from Python. Fields are only ever appended: a
+reader checks magic, version and size first and bounds every index it reads.
+
+Times are nanoseconds of CLOCK_MONOTONIC, sizes are bytes, shares are parts per million of one GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+VERSION = 1
+N_DEVICES = 16
+"""GPUs of one container at most."""
+N_SLOTS = 64
+"""Processes of one container that may use the GPU at the same time."""
+
+GRANT_MAGIC = int.from_bytes(b"TDGGRANT", "little")
+LEDGER_MAGIC = int.from_bytes(b"TDGLEDGR", "little")
+
+SIZES = {"u8": 1, "u32": 4, "u64": 8}
+
+
+class Field(NamedTuple):
+    """
+    One field: its name, C type, how many, who writes it and what it means.
+
+    `order` names the memory order of the writer's store where a reader depends on it.
+    """
+
+    name: str
+    type: str
+    count: int = 1
+    writer: str = "governor"
+    order: str = "relaxed"
+    doc: str = ""
+
+
+class Struct(NamedTuple):
+    """A structure of the page: fields in order, padded to `size` bytes."""
+
+    name: str
+    size: int
+    fields: tuple[Field, ...]
+    doc: str
+
+
+GRANT_HEADER = Struct(
+    "grant_header",
+    256,
+    (
+        Field("magic", "u64", doc="GRANT_MAGIC"),
+        Field("version", "u32", doc="LAYOUT_VERSION"),
+        Field("size", "u32", doc="bytes of the whole page"),
+        Field("heartbeat_ns", "u64", doc="when the governor last said that it lives"),
+        Field("n_devices", "u32", doc="entries of devices[] in use"),
+        Field("on_governor_loss", "u32", doc="0 keep the quota locally, 1 deny, 2 open"),
+        Field("inflight_ns", "u64", doc="work that may be queued on the GPU ahead of its end"),
+        Field("marker_ns", "u64", doc="predicted work between two markers"),
+        Field("lookahead_ns", "u64", doc="the hand-over begins when so much work is left"),
+        Field("idle_release_ns", "u64", doc="a holder idle for so long gives the GPU back"),
+        Field("spin_ns", "u64", doc="a process told to stand by spins at most so long"),
+    ),
+    "What holds for the whole container.",
+)
+
+GRANT_DEVICE = Struct(
+    "grant_device",
+    192,
+    (
+        Field("uuid", "u8", 16, doc="the GPU's UUID"),
+        Field("memory_limit", "u64", doc="quota of device memory"),
+        Field("memory_overhead", "u64", doc="what the driver took beyond the ledger's sum"),
+        Field("memory_used", "u64", doc="use as of the last reconciliation, for NVML"),
+        Field("context_bytes", "u64", doc="charged for a process's first context"),
+        Field("compute", "u32", doc="guaranteed share"),
+        Field("compute_limit", "u32", doc="cap"),
+        Field("deadline_ns", "u64", order="release", doc="work may start before; 0 closed"),
+        Field("epoch", "u32", order="release", doc="number of this grant"),
+        Field("signal", "u32", order="release", doc="futex word, moves with every change"),
+        Field("start_ns", "u64", doc="when this grant began"),
+        Field("standby_ns", "u64", order="release", doc="spin until then: the grant is near"),
+        Field("contended", "u32", doc="another container waits for this GPU"),
+    ),
+    "One GPU of the container.",
+)
+
+LEDGER_HEADER = Struct(
+    "ledger_header",
+    4096,
+    (
+        Field("magic", "u64", doc="LEDGER_MAGIC"),
+        Field("version", "u32", doc="LAYOUT_VERSION"),
+        Field("size", "u32", doc="bytes of the whole ledger"),
+        Field("n_slots", "u32", doc="slots that were ever in use"),
+        Field("reserved", "u32"),
+        Field("memory_peak", "u64", N_DEVICES, "container", doc="highest sum of charges, per GPU"),
+    ),
+    "What the container's processes share.",
+)
+
+LEDGER_DEVICE = Struct(
+    "ledger_device",
+    192,
+    (
+        Field("want", "u32", 1, "container", "release", "threads that wait for GPU time"),
+        Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
+        Field("released_epoch", "u32", 1, "container", "release", "grant that was given back"),
+        Field("reserved", "u32", 1, "container"),
+        Field("first_ns", "u64", 1, "container", doc="first launch of active_epoch"),
+        Field("release_ns", "u64", 1, "container", doc="when released_epoch was given back"),
+        Field("residual_ns", "u64", 1, "container", doc="work left on the GPU at that time"),
+        Field("busy_ns", "u64", 1, "container", doc="GPU time used, by the GPU's clock, ever"),
+        Field("memory", "u64", 1, "container", "seq_cst", "charged to this process"),
+        Field("blocks", "u64", 1, "container", doc="live allocations"),
+        Field("launches", "u64", 1, "container", doc="calls that started work"),
+        Field("waits", "u64", 1, "container", doc="launches that had to wait"),
+        Field("wait_ns", "u64", 1, "container", doc="time they waited"),
+        Field("refused", "u64", 1, "container", doc="allocations refused"),
+        Field("markers", "u64", 1, "container", doc="events recorded to follow the work"),
+        Field("predicted_ns", "u64", 1, "container", doc="work submitted, as predicted, ever"),
+        Field("error_ns", "u64", 1, "container", doc="sum of |measured - predicted|"),
+    ),
+    "One process on one GPU.",
+)
+
+LEDGER_SLOT = Struct(
+    "ledger_slot",
+    4096,
+    (
+        Field("state", "u32", 1, "governor", "release", "0 free, 1 in use"),
+        Field("pid", "u32", 1, "container", doc="the process, in its own namespace"),
+        Field("lookups", "u64", 1, "container", doc="cuGetProcAddress answers replaced"),
+        Field("reserved", "u64", 14, "container"),
+    ),
+    "One process; its devices follow at LEDGER_SLOT_DEVICES.",
+)
+
+GRANT_SIZE = 4096
+GRANT_DEVICES = GRANT_HEADER.size
+LEDGER_SLOTS = LEDGER_HEADER.size
+LEDGER_SLOT_DEVICES = 128
+LEDGER_SIZE = LEDGER_SLOTS + N_SLOTS * LEDGER_SLOT.size
+
+OPEN = 2**64 - 1
+"""`deadline_ns` of a grant without end: nobody else waits and no cap applies."""
+
+STRUCTS = (GRANT_HEADER, GRANT_DEVICE, LEDGER_HEADER, LEDGER_DEVICE, LEDGER_SLOT)
+
+CONSTANTS = {
+    "LAYOUT_VERSION": VERSION,
+    "LAYOUT_N_DEVICES": N_DEVICES,
+    "LAYOUT_N_SLOTS": N_SLOTS,
+    "GRANT_MAGIC": GRANT_MAGIC,
+    "LEDGER_MAGIC": LEDGER_MAGIC,
+    "GRANT_SIZE": GRANT_SIZE,
+    "GRANT_DEVICES": GRANT_DEVICES,
+    "LEDGER_SLOTS": LEDGER_SLOTS,
+    "LEDGER_SLOT_DEVICES": LEDGER_SLOT_DEVICES,
+    "LEDGER_SIZE": LEDGER_SIZE,
+    "GRANT_OPEN": OPEN,
+}
+
+
+def offsets(struct: Struct) -> dict[str, int]:
+    """Return the offset of each field; raise if one is misaligned or does not fit."""
+    at = 0
+    result = {}
+    for field in struct.fields:
+        size = SIZES[field.type]
+        if at % size:
+            raise ValueError(f"{struct.name}.{field.name} is misaligned at {at}")
+        result[field.name] = at
+        at += size * field.count
+    if at > struct.size:
+        raise ValueError(f"{struct.name} needs {at} bytes, has {struct.size}")
+    return result
+
+
+def grant_device(index: int) -> int:
+    """Return the offset of GPU `index` in the grant page."""
+    if not 0 <= index < N_DEVICES:
+        raise IndexError(index)
+    return GRANT_DEVICES + index * GRANT_DEVICE.size
+
+
+def ledger_device(slot: int, index: int) -> int:
+    """Return the offset of GPU `index` of process `slot` in the ledger."""
+    if not 0 <= slot < N_SLOTS or not 0 <= index < N_DEVICES:
+        raise IndexError((slot, index))
+    return (
+        LEDGER_SLOTS
+        + slot * LEDGER_SLOT.size
+        + LEDGER_SLOT_DEVICES
+        + index * LEDGER_DEVICE.size
+    )

@@ -1,0 +1,103 @@
+/*
+ * The original: the driver's own libcuda.
+ *
+ * The control library needs it (DT_NEEDED) as libcuda-origin.so.1, so it is loaded before any of
+ * our code runs and every name that we lack falls through to it. The constructor only resolves
+ * pointers: no thread, lock, allocation or CUDA call.
+ */
+#include "control.h"
+
+#include <dlfcn.h>
+
+#define ORIGIN_NAME "libcuda-origin.so.1"
+
+static struct real_cuda origin_real;
+static struct driver_cuda origin_driver;
+const struct real_cuda *const real = &origin_real;
+const struct driver_cuda *const driver = &origin_driver;
+
+/* An older driver lacks some functions of the table. It would answer a look-up with "not found". */
+static CUresult origin_missing(void)
+{
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+/*
+ * Look-ups by cuGetProcAddress are answered by the driver; where its answer is one of the functions
+ * that we stand in front of, ours is given instead. Open addressing: the table is built once and is
+ * at most half full, so a look-up is a multiplication and about one comparison.
+ */
+#define ORIGIN_TABLE_BITS 8
+static struct {
+    void *theirs;
+    void *ours;
+} origin_table[1 << ORIGIN_TABLE_BITS];
+_Static_assert(CONTROL_N_HOOKS * 2 <= 1 << ORIGIN_TABLE_BITS, "origin_table is too small");
+
+static unsigned origin_slot(const void *pointer)
+{
+    return (unsigned)(((uintptr_t)pointer * 0x9e3779b97f4a7c15ull) >> (64 - ORIGIN_TABLE_BITS));
+}
+
+void *origin_replace(void *found)
+{
+    unsigned at = origin_slot(found);
+
+    while (origin_table[at].theirs) {
+        if (origin_table[at].theirs == found)
+            return origin_table[at].ours;
+        at = (at + 1) % (1 << ORIGIN_TABLE_BITS);
+    }
+    return found;
+}
+
+static void origin_insert(void *theirs, void *ours)
+{
+    unsigned at = origin_slot(theirs);
+
+    while (origin_table[at].theirs) {
+        /* Two names of one function: the first of the table keeps it. */
+        if (origin_table[at].theirs == theirs)
+            return;
+        at = (at + 1) % (1 << ORIGIN_TABLE_BITS);
+    }
+    origin_table[at].theirs = theirs;
+    origin_table[at].ours = ours;
+}
+
+static void *origin_find(void *handle, const char *name)
+{
+    void *found = handle ? dlsym(handle, name) : NULL;
+
+    return found ? found : (void *)origin_missing;
+}
+
+__attribute__((constructor)) static void origin_resolve(void)
+{
+    void *handle = dlopen(ORIGIN_NAME, RTLD_LAZY | RTLD_NOLOAD);
+
+    for (size_t i = 0; i < CONTROL_N_HOOKS; i++) {
+        const struct control_hook *hook = &control_hooks[i];
+        void *theirs = handle ? dlsym(handle, hook->name) : NULL;
+
+        *(void **)((char *)&origin_real + hook->real_offset) =
+            theirs ? theirs : (void *)origin_missing;
+        if (theirs)
+            origin_insert(theirs, hook->ours);
+    }
+#define FIND(field, name) *(void **)&origin_driver.field = origin_find(handle, name)
+    FIND(cuDeviceGetCount, "cuDeviceGetCount");
+    FIND(cuDeviceGet, "cuDeviceGet");
+    FIND(cuDeviceGetUuid, "cuDeviceGetUuid");
+    FIND(cuCtxGetCurrent, "cuCtxGetCurrent");
+    FIND(cuCtxSetCurrent, "cuCtxSetCurrent");
+    FIND(cuCtxGetDevice, "cuCtxGetDevice");
+    FIND(cuStreamIsCapturing, "cuStreamIsCapturing");
+    FIND(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
+    FIND(cuEventCreate, "cuEventCreate");
+    FIND(cuEventDestroy, "cuEventDestroy_v2");
+    FIND(cuEventRecord, "cuEventRecord");
+    FIND(cuEventQuery, "cuEventQuery");
+    FIND(cuEventElapsedTime, "cuEventElapsedTime");
+#undef FIND
+}

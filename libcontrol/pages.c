@@ -1,0 +1,301 @@
+/*
+ * The grant page and the ledger, as this process sees them.
+ *
+ * The grant page is a file of the directory that the hook mounted; it is mapped read-only. The
+ * ledger comes over the container's socket at the first cuInit, together with this process's slot
+ * in it. The socket stays open for as long as the process lives: a byte on it tells the arbiter to
+ * look.
+ *
+ * Without a grant page there is no quota to hold to and cuInit says that the system is not ready.
+ * Without a governor (it is being restarted) the process keeps books of its own until it ends.
+ */
+#include "control.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+
+static const struct grant_header *grant;
+static struct ledger_header *ledger;
+static struct ledger_slot *slot;
+static int governor_fd = -1;
+static uint64_t governor_inode;
+static int device_index[LAYOUT_N_DEVICES * 4]; /* by CUdevice ordinal: grant index + 1 */
+static unsigned n_devices;
+static struct prim_lock start_lock;
+static uint32_t started; /* 0 not yet, 1 ready, 2 no grant */
+
+/* glibc's fstat is a new symbol in 2.33; the system call is the same everywhere. */
+static bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep)
+{
+    struct stat st;
+
+    if (syscall(SYS_fstat, fd, &st) < 0)
+        return false;
+    if (inodep)
+        *inodep = st.st_ino;
+    if (sizep)
+        *sizep = (uint64_t)st.st_size;
+    return true;
+}
+
+cold void control_log(const char *message)
+{
+    static uint32_t n_lines;
+    char line[256];
+    int saved = errno;
+    int n;
+
+    if (atomic_add_relaxed(&n_lines, 1) < 16) {
+        n = snprintf(line, sizeof line, "tidegate: %s\n", message);
+        if (n > 0)
+            syscall(SYS_write, 2, line, (size_t)n < sizeof line ? (size_t)n : sizeof line - 1);
+    }
+    errno = saved;
+}
+
+static const struct grant_header *pages_map_grant(void)
+{
+    const struct grant_header *page;
+    uint64_t size = 0;
+    int fd = open(PAGES_DIRECTORY "/grant", O_RDONLY | O_CLOEXEC);
+
+    if (fd < 0)
+        return NULL;
+    if (!pages_identify(fd, NULL, &size) || size < GRANT_SIZE) {
+        close(fd);
+        return NULL;
+    }
+    page = mmap(NULL, GRANT_SIZE, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    if (page == MAP_FAILED)
+        return NULL;
+    if (page->magic != GRANT_MAGIC || page->version != LAYOUT_VERSION || page->size < GRANT_SIZE) {
+        munmap((void *)page, GRANT_SIZE);
+        return NULL;
+    }
+    return page;
+}
+
+/* The governor answers a process's first byte with its slot's number and the ledger's descriptor.
+ */
+static int pages_register(int fd, uint32_t *slotp)
+{
+    union {
+        char bytes[CMSG_SPACE(sizeof(int))];
+        struct cmsghdr align;
+    } control = {0};
+    struct iovec iov = {slotp, sizeof *slotp};
+    struct msghdr message = {
+        .msg_iov = &iov,
+        .msg_iovlen = 1,
+        .msg_control = control.bytes,
+        .msg_controllen = sizeof control.bytes,
+    };
+    struct timeval patience = {5, 0};
+    struct cmsghdr *header;
+    int ledger_fd;
+
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    if (send(fd, "r", 1, MSG_NOSIGNAL) != 1)
+        return -1;
+    if (recvmsg(fd, &message, MSG_CMSG_CLOEXEC) != (ssize_t)sizeof *slotp)
+        return -1;
+    header = CMSG_FIRSTHDR(&message);
+    if (!header || header->cmsg_type != SCM_RIGHTS ||
+        header->cmsg_len != CMSG_LEN(sizeof ledger_fd))
+        return -1;
+    memcpy(&ledger_fd, CMSG_DATA(header), sizeof ledger_fd);
+    return ledger_fd;
+}
+
+static bool pages_join(void)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX,
+                                  .sun_path = PAGES_DIRECTORY "/governor.sock"};
+    struct ledger_header *mapped;
+    uint32_t index = 0;
+    int ledger_fd = -1;
+    int high;
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+    if (fd < 0)
+        return false;
+    /* High numbers keep clear of programs that manage low descriptors themselves. */
+    high = fcntl(fd, F_DUPFD_CLOEXEC, 500);
+    if (high >= 0) {
+        close(fd);
+        fd = high;
+    }
+    if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0)
+        goto fail;
+    ledger_fd = pages_register(fd, &index);
+    if (ledger_fd < 0 || index >= LAYOUT_N_SLOTS)
+        goto fail;
+    mapped = mmap(NULL, LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd, 0);
+    if (mapped == MAP_FAILED)
+        goto fail;
+    close(ledger_fd);
+    ledger = mapped;
+    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS + index * sizeof *slot);
+    slot->pid = (uint32_t)getpid();
+    pages_identify(fd, &governor_inode, NULL);
+    governor_fd = fd;
+    return true;
+fail:
+    if (ledger_fd >= 0)
+        close(ledger_fd);
+    close(fd);
+    return false;
+}
+
+static bool pages_keep_own_books(void)
+{
+    void *mapped = mmap(NULL, LEDGER_SIZE, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    if (mapped == MAP_FAILED)
+        return false;
+    ledger = mapped;
+    ledger->n_slots = 1;
+    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
+    slot->state = 1;
+    control_log("the governor does not answer; this process keeps its quota by itself");
+    return true;
+}
+
+/* A forked child shares the parent's mappings but is another process: it registers for itself. */
+static void pages_after_fork(void)
+{
+    if (governor_fd >= 0)
+        close(governor_fd);
+    governor_fd = -1;
+    ledger = NULL;
+    slot = NULL;
+    started = 0;
+    start_lock.word = 0;
+}
+
+extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
+                             void *dso);
+extern void *__dso_handle;
+
+bool pages_start(void)
+{
+    static bool registered;
+    uint32_t state = atomic_load_acquire(&started);
+
+    if (likely(state))
+        return state == 1;
+    prim_lock(&start_lock);
+    if (!started) {
+        int saved = errno;
+
+        if (!grant)
+            grant = pages_map_grant();
+        if (!registered) {
+            registered = true;
+            __register_atfork(NULL, NULL, pages_after_fork, &__dso_handle);
+        }
+        if (!grant) {
+            control_log("no grant at " PAGES_DIRECTORY "/grant: this container was started without "
+                        "the tidegate hook, or with another version of it");
+            atomic_store_release(&started, 2);
+        } else {
+            n_devices = grant->n_devices;
+            if (n_devices > LAYOUT_N_DEVICES)
+                n_devices = LAYOUT_N_DEVICES;
+            if (pages_join() || pages_keep_own_books())
+                atomic_store_release(&started, 1);
+            else
+                atomic_store_release(&started, 2);
+        }
+        errno = saved;
+    }
+    prim_unlock(&start_lock);
+    return atomic_load_acquire(&started) == 1;
+}
+
+void pages_match_devices(void)
+{
+    int count = 0;
+
+    if (driver->cuDeviceGetCount(&count) != CUDA_SUCCESS)
+        return;
+    for (int ordinal = 0; ordinal < count && ordinal < (int)(sizeof device_index / sizeof(int));
+         ordinal++) {
+        CUdevice device;
+        CUuuid uuid;
+
+        if (driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
+            driver->cuDeviceGetUuid(&uuid, device) != CUDA_SUCCESS)
+            continue;
+        for (unsigned i = 0; i < n_devices; i++)
+            if (!memcmp(uuid.bytes, pages_grant_device(i)->uuid, sizeof uuid.bytes))
+                device_index[ordinal] = (int)i + 1;
+    }
+}
+
+const struct grant_header *pages_grant(void)
+{
+    return grant;
+}
+
+const struct grant_device *pages_grant_device(unsigned index)
+{
+    return (const struct grant_device *)((const char *)grant + GRANT_DEVICES) + index;
+}
+
+struct ledger_device *pages_ledger_device(unsigned index)
+{
+    return (struct ledger_device *)((char *)slot + LEDGER_SLOT_DEVICES) + index;
+}
+
+struct ledger_header *pages_ledger(void)
+{
+    return ledger;
+}
+
+struct ledger_slot *pages_slot(void)
+{
+    return slot;
+}
+
+unsigned pages_n_devices(void)
+{
+    return n_devices;
+}
+
+int pages_index_of(CUdevice dev)
+{
+    if (!slot || dev < 0 || dev >= (int)(sizeof device_index / sizeof(int)))
+        return -1;
+    return device_index[dev] - 1;
+}
+
+int pages_index_current(void)
+{
+    CUdevice dev;
+
+    if (unlikely(!slot))
+        return -1;
+    if (driver->cuCtxGetDevice(&dev) != CUDA_SUCCESS)
+        return -1;
+    return pages_index_of(dev);
+}
+
+void pages_poke(void)
+{
+    uint64_t inode = 0;
+    int saved = errno;
+
+    /* A program that closes every descriptor has closed ours, and may have opened another since. */
+    if (governor_fd >= 0 && pages_identify(governor_fd, &inode, NULL) && inode == governor_inode)
+        send(governor_fd, "p", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+    errno = saved;
+}

@@ -1,0 +1,394 @@
+/*
+ * The runner: the arbiter on the real clock, between the containers' ledgers and their grant pages.
+ *
+ * One thread per GPU, without the interpreter's lock. It wakes when a container's process sends a
+ * byte (somebody wants the GPU, or gives it back), when the arbiter asked to be called again, and
+ * ten times a second to write the heartbeat. It reads ledgers, which the containers write: every
+ * number from there is bounded before it is used, and a ledger full of nonsense costs its own
+ * container only.
+ *
+ * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
+ * page is never touched after runner_remove() has returned.
+ */
+#include "runner.h"
+
+#include "layout.gen.h"
+#include "prim.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+
+#ifndef SYS_epoll_pwait2
+#define SYS_epoll_pwait2 441 /* Linux 5.11; the same number on every architecture */
+#endif
+
+#define HEARTBEAT_NS (100 * NS_PER_MS)
+
+struct runner_tenant {
+    bool used;
+    struct grant_header *header;
+    struct grant_device *grant;
+    struct ledger_header *ledger;
+    uint32_t device;
+    bool granted; /* the page says that it holds a grant */
+};
+
+struct runner {
+    struct runner_config config;
+    pthread_mutex_t mutex;
+    pthread_t thread;
+    bool running;
+    bool stop;
+    int epoll_fd;
+    int wake_fd;
+    struct arbiter *arbiter;
+    struct arbiter_view view;
+    struct runner_tenant tenants[ARBITER_N_TENANTS];
+    int32_t n_tenants;  /* highest index in use, plus one */
+    uint64_t unused_at; /* when a grant that nobody uses is taken back */
+};
+
+/* What a ledger says of one container, added up over its processes. */
+struct report {
+    bool want;
+    bool active;   /* somebody started work in this grant */
+    bool released; /* and all who did gave it back */
+    uint64_t release_ns, residual_ns, busy_ns;
+};
+
+static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct report *reportp)
+{
+    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
+
+    memset(reportp, 0, sizeof *reportp);
+    reportp->released = true;
+    if (n_slots > LAYOUT_N_SLOTS)
+        n_slots = LAYOUT_N_SLOTS;
+    for (uint32_t i = 0; i < n_slots; i++) {
+        char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
+        struct ledger_device *d = (struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
+
+        if (!atomic_load_relaxed(&((struct ledger_slot *)base)->state))
+            continue;
+        if (atomic_load_acquire(&d->want))
+            reportp->want = true;
+        reportp->busy_ns += atomic_load_relaxed(&d->busy_ns);
+        if (atomic_load_seq_cst(&d->active_epoch) != epoch)
+            continue;
+        reportp->active = true;
+        if (atomic_load_acquire(&d->released_epoch) != epoch) {
+            reportp->released = false;
+        } else {
+            uint64_t release = atomic_load_relaxed(&d->release_ns);
+            uint64_t residual = atomic_load_relaxed(&d->residual_ns);
+
+            if (release > reportp->release_ns)
+                reportp->release_ns = release;
+            if (residual > reportp->residual_ns)
+                reportp->residual_ns = residual;
+        }
+    }
+    reportp->released = reportp->released && reportp->active;
+}
+
+static void publish(struct runner_tenant *t, uint64_t deadline)
+{
+    atomic_store_release(&t->grant->deadline_ns, deadline);
+    atomic_add_seq_cst(&t->grant->signal, 1);
+    prim_futex_wake(&t->grant->signal);
+}
+
+static void close_grant(struct runner_tenant *t)
+{
+    t->granted = false;
+    atomic_store_relaxed(&t->grant->contended, 0);
+    publish(t, 0);
+}
+
+/* Brings the pages in line with what the arbiter says. */
+static void apply(struct runner *runner, const struct arbiter_view *view)
+{
+    const struct arbiter_view *old = &runner->view;
+    struct runner_tenant *t;
+
+    if (old->holder != ARBITER_NOBODY &&
+        (view->holder != old->holder || view->epoch != old->epoch) &&
+        runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
+        close_grant(&runner->tenants[old->holder]);
+    if (view->standby != ARBITER_NOBODY && view->standby != old->standby &&
+        runner->config.spin_ns) {
+        t = &runner->tenants[view->standby];
+        atomic_store_release(&t->grant->standby_ns, view->standby_ns);
+        atomic_add_seq_cst(&t->grant->signal, 1);
+        prim_futex_wake(&t->grant->signal);
+    }
+    if (view->holder != ARBITER_NOBODY) {
+        uint64_t deadline = view->deadline_ns == ARBITER_NEVER ? GRANT_OPEN : view->deadline_ns;
+
+        t = &runner->tenants[view->holder];
+        if (!t->granted || view->epoch != old->epoch) {
+            t->granted = true;
+            runner->unused_at = view->start_ns + runner->config.unused_ns;
+            atomic_store_relaxed(&t->grant->start_ns, view->start_ns);
+            atomic_store_relaxed(&t->grant->contended, view->contended);
+            atomic_store_relaxed(&t->grant->standby_ns, 0);
+            atomic_store_release(&t->grant->epoch, view->epoch);
+            publish(t, deadline);
+        } else if (view->contended != old->contended || deadline < old->deadline_ns) {
+            atomic_store_relaxed(&t->grant->contended, view->contended);
+            publish(t, deadline);
+        } else if (deadline != old->deadline_ns) {
+            /* Longer: whoever sleeps until the old end looks again by itself. */
+            atomic_store_release(&t->grant->deadline_ns, deadline);
+        }
+    }
+    runner->view = *view;
+}
+
+/* Tells the arbiter what the ledgers say. */
+static void observe(struct runner *runner, uint64_t now)
+{
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        struct runner_tenant *t = &runner->tenants[i];
+        struct report report;
+
+        if (!t->used)
+            continue;
+        read_ledger(t, runner->view.epoch, &report);
+        arbiter_busy(runner->arbiter, i, report.busy_ns);
+        arbiter_want(runner->arbiter, i, report.want, now);
+        if (i != runner->view.holder)
+            continue;
+        if (report.released) {
+            if (report.release_ns > now)
+                report.release_ns = now;
+            arbiter_released(runner->arbiter, report.release_ns, report.residual_ns, true);
+        } else if (!report.active && now >= runner->unused_at &&
+                   (runner->view.contended || now >= runner->view.deadline_ns)) {
+            arbiter_released(runner->arbiter, now, 0, false);
+        }
+    }
+}
+
+static void drain(int fd)
+{
+    char bytes[64];
+
+    while (read(fd, bytes, sizeof bytes) == (ssize_t)sizeof bytes)
+        ;
+}
+
+static void wait_until(struct runner *runner, uint64_t until)
+{
+    struct epoll_event events[16];
+    uint64_t now = prim_now();
+    uint64_t ns = until > now ? until - now : 0;
+    struct timespec timeout;
+    long n;
+
+    if (ns > HEARTBEAT_NS)
+        ns = HEARTBEAT_NS;
+    timeout.tv_sec = (time_t)(ns / NS_PER_S);
+    timeout.tv_nsec = (long)(ns % NS_PER_S);
+    n = syscall(SYS_epoll_pwait2, runner->epoll_fd, events, 16, &timeout, NULL, 0);
+    for (long i = 0; i < n; i++) {
+        int fd = events[i].data.fd;
+
+        if (events[i].events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) {
+            epoll_ctl(runner->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
+            close(fd);
+        } else {
+            drain(fd);
+        }
+    }
+}
+
+/* Near the end of a grant the holder is about to report: a core that sleeps now would answer late.
+ */
+static void spin(struct runner *runner, uint64_t deadline)
+{
+    uint64_t lookahead = runner->config.lookahead_ns;
+    uint64_t from = deadline - lookahead - runner->config.spin_ns / 2;
+    uint64_t to = deadline - lookahead + runner->config.spin_ns / 2;
+
+    if (prim_now() < from)
+        wait_until(runner, from);
+    while (prim_now() < to && !runner->stop) {
+        struct report report;
+        int32_t holder;
+
+        pthread_mutex_lock(&runner->mutex);
+        holder = runner->view.holder;
+        if (holder != ARBITER_NOBODY && runner->tenants[holder].used)
+            read_ledger(&runner->tenants[holder], runner->view.epoch, &report);
+        else
+            report.released = true;
+        pthread_mutex_unlock(&runner->mutex);
+        if (report.released)
+            return;
+        for (int i = 0; i < 20; i++)
+            prim_relax();
+    }
+}
+
+static void *run(void *argument)
+{
+    struct runner *runner = argument;
+
+    prctl(PR_SET_NAME, "tidegate-arb");
+    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
+    while (!atomic_load_acquire(&runner->stop)) {
+        struct arbiter_view view;
+        uint64_t now, until;
+
+        pthread_mutex_lock(&runner->mutex);
+        now = prim_now();
+        observe(runner, now);
+        arbiter_step(runner->arbiter, now, &view);
+        apply(runner, &view);
+        for (int32_t i = 0; i < runner->n_tenants; i++)
+            if (runner->tenants[i].used)
+                atomic_store_relaxed(&runner->tenants[i].header->heartbeat_ns, now);
+        until = view.wake_ns;
+        if (view.holder != ARBITER_NOBODY && view.contended && runner->unused_at > now &&
+            runner->unused_at < until)
+            until = runner->unused_at;
+        pthread_mutex_unlock(&runner->mutex);
+        if (runner->config.spin_ns && view.standby != ARBITER_NOBODY &&
+            view.deadline_ns > now + runner->config.lookahead_ns + runner->config.spin_ns &&
+            view.deadline_ns != ARBITER_NEVER && view.holder != ARBITER_NOBODY)
+            spin(runner, view.deadline_ns);
+        else
+            wait_until(runner, until);
+    }
+    return NULL;
+}
+
+RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config)
+{
+    struct epoll_event event = {.events = EPOLLIN};
+    struct runner *runner = calloc(1, sizeof *runner);
+
+    if (!runner)
+        return NULL;
+    runner->config = *config;
+    runner->view.holder = ARBITER_NOBODY;
+    runner->view.standby = ARBITER_NOBODY;
+    pthread_mutex_init(&runner->mutex, NULL);
+    runner->arbiter = arbiter_new(&config->arbiter);
+    runner->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    runner->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    event.data.fd = runner->wake_fd;
+    if (!runner->arbiter || runner->epoll_fd < 0 || runner->wake_fd < 0 ||
+        epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, runner->wake_fd, &event) < 0)
+        return runner_free(runner);
+    return runner;
+}
+
+/* Starts the thread, with all signals blocked in it. Returns 0 or an errno. */
+RUNNER_EXPORT int runner_start(struct runner *runner)
+{
+    uint64_t all = ~0ull, before = 0;
+    int error;
+
+    syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
+    error = pthread_create(&runner->thread, NULL, run, runner);
+    syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
+    runner->running = error == 0;
+    return error;
+}
+
+static void poke(struct runner *runner)
+{
+    uint64_t one = 1;
+
+    if (write(runner->wake_fd, &one, sizeof one) < 0)
+        return; /* full: it is awake already */
+}
+
+RUNNER_EXPORT struct runner *runner_free(struct runner *runner)
+{
+    if (!runner)
+        return NULL;
+    if (runner->running) {
+        atomic_store_release(&runner->stop, true);
+        poke(runner);
+        pthread_join(runner->thread, NULL);
+    }
+    if (runner->epoll_fd >= 0)
+        close(runner->epoll_fd);
+    if (runner->wake_fd >= 0)
+        close(runner->wake_fd);
+    arbiter_free(runner->arbiter);
+    pthread_mutex_destroy(&runner->mutex);
+    free(runner);
+    return NULL;
+}
+
+RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint32_t limit,
+                                 void *grant_page, uint32_t device, void *ledger)
+{
+    int32_t tenant;
+
+    pthread_mutex_lock(&runner->mutex);
+    tenant = device < LAYOUT_N_DEVICES ? arbiter_add(runner->arbiter, guarantee, limit, prim_now())
+                                       : ARBITER_NOBODY;
+    if (tenant != ARBITER_NOBODY) {
+        struct runner_tenant *t = &runner->tenants[tenant];
+
+        memset(t, 0, sizeof *t);
+        t->used = true;
+        t->header = grant_page;
+        t->grant = (struct grant_device *)((char *)grant_page + GRANT_DEVICES) + device;
+        t->ledger = ledger;
+        t->device = device;
+        atomic_store_relaxed(&t->header->heartbeat_ns, prim_now());
+        if (tenant >= runner->n_tenants)
+            runner->n_tenants = tenant + 1;
+    }
+    pthread_mutex_unlock(&runner->mutex);
+    poke(runner);
+    return tenant;
+}
+
+RUNNER_EXPORT void runner_set(struct runner *runner, int32_t tenant, uint32_t guarantee,
+                              uint32_t limit)
+{
+    pthread_mutex_lock(&runner->mutex);
+    arbiter_set(runner->arbiter, tenant, guarantee, limit);
+    pthread_mutex_unlock(&runner->mutex);
+    poke(runner);
+}
+
+RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
+{
+    pthread_mutex_lock(&runner->mutex);
+    arbiter_remove(runner->arbiter, tenant, prim_now());
+    runner->tenants[tenant].used = false;
+    if (runner->view.holder == tenant)
+        runner->view.holder = ARBITER_NOBODY;
+    if (runner->view.standby == tenant)
+        runner->view.standby = ARBITER_NOBODY;
+    pthread_mutex_unlock(&runner->mutex);
+    poke(runner);
+}
+
+/* Watches a process's socket: each byte on it wakes the thread. Takes the descriptor over. */
+RUNNER_EXPORT int runner_watch(struct runner *runner, int fd)
+{
+    struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.fd = fd};
+
+    return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
+}
+
+RUNNER_EXPORT void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp)
+{
+    pthread_mutex_lock(&runner->mutex);
+    arbiter_stats(runner->arbiter, tenant, statsp);
+    pthread_mutex_unlock(&runner->mutex);
+}

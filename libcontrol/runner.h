@@ -1,0 +1,25 @@
+/* The arbiter on the real clock, one thread per GPU; see runner.c. */
+#pragma once
+
+#include "arbiter.h"
+
+#define RUNNER_EXPORT __attribute__((visibility("default")))
+
+struct runner_config {
+    struct arbiter_config arbiter;
+    uint64_t lookahead_ns; /* as the grant pages say */
+    uint64_t spin_ns;      /* how long to watch for the end of a grant without sleeping; 0: never */
+    uint64_t unused_ns;    /* a grant in which nobody started anything for so long is taken back */
+};
+
+struct runner;
+
+struct runner *runner_new(const struct runner_config *config);
+int runner_start(struct runner *runner);
+struct runner *runner_free(struct runner *runner);
+int32_t runner_add(struct runner *runner, uint32_t guarantee, uint32_t limit, void *grant_page,
+                   uint32_t device, void *ledger);
+void runner_set(struct runner *runner, int32_t tenant, uint32_t guarantee, uint32_t limit);
+void runner_remove(struct runner *runner, int32_t tenant);
+int runner_watch(struct runner *runner, int fd);
+void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp);

@@ -1,0 +1,383 @@
+"""A plan, made true inside a container's mount namespace.
+
+Sources are opened in the host's namespace before anything of the container is looked at.  Below the container's root
+there are only descriptors: no path is walked twice, and links cannot lead out (runc and NVIDIA's toolkit both had a
+row of CVEs for want of this).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+from collections.abc import Callable
+from typing import assert_never
+
+from oci_hook import kernel
+from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
+from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
+
+READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+TEMPORARY = ".ld.so.cache.tidegate"
+KERNEL_HINT = "tidegate needs Linux 5.12 or newer, and no seccomp filter on the runtime that hides its mount calls"
+
+
+def explain(e: OSError, doing: str) -> MountError:
+    """Say what the kernel refused, and the likely cause of the two errors people meet."""
+    message = f"cannot {doing}: {e.strerror}"
+    if e.errno == errno.ENOSYS:
+        return MountError(message, hint=KERNEL_HINT)
+    if e.errno == errno.EPERM:
+        return MountError(message, hint="the hook needs CAP_SYS_ADMIN in the host's user namespace")
+    if e.errno == errno.EROFS:
+        return MountError(message, hint="use a root file system that the runtime can write to")
+    return MountError(message, hint="see the hook's log on the node")
+
+
+class Container:
+    """A container that the runtime is creating, held by descriptors."""
+
+    def __init__(self, pid: int, root: str) -> None:
+        """Take hold of process, mount namespace and root; they belong together when this returns."""
+        self.pid = pid
+        self.root = root
+        self.procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.pidfd = os.pidfd_open(pid)
+            self.mntns = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            self.own_mntns = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as e:
+            raise BundleError(
+                f"process {pid} of the OCI state: {e.strerror}",
+                hint="the runtime has to keep the container's process while its hooks run",
+            ) from e
+        self.require_alive()
+        if os.path.sameopenfile(self.mntns, self.own_mntns):
+            raise BundleError(
+                "the container has no mount namespace of its own",
+                hint="give it one: its mounts would land on the host",
+            )
+        try:
+            self.rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as e:
+            raise BundleError(
+                f"root.path {show(root)}: {e.strerror}",
+                hint="it names the container's root file system",
+            ) from e
+        here, host = os.fstat(self.rootfd), os.stat("/")
+        if (here.st_dev, here.st_ino) == (host.st_dev, host.st_ino):
+            raise BundleError(
+                f"root.path {show(root)} is the host's own root",
+                hint="it names the container's root file system",
+            )
+
+    def require_alive(self) -> None:
+        """Refuse when the process has ended: its number may be somebody else's by now."""
+        if select.select([self.pidfd], [], [], 0)[0]:
+            raise BundleError(
+                f"process {self.pid} of the OCI state has ended",
+                hint="see what ended the container's process",
+            )
+
+
+class Inside:
+    """`with Inside(container) as rootfd`: the hook is in the container's mount namespace."""
+
+    def __init__(self, container: Container) -> None:
+        self.container = container
+
+    def __enter__(self) -> int:
+        """Enter, and open the same root as seen from there."""
+        c = self.container
+        kernel.setns(c.mntns, kernel.CLONE_NEWNS, f"mount namespace of process {c.pid}")
+        try:
+            rootfd = os.open(c.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            here, there = os.fstat(c.rootfd), os.fstat(rootfd)
+            if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+                os.close(rootfd)
+                raise BundleError(
+                    f"root.path {show(c.root)} is another directory in the container's mount namespace",
+                    hint="the runtime has to mount the root file system before it runs hooks",
+                )
+        except BaseException:
+            self.__exit__()
+            raise
+        self.rootfd = rootfd
+        return rootfd
+
+    def __exit__(self, *_: object) -> None:
+        """Go home."""
+        kernel.setns(self.container.own_mntns, kernel.CLONE_NEWNS, "the host's mount namespace")
+
+
+class Undo:
+    """What was done, so that it can be taken back, last first."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], None]] = []
+
+    def add(self, step: Callable[[], None]) -> None:
+        """Remember one step back."""
+        self.steps.append(step)
+
+    def run(self, container: Container) -> list[str]:
+        """Take everything back; gives what could not be."""
+        failed: list[str] = []
+        if not self.steps:
+            return failed
+        try:
+            with Inside(container):
+                while self.steps:
+                    try:
+                        self.steps.pop()()
+                    except OSError as e:
+                        failed.append(show(e))
+        except (OSError, HookError) as e:
+            failed.append(show(e))
+        return failed
+
+
+def open_source(operation: BindDirectory | BindFile) -> int:
+    """Take a detached, read-only, private copy of a mount of the host."""
+    try:
+        fd = kernel.open_tree(operation.source)
+    except OSError as e:
+        if e.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise MirrorError(
+                f"{operation.source}: {e.strerror}", hint="run `tidegate refresh`"
+            ) from e
+        raise explain(e, f"open {operation.source}") from e
+    directory = isinstance(operation, BindDirectory)
+    if not (kernel.is_directory(fd) if directory else kernel.is_regular(fd)):
+        raise MirrorError(
+            f"{operation.source} is not a {'directory' if directory else 'regular file'}",
+            hint="run `tidegate refresh`",
+        )
+    flags = READONLY | (
+        kernel.MOUNT_ATTR_NOEXEC if isinstance(operation, BindDirectory) and operation.noexec else 0
+    )
+    try:
+        kernel.mount_setattr(fd, flags, kernel.MS_PRIVATE, operation.source)
+    except OSError as e:
+        raise explain(e, f"make {operation.source} read-only") from e
+    return fd
+
+
+def _own_like(dirfd: int, fd: int) -> None:
+    """Give what we created to the owner of its directory: with a user namespace, the container's root."""
+    parent, child = os.fstat(dirfd), os.fstat(fd)
+    if (parent.st_uid, parent.st_gid) != (child.st_uid, child.st_gid):
+        os.fchown(fd, parent.st_uid, parent.st_gid)
+
+
+def _as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
+    """Create as root, or as the directory's owner where root has no place on the mount (an idmapped one)."""
+    try:
+        return create()
+    except OSError as e:
+        if e.errno != errno.EOVERFLOW:
+            raise
+    owner = os.fstat(dirfd)
+    before = kernel.set_fs_ids(owner.st_uid, owner.st_gid)
+    try:
+        return create()
+    finally:
+        kernel.set_fs_ids(*before)
+
+
+class Applier:
+    """Applies operations below one root."""
+
+    def __init__(self, container: Container, rootfd: int, undo: Undo) -> None:
+        self.container = container
+        self.rootfd = rootfd
+        self.undo = undo
+        self.shared = self._shared_mounts()
+        self.root_mount = kernel.mount_id(rootfd)
+        self.skipped: list[str] = []
+
+    def _shared_mounts(self) -> frozenset[int]:
+        """List the mounts whose changes reach other namespaces."""
+        fd = os.open(
+            "thread-self/mountinfo", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.container.procfd
+        )
+        with os.fdopen(fd, "rb") as f:
+            rows = [line.split(b" ") for line in f.read().splitlines()]
+        return frozenset(
+            int(row[0])
+            for row in rows
+            if any(o.startswith(b"shared:") for o in row[6 : row.index(b"-")])
+        )
+
+    def require_ours(self, dirfd: int, path: str, *, volumes: bool) -> None:
+        """Refuse to create in a volume: it is a directory of the host, and the image's links may have led us there.
+
+        With `volumes`, one that the container's own configuration mounts on `path` is fine: no link leads to it.
+        """
+        mount = kernel.mount_id(dirfd)
+        if mount == self.root_mount:
+            return
+        if volumes:
+            fd = kernel.openat2(
+                self.rootfd,
+                path or ".",
+                os.O_PATH,
+                kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_SYMLINKS,
+            )
+            direct = kernel.mount_id(fd) == mount and os.path.sameopenfile(fd, dirfd)
+            os.close(fd)
+            if direct:
+                return
+        raise OSError(errno.EXDEV, "it is on a volume", path)
+
+    def make_directory(self, path: str, *, volumes: bool = False) -> int:
+        """Open the directory at `path`, made with its parents where it is missing."""
+        try:
+            return kernel.open_in_root(self.rootfd, path, os.O_PATH | os.O_DIRECTORY)
+        except OSError as e:
+            if e.errno != errno.ENOENT:
+                raise
+        parts = path.split("/")
+        fd = kernel.open_in_root(self.rootfd, ".", os.O_PATH | os.O_DIRECTORY)
+        for depth, name in enumerate(parts, 1):
+            try:
+                below = kernel.open_in_root(
+                    self.rootfd, "/".join(parts[:depth]), os.O_PATH | os.O_DIRECTORY
+                )
+            except OSError as e:
+                if e.errno != errno.ENOENT:
+                    raise
+                self.require_ours(fd, "/".join(parts[: depth - 1]), volumes=volumes)
+                return self._make_below(fd, parts[depth - 1 :])
+            os.close(fd)
+            fd = below
+        return fd
+
+    def _make_below(self, fd: int, names: list[str]) -> int:
+        for name in names:
+            made_in = fd
+            _as_owner(
+                made_in, lambda name=name, made_in=made_in: kernel.mkdirat(made_in, name, 0o755)
+            )  # type: ignore[misc]
+            self.undo.add(
+                lambda name=name, made_in=made_in: kernel.unlinkat(made_in, name, directory=True)
+            )  # type: ignore[misc]
+            readable = kernel.open_child(made_in, name, os.O_RDONLY | os.O_DIRECTORY)
+            _own_like(made_in, readable)
+            os.close(readable)
+            fd = kernel.open_child(made_in, name, os.O_PATH | os.O_DIRECTORY)
+        return fd
+
+    def make_file(self, path: str) -> int:
+        """Open the regular file at `path`, made empty where it is missing."""
+        parent, _, name = path.rpartition("/")
+        try:
+            fd = kernel.open_in_root(self.rootfd, path)
+        except OSError as e:
+            if e.errno != errno.ENOENT:
+                raise
+            dirfd = self.make_directory(parent)
+            self.require_ours(dirfd, parent, volumes=False)
+            made = _as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
+            assert made is not None  # noqa: S101
+            self.undo.add(lambda: kernel.unlinkat(dirfd, name))
+            _own_like(dirfd, made)
+            os.close(made)
+            fd = kernel.open_child(dirfd, name)
+        if not kernel.is_regular(fd):
+            raise ImageError(
+                f"/{path} in the image is not a regular file, a program of the driver is mounted there",
+                hint="remove it from the image",
+            )
+        return fd
+
+    def attach(self, source: int, target: int, path: str) -> None:
+        """Mount `source` on `target`."""
+        if kernel.mount_id(target) in self.shared:
+            # the mount would appear in every namespace of the group, the host's among them
+            raise MountError(
+                f"/{path} in the container is on a shared mount",
+                hint="mount it with private or slave propagation",
+            )
+        kernel.move_mount(source, target, path)
+        self.undo.add(lambda: kernel.umount(self.container.procfd, source))
+
+    def write_cache(self, operation: WriteCache) -> None:
+        """Replace the cache by rename."""
+        parent, _, name = operation.target.rpartition("/")
+        # a volume over /etc belongs to somebody else
+        dirfd = kernel.open_in_root(
+            self.rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True
+        )
+        self._replace(dirfd, name, operation.content)
+        self.undo.add(lambda: self._replace(dirfd, name, operation.previous))
+
+    def _replace(self, dirfd: int, name: str, content: bytes) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            kernel.unlinkat(dirfd, TEMPORARY)  # of a run that was killed
+        fd = _as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
+        assert fd is not None  # noqa: S101
+        try:
+            try:
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(fd, view) :]
+                _own_like(dirfd, fd)
+                os.fchmod(fd, 0o644)
+            finally:
+                os.close(fd)
+            kernel.renameat(dirfd, TEMPORARY, name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                kernel.unlinkat(dirfd, TEMPORARY)
+            raise
+
+    def execute(self, operation: Operation, source: int) -> None:
+        """Apply one operation."""
+        try:
+            match operation:
+                case BindDirectory():
+                    target = self.make_directory(operation.target, volumes=operation.volumes)
+                    self.attach(source, target, operation.target)
+                case BindFile():
+                    self.attach(source, self.make_file(operation.target), operation.target)
+                case WriteCache():
+                    self.write_cache(operation)
+                case _:
+                    assert_never(operation)
+        except OSError as e:
+            if isinstance(operation, WriteCache):
+                if not operation.strays:
+                    return  # the loader looks into the directory without being told
+                raise ImageError(
+                    f"/etc/ld.so.cache in the image leads to {operation.strays[0]} and cannot be replaced ({e.strerror})",
+                    hint="remove that library from the image and run ldconfig in it",
+                ) from e
+            if isinstance(operation, BindFile) and e.errno in (errno.EROFS, errno.EXDEV):
+                self.skipped.append(f"/{operation.target}")  # a program is a convenience
+                return
+            if e.errno in (errno.EEXIST, errno.ELOOP, errno.ENOTDIR, errno.EXDEV):
+                raise ImageError(
+                    f"/{operation.target} in the image cannot be reached or made ({e.strerror})",
+                    hint="make it a plain path without dangling or circular links",
+                ) from e
+            raise explain(e, operation.describe()) from e
+
+
+def apply_plan(plan: Plan, container: Container, undo: Undo) -> list[str]:
+    """Make the plan true; `undo` knows the way back, whether this returns or raises.  Gives what was left out."""
+    sources = [
+        open_source(operation) if isinstance(operation, BindDirectory | BindFile) else -1
+        for operation in plan.operations
+    ]
+    container.require_alive()
+    try:
+        inside = Inside(container)
+        with inside as rootfd:
+            applier = Applier(container, rootfd, undo)
+            for operation, source in zip(plan.operations, sources, strict=True):
+                applier.execute(operation, source)
+        return applier.skipped
+    except OSError as e:
+        raise explain(e, "enter the container's mount namespace") from e

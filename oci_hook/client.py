@@ -1,0 +1,142 @@
+"""The governor's protocol, the hook's half of it: JSON lines on a stream socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any, NamedTuple
+
+from oci_hook.errors import GovernorError, RefusedError, show
+
+LINE_LIMIT = 64 << 10
+START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
+
+
+class Grant(NamedTuple):
+    """What the governor granted."""
+
+    key: str
+    directory: str
+    devices: tuple[str, ...]  # UUIDs
+    memory: int
+    compute: int
+
+
+class Client:
+    """One connection to the governor.  An admission lives as long as it does, until confirmed."""
+
+    def __init__(self, runtime_dir: str, timeout: float) -> None:
+        self.path = f"{runtime_dir}/governor.sock"
+        self.timeout = timeout
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self.socket.settimeout(timeout)
+        self.buffer = b""
+        try:
+            self.socket.connect(self.path)
+        except (OSError, ValueError) as e:
+            self.socket.close()
+            raise self._lost("connect", e) from e
+
+    def _lost(self, op: str, e: Exception) -> GovernorError:
+        if isinstance(e, TimeoutError):
+            return GovernorError(
+                f"the governor did not answer {op} within {self.timeout:g} s", hint=START
+            )
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
+        return GovernorError(
+            f"the governor is not reachable at {show(self.path)} ({op}: {reason})", hint=START
+        )
+
+    def _bad(self, op: str, found: object) -> GovernorError:
+        return GovernorError(
+            f"the governor answered {op} with {show(found)}, which this hook does not understand",
+            hint="install the same version of hook and governor",
+        )
+
+    def _request(self, op: str, fds: tuple[int, ...] = (), **fields: object) -> dict[str, Any]:
+        """Send one request and wait for its answer, which is `ok`."""
+        line = json.dumps({"v": 1, "op": op, **fields}).encode() + b"\n"
+        if len(line) > LINE_LIMIT:
+            raise GovernorError(
+                f"the request {op} takes {len(line)} bytes", hint=f"{LINE_LIMIT} are accepted"
+            )
+        try:
+            sent = socket.send_fds(self.socket, [line], list(fds)) if fds else 0
+            self.socket.sendall(line[sent:])
+            while b"\n" not in self.buffer:
+                part = self.socket.recv(LINE_LIMIT)
+                if not part:
+                    raise GovernorError(
+                        f"the governor closed the connection during {op}", hint=START
+                    )
+                self.buffer += part
+                if len(self.buffer) > LINE_LIMIT:
+                    raise self._bad(op, f"{len(self.buffer)} bytes")
+        except OSError as e:
+            raise self._lost(op, e) from e
+        answer, _, self.buffer = self.buffer.partition(b"\n")
+        try:
+            document = json.loads(answer)
+        except (ValueError, RecursionError) as e:
+            raise self._bad(op, answer[:80]) from e
+        if type(document) is not dict or type(document.get("ok")) is not bool:
+            raise self._bad(op, document)
+        if not document["ok"]:
+            error = document.get("error")
+            if type(error) is not dict:
+                raise self._bad(op, document)
+            raise RefusedError(
+                show(error.get("message") or "the governor refused the container", 400),
+                hint=show(error.get("hint") or "see the governor's log", 300),
+            )
+        return document
+
+    def admit(
+        self,
+        *,
+        id: str,
+        pid: int,
+        pidfd: int,
+        bundle: str,
+        annotations: dict[str, str],
+        identity: dict[str, str],  # noqa: A002
+    ) -> Grant:
+        """Ask for a place on a GPU; `directory` exists afterwards."""
+        answer = self._request(
+            "admit",
+            (pidfd,),
+            id=id,
+            pid=pid,
+            bundle=bundle,
+            annotations=annotations,
+            identity=identity,
+        )
+        try:
+            grant = Grant(
+                key=answer["key"],
+                directory=answer["directory"],
+                devices=tuple(str(d["uuid"]) for d in answer["devices"]),
+                memory=int(answer["memory"] or 0),
+                compute=int(answer["compute"] or 0),
+            )
+        except (KeyError, TypeError, ValueError) as e:
+            raise self._bad("admit", answer) from e
+        if (
+            type(grant.key) is not str
+            or type(grant.directory) is not str
+            or not grant.directory.startswith("/")
+        ):
+            raise self._bad("admit", answer)
+        return grant
+
+    def confirm(self) -> None:
+        """Say that the container is ready: the admission stays when this connection ends."""
+        self._request("confirm")
+
+    def release(self, id: str) -> None:  # noqa: A002
+        """Say that the container is gone."""
+        self._request("release", id=id)
+
+    def close(self) -> None:
+        """End the connection; an admission that was not confirmed ends with it."""
+        self.socket.close()

@@ -1,0 +1,107 @@
+"""What can go wrong, sorted as an operator would sort it.
+
+Each class has a code and an exit status that stay the same over releases; docs/reference/errors.md has a row for each.
+A message says what was found, a hint says what to do.  Both may carry text that the image or the user wrote: `show()`
+makes that text safe for a terminal and a log.
+"""
+
+from __future__ import annotations
+
+LINE_LIMIT = 900
+VALUE_LIMIT = 80
+
+
+def show(value: object, limit: int = VALUE_LIMIT) -> str:
+    """Give a foreign value as printable ASCII of bounded length."""
+    text = ascii(str(value)[: limit + 1])[1:-1]
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class HookError(Exception):
+    """The container cannot start, or has to start without a GPU."""
+
+    code = "internal"
+    status = 70
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        """Keep the two halves of the line apart: `--log` has a field for each."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def line(self) -> str:
+        """Give the one line that the runtime shows."""
+        text = f"tidegate: {self.message}; {self.hint}"
+        text = "".join(c if " " <= c <= "~" else "?" for c in text)
+        return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - 3] + "..."
+
+
+class StateError(HookError):
+    """What the runtime wrote to stdin is no OCI state."""
+
+    code = "state"
+    status = 65
+
+
+class BundleError(HookError):
+    """The bundle's config.json cannot be read or lacks what the hook needs."""
+
+    code = "bundle"
+    status = 66
+
+
+class AnnotationError(HookError):
+    """An annotation below tidegate.gpu/ is unknown or has a value that is not accepted."""
+
+    code = "annotation"
+    status = 64
+
+
+class DriverError(HookError):
+    """There is no mirror of a driver for this container."""
+
+    code = "driver"
+    status = 69
+
+
+class MirrorError(HookError):
+    """The mirror is there and does not match the host's driver, or is damaged."""
+
+    code = "mirror"
+    status = 72
+
+
+class GovernorError(HookError):
+    """The governor does not answer, or answers what the protocol does not know."""
+
+    code = "governor"
+    status = 75
+
+
+class RefusedError(HookError):
+    """The governor refused the container; the message is the governor's."""
+
+    code = "refused"
+    status = 77
+
+
+class ImageError(HookError):
+    """The image cannot take the driver."""
+
+    code = "image"
+    status = 76
+
+
+class UnservedImageError(ImageError):
+    """No driver can serve the image (musl, no loader): `tidegate.gpu/driver: optional` starts it without."""
+
+
+class MountError(HookError):
+    """The kernel refused an operation while the container was prepared."""
+
+    code = "mount"
+    status = 71
+
+
+class InternalError(HookError):
+    """A mistake of the hook's own."""

@@ -1,0 +1,266 @@
+"""The kernel's calls for mounts and confined path walks, and nothing that decides anything.
+
+Constants and structures are named as in the kernel's headers.  Each function is one call: plain values in, plain
+values out, OSError with the path when it fails.  Nothing else in the hook talks to ctypes, and nothing else touches
+what lies below a container's root: every function that does takes a directory descriptor and either one name or a walk
+that openat2(2) keeps inside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+
+AT_EMPTY_PATH = 0x1000
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+AT_SYMLINK_NOFOLLOW = 0x100
+CLONE_NEWNS = 0x00020000
+MNT_DETACH = 2
+MOUNT_ATTR_NODEV = 0x4
+MOUNT_ATTR_NOEXEC = 0x8
+MOUNT_ATTR_NOSUID = 0x2
+MOUNT_ATTR_RDONLY = 0x1
+MOVE_MOUNT_F_EMPTY_PATH = 0x4
+MOVE_MOUNT_T_EMPTY_PATH = 0x40
+MS_PRIVATE = 1 << 18
+OPEN_TREE_CLONE = 1
+OPEN_TREE_CLOEXEC = os.O_CLOEXEC
+PR_SET_DUMPABLE = 4
+RESOLVE_BENEATH = 0x08
+RESOLVE_IN_ROOT = 0x10
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_NO_XDEV = 0x01
+STATX_MNT_ID = 0x1000
+
+_MACHINE = os.uname().machine
+# From 424 on every architecture has the same numbers; statx is older.
+NR_statx = {"x86_64": 332, "aarch64": 291}.get(_MACHINE, -1)
+NR_open_tree = 428
+NR_move_mount = 429
+NR_openat2 = 437
+NR_mount_setattr = 442
+
+
+class open_how(ctypes.Structure):  # noqa: N801
+    """struct open_how."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+class mount_attr(ctypes.Structure):  # noqa: N801
+    """struct mount_attr."""
+
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
+
+
+class statx_result(ctypes.Structure):  # noqa: N801
+    """struct statx, as far as its mount id."""
+
+    _fields_ = (
+        ("stx_mask", ctypes.c_uint32),
+        ("_before", ctypes.c_uint8 * 140),
+        ("stx_mnt_id", ctypes.c_uint64),
+        ("_after", ctypes.c_uint8 * 104),
+    )
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# variadic, so no argtypes: every argument below is given with its type
+_libc.syscall.restype = ctypes.c_long
+_libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
+_libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
+_libc.prctl.argtypes = (
+    ctypes.c_int,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_libc.setfsuid.argtypes = (ctypes.c_uint,)
+_libc.setfsgid.argtypes = (ctypes.c_uint,)
+
+
+def _check(result: int, path: str) -> int:
+    if result < 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, os.strerror(errno), path)
+    return result
+
+
+def _int(value: int) -> ctypes.c_long:
+    return ctypes.c_long(value)
+
+
+def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
+    """openat2(2)."""
+    how = open_how(flags | os.O_CLOEXEC, mode, resolve)
+    return _check(
+        _libc.syscall(
+            _int(NR_openat2),
+            _int(dirfd),
+            ctypes.c_char_p(os.fsencode(path)),
+            ctypes.byref(how),
+            ctypes.c_size_t(ctypes.sizeof(how)),
+        ),
+        path,
+    )
+
+
+def open_in_root(
+    rootfd: int, path: str, flags: int = os.O_PATH, *, same_mount: bool = False
+) -> int:
+    """Walk `path` as a process whose root is `rootfd` would; links cannot lead out of it."""
+    resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS | (RESOLVE_NO_XDEV if same_mount else 0)
+    return openat2(rootfd, path, flags, resolve)
+
+
+def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
+    """Open one entry of a directory, no link and no other mount's."""
+    _require_name(name)
+    return openat2(
+        dirfd, name, flags | os.O_NOFOLLOW, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV
+    )
+
+
+def reopen(procfd: int, fd: int, flags: int) -> int:
+    """Open for reading what an O_PATH descriptor stands for; `procfd` is the host's own /proc."""
+    return os.open(f"self/fd/{fd}", flags | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=procfd)
+
+
+def _require_name(name: str) -> None:
+    if not name or "/" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} is not the name of one entry")
+
+
+def mkdirat(dirfd: int, name: str, mode: int) -> None:
+    """mkdirat(2) for one name."""
+    _require_name(name)
+    os.mkdir(name, mode, dir_fd=dirfd)
+
+
+def create(dirfd: int, name: str, mode: int) -> int:
+    """Create a regular file that was not there, open for writing."""
+    _require_name(name)
+    return os.open(
+        name,
+        os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
+        mode,
+        dir_fd=dirfd,
+    )
+
+
+def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
+    """unlinkat(2) for one name."""
+    _require_name(name)
+    if directory:
+        os.rmdir(name, dir_fd=dirfd)
+    else:
+        os.unlink(name, dir_fd=dirfd)
+
+
+def renameat(dirfd: int, old: str, new: str) -> None:
+    """renameat(2) of one name to another in the same directory."""
+    _require_name(old)
+    _require_name(new)
+    os.rename(old, new, src_dir_fd=dirfd, dst_dir_fd=dirfd)
+
+
+def open_tree(path: str, *, dirfd: int = AT_FDCWD) -> int:
+    """Take a detached copy of the mount at `path`, not of what is mounted below it."""
+    return _check(
+        _libc.syscall(
+            _int(NR_open_tree),
+            _int(dirfd),
+            ctypes.c_char_p(os.fsencode(path)),
+            ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC | AT_SYMLINK_NOFOLLOW),
+        ),
+        path,
+    )
+
+
+def mount_setattr(fd: int, attr_set: int, propagation: int, path: str) -> None:
+    """mount_setattr(2) on a mount's descriptor; `path` is for the error."""
+    attr = mount_attr(attr_set, 0, propagation, 0)
+    _check(
+        _libc.syscall(
+            _int(NR_mount_setattr),
+            _int(fd),
+            ctypes.c_char_p(b""),
+            ctypes.c_uint(AT_EMPTY_PATH),
+            ctypes.byref(attr),
+            ctypes.c_size_t(ctypes.sizeof(attr)),
+        ),
+        path,
+    )
+
+
+def move_mount(from_fd: int, to_fd: int, path: str) -> None:
+    """Attach a detached mount on what `to_fd` stands for; `path` is for the error."""
+    _check(
+        _libc.syscall(
+            _int(NR_move_mount),
+            _int(from_fd),
+            ctypes.c_char_p(b""),
+            _int(to_fd),
+            ctypes.c_char_p(b""),
+            ctypes.c_uint(MOVE_MOUNT_F_EMPTY_PATH | MOVE_MOUNT_T_EMPTY_PATH),
+        ),
+        path,
+    )
+
+
+def umount(procfd: int, fd: int) -> None:
+    """Take away the mount that `fd` stands for."""
+    os.fchdir(procfd)  # umount2(2) knows paths only; this one begins in the host's own /proc
+    _check(_libc.umount2(f"self/fd/{fd}".encode(), MNT_DETACH), f"mount {fd}")
+
+
+def mount_id(fd: int) -> int:
+    """Give the id, as in mountinfo, of the mount that `fd` is on."""
+    result = statx_result()
+    _check(
+        _libc.syscall(
+            _int(NR_statx),
+            _int(fd),
+            ctypes.c_char_p(b""),
+            ctypes.c_int(AT_EMPTY_PATH),
+            ctypes.c_uint(STATX_MNT_ID),
+            ctypes.byref(result),
+        ),
+        f"descriptor {fd}",
+    )
+    return int(result.stx_mnt_id)
+
+
+def setns(fd: int, nstype: int, path: str) -> None:
+    """setns(2); `path` is for the error."""
+    _check(_libc.setns(fd, nstype), path)
+
+
+def set_undumpable() -> None:
+    """Keep /proc/PID of this process closed to whoever shares a namespace with it later."""
+    _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
+
+
+def set_fs_ids(uid: int, gid: int) -> tuple[int, int]:
+    """Create files as somebody else; gives what was before."""
+    before_gid = int(_libc.setfsgid(gid))
+    return int(_libc.setfsuid(uid)), before_gid
+
+
+def is_regular(fd: int) -> bool:
+    """Tell whether a descriptor stands for a regular file."""
+    return stat.S_ISREG(os.fstat(fd).st_mode)
+
+
+def is_directory(fd: int) -> bool:
+    """Tell whether a descriptor stands for a directory."""
+    return stat.S_ISDIR(os.fstat(fd).st_mode)

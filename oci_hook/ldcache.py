@@ -1,0 +1,231 @@
+"""glibc's ld.so.cache: what it holds, and the same with our libraries in it.
+
+The layout is that of sysdeps/generic/dl-cache.h.  The file in an image is whatever its author made it: every count and
+offset is bounded before it is used, and what does not fit raises CacheError.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+OLD_MAGIC = b"ld.so-1.7.0"
+NEW_MAGIC = b"glibc-ld.so.cache1.1"
+EXTENSION_MAGIC = 0xEAA42174
+TAG_GENERATOR = 0
+TAG_HWCAPS = 1
+FLAGS_X86_64 = 0x0303  # FLAG_X8664_LIB64 | FLAG_ELF_LIBC6
+DL_CACHE_HWCAP_EXTENSION = 1 << 62
+CACHE_LIMIT = 4 << 20
+STRING_LIMIT = 4096
+
+OLD_HEADER = struct.Struct("=12sI")  # eleven characters, one of padding
+OLD_ENTRY_SIZE = 12
+HEADER = struct.Struct("=20sIIB3xI12x")
+ENTRY = struct.Struct("=iIIIQ")
+EXTENSION = struct.Struct("=II")
+SECTION = struct.Struct("=IIII")
+ENDIAN_UNSET, ENDIAN_LITTLE = 0, 2
+
+
+class CacheError(ValueError):
+    """The cache is damaged."""
+
+
+class Entry(NamedTuple):
+    """One library."""
+
+    flags: int
+    soname: bytes
+    path: bytes
+    osversion: int = 0
+    hwcap: int = 0
+
+
+class Cache(NamedTuple):
+    """A cache; `hwcaps` are the names that entries with DL_CACHE_HWCAP_EXTENSION count into."""
+
+    entries: tuple[Entry, ...]
+    hwcaps: tuple[bytes, ...] | None = None
+    generator: bytes | None = None
+
+
+def is_cache(data: bytes) -> bool:
+    """Tell whether a loader would take this for a cache; it ignores anything else."""
+    return data.startswith((OLD_MAGIC, NEW_MAGIC))
+
+
+def _string(data: bytes, offset: int) -> bytes:
+    end = data.find(b"\0", offset, offset + STRING_LIMIT)
+    if offset >= len(data) or end < 0:
+        raise CacheError(f"a string at {offset} has no end")
+    return data[offset:end]
+
+
+def _new_part(data: bytes) -> int | None:
+    """Find where the new format begins: at the start, or after the old one, or nowhere."""
+    if data.startswith(NEW_MAGIC):
+        return 0
+    if not data.startswith(OLD_MAGIC) or len(data) < OLD_HEADER.size:
+        raise CacheError("no magic")
+    _, count = OLD_HEADER.unpack_from(data)
+    start = OLD_HEADER.size + count * OLD_ENTRY_SIZE
+    start = (start + 7) & ~7  # ALIGN_CACHE: the alignment of struct cache_file_new
+    return start if data.startswith(NEW_MAGIC, start) else None
+
+
+def parse(data: bytes) -> Cache | None:
+    """Read a cache; None for one in the old format alone, which glibc since 2.32 does not write and x86-64 never used."""
+    if len(data) > CACHE_LIMIT:
+        raise CacheError(f"larger than {CACHE_LIMIT} bytes")
+    base = _new_part(data)
+    if base is None:
+        return None
+    if len(data) < base + HEADER.size:
+        raise CacheError("the header is cut")
+    _, count, _, endian, extension = HEADER.unpack_from(data, base)
+    if endian & 3 not in (ENDIAN_UNSET, ENDIAN_LITTLE):
+        raise CacheError("another byte order")
+    first = base + HEADER.size
+    if count > (len(data) - first) // ENTRY.size:
+        raise CacheError(f"{count} entries do not fit")
+    entries = tuple(
+        Entry(flags, _string(data, base + key), _string(data, base + value), osversion, hwcap)
+        for flags, key, value, osversion, hwcap in ENTRY.iter_unpack(
+            data[first : first + count * ENTRY.size]
+        )
+    )
+    if not extension:
+        return Cache(entries)
+    hwcaps, generator = _parse_extension(data, extension)
+    return Cache(entries, hwcaps, generator)
+
+
+def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None, bytes | None]:
+    """Read the sections behind the strings.  Their offsets count from the start of the file."""
+    if offset % 4 or offset + EXTENSION.size > len(data):
+        raise CacheError("the extension does not fit")
+    magic, count = EXTENSION.unpack_from(data, offset)
+    first = offset + EXTENSION.size
+    if magic != EXTENSION_MAGIC or count > (len(data) - first) // SECTION.size:
+        raise CacheError("the extension is damaged")
+    hwcaps = generator = None
+    for i in range(count):
+        tag, _, start, size = SECTION.unpack_from(data, first + i * SECTION.size)
+        if start + size > len(data):
+            raise CacheError("a section does not fit")
+        if tag == TAG_GENERATOR:
+            generator = data[start : start + size]
+        elif tag == TAG_HWCAPS:
+            if start % 4 or size % 4 or size > STRING_LIMIT:
+                raise CacheError("the hwcaps section is damaged")
+            hwcaps = tuple(
+                _string(data, o) for (o,) in struct.iter_unpack("=I", data[start : start + size])
+            )
+    return hwcaps, generator
+
+
+def compare(a: bytes, b: bytes) -> int:
+    """Order sonames as the loader's binary search does (_dl_cache_libcmp): runs of digits by their value."""
+    i = j = 0
+    a += b"\0"
+    b += b"\0"
+    while a[i]:
+        x, y = a[i], b[j]
+        if 48 <= x <= 57:
+            if not 48 <= y <= 57:
+                return 1
+            m = n = 0
+            while 48 <= a[i] <= 57:
+                m = m * 10 + a[i] - 48
+                i += 1
+            while 48 <= b[j] <= 57:
+                n = n * 10 + b[j] - 48
+                j += 1
+            if m != n:
+                return m - n
+        elif 48 <= y <= 57:
+            return -1
+        elif x != y:
+            return (x ^ 128) - (y ^ 128)  # char is signed on x86
+        else:
+            i += 1
+            j += 1
+    return -((b[j] ^ 128) - 128) if b[j] else 0
+
+
+def with_libraries(
+    cache: Cache, directory: bytes, sonames: tuple[bytes, ...], flags: int = FLAGS_X86_64
+) -> Cache:
+    """Give a cache that leads `sonames` to `directory` and is otherwise the same.
+
+    Entries stand in descending order.  Ours go where a binary search for them ends, so that a foreign order, whatever
+    it is, stays as it is.
+    """
+    ours = frozenset(sonames)
+    entries = [e for e in cache.entries if e.soname not in ours or e.flags != flags]
+    for soname in sonames:
+        low, high = 0, len(entries)
+        while low < high:
+            middle = (low + high) // 2
+            order = compare(entries[middle].soname, soname)
+            # among equal names ldconfig puts the higher flags first
+            if order > 0 or (order == 0 and entries[middle].flags > flags):
+                low = middle + 1
+            else:
+                high = middle
+        entries.insert(low, Entry(flags, soname, directory + b"/" + soname))
+    return cache._replace(entries=tuple(entries))
+
+
+def strays(
+    cache: Cache, directory: bytes, sonames: tuple[bytes, ...], flags: int = FLAGS_X86_64
+) -> tuple[bytes, ...]:
+    """List the paths outside `directory` that the cache gives for `sonames`."""
+    ours = frozenset(sonames)
+    prefix = directory + b"/"
+    return tuple(
+        e.path
+        for e in cache.entries
+        if e.soname in ours and e.flags == flags and e.path != prefix + e.soname
+    )
+
+
+def write(cache: Cache) -> bytes:
+    """Lay a cache out in the new format, which every glibc since 2.2 reads."""
+    strings = bytearray()
+    offsets: dict[bytes, int] = {}
+    start = HEADER.size + len(cache.entries) * ENTRY.size
+
+    def place(text: bytes) -> int:
+        if text not in offsets:
+            offsets[text] = start + len(strings)
+            strings.extend(text + b"\0")
+        return offsets[text]
+
+    rows = b"".join(
+        ENTRY.pack(e.flags, place(e.soname), place(e.path), e.osversion, e.hwcap)
+        for e in cache.entries
+    )
+    hwcaps = None
+    if cache.hwcaps is not None:
+        hwcaps = b"".join(struct.pack("=I", place(name)) for name in cache.hwcaps)
+    sections = [
+        (tag, content)
+        for tag, content in ((TAG_GENERATOR, cache.generator), (TAG_HWCAPS, hwcaps))
+        if content is not None
+    ]
+    length = len(strings)
+    strings.extend(b"\0" * (-(start + length) % 4))
+    extension = start + len(strings) if sections else 0
+    header = HEADER.pack(NEW_MAGIC, len(cache.entries), length, ENDIAN_LITTLE, extension)
+    if not sections:
+        return header + rows + bytes(strings[:length])
+    directory = bytearray(EXTENSION.pack(EXTENSION_MAGIC, len(sections)))
+    body = bytearray()
+    offset = extension + EXTENSION.size + len(sections) * SECTION.size
+    # the hwcaps array first: it has to be aligned and the generator's text has any length
+    for tag, content in sorted(sections, reverse=True):
+        directory += SECTION.pack(tag, 0, offset + len(body), len(content))
+        body += content
+    return header + rows + bytes(strings) + bytes(directory) + bytes(body)

@@ -1,0 +1,67 @@
+"""One JSON line for each run, to a file or to the node's syslog.  Logging never fails a container."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+SYSLOG = "/dev/log"
+PRIORITY_INFO = 30  # daemon.info
+PRIORITY_ERROR = 27  # daemon.err
+
+
+class Event:
+    """What happened, with the milliseconds of each phase."""
+
+    def __init__(self, stage: str, log: str | None) -> None:
+        self.fields: dict[str, object] = {"event": "hook-done", "stage": stage}
+        self.phases: dict[str, float] = {}
+        self.log = log
+        self.begin = self.last = time.monotonic()
+
+    def phase(self, name: str) -> None:
+        """Say that a phase is over."""
+        now = time.monotonic()
+        self.phases[name] = round((now - self.last) * 1000, 2)
+        self.last = now
+
+    def emit(self, outcome: str, **fields: object) -> None:
+        """Write the line, once."""
+        import json
+
+        self.fields |= {"outcome": outcome, **fields, "ms": self.phases}
+        self.fields["total_ms"] = round((time.monotonic() - self.begin) * 1000, 2)
+        line = json.dumps(self.fields)
+        try:
+            if self.log is None:
+                self._syslog(line, PRIORITY_ERROR if outcome == "failed" else PRIORITY_INFO)
+            else:
+                flags = (
+                    os.O_WRONLY
+                    | os.O_APPEND
+                    | os.O_CREAT
+                    | os.O_NOFOLLOW
+                    | os.O_CLOEXEC
+                    | os.O_NONBLOCK
+                )
+                fd = os.open(self.log, flags, 0o640)
+                os.write(fd, line.encode() + b"\n")
+                os.close(fd)
+        except OSError:
+            pass
+
+    def _syslog(self, line: str, priority: int) -> None:
+        import socket
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as s:
+            s.setblocking(False)  # noqa: FBT003
+            s.sendto(f"<{priority}>tidegate-hook[{os.getpid()}]: {line}".encode(), SYSLOG)
+
+
+def complain(line: str) -> None:
+    """Write the one line that the runtime shows."""
+    try:
+        os.write(2, line.encode() + b"\n")
+    except OSError:
+        sys.exit(70)

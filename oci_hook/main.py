@@ -1,0 +1,244 @@
+"""The hook, from its arguments to its exit status.
+
+Modules that only a GPU container needs are imported after it is known to be one: every other container of the node
+pays for the interpreter, json and two files read.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from oci_hook.errors import (
+    DriverError,
+    HookError,
+    InternalError,
+    MountError,
+    UnservedImageError,
+    show,
+)
+from oci_hook.log import Event, complain
+from oci_hook.state import (
+    PREFIX,
+    STATE_LIMIT,
+    State,
+    may_mention_us,
+    our_annotations,
+    parse_config,
+    parse_state,
+    read_bounded,
+    read_config,
+)
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from types import FrameType
+
+STAGES = ("prestart", "createRuntime", "poststop")
+USAGE = (
+    "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--log FILE] [--timeout SECONDS] "
+    "{prestart|createRuntime|poststop}"
+)
+DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
+UNDO_DEADLINE = 5.0
+
+
+class Options:
+    """The command line."""
+
+    def __init__(self) -> None:
+        self.runtime_dir = "/run/tidegate"
+        self.driver_dir = "/var/lib/tidegate/driver"
+        self.log: str | None = None
+        self.timeout = DEADLINE
+        self.stage = ""
+
+
+def parse_arguments(arguments: list[str]) -> Options:
+    """Parse the command line; argparse would take 10 ms."""
+    options = Options()
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name in ("--runtime-dir", "--driver-dir", "--log", "--timeout"):
+            if not equals:
+                value = next(rest, "")
+            try:
+                setattr(
+                    options,
+                    name[2:].replace("-", "_"),
+                    float(value) if name == "--timeout" else value,
+                )
+            except ValueError:
+                value = ""
+            if not value or not 0 < options.timeout <= 3600:
+                raise InternalError(f"option {name} is {show(value)!r}", hint=USAGE)
+        elif argument in STAGES and not options.stage:
+            options.stage = argument
+        else:
+            raise InternalError(f"argument {show(argument)!r} is not understood", hint=USAGE)
+    if not options.stage:
+        raise InternalError("no stage is given", hint=USAGE)
+    return options
+
+
+def arm(seconds: float) -> None:
+    """Set the hook's own deadline: without one a hook that hangs holds the runtime for ever."""
+
+    def expire(_signal: int, _frame: FrameType | None) -> None:
+        raise MountError(
+            f"the hook did not finish within {seconds:g} s", hint="see the hook's log on the node"
+        )
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def prepare(options: Options, state: State, event: Event) -> str:
+    """Prepare one container; gives the outcome."""
+    config = read_config(state.bundle)
+    if not may_mention_us(config) and not any(
+        name.startswith(PREFIX) for name in state.annotations
+    ):
+        return "no-request"
+    bundle = parse_config(config, state.bundle)
+    annotations = our_annotations(state, bundle)
+    if not annotations:
+        return "no-request"
+    event.phase("state")
+
+    from oci_hook import kernel
+    from oci_hook.apply import Container, Undo, apply_plan, explain
+    from oci_hook.client import Client
+    from oci_hook.image import inspect_image
+    from oci_hook.manifest import check_fresh, choose_set, read_manifest
+    from oci_hook.plan import plan_container
+    from oci_hook.request import check_request, parse_annotations
+
+    event.phase("import")
+    kernel.set_undumpable()
+    request = parse_annotations(annotations)
+    check_request(request, annotations)
+    event.phase("request")
+    try:
+        manifest = read_manifest(options.driver_dir)
+        check_fresh(manifest)
+        mirror_set = choose_set(manifest, request.capabilities)
+        event.fields |= {"generation": manifest.generation}
+        event.phase("manifest")
+        container = Container(state.pid, bundle.root)
+        image = inspect_image(container.rootfd, container.procfd, manifest.machine)
+        event.phase("image")
+    except (DriverError, UnservedImageError) as e:
+        if not request.optional:
+            raise
+        event.fields |= {"code": e.code, "message": e.message}
+        return "without-gpu"
+    except OSError as e:
+        raise explain(e, f"look into {show(bundle.root)}") from e
+
+    client = Client(options.runtime_dir, options.timeout)
+    undo = Undo()
+    try:
+        grant = client.admit(
+            id=state.id,
+            pid=state.pid,
+            pidfd=container.pidfd,
+            bundle=state.bundle,
+            annotations=annotations,
+            identity=bundle.identity,
+        )
+        event.phase("admit")
+        plan = plan_container(manifest, mirror_set, grant, image)
+        event.fields |= {
+            "key": grant.key,
+            "devices": list(grant.devices),
+            "memory": grant.memory,
+            "compute": grant.compute,
+            "operations": len(plan.operations),
+            "plan": plan.describe(),
+        }
+        event.phase("plan")
+        skipped = apply_plan(plan, container, undo)
+        if skipped:
+            event.fields["skipped"] = skipped
+        event.phase("apply")
+        client.confirm()
+        event.phase("confirm")
+    except BaseException:
+        arm(UNDO_DEADLINE)
+        left = undo.run(container)
+        if left:
+            event.fields["left_behind"] = left
+        raise
+    finally:
+        client.close()
+    return "prepared"
+
+
+def release(options: Options, state: State) -> str:
+    """Tell the governor that a container is gone; it finds out by itself too."""
+    if not any(name.startswith(PREFIX) for name in state.annotations):
+        return "no-request"
+    from oci_hook.client import Client
+
+    client = Client(options.runtime_dir, min(options.timeout, 5.0))
+    client.release(state.id)
+    client.close()
+    return "released"
+
+
+def run(arguments: list[str]) -> int:
+    """Do what the command line asks; gives the exit status."""
+    event = Event("?", None)
+    stage = ""
+    try:
+        options = parse_arguments(arguments)
+        stage = options.stage
+        event = Event(stage, options.log)
+        arm(options.timeout)
+        state = parse_state(read_bounded(0, STATE_LIMIT), needs_pid=stage != "poststop")
+        event.fields["id"] = show(state.id, 128)
+        outcome = release(options, state) if stage == "poststop" else prepare(options, state, event)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except Exception as e:  # noqa: BLE001
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        error = e if isinstance(e, HookError) else _internal(e)
+        complain(error.line())
+        event.emit("failed", code=error.code, message=error.message, hint=error.hint)
+        # a container that is gone stays gone, whatever we have to say about it
+        return 0 if stage == "poststop" else error.status
+    if outcome != "no-request":
+        event.emit(outcome)
+    return 0
+
+
+def _internal(e: Exception) -> InternalError:
+    """Give a mistake of ours a line with its place."""
+    frame = e.__traceback__
+    while frame and frame.tb_next:
+        frame = frame.tb_next
+    where = (
+        f"{os.path.basename(frame.tb_frame.f_code.co_filename)}:{frame.tb_lineno}" if frame else "?"
+    )
+    return InternalError(
+        f"{type(e).__name__} at {where}: {show(e)}",
+        hint="report this at the project's issue tracker",
+    )
+
+
+def main() -> None:
+    """Run and end the process."""
+    os.environ.clear()
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(
+                "/dev/null", os.O_RDWR
+            )  # or a descriptor of ours becomes somebody's standard error
+    os.closerange(3, 1 << 30)
+    os.umask(0o022)
+    status = run(sys.argv[1:])
+    os._exit(status)  # nothing to flush, and the interpreter's end takes milliseconds

@@ -1,0 +1,171 @@
+"""The annotations below tidegate.gpu/, parsed by hand: importing jsonschema would cost every GPU container 100 ms.
+
+annotations.schema.json says the same to everybody else, and a test runs one corpus through both.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from oci_hook.errors import AnnotationError, show
+from oci_hook.state import PREFIX
+
+UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+CAPABILITIES = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")
+STRATEGIES = ("auto", "timeslice", "mps", "passthrough")
+DEFAULT_CAPABILITIES = ("compute", "utility")
+ANNOTATIONS_LIMIT = 32 << 10  # half of what a line of the governor's protocol holds
+
+_HEX = "[0-9a-f]"
+_UUID = f"GPU-{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
+# The digits that each unit leaves room for keep every quantity below 2^50 bytes.
+_MEMORY = re.compile(
+    r"([1-9][0-9]{0,14})|([1-9][0-9]{0,11})Ki|([1-9][0-9]{0,8})Mi|([1-9][0-9]{0,5})Gi|([1-9][0-9]{0,2})Ti"
+)
+_PERCENT = re.compile(r"[1-9][0-9]?|100")
+_COUNT = re.compile(r"[1-9]|[1-5][0-9]|6[0-4]")
+_DEVICE = re.compile(rf"0|[1-9]|[1-5][0-9]|6[0-3]|{_UUID}")
+
+
+class Request(NamedTuple):
+    """What a container asks for.  None: the governor decides."""
+
+    memory: int | None = None
+    compute: int | None = None
+    compute_limit: int | None = None
+    gpus: int | None = None  # `count` is a method of tuples
+    devices: tuple[str, ...] = ()
+    strategy: str = "auto"
+    capabilities: tuple[str, ...] = DEFAULT_CAPABILITIES
+    optional: bool = False
+
+
+def _refuse(name: str, value: str, accepted: str, hint: str) -> AnnotationError:
+    return AnnotationError(
+        f"annotation {PREFIX}{name} is {show(value)!r}, accepted is {accepted}", hint=hint
+    )
+
+
+def _parse_memory(name: str, value: str) -> int:
+    if not _MEMORY.fullmatch(value):
+        raise _refuse(
+            name,
+            value,
+            "a whole number of bytes, or of Ki, Mi, Gi or Ti, from 1 to 999Ti",
+            "write it like 8Gi or 512Mi",
+        )
+    digits = value.rstrip("KMGTi")
+    return int(digits) * UNITS[value[len(digits) :]]
+
+
+def _parse_percent(name: str, value: str) -> int:
+    if not _PERCENT.fullmatch(value):
+        raise _refuse(
+            name,
+            value,
+            "a whole number from 1 to 100",
+            "write a percentage without a sign, like 25",
+        )
+    return int(value)
+
+
+def _parse_count(name: str, value: str) -> int:
+    if not _COUNT.fullmatch(value):
+        raise _refuse(name, value, "a whole number from 1 to 64", "write how many GPUs, like 2")
+    return int(value)
+
+
+def _parse_list(name: str, value: str, accepted: str, hint: str) -> tuple[str, ...]:
+    items = tuple(value.split(","))
+    if len(set(items)) != len(items):
+        raise _refuse(name, value, f"{accepted}, each once", hint)
+    return items
+
+
+def _parse_devices(name: str, value: str) -> tuple[str, ...]:
+    accepted = "a comma-separated list of GPU indices from 0 to 63 and UUIDs (GPU-...)"
+    hint = "nvidia-smi -L on the node lists them"
+    items = _parse_list(name, value, accepted, hint)
+    for item in items:
+        if not _DEVICE.fullmatch(item):
+            raise _refuse(name, value, accepted, hint)
+    return items
+
+
+def _parse_capabilities(name: str, value: str) -> tuple[str, ...]:
+    accepted = f"a comma-separated list of {', '.join(CAPABILITIES)}"
+    hint = "leave it out for compute,utility"
+    items = _parse_list(name, value, accepted, hint)
+    for item in items:
+        if item not in CAPABILITIES:
+            raise _refuse(name, value, accepted, hint)
+    return tuple(sorted(items))
+
+
+def _parse_strategy(name: str, value: str) -> str:
+    if value not in STRATEGIES:
+        raise _refuse(name, value, " or ".join(STRATEGIES), "leave it out for auto")
+    return value
+
+
+def _parse_driver(name: str, value: str) -> bool:
+    if value not in ("required", "optional"):
+        raise _refuse(name, value, "required or optional", "leave it out for required")
+    return value == "optional"
+
+
+PARSERS = {
+    "memory": ("memory", _parse_memory),
+    "compute": ("compute", _parse_percent),
+    "compute-limit": ("compute_limit", _parse_percent),
+    "count": ("gpus", _parse_count),
+    "devices": ("devices", _parse_devices),
+    "strategy": ("strategy", _parse_strategy),
+    "capabilities": ("capabilities", _parse_capabilities),
+    "driver": ("optional", _parse_driver),
+}
+
+
+def _unknown(name: str) -> AnnotationError:
+    import difflib  # 3 ms, only for a misspelt name
+
+    near = difflib.get_close_matches(name[len(PREFIX) :], PARSERS, n=1)
+    hint = f"did you mean {PREFIX}{near[0]}?" if near else "remove it"
+    return AnnotationError(
+        f"annotation {show(name)} is unknown, accepted below {PREFIX} are {', '.join(PARSERS)}",
+        hint=hint,
+    )
+
+
+def parse_annotations(annotations: dict[str, str]) -> Request:
+    """Turn the annotations below our prefix into a request; what is not understood is refused."""
+    fields: dict[str, object] = {}
+    for name, value in annotations.items():
+        known = PARSERS.get(name[len(PREFIX) :])
+        if known is None:
+            raise _unknown(name)
+        field, parse = known
+        fields[field] = parse(name[len(PREFIX) :], value)
+    if "gpus" in fields and "devices" in fields:
+        raise AnnotationError(
+            f"annotations {PREFIX}count and {PREFIX}devices are both given",
+            hint="say how many GPUs or which, not both",
+        )
+    return Request(**fields)  # type: ignore[arg-type]
+
+
+def check_request(request: Request, annotations: dict[str, str]) -> None:
+    """Refuse what each annotation allows and both together do not; a JSON Schema has no words for this."""
+    if request.compute and request.compute_limit and request.compute_limit < request.compute:
+        raise AnnotationError(
+            f"annotation {PREFIX}compute-limit is {request.compute_limit}, below {PREFIX}compute, which is "
+            f"{request.compute}",
+            hint="raise the limit or lower the guarantee",
+        )
+    size = sum(len(ascii(n)) + len(ascii(v)) + 4 for n, v in annotations.items())
+    if size > ANNOTATIONS_LIMIT:
+        raise AnnotationError(
+            f"annotations below {PREFIX} take {size} bytes, accepted are {ANNOTATIONS_LIMIT}",
+            hint="shorten them",
+        )

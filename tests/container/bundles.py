@@ -1,0 +1,295 @@
+"""Containers for tests: bundles, root file systems from this host's own glibc, driver mirrors, and runtimes.
+
+Everything here is the real kind of thing: the libraries are ELF files with the right sonames, the mirror's manifest
+follows vdriver/manifest.schema.json, the runtimes are runc and crun.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HOOK = ROOT / "oci_hook" / "tidegate-hook"
+LIBDIR = "usr/lib/x86_64-linux-gnu"
+TARGET = f"{LIBDIR}/glibc-hwcaps/x86-64-v2"
+VERSION = "580.159.04"
+GPU = "GPU-6d0b7ab0-2f4f-4d5e-9b3a-0c2d9d2a7f10"
+
+PROBE_C = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+/* Say for each library named: where the loader found it and who it says it is. */
+int main(int argc, char **argv) {
+        for (int i = 1; i < argc; i++) {
+                void *library = dlopen(argv[i], RTLD_NOW);
+                const char *(*who)(void) = library ? (const char *(*)(void))dlsym(library, "tidegate_test_who") : NULL;
+                Dl_info info;
+                if (!library)
+                        printf("%s: %s\n", argv[i], dlerror());
+                else if (!who || !dladdr((void *)who, &info))
+                        printf("%s: found, a stranger\n", argv[i]);
+                else
+                        printf("%s: %s %s\n", argv[i], info.dli_fname, who());
+        }
+        return 0;
+}
+"""
+
+
+def compile_c(source: str, output: Path, *flags: str) -> Path:
+    """Compile C from a string."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        ["gcc", "-O1", "-o", str(output), "-x", "c", "-", *flags], input=source.encode(), check=True
+    )
+    return output
+
+
+@functools.cache
+def _tools(cache: Path) -> Path:
+    compile_c(PROBE_C, cache / "probe", "-ldl")
+    return cache
+
+
+def make_library(path: Path, soname: str, who: str) -> Path:
+    """Build a small library that says who it is."""
+    source = f'const char *tidegate_test_who(void) {{ return "{who}"; }}'
+    return compile_c(source, path, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}")
+
+
+def make_mirror(driver_dir: Path) -> Path:
+    """Build a generation with a manifest, and a driver that it watches; gives the generation."""
+    host = driver_dir.parent / "host-driver"
+    work = driver_dir / "making"
+    lib64 = work / "lib64"
+    files: list[dict[str, Any]] = []
+    watch = []
+
+    def digest(path: Path) -> dict[str, Any]:
+        data = path.read_bytes()
+        return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def link(name: str, target: str) -> None:
+        (lib64 / name).symlink_to(target)
+        files.append({"path": f"lib64/{name}", "role": "link", "target": target})
+
+    for stem in ("libcuda", "libnvidia-ml"):
+        soname = f"{stem}.so.1"
+        path = make_library(lib64 / soname, soname, f"tidegate's {stem}")
+        files.append(
+            {"path": f"lib64/{soname}", "role": "control", "soname": soname, **digest(path)}
+        )
+        link(f"{stem}.so", soname)
+        link(f"{stem}.so.{VERSION}", soname)
+        origin = make_library(
+            lib64 / "origin" / f"{stem}-origin.so.1", f"{stem}-origin.so.1", f"origin {stem}"
+        )
+        source = make_library(host / f"{stem}.so.{VERSION}", soname, f"driver's {stem}")
+        files.append(
+            {
+                "path": f"lib64/origin/{origin.name}",
+                "role": "origin",
+                "source": str(source),
+                **digest(origin),
+            }
+        )
+        stat = source.stat()
+        watch.append({"path": str(source), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns})
+    for stem in ("libnvidia-ptxjitcompiler", "libnvidia-nvvm"):
+        name, soname = f"{stem}.so.{VERSION}", f"{stem}.so.1"
+        path = make_library(lib64 / name, soname, f"tidegate's {stem}")
+        files.append(
+            {
+                "path": f"lib64/{name}",
+                "role": "library",
+                "soname": soname,
+                "capability": "compute",
+                **digest(path),
+            }
+        )
+        link(soname, name)
+        link(f"{stem}.so", soname)
+    smi = work / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho tidegate test smi\n")
+    smi.chmod(0o755)
+    files.append({"path": "bin/nvidia-smi", "role": "program", **digest(smi)})
+    name = f"{VERSION}-0123456789ab"
+    manifest = {
+        "schema": 1,
+        "generation": name,
+        "driver": {"version": VERSION, "kind": "nvidia"},
+        "machine": "x86_64",
+        "sets": [
+            {"capabilities": ["compute", "utility"], "lib64": "lib64", "bin": ["bin/nvidia-smi"]}
+        ],
+        "files": files,
+        "source": {"root": "/", "watch": watch},
+    }
+    (work / "manifest.json").write_text(json.dumps(manifest))
+    generation = driver_dir / name
+    work.rename(generation)
+    (driver_dir / "current").symlink_to(name)
+    return generation
+
+
+def make_rootfs(path: Path, tools: Path, *, cache: bool = True) -> Path:
+    """Build a root file system in Debian's layout from this host's shell, loader and C library."""
+    for directory in (
+        "usr/bin",
+        "usr/sbin",
+        LIBDIR,
+        "usr/lib64",
+        "etc",
+        "proc",
+        "dev",
+        "sys",
+        "run",
+        "tmp",
+        "var",
+    ):
+        (path / directory).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (path / name).symlink_to(f"usr/{name}")
+    programs = [Path("/usr/bin") / name for name in ("sh", "cat", "ls", "stat", "touch", "sleep")]
+    needed = set()
+    for program in [*programs, _tools(tools) / "probe"]:
+        shutil.copy(program, path / "usr/bin" / program.name)
+        listing = subprocess.run(
+            ["ldd", str(program)], capture_output=True, text=True, check=True
+        ).stdout
+        needed |= {word for word in listing.split() if word.startswith("/lib")}
+    for library in needed:
+        name = Path(library).name
+        directory = "usr/lib64" if name.startswith("ld-linux") else LIBDIR
+        shutil.copy(Path(library).resolve(), path / directory / name)
+    shutil.copy("/sbin/ldconfig", path / "usr/sbin/ldconfig")
+    if cache:
+        subprocess.run(["ldconfig", "-r", str(path), "-X"], check=True)
+    return path
+
+
+@dataclass
+class Bundle:
+    """A bundle on disk; edit `config`, then run."""
+
+    path: Path
+    rootfs: Path
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def write(self) -> None:
+        """Write config.json."""
+        (self.path / "config.json").write_text(json.dumps(self.config))
+
+
+def base_config(command: str, *, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+    """Give a small config.json that runs a shell command as root."""
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": ["/bin/sh", "-c", command],
+            "env": ["PATH=/usr/bin:/usr/sbin"],
+            "cwd": "/",
+            "noNewPrivileges": True,
+        },
+        "root": {"path": "rootfs", "readonly": False},
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {
+                "destination": "/dev",
+                "type": "tmpfs",
+                "source": "tmpfs",
+                "options": ["nosuid", "mode=755"],
+            },
+        ],
+        "annotations": dict(annotations or {}),
+        "linux": {
+            "namespaces": [{"type": "pid"}, {"type": "mount"}, {"type": "ipc"}, {"type": "uts"}]
+        },
+    }
+
+
+def add_hook(
+    config: dict[str, Any], argv: Iterable[str], *, stage: str, poststop: bool = True
+) -> None:
+    """Register the hook as our packages do: absolute path, an `env` that is not empty, a timeout."""
+    arguments = list(argv)
+    hooks = config.setdefault("hooks", {})
+    entry = {"path": arguments[0], "env": ["LC_ALL=C"], "timeout": 30}
+    hooks[stage] = [{**entry, "args": [*arguments, stage]}]
+    if poststop:
+        hooks["poststop"] = [{**entry, "args": [*arguments, "poststop"]}]
+
+
+def add_user_namespace(bundle: Bundle, first: int = 100000) -> None:
+    """Map the container's root to an ordinary user, and give it the root file system."""
+    bundle.config["linux"]["namespaces"].append({"type": "user"})
+    mapping = [{"containerID": 0, "hostID": first, "size": 65536}]
+    bundle.config["linux"] |= {"uidMappings": mapping, "gidMappings": mapping}
+    for directory, names, files in os.walk(bundle.rootfs):
+        for name in [".", *names, *files]:
+            os.lchown(Path(directory) / name, first, first)
+
+
+@dataclass
+class Ran:
+    """How a container ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+class Runtime:
+    """runc or crun, with a state directory of its own."""
+
+    def __init__(self, name: str, state: Path) -> None:
+        self.name = name
+        self.state = state
+        self.count = 0
+
+    def command(self, *arguments: str) -> list[str]:
+        """Give a command line."""
+        command = [self.name, "--root", str(self.state), *arguments]
+        if self.name == "crun" and Path("/sys/fs/cgroup/unified").exists():
+            # crun 1.8 refuses a hybrid hierarchy; without the unified part it is an ordinary version 1
+            script = 'umount /sys/fs/cgroup/unified; exec "$@"'
+            command = [
+                "unshare",
+                "-m",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                script,
+                "sh",
+                *command,
+            ]
+        return command
+
+    def run(self, bundle: Bundle, *, timeout: float = 30, env: dict[str, str] | None = None) -> Ran:
+        """Run a container to its end."""
+        self.count += 1
+        bundle.write()
+        name = f"tidegate-test-{os.getpid()}-{self.count}"
+        done = subprocess.run(
+            self.command("run", "--bundle", str(bundle.path), name),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **(env or {})},
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,122 @@
+"""What the container tier builds once: tools, a mirror, a root file system to copy; and for each test a node."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container.bundles import (
+    HOOK,
+    Bundle,
+    Runtime,
+    add_hook,
+    base_config,
+    make_mirror,
+    make_rootfs,
+)
+from tests.container.stub_governor import StubGovernor
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
+    """A directory with `rootfs`, and `node/driver` with the mirror."""
+    require("gcc", "runc", "ldconfig")
+    base = tmp_path_factory.mktemp("made")
+    make_mirror(base / "driver")
+    make_rootfs(base / "rootfs", base / "tools")
+    return base
+
+
+@dataclass
+class Node:
+    """A node: a driver mirror, a runtime directory with a governor, a log of the hook, and bundles."""
+
+    base: Path
+    made: Path
+    governor: StubGovernor
+    timeout: float = 10.0
+
+    @property
+    def driver_dir(self) -> Path:
+        return self.base / "driver"
+
+    @property
+    def log(self) -> Path:
+        return self.base / "hook.log"
+
+    @property
+    def hook(self) -> list[str]:
+        return [
+            str(HOOK),
+            "--runtime-dir",
+            str(self.base / "run"),
+            "--driver-dir",
+            str(self.driver_dir),
+            "--log",
+            str(self.log),
+            "--timeout",
+            str(self.timeout),
+        ]
+
+    def bundle(
+        self,
+        command: str,
+        *,
+        stage: str = "createRuntime",
+        annotations: dict[str, str] | None = None,
+        name: str = "bundle",
+    ) -> Bundle:
+        """Make a bundle with a copy of the root file system and the hook registered."""
+        path = self.base / name
+        path.mkdir()
+        subprocess.run(["cp", "-a", str(self.made / "rootfs"), str(path / "rootfs")], check=True)
+        wanted = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
+        bundle = Bundle(
+            path,
+            path / "rootfs",
+            base_config(command, annotations=wanted if annotations is None else annotations),
+        )
+        add_hook(bundle.config, self.hook, stage=stage)
+        return bundle
+
+    def own_mirror(self) -> Path:
+        """Copy the mirror, so that the test may damage it; gives the generation."""
+        self.driver_dir.unlink()
+        shutil.copytree(self.made / "driver", self.driver_dir, symlinks=True)
+        return self.driver_dir / (self.driver_dir / "current").readlink()
+
+    def events(self) -> list[dict[str, Any]]:
+        """What the hook logged."""
+        if not self.log.exists():
+            return []
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def node(tmp_path: Path, made_once: Path) -> Iterator[Node]:
+    (tmp_path / "driver").symlink_to(made_once / "driver")
+    governor = StubGovernor(tmp_path / "run")
+    yield Node(tmp_path, made_once, governor)
+    governor.wait_idle()
+    governor.close()
+
+
+@pytest.fixture(params=["runc", "crun"])
+def runtime(
+    request: pytest.FixtureRequest, tmp_path: Path, require: Callable[..., None]
+) -> Runtime:
+    require(request.param)
+    return Runtime(request.param, tmp_path / "state")
+
+
+@pytest.fixture
+def runc(tmp_path: Path, require: Callable[..., None]) -> Runtime:
+    require("runc")
+    return Runtime("runc", tmp_path / "state")

@@ -1,0 +1,138 @@
+"""A stub of the governor: speaks the protocol on a thread, grants everything, remembers what it was told."""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.container.bundles import GPU
+
+
+class StubGovernor:
+    """Listens on <runtime_dir>/governor.sock.
+
+    `mode` says how it answers: grant, refuse, silent, close, garbage, deny-confirm.  `admitted` holds the admissions that
+    live now, `confirmed` those that were confirmed.
+    """
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+        self.mode = "grant"
+        self.requests: list[dict[str, Any]] = []
+        self.admitted: dict[str, dict[str, Any]] = {}
+        self.confirmed: set[str] = set()
+        self.released: list[str] = []
+        self.pidfds: list[int] = []
+        self.lock = threading.Lock()
+        self.idle = threading.Condition(self.lock)
+        self.connections = 0
+        runtime_dir.mkdir(parents=True, exist_ok=True)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(runtime_dir / "governor.sock"))
+        self.listener.listen(16)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+        for fd in self.pidfds:
+            os.close(fd)
+
+    def wait_idle(self) -> None:
+        """Wait until every connection has ended."""
+        with self.idle:
+            assert self.idle.wait_for(lambda: self.connections == 0, timeout=10)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with self.lock:
+                self.connections += 1
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        mine: str | None = None
+        buffer = b""
+        try:
+            while True:
+                data, ancillary, _, _ = connection.recvmsg(65536, socket.CMSG_SPACE(16))
+                fds: list[int] = []
+                for level, kind, content in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                        fds += array.array("i", content[: len(content) - len(content) % 4])
+                self.pidfds += fds
+                if not data:
+                    return
+                buffer += data
+                while b"\n" in buffer:
+                    line, _, buffer = buffer.partition(b"\n")
+                    request = json.loads(line) | {"fds": len(fds)}
+                    with self.lock:
+                        self.requests.append(request)
+                    if request["op"] == "admit":
+                        mine = request["id"]
+                    answer = self._answer(request, mine)
+                    if answer is None:
+                        if self.mode == "close":
+                            return
+                        continue
+                    connection.sendall(answer)
+        except OSError:
+            return
+        finally:
+            connection.close()
+            with self.idle:
+                if mine is not None and mine not in self.confirmed:
+                    self.admitted.pop(mine, None)
+                self.connections -= 1
+                self.idle.notify_all()
+
+    def _answer(self, request: dict[str, Any], mine: str | None) -> bytes | None:
+        if self.mode in ("silent", "close"):
+            return None
+        if self.mode == "garbage":
+            return b'["what?"]\n'
+        answer: dict[str, Any] = {"ok": True}
+        with self.lock:
+            if request["op"] == "admit" and self.mode == "refuse":
+                message = "GPU memory: 8Gi asked, 2Gi free on every GPU"
+                answer = {
+                    "ok": False,
+                    "error": {"code": "memory", "message": message, "hint": "ask for less"},
+                }
+            elif request["op"] == "admit":
+                assert mine is not None
+                directory = self.runtime_dir / "containers" / f"key{len(self.requests)}"
+                directory.mkdir(parents=True)
+                (directory / "grant").write_bytes(b"TIDEGATE".ljust(4096, b"\0"))
+                self.admitted[mine] = request
+                answer |= {
+                    "key": directory.name,
+                    "directory": str(directory),
+                    "devices": [{"uuid": GPU, "index": 0}],
+                    "memory": 8 << 30,
+                    "compute": 50,
+                    "compute_limit": 50,
+                }
+            elif request["op"] == "confirm" and self.mode == "deny-confirm":
+                answer = {
+                    "ok": False,
+                    "error": {"code": "gone", "message": "the admission is gone", "hint": "retry"},
+                }
+            elif request["op"] == "confirm" and mine is not None:
+                self.confirmed.add(mine)
+            elif request["op"] == "release":
+                self.released.append(request["id"])
+                self.admitted.pop(request["id"], None)
+        return json.dumps(answer).encode() + b"\n"

@@ -1,0 +1,304 @@
+"""A container starts with its share of a GPU: the hook under real runtimes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.container.bundles import (
+    GPU,
+    LIBDIR,
+    TARGET,
+    VERSION,
+    Runtime,
+    add_user_namespace,
+    make_library,
+)
+from tests.container.conftest import Node
+
+PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompiler.so.1"
+FOUND = f"""\
+libcuda.so.1: /{TARGET}/libcuda.so.1 tidegate's libcuda
+libnvidia-ml.so.1: /{TARGET}/libnvidia-ml.so.1 tidegate's libnvidia-ml
+libcuda.so: /{TARGET}/libcuda.so.1 tidegate's libcuda
+libnvidia-ptxjitcompiler.so.1: /{TARGET}/libnvidia-ptxjitcompiler.so.1 tidegate's libnvidia-ptxjitcompiler
+"""
+# without a cache the loader searches its default directories, /lib/<triplet> before /usr/lib/<triplet>
+SEARCHED = FOUND.replace(" /usr/lib/", " /lib/")
+
+
+def host_mounts() -> list[str]:
+    """What is mounted on the host, without the ids that change by themselves."""
+    return [line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
+def test_a_container_finds_the_mirror_and_its_grant(
+    node: Node, runtime: Runtime, stage: str
+) -> None:
+    """Libraries by dlopen and by ldconfig -p, the program, the grant; the governor is told, and told of the end."""
+    before = host_mounts()
+    command = (
+        f"{PROBE}; nvidia-smi; ls -A /run/tidegate; stat -c %s /run/tidegate/grant; ldconfig -p"
+    )
+    bundle = node.bundle(command, stage=stage)
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stderr) == (0, "")
+    libraries, _, rest = ran.stdout.partition("tidegate test smi\n")
+    assert libraries == FOUND
+    assert rest.startswith("grant\n4096\n")
+    assert f"\tlibcuda.so.1 (libc6,x86-64) => /{TARGET}/libcuda.so.1\n" in rest
+    assert f"\tlibcuda.so (libc6,x86-64) => /{TARGET}/libcuda.so\n" in rest
+    assert "\tlibc.so.6 (libc6,x86-64" in rest
+
+    node.governor.wait_idle()
+    admit, confirm, release = node.governor.requests
+    assert (admit["v"], admit["op"], admit["fds"]) == (1, "admit", 1)
+    assert admit["annotations"] == {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
+    assert admit["bundle"] == str(bundle.path)
+    assert confirm["op"] == "confirm"
+    assert (release["op"], release["id"]) == ("release", admit["id"])
+    assert host_mounts() == before
+
+    start, stop = node.events()
+    assert (start["event"], start["stage"], start["outcome"]) == ("hook-done", stage, "prepared")
+    assert (start["id"], start["devices"], start["operations"]) == (admit["id"], [GPU], 4)
+    assert set(start["ms"]) == {
+        "state",
+        "import",
+        "request",
+        "manifest",
+        "image",
+        "admit",
+        "plan",
+        "apply",
+        "confirm",
+    }
+    assert (stop["stage"], stop["outcome"]) == ("poststop", "released")
+
+
+def test_the_mounts_are_read_only_and_private(node: Node, runc: Runtime) -> None:
+    """Root in the container cannot write through any of them, and they belong to the container alone."""
+    command = (
+        f"for f in /{TARGET}/x /run/tidegate/x /usr/bin/nvidia-smi; do touch $f 2>/dev/null && echo wrote $f; done;"
+        "cat /proc/self/mountinfo"
+    )
+    ran = runc.run(node.bundle(command))
+    assert "wrote" not in ran.stdout
+    mounts = {}
+    for line in ran.stdout.splitlines():
+        words = line.split()
+        mounts[words[4]] = (words[5], words[6])
+    # relatime and the like are the host's
+    for target, flags in {
+        f"/{TARGET}": {"ro", "nosuid", "nodev"},
+        "/usr/bin/nvidia-smi": {"ro", "nosuid", "nodev"},
+        "/run/tidegate": {"ro", "nosuid", "nodev", "noexec"},
+    }.items():
+        options, propagation = mounts[target]
+        assert flags <= set(options.split(",")), target
+        assert propagation == "-", target
+
+
+def test_a_read_only_root_is_served(node: Node, runtime: Runtime) -> None:
+    bundle = node.bundle(f"{PROBE}; touch /x 2>/dev/null || echo read-only")
+    bundle.config["root"]["readonly"] = True
+    ran = runtime.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert ran.stdout == FOUND + "read-only\n"
+
+
+def test_a_user_namespace_is_served(node: Node, runtime: Runtime) -> None:
+    """What the hook leaves in the image belongs to the container's root, not to the host's."""
+    bundle = node.bundle(
+        f"{PROBE}; stat -c '%u %n' /{LIBDIR}/glibc-hwcaps /etc/ld.so.cache; stat -c %s /run/tidegate/grant"
+    )
+    add_user_namespace(bundle)
+    for directory in [bundle.path, *bundle.path.parents][:-2]:
+        directory.chmod(directory.stat().st_mode | 0o011)
+    ran = runtime.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert ran.stdout == f"{FOUND}0 /{LIBDIR}/glibc-hwcaps\n0 /etc/ld.so.cache\n4096\n"
+
+
+def test_a_cache_that_leads_elsewhere_is_corrected(node: Node, runtime: Runtime) -> None:
+    """An image with a libcuda of its own and a cache that maps it: ours is found, the other entries stay."""
+    bundle = node.bundle("probe libcuda.so.1 libother.so.1; ldconfig -p")
+    make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")
+    make_library(bundle.rootfs / "opt/cuda/libother.so.1", "libother.so.1", "the image's other")
+    (bundle.rootfs / "etc/ld.so.conf").write_text("/opt/cuda\n")
+    subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
+    ran = runtime.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert ran.stdout.startswith(
+        f"libcuda.so.1: /{TARGET}/libcuda.so.1 tidegate's libcuda\n"
+        "libother.so.1: /opt/cuda/libother.so.1 the image's other\n"
+    )
+    assert "=> /opt/cuda/libcuda.so.1" not in ran.stdout
+    assert "=> /opt/cuda/libother.so.1" in ran.stdout
+
+
+@pytest.mark.parametrize("cache", ["missing", "directory", "dangling"])
+def test_an_image_without_a_cache_is_served(node: Node, runc: Runtime, cache: str) -> None:
+    """The loader looks into the directory by itself."""
+    bundle = node.bundle(PROBE)
+    path = bundle.rootfs / "etc/ld.so.cache"
+    path.unlink()
+    if cache == "directory":
+        path.mkdir()
+    elif cache == "dangling":
+        path.symlink_to("/nowhere")
+    ran = runc.run(bundle)
+    assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr
+
+
+def test_a_restart_on_the_same_root_finds_its_own_leftovers(node: Node, runtime: Runtime) -> None:
+    """docker restart runs the hook again over what the last start left; nothing grows."""
+    bundle = node.bundle(PROBE)
+    assert runtime.run(bundle).stdout == FOUND
+    first = tree(bundle.rootfs)
+    for _ in range(2):
+        ran = runtime.run(bundle)
+        assert (ran.status, ran.stdout) == (0, FOUND), ran.stderr
+        assert tree(bundle.rootfs) == first
+    assert node.events()[-2]["operations"] == 3  # the cache already says it
+
+
+def tree(root: Path) -> dict[str, tuple[int, int, int]]:
+    """Every entry below a directory with its mode, size and owner."""
+    found = {}
+    for directory, names, files in os.walk(root):
+        for name in [*names, *files]:
+            path = Path(directory) / name
+            stat = path.lstat()
+            found[str(path.relative_to(root))] = (
+                stat.st_mode,
+                0 if path.is_dir() else stat.st_size,
+                stat.st_uid,
+            )
+    return found
+
+
+def test_what_stays_in_the_image_is_little(node: Node, runc: Runtime) -> None:
+    """One directory chain, one placeholder per program, the cache: no empty file for each library."""
+    bundle = node.bundle("true")
+    before = tree(bundle.rootfs)
+    assert runc.run(bundle).status == 0
+    after = tree(bundle.rootfs)
+    assert set(after) - set(before) == {
+        f"{LIBDIR}/glibc-hwcaps",
+        TARGET,
+        "run/tidegate",
+        "usr/bin/nvidia-smi",
+    }
+    assert {name for name in before if before[name] != after[name]} == {"etc/ld.so.cache"}
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
+def test_a_container_without_annotations_is_left_alone(
+    node: Node, runtime: Runtime, stage: str
+) -> None:
+    """No mirror, no governor, an odd image: none of it matters to a container that asks for no GPU."""
+    bundle = node.bundle(
+        "ls -A /run; probe libcuda.so.1", stage=stage, annotations={"org.example/note": "hello"}
+    )
+    node.driver_dir.unlink()
+    before = tree(bundle.rootfs)
+    ran = runtime.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert (
+        ran.stdout
+        == "libcuda.so.1: libcuda.so.1: cannot open shared object file: No such file or directory\n"
+    )
+    assert tree(bundle.rootfs) == before
+    assert (node.governor.requests, node.events()) == ([], [])
+
+
+def test_a_loader_from_before_glibc_hwcaps_gets_tls(node: Node, runc: Runtime) -> None:
+    """A stand-in for an old loader: this host's, with the name it must not know blanked out of it."""
+    bundle = node.bundle(f"ls /{LIBDIR}/tls")
+    loader = bundle.rootfs / "usr/lib64/ld-linux-x86-64.so.2"
+    loader.write_bytes(loader.read_bytes().replace(b"glibc-hwcaps", b"glibc-xxcaps"))
+    ran = runc.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert "libcuda.so.1\n" in ran.stdout
+
+
+def test_a_red_hat_layout_is_served(node: Node, runtime: Runtime) -> None:
+    """Libraries in /usr/lib64, with a loader that searches there: the directory is chosen from the image."""
+    bundle = node.bundle(
+        "ls /usr/lib64/glibc-hwcaps/x86-64-v2; LD_LIBRARY_PATH=/usr/lib64 probe libcuda.so.1"
+    )
+    for library in (bundle.rootfs / LIBDIR).iterdir():
+        library.rename(bundle.rootfs / "usr/lib64" / library.name)
+    (bundle.rootfs / LIBDIR).rmdir()
+    (bundle.rootfs / "etc/ld.so.conf").write_text("/usr/lib64\n")
+    subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
+    ran = runtime.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert ran.stdout.endswith(
+        "libcuda.so.1: /usr/lib64/glibc-hwcaps/x86-64-v2/libcuda.so.1 tidegate's libcuda\n"
+    )
+
+
+def test_a_program_of_the_image_is_covered_and_comes_back(node: Node, runc: Runtime) -> None:
+    bundle = node.bundle("nvidia-smi")
+    own = bundle.rootfs / "usr/bin/nvidia-smi"
+    own.write_text("#!/bin/sh\necho the image's\n")
+    own.chmod(0o755)
+    assert runc.run(bundle).stdout == "tidegate test smi\n"
+    assert own.read_text() == "#!/bin/sh\necho the image's\n"
+
+
+def test_a_volume_over_run_takes_the_grant(node: Node, runc: Runtime) -> None:
+    """A tmpfs on /run is the common case; a host directory there is one that the configuration named itself."""
+    volume = node.base / "volume"
+    volume.mkdir()
+    for mount in (
+        {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},
+        {
+            "destination": "/run",
+            "type": "bind",
+            "source": str(volume),
+            "options": ["rbind", "rprivate"],
+        },
+    ):
+        bundle = node.bundle("stat -c %s /run/tidegate/grant", name=f"bundle-{mount['type']}")
+        bundle.config["mounts"].append(mount)
+        ran = runc.run(bundle)
+        assert (ran.status, ran.stdout) == (0, "4096\n"), ran.stderr
+    assert [p.name for p in volume.iterdir()] == ["tidegate"]
+
+
+def test_an_optional_driver_starts_a_musl_image_without_it(node: Node, runc: Runtime) -> None:
+    bundle = node.bundle(
+        "/bin/true-static",
+        annotations={"tidegate.gpu/memory": "1Gi", "tidegate.gpu/driver": "optional"},
+    )
+    shutil.rmtree(bundle.rootfs / "usr")
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (bundle.rootfs / name).unlink()
+    (bundle.rootfs / "bin").mkdir()
+    (bundle.rootfs / "lib").mkdir()
+    (bundle.rootfs / "lib/ld-musl-x86_64.so.1").write_bytes(b"\x7fELF musl")
+    source = "int main(void) { return 42; }"
+    subprocess.run(
+        ["gcc", "-static", "-o", str(bundle.rootfs / "bin/true-static"), "-x", "c", "-"],
+        input=source.encode(),
+        check=True,
+    )
+    bundle.config["process"]["args"] = ["/bin/true-static"]
+    ran = runc.run(bundle)
+    assert ran.status == 42, ran.stderr
+    assert node.governor.admitted == {}
+    assert node.events()[0]["outcome"] == "without-gpu"
+    assert "musl" in node.events()[0]["message"]
+
+
+def test_versioned_names_are_there_too(node: Node, runc: Runtime) -> None:
+    ran = runc.run(node.bundle(f"probe libcuda.so.{VERSION}"))
+    assert ran.stdout.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION} tidegate's libcuda\n")

@@ -59,10 +59,11 @@ def read_library(path: str | Path) -> Library:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
         raise _error(name, e.strerror or "cannot be opened") from e
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise _error(name, "not a regular file")
     with os.fdopen(fd, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise _error(name, "not a regular file")
         # pyelftools raises what its parsers happen to meet (struct, Unicode, key, attribute and
         # assertion errors) and offers no common base for hostile input.
         try:

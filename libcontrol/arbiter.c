@@ -189,7 +189,7 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
             t->asleep = now;
         return;
     }
-    if (t->asleep && now > t->asleep) {
+    if (t->asleep != ARBITER_NEVER && now > t->asleep) {
         /* What it was owed when it fell asleep it keeps; what the sleep added, up to the grace. */
         double slept = (double)(now - t->asleep) - grace;
 
@@ -197,7 +197,7 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
             t->owed_at = clamp(t->owed_at + slept, t->owed_at, (double)now - grace);
     }
     t->owed_at = max(t->owed_at, (double)now - MAX_LAG_NS);
-    t->asleep = 0;
+    t->asleep = ARBITER_NEVER;
 }
 
 void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
@@ -292,7 +292,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     arbiter->deadline = begins + arbiter->config.quantum_ns;
     if (arbiter->last_holder != tenant)
         arbiter->deadline += arbiter->config.switch_ns;
-    t->asleep = 0;
+    t->asleep = ARBITER_NEVER;
     t->stats.grants++;
 }
 

@@ -1,0 +1,244 @@
+"""
+The arbiter library seen from Python.
+
+`Arbiter` is the pure policy, for tests on a virtual clock and what-if runs; `Runner` is the thread that
+applies it to containers' pages. The structures mirror libcontrol/arbiter.h and runner.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from mmap import mmap
+from pathlib import Path
+from typing import Self
+
+from governor.config import Config
+from governor.errors import GovernorError
+
+NEVER = 2**64 - 1
+NOBODY = -1
+WHOLE = 1_000_000
+
+
+class ArbiterConfig(ctypes.Structure):
+    """struct arbiter_config: nanoseconds."""
+
+    _fields_ = (
+        ("quantum_ns", ctypes.c_uint64),
+        ("overdue_ns", ctypes.c_uint64),
+        ("lead_ns", ctypes.c_uint64),
+        ("switch_ns", ctypes.c_uint64),
+        ("overhead_ns", ctypes.c_uint64),
+    )
+
+
+class View(ctypes.Structure):
+    """struct arbiter_view: who holds the GPU, until when, and when to step again."""
+
+    _fields_ = (
+        ("holder", ctypes.c_int32),
+        ("epoch", ctypes.c_uint32),
+        ("start_ns", ctypes.c_uint64),
+        ("deadline_ns", ctypes.c_uint64),
+        ("contended", ctypes.c_uint32),
+        ("standby", ctypes.c_int32),
+        ("standby_ns", ctypes.c_uint64),
+        ("wake_ns", ctypes.c_uint64),
+    )
+
+
+class Stats(ctypes.Structure):
+    """struct arbiter_stats of one container."""
+
+    _fields_ = (
+        ("grants", ctypes.c_uint64),
+        ("charged_ns", ctypes.c_uint64),
+        ("lent_ns", ctypes.c_uint64),
+        ("held_ns", ctypes.c_uint64),
+        ("overdue", ctypes.c_uint64),
+    )
+
+
+class RunnerConfig(ctypes.Structure):
+    """struct runner_config."""
+
+    _fields_ = (
+        ("arbiter", ArbiterConfig),
+        ("lookahead_ns", ctypes.c_uint64),
+        ("spin_ns", ctypes.c_uint64),
+        ("unused_ns", ctypes.c_uint64),
+    )
+
+
+def arbiter_config(config: Config) -> ArbiterConfig:
+    """Return the arbiter's part of the node's configuration."""
+    return ArbiterConfig(
+        quantum_ns=int(config.quantum_ms * 1e6),
+        overdue_ns=20_000_000,
+        lead_ns=500_000,
+        switch_ns=config.switch_us * 1000,
+        overhead_ns=500_000,
+    )
+
+
+def load_library(directory: str | Path) -> ctypes.CDLL:
+    """Load libtidegate-arbiter.so from `directory` and declare its functions."""
+    path = Path(directory) / "libtidegate-arbiter.so"
+    try:
+        library = ctypes.CDLL(str(path), use_errno=True)
+    except OSError as e:
+        raise GovernorError(
+            f"the arbiter library cannot be loaded: {e}", hint="run make build, or set library_dir"
+        ) from e
+    pointer, u32, i32, u64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64
+    prototypes: dict[str, tuple[object, tuple[object, ...]]] = {
+        "arbiter_new": (pointer, (ctypes.POINTER(ArbiterConfig),)),
+        "arbiter_free": (pointer, (pointer,)),
+        "arbiter_add": (i32, (pointer, u32, u32, u64)),
+        "arbiter_set": (None, (pointer, i32, u32, u32)),
+        "arbiter_remove": (None, (pointer, i32, u64)),
+        "arbiter_want": (None, (pointer, i32, ctypes.c_bool, u64)),
+        "arbiter_released": (None, (pointer, u64, u64, ctypes.c_bool)),
+        "arbiter_busy": (None, (pointer, i32, u64)),
+        "arbiter_step": (None, (pointer, u64, ctypes.POINTER(View))),
+        "arbiter_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
+        "runner_new": (pointer, (ctypes.POINTER(RunnerConfig),)),
+        "runner_start": (ctypes.c_int, (pointer,)),
+        "runner_free": (pointer, (pointer,)),
+        "runner_add": (i32, (pointer, u32, u32, pointer, u32, pointer)),
+        "runner_set": (None, (pointer, i32, u32, u32)),
+        "runner_remove": (None, (pointer, i32)),
+        "runner_watch": (ctypes.c_int, (pointer, ctypes.c_int)),
+        "runner_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
+    }
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+class Arbiter:
+    """The policy for one GPU on a clock of the caller's. Shares are parts per million."""
+
+    def __init__(self, library: ctypes.CDLL, config: ArbiterConfig) -> None:
+        self._library = library
+        self._self = library.arbiter_new(ctypes.byref(config))
+        if not self._self:
+            raise MemoryError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.arbiter_free(self._self)
+        self._self = None
+
+    def add(self, guarantee: int, limit: int, now: int) -> int:
+        """Return the new tenant's number, or NOBODY when all are taken."""
+        return int(self._library.arbiter_add(self._self, guarantee, limit, now))
+
+    def set(self, tenant: int, guarantee: int, limit: int) -> None:
+        """Change a tenant's shares."""
+        self._library.arbiter_set(self._self, tenant, guarantee, limit)
+
+    def remove(self, tenant: int, now: int) -> None:
+        """Forget a tenant; what it held is free."""
+        self._library.arbiter_remove(self._self, tenant, now)
+
+    def want(self, tenant: int, now: int, *, want: bool) -> None:
+        """Tell whether a tenant waits for GPU time."""
+        self._library.arbiter_want(self._self, tenant, want, now)
+
+    def released(self, release_ns: int, residual_ns: int = 0, *, used: bool = True) -> None:
+        """Tell that the holder gave the grant back, with so much work still on the GPU."""
+        self._library.arbiter_released(self._self, release_ns, residual_ns, used)
+
+    def busy(self, tenant: int, busy_ns: int) -> None:
+        """Tell how much GPU time a tenant has used, ever, by the GPU's clock."""
+        self._library.arbiter_busy(self._self, tenant, busy_ns)
+
+    def step(self, now: int) -> View:
+        """Return what holds from now on."""
+        view = View()
+        self._library.arbiter_step(self._self, now, ctypes.byref(view))
+        return view
+
+    def stats(self, tenant: int) -> Stats:
+        """Return a tenant's counters."""
+        stats = Stats()
+        self._library.arbiter_stats(self._self, tenant, ctypes.byref(stats))
+        return stats
+
+
+class Runner:
+    """The thread that shares one GPU among containers."""
+
+    def __init__(self, library: ctypes.CDLL, config: Config) -> None:
+        self._library = library
+        self._pages: dict[int, tuple[object, object]] = {}
+        settings = RunnerConfig(
+            arbiter=arbiter_config(config),
+            lookahead_ns=config.lookahead_us * 1000,
+            spin_ns=config.spin_us * 1000,
+            unused_ns=5_000_000,
+        )
+        self._self = library.runner_new(ctypes.byref(settings))
+        if not self._self:
+            raise GovernorError("the arbiter cannot be made", hint="raise the limit of open files")
+        error = library.runner_start(self._self)
+        if error:
+            raise GovernorError(
+                f"the arbiter's thread cannot be started: {os.strerror(error)}",
+                hint="raise the limit of processes",
+            )
+
+    def close(self) -> None:
+        """Stop the thread. Containers keep their last grant."""
+        if self._self:
+            self._library.runner_free(self._self)
+            self._self = None
+            self._pages.clear()
+
+    def add(self, guarantee: int, limit: int, grant: mmap, device: int, ledger: mmap) -> int:
+        """Share the GPU with a container whose pages these are; `device` is its index in them."""
+        views = (ctypes.c_char.from_buffer(grant), ctypes.c_char.from_buffer(ledger))
+        tenant = int(
+            self._library.runner_add(
+                self._self,
+                guarantee,
+                limit,
+                ctypes.addressof(views[0]),
+                device,
+                ctypes.addressof(views[1]),
+            )
+        )
+        if tenant == NOBODY:
+            raise GovernorError("256 containers share this GPU already", hint="use another GPU")
+        self._pages[tenant] = views
+        return tenant
+
+    def set(self, tenant: int, guarantee: int, limit: int) -> None:
+        """Change a container's shares."""
+        self._library.runner_set(self._self, tenant, guarantee, limit)
+
+    def remove(self, tenant: int) -> None:
+        """Forget a container: its pages are not touched any more once this returns."""
+        if self._self:
+            self._library.runner_remove(self._self, tenant)
+        self._pages.pop(tenant, None)
+
+    def watch(self, fd: int) -> None:
+        """Wake when a process writes to its socket. The descriptor is duplicated."""
+        copy = os.dup(fd)
+        error = self._library.runner_watch(self._self, copy)
+        if error:
+            os.close(copy)
+            raise OSError(error, os.strerror(error))
+
+    def stats(self, tenant: int) -> Stats:
+        """Return a container's counters."""
+        stats = Stats()
+        self._library.runner_stats(self._self, tenant, ctypes.byref(stats))
+        return stats

@@ -1,0 +1,36 @@
+"""Asks the governor, for the command line."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from governor.config import Config
+from governor.errors import GovernorError
+
+
+def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:
+    """Send one request and return the answer, which is `ok`; GovernorError says why there is none."""
+    path = f"{config.runtime_dir}/governor.sock"
+    hint = "start tidegate-governor, or name its directory with --runtime-dir"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(path)
+            connection.sendall(json.dumps({"v": 1, "op": op, **fields}).encode() + b"\n")
+            with connection.makefile("rb") as stream:
+                line = stream.readline()
+    except OSError as e:
+        reason = e.strerror or str(e)
+        raise GovernorError(f"the governor does not answer at {path}: {reason}", hint=hint) from e
+    try:
+        answer: dict[str, Any] = json.loads(line)
+    except ValueError as e:
+        raise GovernorError(f"the governor at {path} closed the connection", hint=hint) from e
+    if not answer.get("ok"):
+        error = answer.get("error", {})
+        raise GovernorError(
+            str(error.get("message", "the governor refused")), hint=str(error.get("hint", ""))
+        )
+    return answer

@@ -1,0 +1,219 @@
+"""
+The governor's life: read the configuration, find the GPUs, serve, stop.
+
+`tidegate-governor [--config FILE] [--runtime-dir DIR] [--driver-dir DIR]`. It logs one event per line
+(JSON when standard error is not a terminal) and ends on SIGTERM or SIGINT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from governor.arbiter import Runner, load_library
+from governor.books import Books, Device
+from governor.config import Config, read_config
+from governor.errors import GovernorError, TidegateError
+from governor.server import Server
+from vdriver.errors import VdriverError
+from vdriver.manifest import read_manifest
+from vdriver.nvml import Nvml
+
+log = structlog.get_logger()
+
+RECONCILE_S = 0.25
+
+
+def original_nvml(driver_dir: str) -> Path:
+    """Return the driver's own NVML library in the generation in force."""
+    generation = Path(driver_dir) / "current"
+    manifest = read_manifest(generation.resolve())
+    for file in manifest.files:
+        if file.role == "origin" and file.path.endswith("libnvidia-ml-origin.so.1"):
+            return generation.resolve() / file.path
+    raise GovernorError(
+        f"the mirror at {generation} has no NVML library", hint="run tidegate refresh"
+    )
+
+
+def find_devices(nvml: Nvml) -> list[Device]:
+    """Return the node's GPUs; one whose memory NVML does not tell cannot be shared."""
+    return [
+        Device(gpu.index, gpu.uuid, gpu.name, gpu.memory_total)
+        for gpu in nvml.gpus()
+        if gpu.memory_total is not None
+    ]
+
+
+async def reconcile(server: Server, nvml: Nvml, devices: list[Device]) -> None:
+    """Compare the books with what NVML sees of each process, four times a second."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, "nvml") as executor:
+        while True:
+            await asyncio.sleep(RECONCILE_S)
+            for device in devices:
+                # Both before and after: a block freed in between is no debt.
+                before = _charged(server, device.uuid)
+                if not before:
+                    continue
+                try:
+                    seen = await loop.run_in_executor(executor, nvml.processes, device.uuid)
+                except VdriverError as e:
+                    log.warning("nvml-failed", gpu=device.index, error=str(e))
+                    continue
+                used = {process.pid: process.used for process in seen}
+                after = _charged(server, device.uuid)
+                for container in list(server.containers.values()):
+                    for i, own in enumerate(container.devices):
+                        if own.uuid != device.uuid or container.identifier not in before:
+                            continue
+                        charged = max(
+                            before[container.identifier], after.get(container.identifier, 0)
+                        )
+                        held = [used[pid] for pid in container.pids() if pid in used]
+                        known = [amount for amount in held if amount is not None]
+                        container.reconcile(i, sum(known) if known else None, charged)
+
+
+def _charged(server: Server, uuid: str) -> dict[str, int]:
+    return {
+        container.identifier: container.charged(i)
+        for container in server.containers.values()
+        for i, device in enumerate(container.devices)
+        if device.uuid == uuid
+    }
+
+
+def _notify(state: str) -> None:
+    """Tell the service manager, where there is one (sd_notify(3))."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+        s.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
+
+
+@contextlib.contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """Listen at `path`; refuse to take the place of a governor that answers there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink(missing_ok=True)
+        else:
+            raise GovernorError(
+                f"another governor answers at {path}", hint="stop it, or choose another runtime_dir"
+            )
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        except OSError as e:
+            raise GovernorError(
+                f"{path}: {e.strerror}", hint="a socket's path has 107 bytes at most, on a tmpfs"
+            ) from e
+        finally:
+            os.umask(before)
+        listener.listen(128)
+        listener.setblocking(False)
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def govern(config: Config) -> None:
+    """Serve until a signal says to stop."""
+    runtime = Path(config.runtime_dir)
+    try:
+        (runtime / "containers").mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise GovernorError(f"{runtime}: {e.strerror}", hint="run as root") from e
+    library = load_library(config.library_dir)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    with (
+        Nvml(original_nvml(config.driver_dir)) as nvml,
+        listening(runtime / "governor.sock") as listener,
+        contextlib.ExitStack() as stack,
+    ):
+        devices = find_devices(nvml)
+        runners: dict[str, Runner] = {}
+        for device in devices:
+            runners[device.uuid] = Runner(library, config)
+            stack.callback(runners[device.uuid].close)
+        server = Server(config, Books(devices, config), runners)
+        stack.callback(server.close)
+        tasks = [
+            loop.create_task(server.serve(listener)),
+            loop.create_task(reconcile(server, nvml, devices)),
+        ]
+        waiter = loop.create_task(stop.wait())
+        log.info(
+            "governor-started",
+            gpus=[f"{device.index}: {device.name}" for device in devices],
+            driver=nvml.driver_version(),
+            runtime_dir=config.runtime_dir,
+        )
+        _notify("READY=1")
+        try:
+            done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {waiter}:
+                task.result()
+        finally:
+            for task in [waiter, *tasks]:
+                task.cancel()
+            await asyncio.gather(*tasks, waiter, return_exceptions=True)
+        log.info("governor-stopped")
+
+
+def _configure_logging() -> None:
+    terminal = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the governor; return its exit status."""
+    parser = argparse.ArgumentParser(prog="tidegate-governor", description=__doc__)
+    parser.add_argument("--config", help="configuration file (/etc/tidegate/config.yaml)")
+    parser.add_argument("--runtime-dir", help="instead of the configuration's")
+    parser.add_argument("--driver-dir", help="instead of the configuration's")
+    args = parser.parse_args(argv)
+    _configure_logging()
+    try:
+        config = read_config(args.config)
+        if args.runtime_dir:
+            config = replace(config, runtime_dir=args.runtime_dir)
+        if args.driver_dir:
+            config = replace(config, driver_dir=args.driver_dir)
+        asyncio.run(govern(config))
+    except (TidegateError, VdriverError) as e:
+        print(f"tidegate-governor: {e}", file=sys.stderr)
+        return e.status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

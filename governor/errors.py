@@ -1,0 +1,53 @@
+"""
+What can go wrong in the governor and the command, sorted as an operator would sort it.
+
+Every error is one line: the message says what was found, the hint says what to do. `code` is
+stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TidegateError(Exception):
+    """Something that an operator can act on."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 70  # EX_SOFTWARE
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return " ".join(f"{self.message}; {self.hint}".split())
+
+
+class ConfigError(TidegateError):
+    """The configuration cannot be read or says something that is not accepted."""
+
+    code = "config"
+    status = 78  # EX_CONFIG
+
+
+class RequestError(TidegateError):
+    """A request to the governor is not understood."""
+
+    code = "request"
+    status = 65  # EX_DATAERR
+
+
+class RefusedError(TidegateError):
+    """The node cannot grant what a container asks for."""
+
+    code = "refused"
+    status = 77  # EX_NOPERM
+
+
+class GovernorError(TidegateError):
+    """The governor does not answer, or cannot start."""
+
+    code = "governor"
+    status = 75  # EX_TEMPFAIL

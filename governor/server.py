@@ -1,0 +1,238 @@
+"""
+The governor's socket: the hook and the command line ask, one JSON object per line each way.
+
+An admission belongs to the connection that asked for it until it is confirmed: when the connection
+ends first, everything made for it is taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import structlog
+
+from governor.books import Books
+from governor.config import Config
+from governor.container import Container
+from governor.arbiter import Runner
+from governor.errors import RefusedError, RequestError, TidegateError
+from oci_hook.errors import HookError
+from oci_hook.request import check_request, parse_annotations
+
+log = structlog.get_logger()
+
+LINE_LIMIT = 64 << 10
+VERSION = "0.1.0"
+SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
+
+
+class Server:
+    """Answers requests and keeps the containers."""
+
+    def __init__(self, config: Config, books: Books, runners: dict[str, Runner]) -> None:
+        self._config = config
+        self._books = books
+        self._runners = runners
+        self._validator = jsonschema.Draft202012Validator(
+            json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+        )
+        self.containers: dict[str, Container] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                connection, _ = await loop.sock_accept(listener)
+                connection.setblocking(False)
+                task = loop.create_task(self._connection(connection))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+
+    async def _connection(self, connection: socket.socket) -> None:
+        pending: list[Container] = []
+        descriptors: list[int] = []
+        buffer = b""
+        try:
+            while True:
+                data, fds = await _receive(connection)
+                descriptors += fds
+                if not data:
+                    return
+                buffer += data
+                while b"\n" in buffer:
+                    line, _, buffer = buffer.partition(b"\n")
+                    answer = await self._answer(line, descriptors, pending)
+                    await asyncio.get_running_loop().sock_sendall(
+                        connection, json.dumps(answer).encode() + b"\n"
+                    )
+                if len(buffer) > LINE_LIMIT or len(descriptors) > 4:
+                    return
+        except OSError as e:
+            log.info("connection-lost", error=str(e))
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+            for container in pending:
+                if not container.confirmed:
+                    self._end(container, "unconfirmed")
+            connection.close()
+
+    async def _answer(
+        self, line: bytes, descriptors: list[int], pending: list[Container]
+    ) -> dict[str, Any]:
+        try:
+            request = self._parse(line)
+            match request["op"]:
+                case "admit":
+                    return await self._admit(request, descriptors, pending)
+                case "confirm":
+                    return self._confirm(pending)
+                case "release":
+                    return self._release(request["id"])
+                case "list":
+                    listed = [c.describe() for c in self.containers.values()]
+                    return {"ok": True, "containers": listed}
+                case _:
+                    return {"ok": True, "pid": os.getpid(), "version": VERSION}
+        except (TidegateError, HookError) as e:
+            log.info("request-refused", code=e.code, message=e.message)
+            return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}
+
+    def _parse(self, line: bytes) -> dict[str, Any]:
+        try:
+            document: dict[str, Any] = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise RequestError(
+                "a request is not JSON", hint="install the same version of hook and governor"
+            ) from e
+        error = jsonschema.exceptions.best_match(self._validator.iter_errors(document))
+        if error is not None:
+            raise RequestError(
+                f"a request is not understood: {error.message}"[:200],
+                hint="install the same version of hook and governor",
+            )
+        return document
+
+    async def _admit(
+        self, request: dict[str, Any], descriptors: list[int], pending: list[Container]
+    ) -> dict[str, Any]:
+        identifier = request["id"]
+        if not descriptors:
+            raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
+        if identifier in self.containers:
+            raise RefusedError(
+                f"a container {identifier[:64]!r} is registered already",
+                hint="delete it first, or give this one another name",
+            )
+        parsed = parse_annotations(request["annotations"])
+        check_request(parsed, request["annotations"])
+        quota, devices = self._books.admit(identifier, parsed)
+        pidfd = descriptors.pop(0)
+        try:
+            container = Container(
+                identifier=identifier,
+                pidfd=pidfd,
+                pid=request["pid"],
+                quota=quota,
+                devices=devices,
+                runners=self._runners,
+                config=self._config,
+            )
+            self.containers[identifier] = container
+            pending.append(container)
+            await container.listen(self._ended)
+        except OSError as e:
+            self._books.leave(identifier)
+            self.containers.pop(identifier, None)
+            raise RefusedError(
+                f"the container's directory cannot be made: {e.strerror}",
+                hint=f"look at {self._config.runtime_dir}",
+            ) from e
+        log.info(
+            "container-admitted",
+            container=identifier,
+            key=container.key,
+            devices=[device.index for device in devices],
+            memory=quota.memory,
+            compute=quota.compute,
+            compute_limit=quota.compute_limit,
+        )
+        return {
+            "ok": True,
+            "key": container.key,
+            "directory": str(container.directory),
+            "devices": [{"uuid": d.uuid, "index": d.index} for d in devices],
+            "memory": quota.memory,
+            "compute": quota.compute,
+            "compute_limit": quota.compute_limit,
+        }
+
+    def _confirm(self, pending: list[Container]) -> dict[str, Any]:
+        if not pending or self.containers.get(pending[-1].identifier) is not pending[-1]:
+            raise RequestError("confirm without an admission", hint="send admit first")
+        pending[-1].confirmed = True
+        return {"ok": True}
+
+    def _release(self, identifier: str) -> dict[str, Any]:
+        container = self.containers.get(identifier)
+        if container is not None:
+            self._end(container, "released")
+        return {"ok": True}
+
+    def _ended(self, container: Container) -> None:
+        self._end(container, "ended")
+
+    def _end(self, container: Container, why: str) -> None:
+        if self.containers.get(container.identifier) is not container:
+            return
+        del self.containers[container.identifier]
+        self._books.leave(container.identifier)
+        container.close()
+        log.info("container-ended", container=container.identifier, why=why)
+
+    def close(self) -> None:
+        """End every container's registration."""
+        for container in list(self.containers.values()):
+            self._end(container, "stopping")
+
+
+async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive bytes and descriptors without blocking the loop."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            data, ancillary, _, _ = connection.recvmsg(
+                LINE_LIMIT, socket.CMSG_SPACE(4 * struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
+            )
+        except (BlockingIOError, InterruptedError):
+            readable = loop.create_future()
+            loop.add_reader(connection, _wake, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(connection)
+            continue
+        fds: list[int] = []
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                whole = len(content) - len(content) % struct.calcsize("i")
+                fds += struct.unpack(f"{whole // struct.calcsize('i')}i", content[:whole])
+        return data, fds
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):
+        future.set_result(None)

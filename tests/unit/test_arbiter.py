@@ -1,0 +1,213 @@
+"""The arbiter on a virtual clock: shares, lending, debt, and holders that misbehave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from governor.arbiter import NEVER, NOBODY, WHOLE, Arbiter, ArbiterConfig, load_library
+
+MS = 1_000_000
+S = 1_000 * MS
+
+
+@pytest.fixture(scope="session")
+def library(build_dir: Path):
+    return load_library(build_dir / "libcontrol")
+
+
+def config(**changes: int) -> ArbiterConfig:
+    values = {
+        "quantum_ns": 4 * MS,
+        "overdue_ns": 20 * MS,
+        "lead_ns": MS // 2,
+        "switch_ns": MS * 13 // 100,
+        "overhead_ns": MS // 2,
+    }
+    return ArbiterConfig(**{**values, **changes})
+
+
+@dataclass
+class Job:
+    """A container in the model: it always wants the GPU unless it sleeps."""
+
+    guarantee: int
+    limit: int
+    unit: int = 200_000  # ns of GPU time of one piece of work
+    awake: list[tuple[int, int]] = field(default_factory=list)
+    done: int = 0
+    trace: list[tuple[int, int]] = field(default_factory=list)  # end of a grant, work done in it
+
+    def wants(self, now: int) -> bool:
+        return not self.awake or any(a <= now < b for a, b in self.awake)
+
+    def share(self, begin: int, end: int) -> float:
+        return 100 * sum(work for at, work in self.trace if begin < at <= end) / (end - begin)
+
+
+def play(library, jobs: list[Job], until: int, *, handover: int = 150_000, honest: bool = True, **changes: int) -> list:
+    """
+    Run jobs on a model of a GPU for `until` ns of virtual time and return the arbiter's statistics.
+
+    A holder works from `handover` after the start of its grant in whole units until the unit that would
+    begin past its deadline, then gives the grant back.
+    """
+    with Arbiter(library, config(**changes)) as arbiter:
+        tenants = [arbiter.add(j.guarantee * WHOLE // 100, j.limit * WHOLE // 100, 0) for j in jobs]
+        wakes = sorted({t for j in jobs for pair in j.awake for t in pair})
+        now, last, gpu_until = 0, NOBODY, {}
+        while now < until:
+            for tenant, job in zip(tenants, jobs, strict=True):
+                arbiter.want(tenant, now, want=job.wants(now))
+                arbiter.busy(tenant, job.done if honest else 0)
+            view = arbiter.step(now)
+            if view.holder == NOBODY:
+                now = min([view.wake_ns, *[w for w in wakes if w > now]])
+                assert now != NEVER
+                continue
+            job = jobs[tenants.index(view.holder)]
+            start = gpu_until.setdefault(view.epoch, view.start_ns + (handover if view.holder != last else 0))
+            last = view.holder
+            if view.deadline_ns == NEVER:
+                later = [w for w in wakes if w > now]
+                now = min([view.wake_ns, until, *later])
+                work = now - start
+            else:
+                decide = view.deadline_ns - MS // 2
+                if now < decide:
+                    now = decide
+                    continue
+                units = max(1, -(-(view.deadline_ns - start - job.unit // 2) // job.unit))
+                if not view.contended and view.wake_ns < view.deadline_ns + 20 * MS and view.standby == NOBODY:
+                    now = max(now + 1, view.wake_ns)
+                    continue
+                work = units * job.unit
+                now = max(now, start + work)
+            gpu_until[view.epoch] = now
+            job.done += work
+            job.trace.append((now, work))
+            arbiter.busy(view.holder, job.done if honest else 0)
+            if view.deadline_ns != NEVER:
+                arbiter.released(now)
+        return [arbiter.stats(t) for t in tenants]
+
+
+@pytest.mark.parametrize("quotas", [(45, 30, 15), (49, 32, 16), (10, 20, 30), (90, 5, 5), (25, 25, 25)])
+def test_each_of_several_saturating_containers_gets_its_quota(library, quotas):
+    jobs = [Job(q, q) for q in quotas]
+    play(library, jobs, 30 * S)
+    for job, quota in zip(jobs, quotas, strict=True):
+        assert job.share(S, 30 * S) == pytest.approx(quota, abs=1.0)
+
+
+def test_where_little_is_idle_hand_overs_come_off_everybody_in_proportion(library):
+    jobs = [Job(60, 60), Job(40, 40)]
+    play(library, jobs, 20 * S)
+    total = sum(job.share(S, 20 * S) for job in jobs)
+    assert 93 < total < 100
+    assert jobs[0].share(S, 20 * S) / jobs[1].share(S, 20 * S) == pytest.approx(1.5, rel=0.02)
+
+
+def test_one_second_windows_are_near_the_quota(library):
+    jobs = [Job(q, q) for q in (45, 30, 15)]
+    play(library, jobs, 20 * S)
+    errors = [abs(j.share(t * S, (t + 1) * S) - j.guarantee) for j in jobs for t in range(1, 19)]
+    assert sum(errors) / len(errors) < 0.5
+
+
+def test_long_work_is_charged_and_paid_back(library):
+    """Units of 20 ms beside units of 0.2 ms: an overrun is debt, the shares hold."""
+    jobs = [Job(30, 30, unit=20 * MS), Job(50, 50)]
+    play(library, jobs, 30 * S)
+    assert jobs[0].share(S, 30 * S) == pytest.approx(30, abs=1.0)
+    assert jobs[1].share(S, 30 * S) == pytest.approx(50, abs=1.0)
+
+
+def test_a_capped_container_alone_stays_below_its_cap(library):
+    jobs = [Job(30, 30)]
+    play(library, jobs, 10 * S)
+    assert jobs[0].share(S, 10 * S) == pytest.approx(30, abs=0.5)
+
+
+def test_a_whole_gpu_alone_is_open_and_never_drained(library):
+    jobs = [Job(100, 100)]
+    stats = play(library, jobs, 10 * S)
+    assert stats[0].grants <= 2
+    assert jobs[0].share(0, 10 * S) > 99.9
+
+
+def test_idle_time_is_lent_and_taken_back(library):
+    """An owner that wakes gets its share at once; until then its neighbour had all of it."""
+    owner = Job(50, 50, awake=[(5 * S, 10 * S)])
+    other = Job(30, 100)
+    play(library, [owner, other], 12 * S)
+    assert other.share(S, 5 * S) > 97
+    assert owner.share(5 * S + 100 * MS, 10 * S) == pytest.approx(50, abs=1.0)
+    assert owner.share(5 * S, 5 * S + 200 * MS) > 45
+    assert other.share(5 * S + 100 * MS, 10 * S) > 43
+
+
+def test_idle_time_is_lent_in_proportion_to_the_guarantees(library):
+    jobs = [Job(30, 100), Job(10, 100)]
+    play(library, jobs, 20 * S)
+    assert sum(j.share(S, 20 * S) for j in jobs) > 94
+    lent = [j.share(S, 20 * S) - j.guarantee for j in jobs]
+    assert lent[0] / lent[1] == pytest.approx(3, rel=0.15)
+
+
+def test_sleeping_earns_no_credit(library):
+    sleeper = Job(30, 30, awake=[(5 * S, 10 * S)])
+    other = Job(60, 60)
+    play(library, [sleeper, other], 10 * S)
+    assert sleeper.share(5 * S, 6 * S) < 33
+    assert other.share(5 * S, 6 * S) == pytest.approx(60, abs=1.5)
+
+
+def test_a_report_of_no_use_is_believed_within_bounds_only(library):
+    """A container that reports no GPU time at all gains what a hand-over may cost, no more."""
+    jobs = [Job(30, 30), Job(30, 30)]
+    play(library, jobs, 20 * S, honest=False)
+    assert all(j.share(S, 20 * S) < 36 for j in jobs)
+
+
+def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
+    with Arbiter(library, config()) as arbiter:
+        stuck, other = arbiter.add(WHOLE // 2, WHOLE // 2, 0), arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        arbiter.want(stuck, 0, want=True)
+        view = arbiter.step(0)
+        assert view.holder == stuck
+        arbiter.want(other, 1, want=True)
+        deadline = arbiter.step(1).deadline_ns
+        assert arbiter.step(deadline + 19 * MS).holder == stuck
+        assert arbiter.step(deadline + 20 * MS).holder == other
+        assert arbiter.stats(stuck).overdue == 1
+
+
+def test_a_removed_holder_is_followed_at_once(library):
+    with Arbiter(library, config()) as arbiter:
+        first, second = arbiter.add(WHOLE // 2, WHOLE // 2, 0), arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        arbiter.want(first, 0, want=True)
+        arbiter.want(second, 0, want=True)
+        assert arbiter.step(0).holder == first
+        arbiter.remove(first, MS)
+        assert arbiter.step(MS).holder == second
+
+
+def test_new_shares_hold_from_the_next_grant(library):
+    with Arbiter(library, config()) as arbiter:
+        t = arbiter.add(WHOLE // 10, WHOLE // 10, 0)
+        arbiter.set(t, WHOLE // 2, WHOLE // 2)
+        arbiter.want(t, 0, want=True)
+        assert arbiter.step(0).holder == t
+        arbiter.released(4 * MS)
+        view = arbiter.step(4 * MS)
+        assert view.holder == NOBODY
+        assert view.wake_ns == pytest.approx(8 * MS, abs=MS)
+
+
+def test_no_tenant_starves_among_64(library):
+    jobs = [Job(1, 1) for _ in range(64)]
+    play(library, jobs, 20 * S)
+    assert min(j.share(S, 20 * S) for j in jobs) > 0.85

@@ -1,0 +1,229 @@
+"""What a run of several containers on one GPU delivered: report.json, report.svg, a table.
+
+`build_report` and `draw_report` compute from progress; `write_report` puts everything into a
+directory. report.json is described by report.schema.json beside this module; progress.json beside
+it holds each container's progress in 10 ms samples, from which every figure can be computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from bench.plot import Chart, Series, render
+from bench.progress import NS_PER_MS, NS_PER_S, Profile, Progress, common_span, mean_abs_error_pp
+
+WINDOWS = {"1s": NS_PER_S, "100ms": 100 * NS_PER_MS}
+SAMPLE_NS = 10 * NS_PER_MS
+SCHEMA = pathlib.Path(__file__).with_name("report.schema.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """The GPU that the containers shared."""
+
+    kind: Literal["simulated", "nvidia"]
+    name: str
+    driver: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Container:
+    """A container's quotas, and what came of them."""
+
+    name: str
+    compute: float
+    """Percent of the GPU's time that it was promised."""
+    memory_limit: int
+    memory_peak: int
+    exit: int
+    progress: Progress
+    profile: Profile
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """The allocation above the limit, and the driver API's answer to it."""
+
+    requested: int
+    limit: int
+    result: str
+
+
+def shares(
+    containers: Sequence[Container], width: int, span: tuple[int, int]
+) -> dict[str, list[float]]:
+    """Each container's delivered shares in windows of `width`, all on the same edges."""
+    return {one.name: one.progress.windows(width, *span) for one in containers}
+
+
+def build_report(
+    gpu: Gpu,
+    containers: Sequence[Container],
+    refused: Refused,
+    *,
+    span: tuple[int, int] | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The report over `span` (nanoseconds; default: while all containers ran)."""
+    begin, end = span or common_span([one.progress for one in containers])
+    quota = {one.name: one.compute for one in containers}
+    errors = {
+        label: mean_abs_error_pp(shares(containers, width, (begin, end)), quota)
+        for label, width in WINDOWS.items()
+    }
+    return {
+        "gpu": dataclasses.asdict(gpu),
+        "containers": [
+            {
+                "name": one.name,
+                "compute": one.compute,
+                "delivered": round(100 * one.progress.share(begin, end), 3),
+                "memory_limit": one.memory_limit,
+                "memory_peak": one.memory_peak,
+                "exit": one.exit,
+            }
+            for one in containers
+        ],
+        "refused": dataclasses.asdict(refused),
+        "windows": {label: {"mean_abs_error_pp": round(e, 4)} for label, e in errors.items()},
+        "detail": {
+            "span_ns": [begin, end],
+            "units": {
+                one.name: {
+                    "largest_ns": round(one.profile.largest[1]),
+                    "solo_scale": round(one.profile.scale, 5),
+                }
+                for one in containers
+            },
+            **(detail or {}),
+        },
+    }
+
+
+def sample_progress(containers: Sequence[Container], span: tuple[int, int]) -> dict[str, Any]:
+    """Each container's progress in steps of 10 ms: the work done in each step, in microseconds.
+
+    The rounding is carried, so that sums over any number of steps are right to a microsecond.
+    """
+    begin, end = span
+    sampled = {}
+    for one in containers:
+        edges = [round(one.progress.at(t) / 1000) for t in range(begin, end + 1, SAMPLE_NS)]
+        sampled[one.name] = [after - before for before, after in itertools.pairwise(edges)]
+    return {"begin_ns": begin, "step_ns": SAMPLE_NS, "work_us": sampled}
+
+
+def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
+    """Each container's share over time beside its quota, from a report and its samples."""
+    gpu, quota = report["gpu"], {one["name"]: one for one in report["containers"]}
+    step = samples["step_ns"]
+    series = []
+    seconds = 0.0
+    for name, work in samples["work_us"].items():
+        lines = {}
+        for label, width in WINDOWS.items():
+            per = width // step
+            lines[label] = [
+                ((i + per / 2) * step / NS_PER_S, 100 * sum(work[i : i + per]) * 1000 / width)
+                for i in range(0, len(work) - per + 1, per)
+            ]
+        one = quota[name]
+        seconds = max(seconds, len(work) * step / NS_PER_S)
+        note = f"quota {one['compute']:g} %, got {one['delivered']:.1f} %"
+        series.append(Series(name, lines["1s"], note, lines["100ms"], one["compute"]))
+    kind = "a simulated GPU" if gpu["kind"] == "simulated" else f"one {gpu['name']}"
+    errors = {label: one["mean_abs_error_pp"] for label, one in report["windows"].items()}
+    told = "; ".join(f"{one.name}: {one.note}" for one in series)
+    return Chart(
+        title="Delivered GPU time",
+        subtitle=(
+            f"{len(series)} containers on {kind}, driver {gpu['driver']}. Mean distance from the "
+            f"quota: {errors['1s']:.2f} points in 1 s windows, {errors['100ms']:.2f} in 100 ms"
+        ),
+        description=f"Share of the GPU delivered to each container over {seconds:.0f} s. {told}.",
+        x_label="time, s",
+        y_label="share of the GPU",
+        y_unit=" %",
+        x_range=(0.0, seconds),
+        series=series,
+        key=(("thick", "1 s windows"), ("thin", "100 ms windows"), ("dashed", "quota")),
+    )
+
+
+def validate(report: Mapping[str, Any]) -> None:
+    """Raise jsonschema.ValidationError unless the report is what its schema says."""
+    import jsonschema
+
+    jsonschema.validate(report, json.loads(SCHEMA.read_text()))
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"
+
+
+def render_table(report: Mapping[str, Any]) -> str:
+    """The report as a terminal shows it."""
+    head = ("container", "quota", "delivered", "memory peak", "memory limit", "exit")
+    rows = [
+        (
+            one["name"],
+            f"{one['compute']:g} %",
+            f"{one['delivered']:.2f} %",
+            size(one["memory_peak"]),
+            size(one["memory_limit"]),
+            str(one["exit"]),
+        )
+        for one in report["containers"]
+    ]
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *rest = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        return "  ".join((row[0].ljust(len(first)), *rest))
+
+    gpu, refused = report["gpu"], report["refused"]
+    kind = " (simulated)" if gpu["kind"] == "simulated" else ""
+    errors = {label: one["mean_abs_error_pp"] for label, one in report["windows"].items()}
+    return "\n".join(
+        [
+            f"GPU: {gpu['name']}{kind}, driver {gpu['driver']}",
+            "",
+            line(head),
+            line(["-" * width for width in widths]),
+            *map(line, rows),
+            "",
+            (
+                f"distance from the quota: {errors['1s']:.2f} points in windows of 1 s, "
+                f"{errors['100ms']:.2f} in windows of 100 ms"
+            ),
+            (
+                f"an allocation of {size(refused['requested'])} under a limit of "
+                f"{size(refused['limit'])}: {refused['result']}"
+            ),
+        ]
+    )
+
+
+def write_report(
+    directory: str | pathlib.Path, report: dict[str, Any], containers: Sequence[Container]
+) -> None:
+    """Put report.json, progress.json and report.svg into `directory`."""
+    validate(report)
+    begin, end = report["detail"]["span_ns"]
+    samples = sample_progress(containers, (begin, end))
+    where = pathlib.Path(directory)
+    where.mkdir(parents=True, exist_ok=True)
+    (where / "progress.json").write_text(json.dumps(samples, separators=(",", ":")) + "\n")
+    (where / "report.svg").write_text(render(chart_of(report, samples)))
+    (where / "report.json").write_text(json.dumps(report, indent=2) + "\n")

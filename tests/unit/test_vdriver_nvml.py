@@ -1,0 +1,130 @@
+"""NVML through a compiled library with knobs, opened by its path."""
+
+import subprocess
+
+import pytest
+
+from vdriver.errors import NvmlError
+from vdriver.nvml import Gpu, Nvml, ProcessMemory
+
+# Figures that a test can tell from one another: each GPU's memory is (index + 1) GiB.
+FAKE = r"""
+#include <stdio.h>
+#include <string.h>
+typedef struct { int index; } device;
+static device gpus[2] = {{0}, {1}};
+static int open_count;
+int fake_open_count(void) { return open_count; }
+int nvmlInitWithFlags(unsigned flags) { if (INIT) return INIT; open_count++; return 0; }
+int nvmlShutdown(void) { open_count--; return 0; }
+const char *nvmlErrorString(int e) { return e == 9 ? "Driver Not Loaded" : "an error"; }
+int nvmlSystemGetDriverVersion(char *v, unsigned n) { snprintf(v, n, "%s", VERSION); return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, device **d) { *d = &gpus[i]; return i < 2 ? 0 : 2; }
+int nvmlDeviceGetHandleByUUID(const char *u, device **d) {
+    *d = &gpus[u[4] - '0'];
+    return strncmp(u, "GPU-", 4) ? 6 : 0;
+}
+int nvmlDeviceGetUUID(device *d, char *u, unsigned n) { snprintf(u, n, "GPU-%d", d->index); return 0; }
+int nvmlDeviceGetName(device *d, char *u, unsigned n) { snprintf(u, n, "Fake %d", d->index); return 0; }
+int nvmlDeviceGetMinorNumber(device *d, unsigned *m) { *m = 7; return d->index ? 3 : 0; }
+int nvmlDeviceGetMemoryInfo(device *d, unsigned long long m[3]) {
+    m[0] = (d->index + 1ULL) << 30; m[1] = 1; m[2] = 12345;
+    return MEMORY;
+}
+struct process { unsigned pid; unsigned long long used; unsigned gi, ci; };
+static int list(struct process *from, unsigned have, unsigned *n, struct process *to) {
+    if (*n < have) { *n = have; return 7; }
+    *n = have; memcpy(to, from, have * sizeof *to);
+    return 0;
+}
+static struct process compute[] = {{30, 300, 0, 0}, {10, ~0ULL, 0, 0}, {20, ~0ULL, 0, 0}};
+static struct process graphics[] = {{30, 300, 0, 0}, {20, 200, 0, 0}};
+int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *n, struct process *p) {
+    return list(compute, d->index ? 0 : 3, n, p);
+}
+int nvmlDeviceGetGraphicsRunningProcesses_v3(device *d, unsigned *n, struct process *p) {
+    return d->index ? 3 : list(graphics, 2, n, p);
+}
+"""
+
+
+@pytest.fixture
+def build(tmp_path):
+    def make(name, version="1.0", init=0, memory=0):
+        path = tmp_path / name
+        command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", path]
+        command += [f'-DVERSION="{version}"', f"-DINIT={init}", f"-DMEMORY={memory}"]
+        subprocess.run(command, input=FAKE, text=True, check=True)
+        return path
+
+    return make
+
+
+def test_gpus_are_what_the_library_says(build):
+    with Nvml(build("libnvidia-ml.so.1")) as nvml:
+        assert nvml.gpus() == (
+            Gpu(index=0, uuid="GPU-0", name="Fake 0", memory_total=1 << 30, minor=7),
+            Gpu(index=1, uuid="GPU-1", name="Fake 1", memory_total=2 << 30, minor=None),
+        )
+        assert nvml.memory_used("GPU-1") == 12345
+
+
+def test_a_gpu_that_does_not_tell_its_memory_has_none(build):
+    with Nvml(build("libnvidia-ml.so.1", memory=3)) as nvml:
+        assert [g.memory_total for g in nvml.gpus()] == [None, None]
+        assert nvml.memory_used("GPU-0") is None
+
+
+def test_a_process_is_listed_once_and_its_memory_may_be_unknown(build):
+    with Nvml(build("libnvidia-ml.so.1")) as nvml:
+        assert nvml.processes("GPU-0") == (
+            ProcessMemory(pid=10, used=None),
+            ProcessMemory(pid=20, used=200),
+            ProcessMemory(pid=30, used=300),
+        )
+        assert nvml.processes("GPU-1") == ()
+
+
+def test_another_library_is_used_after_the_first_is_closed(build):
+    one, two = build("one.so", "1.0"), build("two.so", "2.0")
+    for path, version in ((one, "1.0"), (two, "2.0"), (one, "1.0")):
+        with Nvml(path) as nvml:
+            assert nvml.driver_version() == version
+
+
+def test_the_same_library_may_be_open_twice_and_another_one_not(build):
+    one, two = build("one.so"), build("two.so")
+    with Nvml(one) as first:
+        with Nvml(one) as second:
+            assert second.driver_version() == "1.0"
+            with (
+                pytest.raises(NvmlError, match=r"open from .*one\.so, asked for .*two\.so"),
+                Nvml(two),
+            ):
+                pass
+        assert first.driver_version() == "1.0"
+    with Nvml(two):
+        pass
+
+
+def test_a_refusal_is_one_line_with_a_remedy_and_leaves_nothing_open(build):
+    with (
+        pytest.raises(NvmlError, match="Driver Not Loaded; load the kernel module"),
+        Nvml(build("a.so", init=9)),
+    ):
+        pass
+    with Nvml(build("b.so")) as nvml:
+        assert len(nvml.gpus()) == 2
+        with pytest.raises(NvmlError, match="GPU nonsense"):
+            nvml.processes("nonsense")
+
+
+def test_a_library_that_is_none_of_nvml_is_refused(tmp_path):
+    with pytest.raises(NvmlError, match="cannot be loaded"), Nvml(tmp_path / "missing.so"):
+        pass
+    subprocess.run(
+        ["gcc", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "empty.so"], check=True
+    )
+    with pytest.raises(NvmlError, match="no NVML library"), Nvml(tmp_path / "empty.so"):
+        pass

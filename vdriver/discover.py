@@ -277,7 +277,12 @@ def _complete(chosen: _Candidate, tables: Tables, kernel: str | None) -> Driver:
         nvml=chosen.nvml,
         libraries=tuple(libraries[n] for n in sorted(libraries)),
         programs=tuple(programs[n] for n in sorted(programs)),
-        skipped=tuple(sorted(skipped, key=lambda s: s.path)),
+        # A wrapper script in /usr/bin matters only where no program of its name was found.
+        skipped=tuple(
+            s
+            for s in sorted(skipped, key=lambda s: s.path)
+            if os.path.basename(s.path) not in {**libraries, **programs}  # noqa: PTH119
+        ),
     )
 
 

@@ -67,8 +67,17 @@ def test_an_alternative_leads_to_a_directory_that_nobody_listed(tmp_path):
 def test_a_mounted_driver_is_in_usr_local_nvidia(tmp_path):
     put_driver(tmp_path / "usr/local/nvidia/lib64", "580.159.04")
     put(tmp_path / "usr/local/nvidia/bin/nvidia-smi", elf(program=True), 0o755)
+    put(
+        tmp_path / "usr/bin/nvidia-smi",
+        b"#!/bin/sh\nexec /usr/local/nvidia/bin/nvidia-smi\n",
+        0o755,
+    )
+    put(tmp_path / "usr/bin/nvidia-debugdump", b"#!/bin/sh\n", 0o755)
     put_kernel(tmp_path, "580.159.04", opened=True)
     driver = find_driver(tmp_path)
+    assert [(s.path, s.reason) for s in driver.skipped] == [
+        ("/usr/bin/nvidia-debugdump", "not an ELF file")
+    ]
     assert driver.cuda.path == "/usr/local/nvidia/lib64/libcuda.so.580.159.04"
     assert driver.kernel_version == "580.159.04"
     assert driver.programs[0].path == "/usr/local/nvidia/bin/nvidia-smi"

@@ -73,11 +73,11 @@ def parse_arguments(arguments: list[str]) -> Options:
             except ValueError:
                 value = ""
             if not value or not 0 < options.timeout <= 3600:
-                raise InternalError(f"option {name} is {show(value)!r}", hint=USAGE)
+                raise InternalError(f"option {show(name)} is '{show(value)}'", hint=USAGE)
         elif argument in STAGES and not options.stage:
             options.stage = argument
         else:
-            raise InternalError(f"argument {show(argument)!r} is not understood", hint=USAGE)
+            raise InternalError(f"argument '{show(argument)}' is not understood", hint=USAGE)
     if not options.stage:
         raise InternalError("no stage is given", hint=USAGE)
     return options

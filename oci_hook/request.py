@@ -43,7 +43,7 @@ class Request(NamedTuple):
 
 def _refuse(name: str, value: str, accepted: str, hint: str) -> AnnotationError:
     return AnnotationError(
-        f"annotation {PREFIX}{name} is {show(value)!r}, accepted is {accepted}", hint=hint
+        f"annotation {PREFIX}{name} is '{show(value)}', accepted is {accepted}", hint=hint
     )
 
 

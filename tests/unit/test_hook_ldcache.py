@@ -1,0 +1,246 @@
+"""ld.so.cache: read, changed and written; checked against the real ldconfig."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oci_hook import ldcache
+from oci_hook.ldcache import Cache, CacheError, Entry, compare, parse, strays, with_libraries, write
+
+HOST = Path("/etc/ld.so.cache")
+DIRECTORY = b"/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
+NAMES = (b"libcuda.so", b"libcuda.so.1", b"libnvidia-ml.so.1", b"libaaa.so.2", b"libzzz.so.10")
+quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def listing(path: Path) -> list[str]:
+    """What ldconfig reads from a cache."""
+    done = subprocess.run(
+        ["ldconfig", "-C", str(path), "-p"], capture_output=True, text=True, check=True
+    )
+    return [line.strip() for line in done.stdout.splitlines() if line.startswith("\t")]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, require: Callable[..., None]) -> Path:
+    """A cache that ldconfig wrote, of a directory with libraries of awkward names and of a hwcaps subdirectory."""
+    require("ldconfig", "gcc")
+    lib = tmp_path / "lib"
+    for directory in (lib, lib / "glibc-hwcaps" / "x86-64-v3", lib / "glibc-hwcaps" / "x86-64-v2"):
+        directory.mkdir(parents=True)
+    for directory, name in [
+        (lib, n)
+        for n in (
+            "libcuda.so.1",
+            "libcudart.so.12",
+            "libcudart.so.9",
+            "libc++.so.1",
+            "libA.so.1",
+            "lib2.so.1",
+            "libz.so",
+            "libcud.so.100",
+        )
+    ] + [
+        (lib / "glibc-hwcaps/x86-64-v3", "libcuda.so.1"),
+        (lib / "glibc-hwcaps/x86-64-v2", "libfast.so.1"),
+    ]:
+        subprocess.run(
+            [
+                "gcc",
+                "-shared",
+                "-nostdlib",
+                f"-Wl,-soname,{name}",
+                "-o",
+                str(directory / name),
+                "-x",
+                "c",
+                "/dev/null",
+            ],
+            check=True,
+        )
+    path = tmp_path / "ld.so.cache"
+    (tmp_path / "conf").write_text(f"{lib}\n")
+    subprocess.run(
+        ["ldconfig", "-X", "-f", str(tmp_path / "conf"), "-C", str(path)],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    return path
+
+
+def test_writing_what_was_read_changes_nothing_for_ldconfig(cache: Path, tmp_path: Path) -> None:
+    for source in (cache, HOST):
+        parsed = parse(source.read_bytes())
+        assert parsed is not None
+        again = tmp_path / "again"
+        again.write_bytes(write(parsed))
+        assert listing(again) == listing(source)
+        assert parse(again.read_bytes()) == parsed
+
+
+def test_the_entries_of_a_hwcaps_directory_and_the_generator_stay(cache: Path) -> None:
+    parsed = parse(cache.read_bytes())
+    assert parsed is not None
+    assert parsed.hwcaps == (b"x86-64-v2", b"x86-64-v3")
+    assert parsed.generator is not None
+    assert parsed.generator.startswith(b"ldconfig ")
+    changed = parse(write(with_libraries(parsed, DIRECTORY, (b"libnew.so.1",))))
+    assert changed is not None
+    assert (changed.hwcaps, changed.generator) == (parsed.hwcaps, parsed.generator)
+    fast = [e for e in changed.entries if e.soname == b"libfast.so.1"]
+    assert [e.hwcap for e in fast] == [ldcache.DL_CACHE_HWCAP_EXTENSION]
+
+
+def test_ours_replace_what_was_there_and_the_rest_stays(cache: Path, tmp_path: Path) -> None:
+    parsed = parse(cache.read_bytes())
+    assert parsed is not None
+    lib = str(tmp_path / "lib").encode()
+    assert set(strays(parsed, DIRECTORY, NAMES)) == {
+        lib + b"/libcuda.so.1",
+        lib + b"/glibc-hwcaps/x86-64-v3/libcuda.so.1",
+    }
+    changed = with_libraries(parsed, DIRECTORY, NAMES)
+    assert strays(changed, DIRECTORY, NAMES) == ()
+    assert with_libraries(changed, DIRECTORY, NAMES) == changed
+    path = tmp_path / "changed"
+    path.write_bytes(write(changed))
+    before = [line for line in listing(cache) if not line.startswith("libcuda.so.1 ")]
+    ours = [
+        f"{name.decode()} (libc6,x86-64) => {DIRECTORY.decode()}/{name.decode()}" for name in NAMES
+    ]
+    assert sorted(listing(path)) == sorted(before + ours)
+
+
+def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
+    """ldconfig -c compat writes the old format with the new one behind it; the result is the new one alone."""
+    compat = tmp_path / "compat"
+    subprocess.run(
+        ["ldconfig", "-X", "-c", "compat", "-f", str(tmp_path / "conf"), "-C", str(compat)],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    data = compat.read_bytes()
+    assert data.startswith(ldcache.OLD_MAGIC)
+    parsed = parse(data)
+    assert parsed is not None
+    again = tmp_path / "again"
+    again.write_bytes(write(parsed))
+    assert listing(again) == listing(compat)
+    plain = parse(cache.read_bytes())
+    assert plain is not None
+    # hwcaps are what glibc reads, which is not what it wrote: 2.36 counts these strings from two different places
+    assert parsed.entries == plain.entries
+
+
+def test_the_order_is_ldconfigs(cache: Path) -> None:
+    """Every cache that ldconfig wrote is in descending order for our comparison."""
+    for source in (cache, HOST):
+        parsed = parse(source.read_bytes())
+        assert parsed is not None
+        names = [e.soname for e in parsed.entries]
+        assert all(compare(a, b) >= 0 for a, b in zip(names, names[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (b"libx.so.9", b"libx.so.10"),
+        (b"libx.so", b"libx.so.1"),
+        (b"liba", b"libb"),
+        (b"lib+", b"lib1"),
+        (b"liba", b"lib1"),
+        (b"", b"a"),
+        (b"lib\xc3\xa9", b"liba"),
+        (b"x1", b"x01a"),
+    ],
+)
+def test_names_are_compared_as_the_loader_does(low: bytes, high: bytes) -> None:
+    assert compare(low, high) < 0 < compare(high, low)
+
+
+def test_equal_numbers_are_equal_names() -> None:
+    assert compare(b"libx.so.01", b"libx.so.1") == 0
+
+
+names = st.text("ab1290.+-", min_size=1, max_size=8).map(str.encode)
+
+
+@quick
+@given(st.lists(names, unique=True, max_size=20), st.lists(names, unique=True, max_size=6))
+def test_ours_stand_where_a_binary_search_finds_them(
+    theirs: list[bytes], ours: list[bytes]
+) -> None:
+    import functools
+
+    order = sorted(theirs, key=functools.cmp_to_key(compare), reverse=True)
+    cache = Cache(tuple(Entry(0x303, n, b"/x/" + n) for n in order))
+    changed = with_libraries(cache, b"/t", tuple(ours))
+    found = [e.soname for e in changed.entries]
+    assert all(compare(a, b) >= 0 for a, b in zip(found, found[1:], strict=False))
+    assert set(found) == set(theirs) | set(ours)
+    assert {e.path for e in changed.entries if e.soname in ours} == {b"/t/" + n for n in ours}
+    again = parse(write(changed))
+    assert again == changed
+
+
+def sample() -> bytes:
+    return write(
+        Cache(
+            (
+                Entry(0x303, b"libb.so.2", b"/l/libb.so.2"),
+                Entry(0x303, b"liba.so.1", b"/l/liba.so.1"),
+            ),
+            (b"x86-64-v2",),
+            b"gen",
+        )
+    )
+
+
+@quick
+@given(st.data())
+def test_damage_gives_a_cache_or_an_error_of_ours(data: st.DataObject) -> None:
+    content = bytearray(sample())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    cut = bytes(content[: data.draw(st.integers(0, len(content)))])
+    try:
+        cache = parse(cut)
+    except CacheError:
+        return
+    if cache is not None:
+        write(with_libraries(cache, DIRECTORY, NAMES))
+
+
+@quick
+@given(st.binary(max_size=300))
+def test_any_bytes_behind_a_magic_are_survived(data: bytes) -> None:
+    for magic in (ldcache.NEW_MAGIC, ldcache.OLD_MAGIC, b""):
+        try:
+            parse(magic + data)
+        except CacheError:
+            pass
+
+
+def test_counts_that_promise_too_much_are_refused() -> None:
+    huge = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0xFFFFFFFF, 0, 2, 0)
+    with pytest.raises(CacheError, match="4294967295 entries do not fit"):
+        parse(huge)
+    with pytest.raises(CacheError, match="larger than"):
+        parse(ldcache.NEW_MAGIC + bytes(ldcache.CACHE_LIMIT))
+
+
+def test_a_cache_of_the_old_format_alone_is_left_alone() -> None:
+    assert parse(ldcache.OLD_HEADER.pack(ldcache.OLD_MAGIC, 0)) is None
+
+
+def test_what_is_no_cache_is_told_apart() -> None:
+    assert ldcache.is_cache(sample())
+    assert not ldcache.is_cache(b"hello")
+    assert re.match(rb"glibc-ld\.so\.cache1\.1", sample())

@@ -1,0 +1,254 @@
+"""What the hook is made of: the modules it loads, the calls it makes, and the lines it ends with."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from oci_hook import errors
+from oci_hook.errors import HookError, show
+
+HOOK = Path(__file__).parents[2] / "oci_hook"
+
+# What the interpreter and `json` bring; everything else is paid for by each container of the node.
+QUICK = {
+    "oci_hook",
+    "oci_hook.errors",
+    "oci_hook.log",
+    "oci_hook.main",
+    "oci_hook.state",
+    "__future__",
+    "_json",
+    "_signal",
+    "_sre",
+    "_stat",
+    "_collections",
+    "_collections_abc",
+    "_functools",
+    "_operator",
+    "_weakref",
+    "abc",
+    "codecs",
+    "collections",
+    "collections.abc",
+    "copyreg",
+    "encodings",
+    "enum",
+    "functools",
+    "genericpath",
+    "io",
+    "itertools",
+    "json",
+    "keyword",
+    "math",
+    "ntpath",
+    "operator",
+    "os",
+    "os.path",
+    "posixpath",
+    "re",
+    "reprlib",
+    "signal",
+    "stat",
+    "time",
+    "types",
+    "zipimport",
+}
+HEAVY = {
+    "argparse",
+    "dataclasses",
+    "difflib",
+    "elftools",
+    "governor",
+    "inspect",
+    "jsonschema",
+    "libcontrol",
+    "logging",
+    "pathlib",
+    "subprocess",
+    "structlog",
+    "tempfile",
+    "threading",
+    "traceback",
+    "urllib",
+    "vdriver",
+    "yaml",
+}
+
+
+def loaded_by(code: str, stdin: str = "") -> set[str]:
+    """The modules of a hook's process after `code`."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(HOOK.parent)!r})
+{code}
+print(" ".join(sys.modules))
+"""
+    done = subprocess.run(
+        ["/usr/bin/python3", "-ISE", "-c", script],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split())
+
+
+def test_a_container_without_a_request_loads_next_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"root": {"path": "rootfs"}}')
+    state = json.dumps({"id": "c", "pid": 1, "bundle": str(tmp_path), "annotations": {"a": "b"}})
+    code = "from oci_hook.main import run\nassert run(['createRuntime']) == 0"
+    bare = loaded_by("")
+    extra = loaded_by(code, state) - bare
+    internal = {name for name in extra if name.startswith(("encodings.", "json.", "re."))}
+    assert extra - internal - QUICK == set()
+
+
+def test_a_container_with_a_request_loads_nothing_heavy() -> None:
+    code = "import oci_hook.apply, oci_hook.client, oci_hook.image, oci_hook.manifest, oci_hook.plan, oci_hook.request, oci_hook.main"
+    loaded = loaded_by(code)
+    assert {name.partition(".")[0] for name in loaded} & HEAVY == set()
+    assert len(loaded) < 100
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(HOOK.glob("*.py")), ids=lambda p: p.name)
+def test_the_hook_imports_the_standard_library_and_itself(path: Path) -> None:
+    assert imports(path) <= set(sys.stdlib_module_names) | {"oci_hook"}
+    if path.name != "kernel.py":
+        assert "ctypes" not in imports(path)
+
+
+def calls(path: Path) -> list[tuple[str, str]]:
+    """Each call of `os` in a module: the function, and its first argument as written."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name.startswith("os."):
+                found.append((name, ast.unparse(node.args[0]) if node.args else ""))
+    return found
+
+
+# With a path: only the host's own, before anything of the container is opened.  All else takes a descriptor.
+HOST_PATHS = {
+    ("os.open", "'/proc'"),
+    ("os.open", "f'/proc/{pid}/ns/mnt'"),
+    ("os.open", "'/proc/self/ns/mnt'"),
+    ("os.open", "root"),
+    ("os.open", "c.root"),
+    ("os.open", "'thread-self/mountinfo'"),  # dir_fd is the host's /proc
+    ("os.stat", "'/'"),
+}
+DESCRIPTORS = {
+    "os.close": {"fd", "rootfd", "made", "readable", "entry"},
+    "os.fdopen": {"fd"},
+    "os.fstat": {"self.rootfd", "rootfd", "c.rootfd", "dirfd", "fd"},
+    "os.fchown": {"fd"},
+    "os.fchmod": {"fd"},
+    "os.write": {"fd"},
+    "os.listdir": {"fd"},
+    "os.pidfd_open": {"pid"},
+    "os.path.sameopenfile": {"self.mntns", "fd"},
+}
+
+
+@pytest.mark.parametrize("module", ["apply.py", "image.py", "plan.py"])
+def test_below_the_root_there_are_only_descriptors(module: str) -> None:
+    """runc and NVIDIA's toolkit had a row of CVEs from walking a path in an image twice."""
+    for function, argument in calls(HOOK / module):
+        assert (function, argument) in HOST_PATHS or argument in DESCRIPTORS.get(function, set()), (
+            function,
+            argument,
+        )
+
+
+def test_the_kernel_module_takes_names_and_confined_walks_only() -> None:
+    """Each os call of kernel.py that takes a name has a directory descriptor and checks the name first."""
+    tree = ast.parse((HOOK / "kernel.py").read_text())
+    for function in [n for n in tree.body if isinstance(n, ast.FunctionDef)]:
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+                "os.open",
+                "os.mkdir",
+                "os.rmdir",
+                "os.unlink",
+                "os.rename",
+            }:
+                keywords = {k.arg for k in node.keywords}
+                assert keywords & {"dir_fd", "src_dir_fd"}, ast.unparse(node)
+                if function.name != "reopen":
+                    assert "_require_name" in ast.unparse(function), function.name
+
+
+def test_the_entry_script_trusts_no_environment() -> None:
+    first = (HOOK / "tidegate-hook").read_text().splitlines()[0]
+    assert first == "#!/usr/bin/python3 -ISE"
+    assert (HOOK / "tidegate-hook").stat().st_mode & 0o111 == 0o111
+
+
+def classes() -> list[type[HookError]]:
+    return [
+        c
+        for c in vars(errors).values()
+        if isinstance(c, type) and issubclass(c, HookError) and c is not HookError
+    ]
+
+
+def test_codes_and_statuses_are_stable_and_documented() -> None:
+    expected = {
+        "annotation": 64,
+        "state": 65,
+        "bundle": 66,
+        "driver": 69,
+        "internal": 70,
+        "mount": 71,
+        "mirror": 72,
+        "governor": 75,
+        "image": 76,
+        "refused": 77,
+    }
+    assert {c.code: c.status for c in classes()} == expected
+    page = (HOOK.parent / "docs" / "reference" / "errors.md").read_text()
+    rows = re.findall(
+        r"^\| `([a-z]+)` \| ([0-9]+) \|",
+        page.partition("## The hook")[2].partition("\n## ")[0],
+        re.MULTILINE,
+    )
+    assert {code: int(status) for code, status in rows} == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("plain", "plain"),
+        ("a\nb\r\x1b[31m", "a\\nb\\r\\x1b[31m"),
+        ("\u202e\u2028ü", "\\u202e\\u2028\\xfc"),
+        ("x" * 200, "x" * 77 + "..."),
+        (None, "None"),
+        ("it's", "it's"),
+    ],
+)
+def test_foreign_values_are_shown_harmless(value: object, shown: str) -> None:
+    assert show(value) == shown
+
+
+def test_a_line_is_one_line_whatever_is_in_it() -> None:
+    line = HookError("a\nb\x00" + "c" * 5000, hint="d\x7f").line()
+    assert line.isprintable()
+    assert len(line) <= errors.LINE_LIMIT

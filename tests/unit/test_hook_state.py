@@ -1,0 +1,197 @@
+"""The OCI state and config.json: what is taken from them, and what is refused with which line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oci_hook import state
+from oci_hook.errors import AnnotationError, BundleError, HookError, StateError
+from oci_hook.state import Bundle, State, may_mention_us, our_annotations, parse_config, parse_state
+
+GOOD = {
+    "ociVersion": "1.0.2",
+    "id": "c1",
+    "pid": 42,
+    "bundle": "/b",
+    "status": "creating",
+    "annotations": {"a": "b"},
+}
+
+
+def test_a_state_of_runc_is_understood() -> None:
+    parsed = parse_state(json.dumps(GOOD).encode())
+    assert (parsed.id, parsed.pid, parsed.bundle, parsed.annotations) == (
+        "c1",
+        42,
+        "/b",
+        {"a": "b"},
+    )
+
+
+def test_unknown_keys_and_missing_annotations_are_fine() -> None:
+    document = {**GOOD, "root": "/r", "newer": [1]}
+    del document["annotations"]
+    assert parse_state(json.dumps(document).encode()).annotations == {}
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100000, b'{"id": NaN', b"1" * 10000]
+)
+def test_what_is_no_object_is_refused(data: bytes) -> None:
+    with pytest.raises(StateError):
+        parse_state(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": ""},
+        {"id": 7},
+        {"id": None},
+        {"id": "x" * 2000},
+        {"pid": 0},
+        {"pid": 1.5},
+        {"pid": True},
+        {"pid": "42"},
+        {"pid": -1},
+        {"pid": 1 << 40},
+        {"bundle": "b"},
+        {"bundle": ""},
+        {"bundle": ["/b"]},
+        {"bundle": "/b\0c"},
+        {"annotations": []},
+    ],
+)
+def test_fields_have_strict_types(change: dict[str, object]) -> None:
+    with pytest.raises(StateError) as caught:
+        parse_state(json.dumps({**GOOD, **change}).encode())
+    assert caught.value.line().isprintable()
+
+
+def test_too_large_a_state_is_refused() -> None:
+    with pytest.raises(StateError, match="larger than"):
+        parse_state(None)
+
+
+def test_poststop_needs_an_id_only() -> None:
+    assert parse_state(b'{"id": "c1"}', needs_pid=False).id == "c1"
+
+
+@pytest.mark.parametrize(
+    ("path", "root"),
+    [
+        ("rootfs", "/b/rootfs"),
+        ("./rootfs/", "/b/rootfs"),
+        ("/r", "/r"),
+        ("../c/rootfs", "/c/rootfs"),
+    ],
+)
+def test_the_root_is_resolved_against_the_bundle(path: str, root: str) -> None:
+    assert parse_config(json.dumps({"root": {"path": path}}).encode(), "/b").root == root
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"root": None}, {"root": "x"}, {"root": {}}]
+    + [
+        {"root": {"path": p}}
+        for p in ("", "/", "//", "/.", "/b/..", "..", "../../../..", 7, None, "a\0b", "///")
+    ],
+)
+def test_a_root_that_is_missing_or_the_hosts_is_refused(config: object) -> None:
+    with pytest.raises(BundleError, match=r"root.path in /b/config.json is"):
+        parse_config(json.dumps(config).encode(), "/b")
+
+
+def test_who_the_container_belongs_to_is_taken_from_the_nodes_annotations() -> None:
+    annotations = {
+        "io.kubernetes.cri.sandbox-namespace": "team",
+        "io.kubernetes.cri.sandbox-name": "pod-1",
+        "io.kubernetes.cri.sandbox-uid": "0f",
+        "io.kubernetes.cri.container-name": "train",
+    }
+    config = json.dumps({"root": {"path": "r"}, "annotations": annotations}).encode()
+    assert parse_config(config, "/b").identity == {
+        "namespace": "team",
+        "pod": "pod-1",
+        "pod_uid": "0f",
+        "container": "train",
+    }
+
+
+def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> None:
+    text = '{"root": {"path": "r"}, "x": 1, "x": 2, "annotations": {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/memory": "2Gi"}}'
+    with pytest.raises(AnnotationError, match="tidegate.gpu/memory is given twice"):
+        parse_config(text.encode(), "/b")
+    parse_config(
+        b'{"root": {"path": "r"}, "x": 1, "x": 2, "annotations": {"a": "1", "a": "2"}}', "/b"
+    )
+
+
+def test_an_annotation_that_is_no_string_is_refused() -> None:
+    config = {"root": {"path": "r"}, "annotations": {"tidegate.gpu/compute": 50}}
+    with pytest.raises(AnnotationError, match="is int, not a string; *|is int, not a string"):
+        parse_config(json.dumps(config).encode(), "/b")
+
+
+def both(config: dict[str, str], seen: dict[str, str]) -> dict[str, str]:
+    return our_annotations(
+        State(id="c", pid=1, bundle="/b", annotations=seen),
+        Bundle(root="/r", annotations=config, identity={}),
+    )
+
+
+def test_annotations_are_joined_and_have_to_agree() -> None:
+    assert both({"tidegate.gpu/memory": "1Gi", "x": "y"}, {}) == {"tidegate.gpu/memory": "1Gi"}
+    assert both({}, {"tidegate.gpu/memory": "1Gi"}) == {"tidegate.gpu/memory": "1Gi"}
+    with pytest.raises(AnnotationError, match="is 1Gi in config.json and 2Gi in the OCI state"):
+        both({"tidegate.gpu/memory": "1Gi"}, {"tidegate.gpu/memory": "2Gi"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"annotations": {"tidegate.gpu/memory": "1Gi"}}',
+        '{"annotations": {"tidegate.gpu\\/memory": "1Gi"}}',
+        '{"annotations": {"\\u0074idegate.gpu/memory": "1Gi"}}',
+        '{"annotations": {"tidegate\\u002egpu/memory": "1Gi"}}',
+    ],
+)
+def test_no_spelling_of_an_annotation_is_overlooked(text: str) -> None:
+    """The short cut for containers without a request must never take one that has one."""
+    assert any(name.startswith("tidegate.gpu/") for name in json.loads(text)["annotations"])
+    assert may_mention_us(text.encode())
+
+
+def test_other_containers_are_not_parsed() -> None:
+    assert not may_mention_us(b'{"annotations": {"org.example/tidegate": "x", "y": "\\n"}}')
+
+
+def test_an_oversized_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "CONFIG_LIMIT", 100)
+    (tmp_path / "config.json").write_bytes(b" " * 101)
+    with pytest.raises(BundleError, match="larger than 100 bytes"):
+        state.read_config(str(tmp_path))
+
+
+def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BundleError, match="not a regular file"):
+        state.read_config(str(tmp_path))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_state_or_an_error_of_ours(data: bytes) -> None:
+    try:
+        parse_state(data)
+    except HookError as e:
+        assert e.line().isascii()
+        assert e.line().isprintable()

@@ -138,7 +138,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except OSError as e:
         raise explain(e, f"look into {show(bundle.root)}") from e
 
-    client = Client(options.runtime_dir, options.timeout)
+    # half of the deadline, so that the line says who did not answer
+    client = Client(options.runtime_dir, options.timeout / 2)
     undo = Undo()
     try:
         grant = client.admit(

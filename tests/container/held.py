@@ -1,0 +1,107 @@
+"""A container held at the moment when a runtime runs its hooks: a mount namespace, a root, a process.
+
+For tests that look at what the hook did to it, or start it hundreds of times; the runtimes themselves take longer.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.container.bundles import Bundle
+
+
+class Held:
+    """`with Held(bundle) as held`: `held.hook(argv)` runs the hook on it."""
+
+    def __init__(self, bundle: Bundle, *, propagation: str = "private") -> None:
+        self.bundle = bundle
+        self.propagation = propagation
+
+    def __enter__(self) -> Self:
+        self.bundle.write()
+        root = self.bundle.rootfs
+        script = 'mount --bind "$1" "$1" && mount --make-$2 "$1" && echo ready && exec sleep 60'
+        self.process = subprocess.Popen(
+            [
+                "unshare",
+                "-m",
+                "--propagation",
+                "private",
+                "sh",
+                "-c",
+                script,
+                "sh",
+                str(root),
+                self.propagation,
+            ],
+            stdout=subprocess.PIPE,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process.wait()
+
+    def state(self, **changes: object) -> bytes:
+        """The OCI state, as a runtime writes it."""
+        state = {
+            "ociVersion": "1.0.2",
+            "id": f"held-{self.process.pid}",
+            "status": "creating",
+            "pid": self.process.pid,
+            "bundle": str(self.bundle.path),
+            "annotations": self.bundle.config.get("annotations", {}),
+        }
+        return json.dumps({**state, **changes}).encode()
+
+    def hook(
+        self,
+        argv: list[str],
+        *,
+        stage: str = "createRuntime",
+        stdin: bytes | None = None,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the hook."""
+        return subprocess.run(
+            [*argv, stage],
+            input=(self.state() if stdin is None else stdin).decode("utf-8", "surrogateescape"),
+            errors="surrogateescape",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=30,
+            env=env or {},
+            cwd=cwd,
+        )
+
+    def mounts(self) -> list[str]:
+        """The mount points in the namespace, below the root by their path there."""
+        prefix = str(self.bundle.rootfs)
+        lines = Path(f"/proc/{self.process.pid}/mountinfo").read_text().splitlines()
+        return sorted(
+            line.split()[4].removeprefix(prefix)
+            for line in lines
+            if line.split()[4].startswith(prefix)
+        )
+
+    def all_mounts(self) -> list[str]:
+        """Every mount point in the namespace."""
+        return [
+            line.split()[4]
+            for line in Path(f"/proc/{self.process.pid}/mountinfo").read_text().splitlines()
+        ]

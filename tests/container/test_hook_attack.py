@@ -1,0 +1,389 @@
+"""Images that want more than their share: the rules that the CVEs of runc and of NVIDIA's toolkit taught.
+
+R1  no container path is a mount's source     R2  resolve once, act on the descriptor
+R3  create only with O_EXCL|O_NOFOLLOW        R4  a link's place is confined, its text is anything
+R5  execute nothing of the image              R7  the environment and the working directory are hostile
+R8  mounts are private                        R9  the image's environment grants nothing
+R10 check a source's type on its descriptor   R12 no descriptor survives into the container
+R13 never in the container's namespaces       R14 limits everywhere     R15 values are data     R16 never the host's root
+R1 and R2 as the code's shape: tests/unit/test_hook_shape.py, test_hook_plan.py.  R10, R13, R15, R16: test_hook_refuse.py.
+R6 and R11 have no subject: the hook runs no program and writes nothing into /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c
+from tests.container.conftest import Node
+from tests.container.held import Held
+from tests.container.test_hook_start import SEARCHED, host_mounts, tree
+
+PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompiler.so.1"
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A directory of the host that nobody may touch."""
+    path = tmp_path / "victim"
+    for name in ("usr/bin", LIBDIR, "etc", "run", "x86-64-v2"):
+        (path / name).mkdir(parents=True)
+    (path / "etc/ld.so.cache").write_bytes(b"the host's cache")
+    (path / "file").write_bytes(b"the host's file")
+    before, mounts = contents(path), host_mounts()
+    yield path
+    assert contents(path) == before
+    assert host_mounts() == mounts
+
+
+def contents(root: Path) -> dict[str, tuple[tuple[int, int, int], bytes]]:
+    return {
+        name: (what, (root / name).read_bytes() if (root / name).is_file() else b"")
+        for name, what in tree(root).items()
+    }
+
+
+def replace_by_link(path: Path, text: str) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(text)
+
+
+def attack(node: Node, bundle: Bundle) -> tuple[int, str]:
+    """Run the hook; whatever it says, its mounts are inside the root and its line is one."""
+    with Held(bundle) as held:
+        before = set(held.all_mounts())
+        done = held.hook(node.hook)
+        outside = [
+            m for m in set(held.all_mounts()) - before if not m.startswith(f"{bundle.rootfs}/")
+        ]
+        assert outside == []
+        if done.returncode:
+            assert set(held.all_mounts()) == before
+            assert done.stderr.count("\n") == 1
+    assert done.returncode in (0, 66, 71, 76), done.stderr
+    return done.returncode, done.stderr
+
+
+PLACES = [
+    "usr",
+    "usr/lib",
+    LIBDIR,
+    f"{LIBDIR}/glibc-hwcaps",
+    TARGET,
+    "usr/bin",
+    "usr/bin/nvidia-smi",
+    "run",
+    "run/tidegate",
+    "etc",
+    "etc/ld.so.cache",
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{victim}", "../../../../../../../../..{victim}", "/proc/1/root{victim}", "/proc/self/cwd"],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_to_the_host_in_every_place(node: Node, victim: Path, place: str, text: str) -> None:
+    """R2, R3, R4: the link is followed inside the root or refused; the host has not changed."""
+    bundle = node.bundle("true")
+    replace_by_link(bundle.rootfs / place, text.format(victim=victim))
+    attack(node, bundle)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_whose_target_exists_inside_is_followed_inside(
+    node: Node, victim: Path, place: str
+) -> None:
+    """The image has the victim's path too: what is made is made there, in the image."""
+    bundle = node.bundle("true")
+    inside = bundle.rootfs / str(victim).lstrip("/")
+    shutil.copytree(victim, inside)
+    replace_by_link(bundle.rootfs / place, str(victim))
+    attack(node, bundle)
+
+
+@pytest.mark.parametrize(
+    "place", ["usr/lib", LIBDIR, TARGET, "run/tidegate", "etc", "usr/bin/nvidia-smi"]
+)
+def test_loops_and_dangling_links_end_with_a_line(node: Node, victim: Path, place: str) -> None:
+    for text in (Path(place).name, "/nowhere/at/all", "../" * 60 + place):
+        bundle = node.bundle("true", name=f"bundle{abs(hash(text))}")
+        replace_by_link(bundle.rootfs / place, text)
+        attack(node, bundle)
+
+
+@pytest.mark.parametrize(
+    "kind", ["fifo", "socket", "device", "directory", "huge", "zeros", "hostile", "hard link"]
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        "etc/ld.so.cache",
+        "usr/bin/nvidia-smi",
+        TARGET,
+        "usr/lib64/ld-linux-x86-64.so.2",
+        "run/tidegate",
+    ],
+)
+def test_odd_files_neither_hang_nor_break_the_hook(
+    node: Node, victim: Path, place: str, kind: str
+) -> None:
+    """R14: types are checked on descriptors before anything is opened for reading, and sizes are bounded."""
+    bundle = node.bundle("true")
+    path = bundle.rootfs / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.unlink()
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            directory = os.open(path.parent, os.O_PATH)
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(f"/proc/self/fd/{directory}/{path.name}")
+            os.close(directory)
+        case "device":
+            os.mknod(path, 0o020666, os.makedev(1, 5))  # /dev/zero, which never ends
+        case "directory":
+            path.mkdir()
+        case "huge":
+            with path.open("wb") as f:
+                f.write(b"glibc-ld.so.cache1.1")
+                f.truncate(1 << 40)
+        case "zeros":
+            path.write_bytes(b"glibc-ld.so.cache1.1" + bytes(1 << 20))
+        case "hostile":
+            path.write_bytes(b"glibc-ld.so.cache1.1" + b"\xff" * 4096)
+        case "hard link":
+            os.link(victim / "file", path)
+    begin = time.monotonic()
+    attack(node, bundle)
+    assert time.monotonic() - begin < 5
+
+
+def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: Path) -> None:
+    """R5, R7: programs, libraries and Python modules of the image, and its environment, meet a deaf hook."""
+    bundle = node.bundle(PROBE)
+    marker = tmp_path / "marker"
+    source = f'#include <fcntl.h>\n__attribute__((constructor)) static void run(void) {{ open("{marker}", O_CREAT | O_WRONLY, 0600); }}'
+    preload = compile_c(source, bundle.rootfs / "evil.so", "-shared", "-fPIC")
+    script = f"#!/bin/sh\ntouch {marker}\n"
+    for name in ("usr/sbin/ldconfig", "usr/bin/python3", "usr/bin/nvidia-smi"):
+        (bundle.rootfs / name).write_text(script)
+        (bundle.rootfs / name).chmod(0o755)
+    module = f"import os\nos.close(os.open({str(marker)!r}, os.O_CREAT))\n"
+    for directory in (bundle.path, bundle.rootfs):
+        for name in (
+            "json.py",
+            "socket.py",
+            "oci_hook.py",
+            "sitecustomize.py",
+            "ctypes.py",
+            "re.py",
+        ):
+            (directory / name).write_text(module)
+    hostile = {
+        "PYTHONPATH": str(bundle.path),
+        "PYTHONHOME": str(bundle.path),
+        "PYTHONSTARTUP": str(bundle.path / "json.py"),
+        "LD_PRELOAD": str(preload),
+        "LD_LIBRARY_PATH": str(bundle.rootfs / LIBDIR),
+    }
+    bundle.config["process"]["env"] += [
+        f"{name}={value}" for name, value in hostile.items() if name != "LD_LIBRARY_PATH"
+    ]
+    for stage in ("createRuntime", "poststop"):
+        del bundle.config["hooks"][stage][0]["env"]
+    # without `env` in the hook entry the hook inherits the runtime's own environment
+    del hostile["LD_PRELOAD"], hostile["LD_LIBRARY_PATH"]
+    ran = runc.run(bundle, env=hostile)
+    assert ran.status == 0, ran.stderr
+    assert node.events()[0]["outcome"] == "prepared"
+    assert not marker.exists()
+    with Held(bundle) as held:
+        assert held.hook(node.hook, env=hostile, cwd=bundle.path).returncode == 0
+        assert (
+            held.hook(node.hook, env=hostile, cwd=bundle.rootfs, stage="poststop").returncode == 0
+        )
+    assert not marker.exists()
+
+
+def test_a_shared_mount_is_refused(node: Node, victim: Path) -> None:
+    """R8: a mount made on one would appear on the host."""
+    bundle = node.bundle("true")
+    bundle.write()
+    with Held(bundle, propagation="shared") as held:
+        before = held.all_mounts()
+        done = held.hook(node.hook)
+        assert done.returncode == 71
+        assert "is on a shared mount; mount it with private or slave propagation" in done.stderr
+        assert held.all_mounts() == before
+
+
+def test_a_volume_that_the_image_leads_to_gets_no_files(node: Node, victim: Path) -> None:
+    """R3: a host directory mounted into the container is not a place to create things in, wherever links lead."""
+    for place in ("run", LIBDIR + "/glibc-hwcaps", "usr/bin"):
+        bundle = node.bundle("true", name="bundle-" + place.replace("/", "-"))
+        (bundle.rootfs / "data").mkdir()
+        if place == "usr/bin":
+            (bundle.rootfs / "usr/bin").rename(bundle.rootfs / "usr/programs")
+        replace_by_link(bundle.rootfs / place, "/data")
+        with Held(bundle) as held:
+            command = ["mount", "--bind", str(victim / "run"), str(bundle.rootfs / "data")]
+            subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *command], check=True)
+            done = held.hook(node.hook)
+        assert done.returncode == (0 if place == "usr/bin" else 76), done.stderr
+        assert list((victim / "run").iterdir()) == []
+
+
+def test_the_images_environment_grants_nothing(node: Node, runc: Runtime) -> None:
+    """R9."""
+    bundle = node.bundle("ls -A /run", annotations={})
+    bundle.config["process"]["env"] += [
+        "NVIDIA_VISIBLE_DEVICES=all",
+        "NVIDIA_DRIVER_CAPABILITIES=all",
+        "tidegate.gpu/memory=8Gi",
+        "TIDEGATE_MEMORY=8Gi",
+    ]
+    ran = runc.run(bundle)
+    assert (ran.status, ran.stdout) == (0, "")
+    assert node.governor.requests == []
+
+
+def test_no_descriptor_reaches_the_container_or_stays_in_the_hook(
+    node: Node, runtime: Runtime
+) -> None:
+    """R12."""
+    ran = runtime.run(node.bundle("cd /proc/self/fd && ls -l . | cat"))
+    assert "/tidegate" not in ran.stdout
+    assert len(ran.stdout.splitlines()) <= 6, ran.stdout
+
+    bundle = node.bundle("true", name="second")
+    node.governor.mode = "silent"
+    node.timeout = 2.0
+    leak = os.open(node.base, os.O_RDONLY)
+    with Held(bundle) as held:
+        hook = subprocess.Popen(
+            [*node.hook, "prestart"],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[leak],
+            cwd=bundle.path,
+        )
+        assert hook.stdin is not None
+        hook.stdin.write(held.state())
+        hook.stdin.close()
+        wait_for(lambda: node.governor.requests[-1]["op"] == "admit")
+        links = [
+            os.readlink(f"/proc/{hook.pid}/fd/{n}") for n in os.listdir(f"/proc/{hook.pid}/fd")
+        ]
+        assert str(node.base) not in links
+        assert hook.wait() == 75
+    os.close(leak)
+
+
+def wait_for(condition: object) -> None:
+    assert callable(condition)
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen")
+
+
+def test_an_oversized_config_is_refused(node: Node) -> None:
+    """R14."""
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        with (bundle.path / "config.json").open("ab") as f:
+            f.write(b" " * (9 << 20))
+        done = held.hook(node.hook)
+    assert done.returncode == 66
+    assert "is larger than 8388608 bytes" in done.stderr
+
+
+def test_deep_and_endless_numbers_are_survived(node: Node) -> None:
+    """R14: nesting, long numbers, lone surrogates."""
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        for text in (
+            '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "[" * 200000,
+            '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "1" * 100000 + "}",
+            '{"annotations": {"tidegate.gpu/memory": "\\ud800"}, "root": {"path": "rootfs"}}',
+            '{"annotations": {"tidegate.gpu/\\ud800": "1"}, "root": {"path": "\\ud800"}}',
+        ):
+            (bundle.path / "config.json").write_text(text)
+            done = held.hook(node.hook, stdin=held.state(annotations={}))
+            assert done.returncode in (64, 66), done.stderr
+            assert done.stderr.count("\n") == 1
+
+
+SWAP_C = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+/* Exchanges a directory with a link, for each pair of arguments, until killed. */
+int main(int argc, char **argv) {
+        for (;;)
+                for (int i = 1; i + 1 < argc; i += 2)
+                        renameat2(AT_FDCWD, argv[i], AT_FDCWD, argv[i + 1], RENAME_EXCHANGE);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "places", [[f"{LIBDIR}/glibc-hwcaps", "run"], ["etc", "usr/bin"], ["usr", "run/tidegate"]]
+)
+def test_a_race_between_directory_and_link_reaches_nothing(
+    node: Node, victim: Path, tmp_path: Path, places: list[str]
+) -> None:
+    """R2: whatever the walk meets, it is inside, and what was opened is what is acted on."""
+    bundle = node.bundle("true")
+    swap = compile_c(SWAP_C, tmp_path / "swap")
+    arguments = []
+    for i, place in enumerate(places):
+        (bundle.rootfs / place).mkdir(parents=True, exist_ok=True)
+        link = bundle.rootfs / f"link{i}"
+        link.symlink_to(str(victim / place))
+        arguments += [str(bundle.rootfs / place), str(link)]
+    ends = set()
+    with Held(bundle) as held:
+        swapper = subprocess.Popen([str(swap), *arguments])
+        try:
+            for _ in range(100):
+                before = held.all_mounts()
+                done = held.hook(node.hook)
+                outside = [m for m in held.all_mounts() if not m.startswith(f"{bundle.rootfs}/")]
+                assert outside == [m for m in before if not m.startswith(f"{bundle.rootfs}/")]
+                assert done.returncode in (0, 71, 76), done.stderr
+                ends.add(done.returncode)
+        finally:
+            swapper.kill()
+            swapper.wait()
+    # the victim's fixture compares its content and the host's mounts
+
+
+def test_a_link_below_usr_lib_is_no_obstacle_to_an_honest_image(node: Node, runc: Runtime) -> None:
+    """Absolute links inside an image are common, and are resolved in the image."""
+    bundle = node.bundle(PROBE)
+    (bundle.rootfs / "etc/ld.so.cache").unlink()
+    (bundle.rootfs / "usr/lib").rename(bundle.rootfs / "store")
+    (bundle.rootfs / "usr/lib").symlink_to("/store")
+    (bundle.rootfs / "run").rmdir()
+    (bundle.rootfs / "var/run").mkdir()
+    (bundle.rootfs / "run").symlink_to("/var/run")
+    ran = runc.run(bundle)
+    assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr

@@ -1,0 +1,357 @@
+"""What keeps a container from starting: its own exit status, one line, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, make_library
+from tests.container.conftest import Node
+from tests.container.held import Held
+from tests.container.test_hook_start import host_mounts, tree
+
+
+def check_line(line: str) -> None:
+    """One printable line: what, then what to do."""
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert line[:-1].isascii()
+    assert line[:-1].isprintable()
+    assert line.startswith("tidegate: ")
+    assert "; " in line
+
+
+def refuse(
+    node: Node, bundle: Bundle, status: int, message: str, *, stdin: bytes | None = None
+) -> None:
+    """The hook ends with this status and this message, and leaves everything as it was."""
+    files = tree(bundle.rootfs)
+    mounts = host_mounts()
+    cache = (
+        (bundle.rootfs / "etc/ld.so.cache").read_bytes()
+        if (bundle.rootfs / "etc/ld.so.cache").is_file()
+        else b""
+    )
+    with Held(bundle) as held:
+        before = held.all_mounts()
+        done = held.hook(node.hook, stdin=stdin)
+        assert (done.returncode, done.stdout) == (status, ""), done.stderr
+        check_line(done.stderr)
+        assert message in done.stderr
+        assert held.all_mounts() == before
+    assert host_mounts() == mounts
+    assert tree(bundle.rootfs) == files
+    if cache:
+        assert (bundle.rootfs / "etc/ld.so.cache").read_bytes() == cache
+    node.governor.wait_idle()
+    assert (node.governor.admitted, node.governor.confirmed) == ({}, set())
+    (event,) = node.events()
+    assert (event["outcome"], event["message"] in done.stderr) == ("failed", True)
+
+
+@pytest.mark.parametrize("stdin", [b"", b"{", b"[1]", b'{"id": 7}', b"\x00\xff"])
+def test_a_broken_state(node: Node, stdin: bytes) -> None:
+    refuse(node, node.bundle("true"), 65, "OCI state", stdin=stdin)
+
+
+def test_a_missing_config(node: Node) -> None:
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        (bundle.path / "config.json").unlink()
+        done = held.hook(node.hook)
+    assert done.returncode == 66
+    check_line(done.stderr)
+    assert "config.json: No such file or directory" in done.stderr
+
+
+def test_an_unreadable_config(node: Node) -> None:
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        (bundle.path / "config.json").unlink()
+        (bundle.path / "config.json").mkdir()
+        done = held.hook(node.hook)
+    assert done.returncode == 66
+    check_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "root",
+    [{}, {"path": ""}, {"path": "/"}, {"path": "../../../../../.."}, {"path": "/proc/1/root"}],
+)
+def test_a_root_that_is_missing_or_the_hosts(node: Node, root: dict[str, str]) -> None:
+    bundle = node.bundle("true")
+    bundle.config["root"] = root
+    refuse(node, bundle, 66, "root.path")
+
+
+def test_a_root_that_does_not_exist(node: Node) -> None:
+    bundle = node.bundle("true")
+    bundle.config["root"] = {"path": "elsewhere"}
+    refuse(node, bundle, 66, "elsewhere: No such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("annotations", "message"),
+    [
+        ({"tidegate.gpu/memroy": "8Gi"}, "did you mean tidegate.gpu/memory?"),
+        ({"tidegate.gpu/compute": "101"}, "tidegate.gpu/compute is '101'"),
+        ({"tidegate.gpu/compute": "50", "tidegate.gpu/compute-limit": "20"}, "compute-limit is 20"),
+        ({"tidegate.gpu/strategy": "\n\x1b[2J\u202eevil"}, "is '\\n\\x1b[2J\\u202eevil'"),
+        ({"tidegate.gpu/\n\x1b]0;x\x07": "1"}, "tidegate.gpu/\\n\\x1b]0;x\\x07 is unknown"),
+        ({"tidegate.gpu/" + "k" * 5000: "1"}, "is unknown"),
+        ({"tidegate.gpu/memory": "%s%n{0}$(touch /x)`id`"}, "'%s%n{0}$(touch /x)`id`'"),
+    ],
+)
+def test_an_annotation_that_is_not_accepted(
+    node: Node, annotations: dict[str, str], message: str
+) -> None:
+    refuse(node, node.bundle("true", annotations=annotations), 64, message)
+
+
+def test_no_mirror(node: Node) -> None:
+    node.driver_dir.unlink()
+    node.driver_dir.mkdir()
+    refuse(node, node.bundle("true"), 69, "run `tidegate refresh`")
+
+
+def test_capabilities_without_a_set(node: Node) -> None:
+    bundle = node.bundle("true", annotations={"tidegate.gpu/capabilities": "video"})
+    refuse(node, bundle, 69, "nothing for capabilities video, it has compute,utility")
+
+
+def test_a_stale_mirror_names_the_file(node: Node) -> None:
+    generation = node.own_mirror()
+    manifest = json.loads((generation / "manifest.json").read_text())
+    manifest["source"]["watch"][0]["mtime_ns"] += 1
+    (generation / "manifest.json").write_text(json.dumps(manifest))
+    refuse(node, node.bundle("true"), 72, manifest["source"]["watch"][0]["path"])
+
+
+def test_a_damaged_manifest(node: Node) -> None:
+    (node.own_mirror() / "manifest.json").write_text("{")
+    refuse(node, node.bundle("true"), 72, "is not a manifest")
+
+
+@pytest.mark.parametrize("what", ["missing", "link", "fifo", "directory"])
+def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str) -> None:
+    """R10: the type of a source is checked on the descriptor that is mounted; what was mounted before it comes off."""
+    program = node.own_mirror() / "bin" / "nvidia-smi"
+    program.unlink()
+    match what:
+        case "link":
+            program.symlink_to("/etc/shadow")
+        case "fifo":
+            os.mkfifo(program)
+        case "directory":
+            program.mkdir()
+    refuse(node, node.bundle("true"), 72, "bin/nvidia-smi")
+
+
+def test_no_governor(node: Node) -> None:
+    (node.base / "run/governor.sock").unlink()
+    refuse(node, node.bundle("true"), 75, "governor.sock (connect: No such file or directory)")
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("silent", "did not answer admit within 0.25 s"),
+        ("close", "closed the connection during admit"),
+        ("garbage", "answered admit with ['what?']"),
+    ],
+)
+def test_a_governor_that_does_not_answer(node: Node, mode: str, message: str) -> None:
+    node.governor.mode = mode
+    node.timeout = 0.5
+    begin = time.monotonic()
+    refuse(node, node.bundle("true"), 75, message)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_governor_that_refuses_speaks_for_itself(node: Node) -> None:
+    node.governor.mode = "refuse"
+    refuse(
+        node,
+        node.bundle("true"),
+        77,
+        "tidegate: GPU memory: 8Gi asked, 2Gi free on every GPU; ask for less",
+    )
+
+
+def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:
+    """All mounts were made and the cache written: all of it goes, the old cache comes back."""
+    node.governor.mode = "deny-confirm"
+    refuse(node, node.bundle("true"), 77, "the admission is gone")
+
+
+def test_a_failure_half_way_takes_back_what_was_made(node: Node) -> None:
+    """The libraries and the grant are mounted when the program's place turns out to be taken."""
+    bundle = node.bundle("true")
+    (bundle.rootfs / "usr/bin/nvidia-smi").mkdir()
+    refuse(node, bundle, 76, "/usr/bin/nvidia-smi in the image is not a regular file")
+
+
+def test_an_image_on_musl(node: Node) -> None:
+    bundle = node.bundle("true")
+    (bundle.rootfs / LIBDIR / "libc.so.6").unlink()
+    (bundle.rootfs / "usr/lib/ld-musl-x86_64.so.1").write_bytes(b"musl")
+    refuse(node, bundle, 76, "the image is built on musl")
+
+
+def test_an_image_without_a_loader(node: Node) -> None:
+    bundle = node.bundle("true")
+    (bundle.rootfs / "usr/lib64/ld-linux-x86-64.so.2").unlink()
+    refuse(node, bundle, 76, "the image has no loader")
+
+
+def test_an_image_with_files_in_the_directory(node: Node) -> None:
+    bundle = node.bundle("true")
+    make_library(bundle.rootfs / TARGET / "libfast.so.1", "libfast.so.1", "fast")
+    refuse(node, bundle, 76, f"/{TARGET} in the image is not empty (libfast.so.1)")
+
+
+def test_a_damaged_cache_that_names_ours(node: Node) -> None:
+    bundle = node.bundle("true")
+    (bundle.rootfs / "etc/ld.so.cache").write_bytes(
+        b"glibc-ld.so.cache1.1" + b"\xff" * 40 + b"libcuda.so.1\0"
+    )
+    refuse(node, bundle, 76, "/etc/ld.so.cache in the image is damaged")
+
+
+def test_a_cache_that_leads_elsewhere_and_cannot_be_written(
+    node: Node, require: Callable[..., None]
+) -> None:
+    """/etc is a volume of the host: not ours to write, and the image's own library would win."""
+    bundle = node.bundle("true")
+    make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")
+    (bundle.rootfs / "etc/ld.so.conf").write_text("/opt/cuda\n")
+    subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
+    bundle.write()
+    with Held(bundle) as held:
+        etc = bundle.rootfs / "etc"
+        subprocess.run(
+            ["nsenter", "-m", "-t", str(held.process.pid), "mount", "--bind", str(etc), str(etc)],
+            check=True,
+        )
+        before = held.all_mounts()
+        done = held.hook(node.hook)
+        assert held.all_mounts() == before
+    assert done.returncode == 76
+    check_line(done.stderr)
+    assert "leads to /opt/cuda/libcuda.so.1 and cannot be replaced" in done.stderr
+
+
+def test_a_root_file_system_that_cannot_be_written(node: Node) -> None:
+    bundle = node.bundle("true")
+    bundle.write()
+    with Held(bundle) as held:
+        remount = ["mount", "-o", "remount,bind,ro", str(bundle.rootfs)]
+        subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *remount], check=True)
+        done = held.hook(node.hook)
+        assert held.mounts() == [""]
+    assert done.returncode == 71
+    check_line(done.stderr)
+    assert "Read-only file system" in done.stderr
+
+
+def test_a_read_only_root_that_was_prepared_is_served(node: Node) -> None:
+    """Directories and placeholder are in the image, the cache does not name ours: nothing has to be written."""
+    bundle = node.bundle("true")
+    (bundle.rootfs / TARGET).mkdir(parents=True)
+    (bundle.rootfs / "run/tidegate").mkdir()
+    with Held(bundle) as held:
+        remount = ["mount", "-o", "remount,bind,ro", str(bundle.rootfs)]
+        subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *remount], check=True)
+        done = held.hook(node.hook)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert held.mounts() == ["", "/run/tidegate", f"/{TARGET}"]
+    assert node.events()[0]["skipped"] == ["/usr/bin/nvidia-smi"]
+
+
+def test_no_mount_namespace(node: Node) -> None:
+    """Its mounts would be the host's."""
+    bundle = node.bundle("true")
+    bundle.write()
+    with Held(bundle) as held:
+        mounts = host_mounts()
+        done = held.hook(node.hook, stdin=held.state(pid=os.getpid()))
+        assert (done.returncode, host_mounts()) == (66, mounts)
+        check_line(done.stderr)
+        assert "no mount namespace of its own" in done.stderr
+
+
+def test_a_process_that_has_ended(node: Node) -> None:
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        done = held.hook(node.hook, stdin=held.state(pid=ended.pid))
+    assert done.returncode == 66
+    check_line(done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["createContainer"], ["--nope", "prestart"], ["--timeout", "x", "prestart"]]
+)
+def test_a_command_line_that_is_not_understood(node: Node, arguments: list[str]) -> None:
+    """R13: createContainer runs in the container's namespaces, where the hook never runs."""
+    done = subprocess.run(
+        [node.hook[0], *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 70
+    check_line(done.stderr)
+    assert "usage: tidegate-hook" in done.stderr
+
+
+def test_poststop_never_fails(node: Node) -> None:
+    bundle = node.bundle("true")
+    (node.base / "run/governor.sock").unlink()
+    with Held(bundle) as held:
+        for stdin in (b"", b"{", held.state()):
+            assert held.hook(node.hook, stage="poststop", stdin=stdin).returncode == 0
+    assert {event["code"] for event in node.events()} == {"state", "governor"}
+
+
+def test_runc_shows_the_line_and_the_status(node: Node, runc: Runtime) -> None:
+    """And the container's root is as it was."""
+    bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8GB"})
+    before = tree(bundle.rootfs)
+    ran = runc.run(bundle)
+    assert ran.status != 0
+    assert ran.stdout == ""
+    assert re.search(
+        r"exit status 64, .*tidegate: annotation tidegate.gpu/memory is '8GB', accepted is",
+        ran.stderr,
+    )
+    assert tree(bundle.rootfs) == before
+
+
+def test_crun_does_not_start_it_either(node: Node, runtime: Runtime) -> None:
+    node.governor.mode = "refuse"
+    bundle = node.bundle("echo started")
+    ran = runtime.run(bundle)
+    assert (ran.status != 0, ran.stdout) == (True, "")
+    assert node.events()[0]["code"] == "refused"
+    assert node.governor.admitted == {}
+
+
+def test_the_log_never_fails_a_container(node: Node, runc: Runtime) -> None:
+    node.log.mkdir()
+    assert runc.run(node.bundle("echo started")).stdout == "started\n"
+    node.log.rmdir()
+    node.log.symlink_to(node.base / "elsewhere")
+    shutil.rmtree(node.base / "bundle")
+    assert runc.run(node.bundle("echo started")).stdout == "started\n"
+    assert not Path(node.base / "elsewhere").exists()

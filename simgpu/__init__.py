@@ -1,0 +1,1 @@
+"""A simulated GPU: libcuda and libnvidia-ml that model memory, queues and time slicing."""

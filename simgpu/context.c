@@ -1,0 +1,311 @@
+/*
+ * A context: its life, its look at the device, and what follows from completed kernels
+ *
+ * Kernels stand in the shared queue and are counted; "need" is everywhere a number of kernels that
+ * the context must have completed. Commands without GPU time (events, copies, callbacks) hang at
+ * the kernel they need and are performed, in order, when this process learns that it has completed.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "schedule.h"
+
+static struct pool contexts_pool = POOL(context, 0x43545830);
+
+bool context_valid(const struct context *context)
+{
+    return pool_owns(&contexts_pool, context);
+}
+
+static CUresult context_place(struct context *context)
+{
+    struct device *device = context->device;
+    struct gpu *gpu = device->gpu;
+    uint64_t cost = device_slot_contexts(device, device->slot) ? 0 : gpu->config.context_memory;
+    uint32_t index = 0;
+
+    if (device_used(device) + cost > gpu->config.memory)
+        device_reap(device);
+    if (device_used(device) + cost > gpu->config.memory)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    while (index < GPU_CONTEXTS && gpu->contexts[index].serial)
+        index++;
+    if (index == GPU_CONTEXTS)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+
+    context->index = index;
+    context->serial = atomic_fetch_add(&gpu->shared.serials, 1) + 1;
+    for (int i = 0; i < 2; i++)
+        gpu->shared.timelines[i].lanes[index] = (struct gpu_lane){0};
+    gpu->contexts[index].slot = device->slot;
+    gpu->contexts[index].generation = device->generation;
+    atomic_store(&gpu->contexts[index].tail, 0);
+    if (index >= gpu->shared.n_contexts)
+        atomic_store(&gpu->shared.n_contexts, index + 1);
+    atomic_store(&gpu->contexts[index].serial, context->serial);
+    return CUDA_SUCCESS;
+}
+
+/** context_new() - a context of this process; its first one on a device takes memory there */
+CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags)
+{
+    struct context *context;
+    struct device *device;
+    CUresult r;
+
+    r = driver_device(ordinal, &device);
+    if (r)
+        return r;
+    context = pool_take(&contexts_pool);
+    if (!context)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    context->device = device;
+    context->ordinal = ordinal;
+    context->flags = flags;
+    context->legacy.context = context;
+    if (!device_enter(device)) {
+        pool_give(&contexts_pool, context);
+        return CUDA_ERROR_DEINITIALIZED;
+    }
+    r = context_place(context);
+    device_leave(device);
+    if (r) {
+        pool_give(&contexts_pool, context);
+        return r;
+    }
+    context->next = driver.contexts;
+    driver.contexts = context;
+    *contextp = context;
+    return CUDA_SUCCESS;
+}
+
+/** context_free() - the end of a context, of its pending work, its memory and its streams */
+void context_free(struct context *context)
+{
+    struct device *device = context->device;
+    struct context **link = &driver.contexts;
+
+    while (context->streams)
+        stream_free(context->streams);
+    capture_drop_stream(&context->legacy);
+    if (device_enter(device)) {
+        if (device->gpu->contexts[context->index].serial == context->serial)
+            atomic_store(&device->gpu->contexts[context->index].serial, 0);
+        device_leave(device);
+    }
+    for (unsigned int i = 0; i < GPU_QUEUE; i++) {
+        while (context->places[i].first) {
+            struct effect *effect = context->places[i].first;
+
+            context->places[i].first = effect->next;
+            free(effect->command.staged);
+            free(effect);
+        }
+    }
+    memory_release_context(context);
+    while (*link != context)
+        link = &(*link)->next;
+    *link = context->next;
+    pool_give(&contexts_pool, context);
+}
+
+/* Under the device's lock: what has completed since the last look. */
+static void context_collect(struct context *context)
+{
+    struct gpu *gpu = context->device->gpu;
+    const struct gpu_timeline *line = schedule_current(gpu);
+    uint64_t head = line->lanes[context->index].head;
+
+    for (uint64_t i = context->head; i < head; i++)
+        context->places[i % GPU_QUEUE].completed =
+            gpu->contexts[context->index].queue[i % GPU_QUEUE].completed;
+    context->head = head;
+    context->now = line->now;
+}
+
+uint64_t context_tail(const struct context *context)
+{
+    return context->device->gpu->contexts[context->index].tail;
+}
+
+/** context_look() - learn what has completed, and do what follows from it */
+CUresult context_look(struct context *context)
+{
+    if (!device_enter(context->device))
+        return CUDA_ERROR_DEINITIALIZED;
+    context_collect(context);
+    device_leave(context->device);
+    context_settle(context);
+    return CUDA_SUCCESS;
+}
+
+/*
+ * Sleep, without the lock, until `need` kernels may have completed; called with the device's lock,
+ * which is released. Returns an error when the context did not survive.
+ */
+static CUresult context_sleep(struct context *context, uint64_t need)
+{
+    struct device *device = context->device;
+    uint64_t serial = context->serial;
+    uint64_t when = schedule_predict(device->gpu, context->index, need, &device->scratch);
+    bool passes;
+
+    device_leave(device);
+    context_settle(context);
+    (void)driver_leave(CUDA_SUCCESS);
+    passes = device_wait(device, when);
+    pthread_mutex_lock(&driver.lock);
+    if (!driver.initialised || !context_valid(context) || context->serial != serial)
+        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    return passes ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+
+/** context_wait() - until the context has completed `need` kernels since it was made */
+CUresult context_wait(struct context *context, uint64_t need)
+{
+    for (;;) {
+        CUresult r;
+
+        if (!device_enter(context->device))
+            return CUDA_ERROR_DEINITIALIZED;
+        context_collect(context);
+        if (context->head >= need) {
+            device_leave(context->device);
+            context_settle(context);
+            return context->fault;
+        }
+        r = context_sleep(context, need);
+        if (r)
+            return r;
+    }
+}
+
+/**
+ * context_reserve() - wait until the queue has room; returns with the device's lock
+ *
+ * The lock of the driver may have been released meanwhile: what the caller knew may have ended,
+ * except the context.
+ */
+CUresult context_reserve(struct context *context)
+{
+    for (;;) {
+        CUresult r;
+
+        if (!device_enter(context->device))
+            return CUDA_ERROR_DEINITIALIZED;
+        context_collect(context);
+        if (context_tail(context) - context->settled + context->n_effects < GPU_QUEUE)
+            return CUDA_SUCCESS;
+        if (context->settled < context->head) {
+            device_leave(context->device);
+            context_settle(context);
+            continue;
+        }
+        r = context_sleep(context, context->head + 1);
+        if (r)
+            return r;
+    }
+}
+
+/** context_append() - put a kernel into the room that was reserved, under the device's lock */
+void context_append(struct context *context, const struct command *command)
+{
+    struct gpu *gpu = context->device->gpu;
+    struct gpu_context *shared = &gpu->contexts[context->index];
+    uint64_t tail = shared->tail;
+    struct place *place = &context->places[tail % GPU_QUEUE];
+
+    place->stamp = command->stamp;
+    place->first = NULL;
+    place->last = &place->first;
+    shared->queue[tail % GPU_QUEUE].duration =
+        schedule_duration(&gpu->config, context->serial, tail, command->duration);
+    atomic_store(&shared->tail, tail + 1);
+}
+
+static void fill(const struct command *command)
+{
+    if (command->width == 1) {
+        memset(command->to, (int)command->fill, command->n);
+        return;
+    }
+    for (size_t i = 0; i < command->n; i++)
+        ((uint32_t *)command->to)[i] = command->fill;
+}
+
+static void call_later(const struct command *command)
+{
+    struct host_call *call = calloc(1, sizeof(*call));
+
+    if (!call)
+        return;
+    call->function = command->function;
+    call->data = command->data;
+    if (!driver.host_calls)
+        driver.host_calls_last = &driver.host_calls;
+    *driver.host_calls_last = call;
+    driver.host_calls_last = &call->next;
+}
+
+/**
+ * context_perform() - do a command without GPU time; `time` is when it happened on the GPU
+ *
+ * Memory that was freed under a pending command makes the context faulty, as on the hardware.
+ */
+void context_perform(struct context *context, const struct command *command, uint64_t time)
+{
+    switch (command->kind) {
+    case COMMAND_EVENT:
+        if (pool_owns(&events_pool, command->event) && command->event->record == command->record) {
+            command->event->completed = true;
+            command->event->time = time;
+        }
+        break;
+    case COMMAND_COPY:
+        if ((command->device_to && !memory_find(command->to, command->n)) ||
+            (command->device_from && !memory_find(command->from, command->n)))
+            context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
+        else
+            memmove(command->to, command->from, command->n);
+        break;
+    case COMMAND_SET:
+        if (memory_find(command->to, command->n * command->width))
+            fill(command);
+        else
+            context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
+        break;
+    case COMMAND_FREE:
+        (void)memory_release(command->to);
+        break;
+    case COMMAND_HOST:
+        call_later(command);
+        break;
+    case COMMAND_KERNEL:
+        break;
+    }
+    free(command->staged);
+}
+
+/** context_settle() - do what follows from the kernels that the last look found completed */
+void context_settle(struct context *context)
+{
+    while (context->settled < context->head) {
+        struct place *place = &context->places[context->settled % GPU_QUEUE];
+
+        if (place->stamp && memory_find(place->stamp, sizeof(*place->stamp)))
+            *place->stamp = place->completed;
+        else if (place->stamp)
+            context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
+        context->settled++;
+        while (place->first) {
+            struct effect *effect = place->first;
+
+            place->first = effect->next;
+            context->n_effects--;
+            context_perform(context, &effect->command, place->completed);
+            free(effect);
+        }
+    }
+}

@@ -1,0 +1,338 @@
+/* Entries: memory, copies and fills. Copies and fills take no time on the GPU, but keep the order.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum direction { TO_DEVICE, TO_HOST, IN_DEVICE };
+
+ENTRY(cuMemAlloc_v2, CUdeviceptr *addressp, size_t bytes)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    r = addressp ? capture_check_unsafe() : CUDA_ERROR_INVALID_VALUE;
+    if (!r)
+        r = memory_allocate(context, bytes, addressp);
+    return driver_leave(r);
+}
+
+ENTRY(cuMemAllocPitch_v2, CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
+      unsigned int element)
+{
+    struct context *context;
+    size_t pitch = (width + 511) / 512 * 512;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!addressp || !pitchp || !width || !height ||
+        (element != 4 && element != 8 && element != 16))
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (pitch < width || height > SIZE_MAX / pitch)
+        return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    r = capture_check_unsafe();
+    if (!r)
+        r = memory_allocate(context, pitch * height, addressp);
+    if (!r)
+        *pitchp = pitch;
+    return driver_leave(r);
+}
+
+/* Charged in full from the start: nothing here migrates. */
+ENTRY(cuMemAllocManaged, CUdeviceptr *addressp, size_t bytes, unsigned int flags)
+{
+    if (flags != 1 && flags != 2)
+        return CUDA_ERROR_INVALID_VALUE;
+    return cuMemAlloc_v2(addressp, bytes);
+}
+
+ENTRY(cuMemFree_v2, CUdeviceptr address)
+{
+    const struct allocation *item;
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!address)
+        return driver_leave(CUDA_SUCCESS);
+    r = capture_check_unsafe();
+    if (r)
+        return driver_leave(r);
+    item = memory_find((void *)(uintptr_t)address, 1);
+    if (!item || item->base != address || !item->charged)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    /* As the driver does: what may still use the memory comes first. */
+    r = context_wait(item->context, context_tail(item->context));
+    if (!r)
+        r = memory_release((void *)(uintptr_t)address);
+    return driver_leave(r);
+}
+
+/* The memory is there at once: nothing that uses it in the stream's order can tell. */
+static CUresult allocate_async(CUdeviceptr *addressp, size_t bytes, CUstream handle)
+{
+    struct stream *stream;
+    CUresult r = stream_enter(handle, &stream);
+
+    if (r)
+        return r;
+    if (!addressp)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (stream->capture) { /* graphs have no memory of their own here */
+        capture_invalidate(stream->capture);
+        return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    }
+    return driver_leave(memory_allocate(stream->context, bytes, addressp));
+}
+
+ENTRY(cuMemAllocAsync, CUdeviceptr *addressp, size_t bytes, CUstream stream)
+{
+    return allocate_async(addressp, bytes, stream);
+}
+
+ENTRY(cuMemAllocAsync_ptsz, CUdeviceptr *addressp, size_t bytes, CUstream stream)
+{
+    return allocate_async(addressp, bytes, PER_THREAD(stream));
+}
+
+static CUresult free_async(CUdeviceptr address, CUstream handle)
+{
+    struct command command = {.kind = COMMAND_FREE, .to = (void *)(uintptr_t)address};
+    const struct allocation *item;
+    struct stream *stream;
+    CUresult r = stream_enter(handle, &stream);
+
+    if (r)
+        return r;
+    item = memory_find(command.to, 1);
+    if (!item || item->base != address || !item->charged)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (stream->capture) {
+        capture_invalidate(stream->capture);
+        return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    }
+    return driver_leave(stream_submit(stream, &command));
+}
+
+ENTRY(cuMemFreeAsync, CUdeviceptr address, CUstream stream)
+{
+    return free_async(address, stream);
+}
+
+ENTRY(cuMemFreeAsync_ptsz, CUdeviceptr address, CUstream stream)
+{
+    return free_async(address, PER_THREAD(stream));
+}
+
+ENTRY(cuMemHostAlloc, void **addressp, size_t bytes, unsigned int flags)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    r = addressp && flags <= 7 ? capture_check_unsafe() : CUDA_ERROR_INVALID_VALUE;
+    if (!r)
+        r = memory_allocate_host(context, bytes, addressp);
+    return driver_leave(r);
+}
+
+ENTRY(cuMemFreeHost, void *address)
+{
+    const struct allocation *item;
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    item = memory_find(address, 1);
+    r = item && item->base == (uintptr_t)address && !item->charged ? capture_check_unsafe()
+                                                                   : CUDA_ERROR_INVALID_VALUE;
+    if (!r)
+        r = context_wait(item->context, context_tail(item->context));
+    if (!r)
+        r = memory_release(address);
+    return driver_leave(r);
+}
+
+ENTRY(cuMemGetInfo_v2, size_t *freep, size_t *totalp)
+{
+    struct context *context;
+    struct device *device;
+    uint64_t used;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!freep || !totalp)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    device = context->device;
+    if (!device_enter(device))
+        return driver_leave(CUDA_ERROR_DEINITIALIZED);
+    used = device_used(device);
+    device_leave(device);
+    *totalp = device->gpu->config.memory;
+    *freep = used < *totalp ? *totalp - used : 0;
+    return driver_leave(CUDA_SUCCESS);
+}
+
+/*
+ * Pageable memory of the host is read before the call returns, and written before it returns, which
+ * is what the driver does. Pinned memory is used when the stream comes to it.
+ */
+static CUresult copy(void *to, const void *from, size_t bytes, CUstream handle,
+                     enum direction direction, bool synchronous)
+{
+    struct command command = {.kind = COMMAND_COPY, .to = to, .from = from, .n = bytes};
+    struct stream *stream;
+    CUresult r = stream_enter(handle, &stream);
+
+    if (r)
+        return r;
+    if (bytes == 0)
+        return driver_leave(CUDA_SUCCESS);
+    command.device_to = direction != TO_HOST || memory_find(to, bytes);
+    command.device_from = direction != TO_DEVICE || memory_find(from, bytes);
+    if ((command.device_to && !memory_find(to, bytes)) ||
+        (command.device_from && !memory_find(from, bytes)) || !to || !from)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (synchronous) {
+        r = capture_check_unsafe();
+        if (r)
+            return driver_leave(r);
+    } else if (!command.device_from) {
+        command.staged = malloc(bytes);
+        if (!command.staged)
+            return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
+        memcpy(command.staged, from, bytes);
+        command.from = command.staged;
+    }
+    r = stream_submit(stream, &command);
+    if (!r && !stream->capture && (synchronous || !command.device_to))
+        r = context_wait(stream->context, stream_need(stream));
+    return driver_leave(r);
+}
+
+#define ADDRESS(address) ((void *)(uintptr_t)(address))
+
+ENTRY(cuMemcpyHtoD_v2, CUdeviceptr to, const void *from, size_t bytes)
+{
+    return copy(ADDRESS(to), from, bytes, NULL, TO_DEVICE, true);
+}
+
+ENTRY(cuMemcpyHtoD_v2_ptds, CUdeviceptr to, const void *from, size_t bytes)
+{
+    return copy(ADDRESS(to), from, bytes, CU_STREAM_PER_THREAD, TO_DEVICE, true);
+}
+
+ENTRY(cuMemcpyDtoH_v2, void *to, CUdeviceptr from, size_t bytes)
+{
+    return copy(to, ADDRESS(from), bytes, NULL, TO_HOST, true);
+}
+
+ENTRY(cuMemcpyDtoH_v2_ptds, void *to, CUdeviceptr from, size_t bytes)
+{
+    return copy(to, ADDRESS(from), bytes, CU_STREAM_PER_THREAD, TO_HOST, true);
+}
+
+ENTRY(cuMemcpyDtoD_v2, CUdeviceptr to, CUdeviceptr from, size_t bytes)
+{
+    return copy(ADDRESS(to), ADDRESS(from), bytes, NULL, IN_DEVICE, false);
+}
+
+ENTRY(cuMemcpyDtoD_v2_ptds, CUdeviceptr to, CUdeviceptr from, size_t bytes)
+{
+    return copy(ADDRESS(to), ADDRESS(from), bytes, CU_STREAM_PER_THREAD, IN_DEVICE, false);
+}
+
+ENTRY(cuMemcpyHtoDAsync_v2, CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
+{
+    return copy(ADDRESS(to), from, bytes, stream, TO_DEVICE, false);
+}
+
+ENTRY(cuMemcpyHtoDAsync_v2_ptsz, CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
+{
+    return copy(ADDRESS(to), from, bytes, PER_THREAD(stream), TO_DEVICE, false);
+}
+
+ENTRY(cuMemcpyDtoHAsync_v2, void *to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    return copy(to, ADDRESS(from), bytes, stream, TO_HOST, false);
+}
+
+ENTRY(cuMemcpyDtoHAsync_v2_ptsz, void *to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    return copy(to, ADDRESS(from), bytes, PER_THREAD(stream), TO_HOST, false);
+}
+
+ENTRY(cuMemcpyDtoDAsync_v2, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    return copy(ADDRESS(to), ADDRESS(from), bytes, stream, IN_DEVICE, false);
+}
+
+ENTRY(cuMemcpyDtoDAsync_v2_ptsz, CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    return copy(ADDRESS(to), ADDRESS(from), bytes, PER_THREAD(stream), IN_DEVICE, false);
+}
+
+/* Fills of device memory return before they are done, the forms without "Async" too. */
+static CUresult set(CUdeviceptr to, uint32_t value, size_t width, size_t n, CUstream handle)
+{
+    struct command command = {
+        .kind = COMMAND_SET, .to = ADDRESS(to), .fill = value, .width = width, .n = n};
+    struct stream *stream;
+    CUresult r = stream_enter(handle, &stream);
+
+    if (r)
+        return r;
+    if (n == 0)
+        return driver_leave(CUDA_SUCCESS);
+    if (n > SIZE_MAX / width || to % width || !memory_find(command.to, n * width))
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    return driver_leave(stream_submit(stream, &command));
+}
+
+ENTRY(cuMemsetD8_v2, CUdeviceptr to, unsigned char value, size_t n)
+{
+    return set(to, value, 1, n, NULL);
+}
+
+ENTRY(cuMemsetD8_v2_ptds, CUdeviceptr to, unsigned char value, size_t n)
+{
+    return set(to, value, 1, n, CU_STREAM_PER_THREAD);
+}
+
+ENTRY(cuMemsetD32_v2, CUdeviceptr to, unsigned int value, size_t n)
+{
+    return set(to, value, 4, n, NULL);
+}
+
+ENTRY(cuMemsetD32_v2_ptds, CUdeviceptr to, unsigned int value, size_t n)
+{
+    return set(to, value, 4, n, CU_STREAM_PER_THREAD);
+}
+
+ENTRY(cuMemsetD8Async, CUdeviceptr to, unsigned char value, size_t n, CUstream stream)
+{
+    return set(to, value, 1, n, stream);
+}
+
+ENTRY(cuMemsetD8Async_ptsz, CUdeviceptr to, unsigned char value, size_t n, CUstream stream)
+{
+    return set(to, value, 1, n, PER_THREAD(stream));
+}
+
+ENTRY(cuMemsetD32Async, CUdeviceptr to, unsigned int value, size_t n, CUstream stream)
+{
+    return set(to, value, 4, n, stream);
+}
+
+ENTRY(cuMemsetD32Async_ptsz, CUdeviceptr to, unsigned int value, size_t n, CUstream stream)
+{
+    return set(to, value, 4, n, PER_THREAD(stream));
+}

@@ -1,0 +1,246 @@
+/*
+ * One process's side of the simulated driver
+ *
+ * Everything here is guarded by one lock, `driver.lock`, that is released only while a thread
+ * sleeps and while an application's own callback runs. Where the device's lock is needed as well,
+ * it is taken second and held for one look or one change.
+ *
+ * Kernels stand in the shared queue and whoever looks at the device completes them. What their
+ * completion means here (a time stamp written, an event completed, a copy made) happens in this
+ * process at its next call: see context_settle().
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define STACK_DEPTH 64
+
+struct driver driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static __thread struct {
+    unsigned int epoch;
+    unsigned int depth;
+    struct context *contexts[STACK_DEPTH];
+} stack;
+
+/** pool_take() - a zeroed object, or NULL when there is no memory */
+void *pool_take(struct pool *pool)
+{
+    struct object *object = pool->unused;
+
+    if (object) {
+        pool->unused = object->next;
+        memset(object, 0, pool->size);
+    } else {
+        object = calloc(1, pool->size);
+        if (!object)
+            return NULL;
+    }
+    object->magic = pool->magic;
+    return object;
+}
+
+void pool_give(struct pool *pool, void *pointer)
+{
+    struct object *object = pointer;
+
+    object->magic = 0;
+    object->next = pool->unused;
+    pool->unused = object;
+}
+
+bool pool_owns(const struct pool *pool, const void *pointer)
+{
+    const struct object *object = pointer;
+
+    return object && (uintptr_t)object % _Alignof(struct object) == 0 &&
+           object->magic == pool->magic;
+}
+
+static void after_fork(void)
+{
+    /* The parent's lock may have been held by a thread that does not exist here. */
+    pthread_mutex_init(&driver.lock, NULL);
+    driver_forget(false);
+}
+
+static bool visible(const struct device *device, int ordinal, const char *list)
+{
+    char uuid[41];
+
+    device_uuid_text(device, uuid);
+    while (*list) {
+        size_t length = strcspn(list, ",");
+        char *end;
+        long number = strtol(list, &end, 10);
+
+        if (length && end == list + length && number == ordinal)
+            return true;
+        if (length >= 5 && length <= 40 && strncmp(list, uuid, length) == 0)
+            return true;
+        list += length + (list[length] == ',');
+    }
+    return false;
+}
+
+/** driver_init() - find the devices; CUDA_VISIBLE_DEVICES narrows them, in the device's order */
+CUresult driver_init(void)
+{
+    static bool fork_handled;
+    const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
+    int present = 0;
+
+    if (driver.initialised)
+        return CUDA_SUCCESS;
+    if (!fork_handled && pthread_atfork(NULL, NULL, after_fork) == 0)
+        fork_handled = true;
+    for (unsigned int minor = 0; minor < DEVICES; minor++) {
+        struct device *device;
+
+        if (device_open(&device, device_directory(), minor, false) < 0)
+            continue;
+        if (wanted && !visible(device, present++, wanted)) {
+            device_detach(device);
+            continue;
+        }
+        driver.devices[driver.n_devices++] = device;
+    }
+    if (driver.n_devices == 0)
+        return CUDA_ERROR_NO_DEVICE;
+    driver.initialised = true;
+    return CUDA_SUCCESS;
+}
+
+/** driver_forget() - back to before cuInit; `ours`: or do the devices belong to our parent? */
+void driver_forget(bool ours)
+{
+    while (driver.contexts) {
+        if (ours) {
+            context_free(driver.contexts);
+        } else {
+            struct context *context = driver.contexts;
+
+            driver.contexts = context->next;
+            context->object.magic = 0;
+        }
+    }
+    memory_forget();
+    for (int i = 0; i < driver.n_devices; i++) {
+        if (ours)
+            device_detach(driver.devices[i]);
+        else
+            device_abandon(driver.devices[i]);
+        driver.primaries[i] = NULL;
+        driver.primary_references[i] = 0;
+    }
+    driver.captures = NULL;
+    driver.host_calls = NULL;
+    driver.n_devices = 0;
+    driver.initialised = false;
+    driver.epoch++;
+}
+
+/** driver_enter() - take the lock; without it and with an error before cuInit */
+CUresult driver_enter(void)
+{
+    pthread_mutex_lock(&driver.lock);
+    if (driver.initialised)
+        return CUDA_SUCCESS;
+    pthread_mutex_unlock(&driver.lock);
+    return CUDA_ERROR_NOT_INITIALIZED;
+}
+
+/** driver_enter_context() - the same, and the calling thread has a usable context */
+CUresult driver_enter_context(struct context **contextp)
+{
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    *contextp = current_context();
+    if (!*contextp)
+        return driver_leave(CUDA_ERROR_INVALID_CONTEXT);
+    if (!context_valid(*contextp))
+        return driver_leave(CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    if ((*contextp)->fault)
+        return driver_leave((*contextp)->fault);
+    return CUDA_SUCCESS;
+}
+
+/** driver_leave() - release the lock, make the application's callbacks that are due, pass `result`
+ */
+CUresult driver_leave(CUresult result)
+{
+    struct host_call *calls = driver.host_calls;
+
+    driver.host_calls = NULL;
+    driver.host_calls_last = NULL;
+    pthread_mutex_unlock(&driver.lock);
+    while (calls) {
+        struct host_call *call = calls;
+
+        calls = call->next;
+        call->function(call->data);
+        free(call);
+    }
+    return result;
+}
+
+CUresult driver_device(CUdevice ordinal, struct device **devicep)
+{
+    if (ordinal < 0 || ordinal >= driver.n_devices)
+        return CUDA_ERROR_INVALID_DEVICE;
+    *devicep = driver.devices[ordinal];
+    return CUDA_SUCCESS;
+}
+
+static void stack_renew(void)
+{
+    if (stack.epoch == driver.epoch)
+        return;
+    stack.epoch = driver.epoch;
+    stack.depth = 0;
+}
+
+struct context *current_context(void)
+{
+    stack_renew();
+    return stack.depth ? stack.contexts[stack.depth - 1] : NULL;
+}
+
+void current_set(struct context *context)
+{
+    stack_renew();
+    if (!context) {
+        stack.depth -= stack.depth > 0;
+        return;
+    }
+    if (stack.depth == 0)
+        stack.depth = 1;
+    stack.contexts[stack.depth - 1] = context;
+}
+
+bool current_push(struct context *context)
+{
+    stack_renew();
+    if (stack.depth == STACK_DEPTH)
+        return false;
+    stack.contexts[stack.depth++] = context;
+    return true;
+}
+
+bool current_pop(struct context **contextp)
+{
+    stack_renew();
+    if (stack.depth == 0)
+        return false;
+    *contextp = stack.contexts[--stack.depth];
+    return true;
+}
+
+/** current_thread() - something unique to the calling thread while it lives */
+const void *current_thread(void)
+{
+    return &stack;
+}

@@ -1,0 +1,221 @@
+/* What one process knows of its contexts, streams, events and memory; see driver.c. */
+#pragma once
+
+#include <stdbool.h>
+
+#include "cuda_abi.h"
+#include "device.h"
+
+/* A function of the library's interface; those with a void parameter list write it. */
+#define ENTRY(name, ...)                                                                           \
+    __attribute__((visibility("default"))) CUresult name(__VA_ARGS__);                             \
+    CUresult name(__VA_ARGS__)
+
+/* Of a per-thread variant of a call: its NULL stream is the thread's own. */
+#define PER_THREAD(stream) ((stream) ? (stream) : CU_STREAM_PER_THREAD)
+
+/*
+ * Handles are addresses of objects, as in the driver. An object's memory is never returned, so a
+ * handle used after its end is found out by its magic and not by a crash.
+ */
+struct object {
+    uint32_t magic;
+    struct object *next;
+};
+
+struct pool {
+    uint32_t magic;
+    size_t size;
+    struct object *unused;
+};
+
+#define POOL(type, number) {.magic = (number), .size = sizeof(struct type)}
+
+void *pool_take(struct pool *pool);
+void pool_give(struct pool *pool, void *object);
+bool pool_owns(const struct pool *pool, const void *object);
+
+enum command_kind {
+    COMMAND_KERNEL,
+    COMMAND_EVENT,
+    COMMAND_COPY,
+    COMMAND_SET,
+    COMMAND_FREE,
+    COMMAND_HOST,
+};
+
+/* One thing that a stream does. Only kernels take time on the GPU. */
+struct command {
+    enum command_kind kind;
+    uint64_t duration; /* kernel: ns */
+    uint64_t *stamp;   /* kernel: where its time of completion goes, or NULL */
+    struct event *event;
+    uint64_t record; /* event: which of its records this is */
+    void *to;        /* copy, set, free */
+    const void *from;
+    bool device_to, device_from; /* copy: is that end device memory? */
+    void *staged;                /* copy: memory of ours, freed when done */
+    size_t n;                    /* copy: bytes; set: elements */
+    size_t width;                /* set: bytes of an element */
+    uint32_t fill;               /* set */
+    CUhostFn function;
+    void *data;
+};
+
+/* A command without GPU time that waits for kernels. */
+struct effect {
+    struct effect *next;
+    struct command command;
+};
+
+/* The private side of one place in the shared queue. */
+struct place {
+    uint64_t *stamp;
+    uint64_t completed;
+    struct effect *first; /* what happens when this kernel has ended, in order */
+    struct effect **last;
+};
+
+struct stream {
+    struct object object;
+    struct context *context;
+    unsigned int flags;
+    int priority;
+    uint64_t need; /* the stream is done when the context has completed that many kernels */
+    struct capture *capture;
+    const void *thread; /* a thread's own default stream: which thread's */
+    struct stream *next;
+};
+
+struct event {
+    struct object object;
+    struct context *context; /* where it was recorded last; NULL when never */
+    uint64_t context_serial;
+    unsigned int flags;
+    uint64_t record;
+    uint64_t need;
+    bool completed;
+    uint64_t time;     /* ns on the GPU's clock */
+    uint64_t captured; /* number of the capture that it was recorded in last, or 0 */
+};
+
+struct context {
+    struct object object;
+    struct device *device;
+    int ordinal;
+    bool primary;
+    unsigned int flags;
+    uint32_t index;       /* in the device file */
+    uint64_t serial;      /* there, too */
+    uint64_t head;        /* kernels completed, at the last look */
+    uint64_t settled;     /* kernels whose consequences are done in this process */
+    uint64_t now;         /* ns, at the last look */
+    uint64_t legacy_need; /* of the last command of the NULL stream: blocking streams wait for it */
+    uint64_t blocking_need; /* of the last command of any blocking stream: the NULL stream waits */
+    unsigned int n_effects;
+    CUresult fault; /* sticks until the context is destroyed */
+    struct stream legacy;
+    struct stream *streams;
+    struct context *next;
+    struct place places[GPU_QUEUE];
+};
+
+struct allocation {
+    uintptr_t base;
+    size_t size;    /* mapped */
+    size_t charged; /* of device memory; 0 for memory of the host */
+    struct context *context;
+};
+
+struct host_call {
+    struct host_call *next;
+    CUhostFn function;
+    void *data;
+};
+
+struct driver {
+    pthread_mutex_t lock;
+    bool initialised;
+    unsigned int epoch; /* changes when all handles end at once */
+    int n_devices;
+    struct device *devices[DEVICES];
+    struct context *primaries[DEVICES];
+    unsigned int primary_references[DEVICES];
+    struct context *contexts;
+    struct capture *captures;
+    struct host_call *host_calls; /* due, to be made without the lock */
+    struct host_call **host_calls_last;
+};
+
+extern struct driver driver;
+
+CUresult driver_init(void);
+void driver_forget(bool ours);
+CUresult driver_enter(void);
+CUresult driver_enter_context(struct context **contextp);
+CUresult driver_leave(CUresult result);
+CUresult driver_device(CUdevice ordinal, struct device **devicep);
+
+/* The context stack of the calling thread. */
+struct context *current_context(void);
+void current_set(struct context *context);
+bool current_push(struct context *context);
+bool current_pop(struct context **contextp);
+const void *current_thread(void);
+
+CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags);
+void context_free(struct context *context);
+bool context_valid(const struct context *context);
+CUresult context_look(struct context *context);
+CUresult context_wait(struct context *context, uint64_t need);
+uint64_t context_tail(const struct context *context);
+CUresult context_reserve(struct context *context);
+void context_append(struct context *context, const struct command *command);
+void context_settle(struct context *context);
+void context_perform(struct context *context, const struct command *command, uint64_t time);
+
+/* stream.c */
+extern struct pool streams_pool, events_pool;
+CUresult stream_find(CUstream handle, struct context *current, struct stream **streamp);
+CUresult stream_enter(CUstream handle, struct stream **streamp);
+uint64_t stream_need(const struct stream *stream);
+void stream_raise(struct stream *stream, uint64_t need);
+CUresult stream_new(struct context *context, unsigned int flags, int priority,
+                    struct stream **streamp);
+CUresult stream_submit(struct stream *stream, const struct command *command);
+void event_renew(struct event *event, struct context *context, struct command *command);
+void stream_free(struct stream *stream);
+
+/* memory.c */
+CUresult memory_allocate(struct context *context, size_t bytes, CUdeviceptr *addressp);
+CUresult memory_allocate_host(struct context *context, size_t bytes, void **addressp);
+const struct allocation *memory_find(const void *address, size_t bytes);
+CUresult memory_release(const void *address);
+void memory_release_context(const struct context *context);
+void memory_forget(void);
+
+/* graph.c */
+struct capture {
+    struct capture *next;
+    uint64_t number;
+    CUstreamCaptureMode mode;
+    const void *thread;
+    struct stream *origin;
+    struct graph *graph;
+    bool invalid;
+};
+extern __thread CUstreamCaptureMode thread_capture_mode;
+CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode);
+CUresult capture_end(struct stream *stream, struct graph **graphp);
+CUresult capture_add(struct capture *capture, const struct command *command);
+CUresult capture_check_unsafe(void);
+CUresult capture_check_legacy(const struct context *context);
+struct capture *capture_find(uint64_t number);
+void capture_invalidate(struct capture *capture);
+void capture_drop_stream(const struct stream *stream);
+void graph_free(struct graph *graph);
+CUresult graph_instantiate(const struct graph *graph, struct graph_exec **execp);
+CUresult graph_launch(struct graph_exec *exec, struct stream *stream);
+CUresult graph_exec_free(struct graph_exec *exec);
+bool graph_valid(const struct graph *graph);
+bool graph_exec_valid(const struct graph_exec *exec);

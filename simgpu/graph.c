@@ -1,0 +1,267 @@
+/*
+ * Capture and graphs
+ *
+ * A graph is the list of commands that were submitted while capturing, in that order; launching it
+ * submits them again. A capture that another call makes impossible becomes invalid, and which calls
+ * those are depends on the mode of the capture and of the calling thread, as CUDA documents it for
+ * cuThreadExchangeStreamCaptureMode.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+struct graph {
+    struct object object;
+    struct command *commands;
+    size_t n;
+    size_t room;
+};
+
+struct graph_exec {
+    struct object object;
+    struct command *commands;
+    size_t n;
+};
+
+static struct pool graphs_pool = POOL(graph, 0x47524630);
+static struct pool execs_pool = POOL(graph_exec, 0x47584530);
+
+__thread CUstreamCaptureMode thread_capture_mode;
+
+bool graph_valid(const struct graph *graph)
+{
+    return pool_owns(&graphs_pool, graph);
+}
+
+bool graph_exec_valid(const struct graph_exec *exec)
+{
+    return pool_owns(&execs_pool, exec);
+}
+
+static void commands_free(struct command *commands, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        free(commands[i].staged);
+    free(commands);
+}
+
+/* The copy has its own staged bytes: the same command is performed more than once. */
+static bool command_copy(struct command *to, const struct command *from)
+{
+    *to = *from;
+    if (!from->staged)
+        return true;
+    to->staged = malloc(from->n ? from->n : 1);
+    if (!to->staged)
+        return false;
+    memcpy(to->staged, from->staged, from->n);
+    to->from = to->staged;
+    return true;
+}
+
+void graph_free(struct graph *graph)
+{
+    commands_free(graph->commands, graph->n);
+    pool_give(&graphs_pool, graph);
+}
+
+/* Makes the stream no longer part of any capture; nobody holds the capture afterwards. */
+static void capture_free(struct capture *capture)
+{
+    struct capture **link = &driver.captures;
+
+    for (struct context *context = driver.contexts; context; context = context->next) {
+        for (struct stream *stream = context->streams; stream; stream = stream->next) {
+            if (stream->capture == capture)
+                stream->capture = NULL;
+        }
+    }
+    while (*link != capture)
+        link = &(*link)->next;
+    *link = capture->next;
+    free(capture);
+}
+
+/** capture_find() - the capture that an event was recorded in, or NULL when it is over */
+struct capture *capture_find(uint64_t number)
+{
+    struct capture *capture = driver.captures;
+
+    while (capture && capture->number != number)
+        capture = capture->next;
+    return capture;
+}
+
+/** capture_begin() - from now on the stream's commands go into a graph */
+CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode)
+{
+    static uint64_t captures;
+    struct capture *capture;
+
+    if (mode > CU_STREAM_CAPTURE_MODE_RELAXED)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (stream == &stream->context->legacy)
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (stream->capture)
+        return CUDA_ERROR_ILLEGAL_STATE;
+    capture = calloc(1, sizeof(*capture));
+    if (!capture)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    capture->graph = pool_take(&graphs_pool);
+    if (!capture->graph) {
+        free(capture);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    capture->number = ++captures;
+    capture->mode = mode;
+    capture->thread = current_thread();
+    capture->origin = stream;
+    capture->next = driver.captures;
+    driver.captures = capture;
+    stream->capture = capture;
+    return CUDA_SUCCESS;
+}
+
+/** capture_end() - the stream's graph; NULL and an error for a capture that became invalid */
+CUresult capture_end(struct stream *stream, struct graph **graphp)
+{
+    struct capture *capture = stream->capture;
+    bool invalid;
+
+    *graphp = NULL;
+    if (!capture)
+        return CUDA_ERROR_ILLEGAL_STATE;
+    if (capture->origin != stream)
+        return CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
+    if (capture->mode != CU_STREAM_CAPTURE_MODE_RELAXED && capture->thread != current_thread())
+        return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+    invalid = capture->invalid;
+    if (invalid)
+        graph_free(capture->graph);
+    else
+        *graphp = capture->graph;
+    capture_free(capture);
+    return invalid ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+}
+
+/** capture_add() - a command becomes part of the graph; takes over `command->staged` */
+CUresult capture_add(struct capture *capture, const struct command *command)
+{
+    struct graph *graph = capture->graph;
+
+    if (capture->invalid) {
+        free(command->staged);
+        return CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    }
+    if (graph->n == graph->room) {
+        size_t room = graph->room ? 2 * graph->room : 16;
+        struct command *commands = realloc(graph->commands, room * sizeof(*commands));
+
+        if (!commands) {
+            free(command->staged);
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        graph->commands = commands;
+        graph->room = room;
+    }
+    graph->commands[graph->n++] = *command;
+    return CUDA_SUCCESS;
+}
+
+void capture_invalidate(struct capture *capture)
+{
+    capture->invalid = true;
+}
+
+/** capture_check_unsafe() - may the calling thread make a call that a capture could not contain? */
+CUresult capture_check_unsafe(void)
+{
+    CUresult r = CUDA_SUCCESS;
+
+    if (thread_capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+        return CUDA_SUCCESS;
+    for (struct capture *capture = driver.captures; capture; capture = capture->next) {
+        bool own = capture->thread == current_thread();
+
+        if (own ? capture->mode == CU_STREAM_CAPTURE_MODE_RELAXED
+                : capture->mode != CU_STREAM_CAPTURE_MODE_GLOBAL ||
+                      thread_capture_mode != CU_STREAM_CAPTURE_MODE_GLOBAL)
+            continue;
+        capture_invalidate(capture);
+        r = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
+    return r;
+}
+
+/** capture_check_legacy() - the NULL stream would wait for a stream that captures, which cannot be
+ */
+CUresult capture_check_legacy(const struct context *context)
+{
+    CUresult r = CUDA_SUCCESS;
+
+    if (!driver.captures)
+        return r;
+    for (struct stream *stream = context->streams; stream; stream = stream->next) {
+        if (!stream->capture || (stream->flags & CU_STREAM_NON_BLOCKING))
+            continue;
+        capture_invalidate(stream->capture);
+        r = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
+    }
+    return r;
+}
+
+/** capture_drop_stream() - the stream ends; a capture that it began ends with it */
+void capture_drop_stream(const struct stream *stream)
+{
+    if (!stream->capture || stream->capture->origin != stream)
+        return;
+    graph_free(stream->capture->graph);
+    capture_free(stream->capture);
+}
+
+CUresult graph_instantiate(const struct graph *graph, struct graph_exec **execp)
+{
+    struct graph_exec *exec = pool_take(&execs_pool);
+
+    if (!exec)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    exec->commands = calloc(graph->n ? graph->n : 1, sizeof(*exec->commands));
+    if (!exec->commands) {
+        pool_give(&execs_pool, exec);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    for (; exec->n < graph->n; exec->n++) {
+        if (!command_copy(&exec->commands[exec->n], &graph->commands[exec->n])) {
+            graph_exec_free(exec);
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        }
+    }
+    *execp = exec;
+    return CUDA_SUCCESS;
+}
+
+/** graph_launch() - submit the graph's commands to a stream; each takes a place in the queue */
+CUresult graph_launch(struct graph_exec *exec, struct stream *stream)
+{
+    for (size_t i = 0; graph_exec_valid(exec) && i < exec->n; i++) {
+        struct command command;
+        CUresult r;
+
+        if (!command_copy(&command, &exec->commands[i]))
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        if (command.kind == COMMAND_EVENT)
+            event_renew(command.event, stream->context, &command);
+        r = stream_submit(stream, &command);
+        if (r)
+            return r;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult graph_exec_free(struct graph_exec *exec)
+{
+    commands_free(exec->commands, exec->n);
+    pool_give(&execs_pool, exec);
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,142 @@
+/*
+ * The table of the library's functions
+ *
+ * Apart from their definitions, because here they are addresses without types.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#include "lookup.h"
+
+/*
+ * Base name, symbol, the CUDA version that brought it. An entry with a per-thread variant has two
+ * rows' worth: P for _ptsz, S for _ptds. The versions are those of NVIDIA's cudaTypedefs.h.
+ */
+#define FUNCTIONS(F, P, S)                                                                         \
+    F(cuInit, cuInit, 2000)                                                                        \
+    F(cuDriverGetVersion, cuDriverGetVersion, 2020)                                                \
+    F(cuDeviceGetCount, cuDeviceGetCount, 2000)                                                    \
+    F(cuDeviceGet, cuDeviceGet, 2000)                                                              \
+    F(cuDeviceGetName, cuDeviceGetName, 2000)                                                      \
+    F(cuDeviceGetUuid, cuDeviceGetUuid, 9020)                                                      \
+    F(cuDeviceGetUuid, cuDeviceGetUuid_v2, 11040)                                                  \
+    F(cuDeviceTotalMem, cuDeviceTotalMem_v2, 3020)                                                 \
+    F(cuDeviceGetAttribute, cuDeviceGetAttribute, 2000)                                            \
+    F(cuDeviceGetPCIBusId, cuDeviceGetPCIBusId, 4010)                                              \
+    F(cuCtxCreate, cuCtxCreate_v2, 3020)                                                           \
+    F(cuCtxCreate, cuCtxCreate_v3, 11040)                                                          \
+    F(cuCtxCreate, cuCtxCreate_v4, 12050)                                                          \
+    F(cuCtxDestroy, cuCtxDestroy_v2, 4000)                                                         \
+    F(cuCtxGetCurrent, cuCtxGetCurrent, 4000)                                                      \
+    F(cuCtxSetCurrent, cuCtxSetCurrent, 4000)                                                      \
+    F(cuCtxPushCurrent, cuCtxPushCurrent_v2, 4000)                                                 \
+    F(cuCtxPopCurrent, cuCtxPopCurrent_v2, 4000)                                                   \
+    F(cuCtxGetDevice, cuCtxGetDevice, 2000)                                                        \
+    F(cuCtxGetDevice, cuCtxGetDevice_v2, 13000)                                                    \
+    F(cuCtxSynchronize, cuCtxSynchronize, 2000)                                                    \
+    F(cuCtxSynchronize, cuCtxSynchronize_v2, 13000)                                                \
+    F(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000)                                    \
+    F(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000)                              \
+    F(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, 11000)                                  \
+    F(cuDevicePrimaryCtxGetState, cuDevicePrimaryCtxGetState, 7000)                                \
+    F(cuMemAlloc, cuMemAlloc_v2, 3020)                                                             \
+    F(cuMemAllocPitch, cuMemAllocPitch_v2, 3020)                                                   \
+    F(cuMemAllocManaged, cuMemAllocManaged, 6000)                                                  \
+    F(cuMemFree, cuMemFree_v2, 3020)                                                               \
+    P(cuMemAllocAsync, cuMemAllocAsync, 11020)                                                     \
+    P(cuMemFreeAsync, cuMemFreeAsync, 11020)                                                       \
+    F(cuMemHostAlloc, cuMemHostAlloc, 2020)                                                        \
+    F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
+    F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \
+    S(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020)                                                         \
+    S(cuMemcpyDtoH, cuMemcpyDtoH_v2, 3020)                                                         \
+    S(cuMemcpyDtoD, cuMemcpyDtoD_v2, 3020)                                                         \
+    P(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020)                                               \
+    P(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 3020)                                               \
+    P(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020)                                               \
+    S(cuMemsetD8, cuMemsetD8_v2, 3020)                                                             \
+    S(cuMemsetD32, cuMemsetD32_v2, 3020)                                                           \
+    P(cuMemsetD8Async, cuMemsetD8Async, 3020)                                                      \
+    P(cuMemsetD32Async, cuMemsetD32Async, 3020)                                                    \
+    F(cuStreamCreate, cuStreamCreate, 2000)                                                        \
+    F(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050)                                \
+    F(cuStreamDestroy, cuStreamDestroy_v2, 4000)                                                   \
+    P(cuStreamSynchronize, cuStreamSynchronize, 2000)                                              \
+    P(cuStreamQuery, cuStreamQuery, 2000)                                                          \
+    P(cuStreamWaitEvent, cuStreamWaitEvent, 3020)                                                  \
+    P(cuStreamIsCapturing, cuStreamIsCapturing, 10000)                                             \
+    P(cuStreamGetCtx, cuStreamGetCtx, 9020)                                                        \
+    P(cuStreamBeginCapture, cuStreamBeginCapture_v2, 10010)                                        \
+    P(cuStreamEndCapture, cuStreamEndCapture, 10000)                                               \
+    F(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010)                 \
+    F(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040)                             \
+    P(cuGraphLaunch, cuGraphLaunch, 10000)                                                         \
+    F(cuGraphExecDestroy, cuGraphExecDestroy, 10000)                                               \
+    F(cuGraphDestroy, cuGraphDestroy, 10000)                                                       \
+    F(cuEventCreate, cuEventCreate, 2000)                                                          \
+    F(cuEventDestroy, cuEventDestroy_v2, 4000)                                                     \
+    P(cuEventRecord, cuEventRecord, 2000)                                                          \
+    P(cuEventRecordWithFlags, cuEventRecordWithFlags, 11010)                                       \
+    F(cuEventQuery, cuEventQuery, 2000)                                                            \
+    F(cuEventSynchronize, cuEventSynchronize, 2000)                                                \
+    F(cuEventElapsedTime, cuEventElapsedTime, 2000)                                                \
+    F(cuEventElapsedTime, cuEventElapsedTime_v2, 12080)                                            \
+    F(cuModuleLoadData, cuModuleLoadData, 2000)                                                    \
+    F(cuModuleLoadDataEx, cuModuleLoadDataEx, 2010)                                                \
+    F(cuModuleLoad, cuModuleLoad, 2000)                                                            \
+    F(cuModuleUnload, cuModuleUnload, 2000)                                                        \
+    F(cuModuleGetFunction, cuModuleGetFunction, 2000)                                              \
+    F(cuFuncGetAttribute, cuFuncGetAttribute, 2020)                                                \
+    P(cuLaunchKernel, cuLaunchKernel, 4000)                                                        \
+    P(cuLaunchKernelEx, cuLaunchKernelEx, 11060)                                                   \
+    P(cuLaunchCooperativeKernel, cuLaunchCooperativeKernel, 9000)                                  \
+    P(cuLaunchHostFunc, cuLaunchHostFunc, 10000)                                                   \
+    F(cuGetErrorName, cuGetErrorName, 6000)                                                        \
+    F(cuGetErrorString, cuGetErrorString, 6000)                                                    \
+    F(cuGetProcAddress, cuGetProcAddress, 11030)                                                   \
+    F(cuGetProcAddress, cuGetProcAddress_v2, 12000)                                                \
+    F(cuGetExportTable, cuGetExportTable, 3000)
+
+/* Only their addresses matter here. */
+#define DECLARE(base, symbol, since)      void symbol(void);
+#define DECLARE_PTSZ(base, symbol, since) DECLARE(base, symbol, since) void symbol##_ptsz(void);
+#define DECLARE_PTDS(base, symbol, since) DECLARE(base, symbol, since) void symbol##_ptds(void);
+#define ROW(base, symbol, since)          {#base, since, symbol, symbol},
+#define ROW_PTSZ(base, symbol, since)     {#base, since, symbol, symbol##_ptsz},
+#define ROW_PTDS(base, symbol, since)     {#base, since, symbol, symbol##_ptds},
+
+FUNCTIONS(DECLARE, DECLARE_PTSZ, DECLARE_PTDS)
+
+static const struct row {
+    const char *base;
+    int since;
+    any_function *function;
+    any_function *per_thread;
+} rows[] = {FUNCTIONS(ROW, ROW_PTSZ, ROW_PTDS)};
+
+/**
+ * lookup() - the newest function of that base name that a program built for `version` may call
+ *
+ * Names with a version suffix are no base names, and are not found, as in the driver.
+ */
+any_function *lookup(const char *name, int version, uint64_t flags,
+                     CUdriverProcAddressQueryResult *statusp)
+{
+    const struct row *best = NULL;
+
+    *statusp = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        if (strcmp(rows[i].base, name) != 0)
+            continue;
+        if (!best)
+            *statusp = CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT;
+        if (rows[i].since <= version && (!best || rows[i].since > best->since))
+            best = &rows[i];
+        if (best)
+            *statusp = CU_GET_PROC_ADDRESS_SUCCESS;
+    }
+    if (!best)
+        return NULL;
+    return flags & CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM ? best->per_thread
+                                                                 : best->function;
+}

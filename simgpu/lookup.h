@@ -1,0 +1,11 @@
+/* Functions of the library by base name, version and kind of default stream. */
+#pragma once
+
+#include <stdint.h>
+
+#include "cuda_abi.h"
+
+typedef void any_function(void);
+
+any_function *lookup(const char *name, int version, uint64_t flags,
+                     CUdriverProcAddressQueryResult *statusp);

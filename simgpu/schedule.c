@@ -1,0 +1,194 @@
+/*
+ * The timeline of a simulated GPU
+ *
+ * Pure: no clock, no lock, no system call. Whoever holds the device's lock says how far to go, and
+ * the same arrivals give the same history, whoever advances it and in how many steps.
+ *
+ * The rules, as measured on an H200 without MPS: contexts with pending work take turns in a circle,
+ * for a slice each (2 ms); each change of the context on the GPU costs a switch (130 us) in
+ * which nothing executes; a context whose work ends gives way at once; a context alone keeps the
+ * GPU and pays nothing, and so does the one that comes back to a GPU nobody else used meanwhile.
+ * A kernel is interrupted at the end of a slice and continues later where it stopped. Inside a
+ * context there is one queue: one kernel at a time, in the order of submission, whatever the
+ * streams.
+ */
+#include "schedule.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+/* Steps that one prediction may take: a slice, a switch or a kernel each. */
+#define PREDICTION_STEPS 256
+
+/** schedule_current() - the timeline that holds */
+struct gpu_timeline *schedule_current(struct gpu *gpu)
+{
+    return &gpu->shared.timelines[atomic_load(&gpu->shared.current) & 1];
+}
+
+static bool lane_pending(const struct gpu *gpu, const struct gpu_timeline *line, uint32_t index)
+{
+    const struct gpu_context *context = &gpu->contexts[index];
+
+    return atomic_load_explicit(&context->serial, memory_order_relaxed) != 0 &&
+           line->lanes[index].head < atomic_load_explicit(&context->tail, memory_order_relaxed);
+}
+
+/* The next context in the circle that has work, the resident one last; -1 when there is none. */
+static int next_pending(const struct gpu *gpu, const struct gpu_timeline *line)
+{
+    uint32_t n = gpu->shared.n_contexts;
+
+    for (uint32_t i = 1; i <= n; i++) {
+        uint32_t index = (line->resident_index + i) % n;
+
+        if (lane_pending(gpu, line, index))
+            return (int)index;
+    }
+    return -1;
+}
+
+static void take_gpu(const struct gpu *gpu, struct gpu_timeline *line, uint32_t index)
+{
+    uint64_t cost = line->resident ? gpu->config.switch_cost : 0;
+
+    line->switches += line->resident != 0;
+    line->resident = gpu->contexts[index].serial;
+    line->resident_index = index;
+    line->switch_end = line->now + cost;
+    line->slice_end = line->switch_end + gpu->config.slice;
+    line->lanes[index].slices++;
+}
+
+/*
+ * One step of the history, not beyond `target`. Returns false when nothing is left to decide before
+ * it. `completed` is set when the command at the head of the resident context ends.
+ */
+static bool step(const struct gpu *gpu, struct gpu_timeline *line, uint64_t target, bool *completed)
+{
+    uint32_t index = line->resident_index;
+    bool resident = line->resident && gpu->contexts[index].serial == line->resident;
+    bool pending = resident && lane_pending(gpu, line, index);
+    struct gpu_lane *lane = &line->lanes[index];
+    uint64_t length;
+
+    *completed = false;
+    if (line->now >= target)
+        return false;
+
+    if (!pending || line->now >= line->slice_end) {
+        int next = next_pending(gpu, line);
+
+        if (next < 0) {
+            line->now = target;
+            return false;
+        }
+        if (!pending || (uint32_t)next != index) {
+            take_gpu(gpu, line, (uint32_t)next);
+            return true;
+        }
+        line->slice_end = line->now + gpu->config.slice;
+    }
+
+    if (line->now < line->switch_end) {
+        line->now = line->switch_end < target ? line->switch_end : target;
+        return true;
+    }
+
+    length = gpu->contexts[index].queue[lane->head % GPU_QUEUE].duration - lane->progress;
+    if (length > line->slice_end - line->now)
+        length = line->slice_end - line->now;
+    if (length > target - line->now)
+        length = target - line->now;
+    line->now += length;
+    line->busy += length;
+    lane->busy += length;
+    lane->progress += length;
+    if (lane->progress == gpu->contexts[index].queue[lane->head % GPU_QUEUE].duration) {
+        lane->head++;
+        lane->progress = 0;
+        *completed = true;
+    }
+    return true;
+}
+
+static void timeline_copy(const struct gpu *gpu, struct gpu_timeline *to,
+                          const struct gpu_timeline *from)
+{
+    memcpy(to, from,
+           offsetof(struct gpu_timeline, lanes) + gpu->shared.n_contexts * sizeof(from->lanes[0]));
+}
+
+/**
+ * schedule_advance() - decide everything that happens before `now`
+ *
+ * Commands that end have their time of completion in the queue before the new heads are
+ * seen. A caller killed on the way leaves the old timeline in force, and the next one decides the
+ * same again. Time does not go back: an earlier `now` changes nothing.
+ */
+void schedule_advance(struct gpu *gpu, uint64_t now)
+{
+    uint32_t current = atomic_load(&gpu->shared.current) & 1;
+    struct gpu_timeline *line = &gpu->shared.timelines[!current];
+    bool completed;
+
+    if (gpu->shared.timelines[current].now >= now)
+        return;
+    timeline_copy(gpu, line, &gpu->shared.timelines[current]);
+    while (step(gpu, line, now, &completed)) {
+        struct gpu_lane *lane = &line->lanes[line->resident_index];
+
+        if (completed)
+            gpu->contexts[line->resident_index].queue[(lane->head - 1) % GPU_QUEUE].completed =
+                line->now;
+    }
+    atomic_store(&gpu->shared.current, !current);
+}
+
+/**
+ * schedule_predict() - when will a context have completed `need` commands?
+ *
+ * Returns the time on the GPU's clock if nobody submits anything more, or an earlier time when that
+ * is far away. Newcomers make it later, never earlier; a context that goes makes it earlier.
+ */
+uint64_t schedule_predict(const struct gpu *gpu, uint32_t index, uint64_t need,
+                          struct gpu_timeline *scratch)
+{
+    bool completed;
+
+    timeline_copy(gpu, scratch, &gpu->shared.timelines[atomic_load(&gpu->shared.current) & 1]);
+    for (int i = 0; i < PREDICTION_STEPS && scratch->lanes[index].head < need; i++) {
+        if (!step(gpu, scratch, UINT64_MAX, &completed))
+            break;
+    }
+    return scratch->now;
+}
+
+static uint64_t mix(uint64_t x)
+{
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+/**
+ * schedule_duration() - the time that a kernel takes, with the device's jitter
+ *
+ * Depends on the device's seed, the context and the kernel's number in it, and on nothing else. At
+ * least 1 ns, so that each kernel ends later than the one before.
+ */
+uint64_t schedule_duration(const struct gpu_config *config, uint64_t serial, uint64_t sequence,
+                           uint64_t duration)
+{
+    uint64_t span;
+
+    /* An end so far away that the clock overflows would end at once. */
+    if (duration > 1ull << 60)
+        duration = 1ull << 60;
+    span = duration / 1000 * config->jitter;
+    if (span && config->jitter <= 1000)
+        duration =
+            duration - span + mix(mix(config->seed ^ mix(serial)) + sequence) % (2 * span + 1);
+    return duration ? duration : 1;
+}

@@ -1,0 +1,270 @@
+"""Device files of the simulated GPU: make them and read them.
+
+Knows the layout of `simgpu/layout.h` (the offsets are asserted there, and compared by a test) and
+nothing of the schedule: what it reads is the history as far as the device's users have
+advanced it. A process that uses a device loses it when it closes any descriptor of the file (that
+is how POSIX record locks work), so the descriptors opened here stay open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import re
+import struct
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+DEFAULT_DIRECTORY = Path("/dev/tidegate-simgpu")
+
+MAGIC = 0x5550474D49534754
+VERSION = 1
+SLOTS = 256
+CONTEXTS = 256
+QUEUE = 1024
+SLOT_LOCK = 1 << 40
+
+CONFIG = struct.Struct("<QII6QII16s96sI")
+CONFIG_SIZE = 4096
+CLOCK_OFFSET = 0x1008  # mode, current timeline, virtual now
+N_CONTEXTS_OFFSET = 0x1028
+SLOTS_OFFSET = 0x1050
+SLOT = struct.Struct("<QQI44x")
+TIMELINES_OFFSET = 0x5050
+TIMELINE = struct.Struct("<4QII2Q")
+LANE = struct.Struct("<4Q")
+TIMELINE_SIZE = TIMELINE.size + CONTEXTS * LANE.size
+CONTEXTS_OFFSET = 0xA000
+CONTEXT = struct.Struct("<QQII")
+CONTEXT_SIZE = 64 + 16 * QUEUE
+FILE_SIZE = (CONTEXTS_OFFSET + CONTEXTS * CONTEXT_SIZE + 4095) // 4096 * 4096
+
+FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+_descriptors: dict[tuple[int, int], int] = {}
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context on a device; times are ns of GPU time, `pid` is 0 where it is invisible."""
+
+    serial: int
+    pid: int
+    pending: int
+    completed: int
+    busy: int
+    slices: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that holds memory of a device; `memory` is bytes, its contexts' own included."""
+
+    pid: int
+    memory: int
+    contexts: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """A device as of `now`, ns on its clock."""
+
+    device: str
+    uuid: str
+    name: str
+    total: int
+    used: int
+    now: int
+    clock: str
+    busy: int
+    switches: int
+    recoveries: int
+    processes: tuple[Process, ...]
+    contexts: tuple[Context, ...]
+
+
+def size(text: str) -> int:
+    """Bytes from `16GiB`, `512MiB` or a plain number."""
+    match = re.fullmatch(r"(\d+)\s*([KMGT]iB|)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is no size: write bytes, or KiB, MiB, GiB or TiB as in 16GiB")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def device_uuid(seed: int, index: int) -> uuid.UUID:
+    """The UUID that `create` gives device `index` of a directory made with `seed`."""
+    return uuid.UUID(
+        bytes=hashlib.sha256(f"simgpu {seed} {index}".encode()).digest()[:16], version=4
+    )
+
+
+def create(
+    directory: Path,
+    *,
+    devices: int = 1,
+    memory: int = 16 << 30,
+    seed: int = 1,
+    name: str = "Tidegate Simulated GPU",
+    slice_us: int = 2000,
+    switch_us: int = 130,
+    context_memory: int = 512 << 20,
+    jitter: int = 0,
+    virtual_clock: bool = False,
+) -> list[Path]:
+    """Make `gpu0`, `gpu1`... in `directory`, new ones in the place of those that were there.
+
+    `jitter` is per mille of a kernel's duration. With `virtual_clock` the devices' time starts at 0
+    and passes only when it is told to.
+    """
+    if not 1 <= devices <= 32:
+        raise ValueError(f"{devices} devices: between 1 and 32 can be made")
+    if slice_us < 1 or switch_us < 0 or not 0 <= jitter <= 1000:
+        raise ValueError(
+            "a slice is at least 1 us, a switch at least 0, jitter 0 to 1000 per mille"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for index in range(devices):
+        path = directory / f"gpu{index}"
+        config = CONFIG.pack(
+            MAGIC, VERSION, CONFIG_SIZE, FILE_SIZE,
+            memory, context_memory, slice_us * 1000, switch_us * 1000, seed,
+            jitter, index, device_uuid(seed, index).bytes, name.encode()[:95], index + 1,
+        )  # fmt: skip
+        partial = directory / f".gpu{index}.{os.getpid()}"
+        with partial.open("wb") as file:
+            file.write(config)
+            file.truncate(FILE_SIZE)
+            if virtual_clock:
+                file.seek(CLOCK_OFFSET)
+                file.write(struct.pack("<I", 1))
+        partial.chmod(0o666)  # like /dev/nvidia0: whoever sees it may use it
+        partial.rename(path)
+        paths.append(path)
+    return paths
+
+
+def _open(path: Path) -> int:
+    """A descriptor that stays open for the life of this process."""
+    found = path.stat()
+    key = (found.st_dev, found.st_ino)
+    if key not in _descriptors:
+        _descriptors[key] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    return _descriptors[key]
+
+
+def _owner(descriptor: int, slot: int) -> int | None:
+    """The pid that holds a slot, 0 when it is invisible from here, None when nobody else holds it."""
+    query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, SLOT_LOCK + slot, 1, 0)
+    kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def status(path: Path) -> Status:
+    """What a device's file says now; the dead, and this process itself, are left out."""
+    descriptor = _open(path)
+    config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
+    if config[0] != MAGIC or config[1] != VERSION:
+        raise ValueError(f"{path} is no simulated GPU of version {VERSION}")
+    total, context_memory = config[4], config[5]
+
+    while True:  # the two timelines may change places while we read
+        mode, current, _ = struct.unpack("<IIQ", os.pread(descriptor, 16, CLOCK_OFFSET))
+        start = TIMELINES_OFFSET + (current & 1) * TIMELINE_SIZE
+        timeline = os.pread(descriptor, TIMELINE_SIZE, start)
+        n_contexts, recoveries = struct.unpack("<II", os.pread(descriptor, 8, N_CONTEXTS_OFFSET))
+        slots = os.pread(descriptor, SLOTS * SLOT.size, SLOTS_OFFSET)
+        heads = [
+            CONTEXT.unpack(os.pread(descriptor, CONTEXT.size, CONTEXTS_OFFSET + i * CONTEXT_SIZE))
+            for i in range(min(n_contexts, CONTEXTS))
+        ]
+        if os.pread(descriptor, 4, CLOCK_OFFSET + 4) == struct.pack("<I", current):
+            break
+
+    now, _, _, _, _, _, switches, busy = TIMELINE.unpack_from(timeline)
+    owners = {}
+    for slot, (_, memory, attached) in enumerate(SLOT.iter_unpack(slots)):
+        pid = _owner(descriptor, slot) if attached else None
+        if pid is not None:
+            owners[slot] = (pid, memory)
+    contexts: list[Context] = []
+    held: dict[int, int] = {}
+    for index, (serial, tail, slot, _) in enumerate(heads):
+        if not serial or slot not in owners:
+            continue
+        head, _, lane_busy, slices = LANE.unpack_from(timeline, TIMELINE.size + index * LANE.size)
+        held[slot] = held.get(slot, 0) + 1
+        pid, _ = owners[slot]
+        contexts.append(Context(serial, pid, tail - head, head, lane_busy, slices))
+    processes = tuple(
+        Process(pid, memory + (context_memory if slot in held else 0), held.get(slot, 0))
+        for slot, (pid, memory) in owners.items()
+        if memory or slot in held
+    )
+    return Status(
+        device=path.name,
+        uuid=f"GPU-{uuid.UUID(bytes=config[11])}",
+        name=config[12].rstrip(b"\0").decode(),
+        total=total,
+        used=sum(process.memory for process in processes),
+        now=now,
+        clock="virtual" if mode else "monotonic",
+        busy=busy,
+        switches=switches,
+        recoveries=recoveries,
+        processes=processes,
+        contexts=tuple(contexts),
+    )
+
+
+def devices(directory: Path) -> list[Path]:
+    """The device files of a directory, in the order of their numbers."""
+    found = [path for path in directory.glob("gpu*") if path.name[3:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[3:]))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit status is 0, or 2 with one line about what was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m simgpu", description=__doc__.splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    maker = verbs.add_parser("create", help="make device files")
+    maker.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
+    maker.add_argument("--devices", type=int, default=1)
+    maker.add_argument("--memory", type=size, default=16 << 30, metavar="16GiB")
+    maker.add_argument("--seed", type=int, default=1)
+    maker.add_argument("--name", default="Tidegate Simulated GPU")
+    maker.add_argument("--slice-us", type=int, default=2000)
+    maker.add_argument("--switch-us", type=int, default=130)
+    maker.add_argument("--context-mib", type=int, default=512)
+    maker.add_argument("--jitter", type=int, default=0, help="per mille of a kernel's duration")
+    maker.add_argument("--virtual-clock", action="store_true", help="time passes only when told")
+    reader = verbs.add_parser("status", help="print what the devices hold, as JSON")
+    reader.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
+    options = parser.parse_args(arguments)
+    try:
+        if options.verb == "create":
+            made = create(
+                options.dir,
+                devices=options.devices,
+                memory=options.memory,
+                seed=options.seed,
+                name=options.name,
+                slice_us=options.slice_us,
+                switch_us=options.switch_us,
+                context_memory=options.context_mib << 20,
+                jitter=options.jitter,
+                virtual_clock=options.virtual_clock,
+            )
+            print("\n".join(map(str, made)))
+        else:
+            found = [asdict(status(path)) for path in devices(options.dir)]
+            print(json.dumps({"devices": found}, indent=2))
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"simgpu: {error}\n")
+    return 0

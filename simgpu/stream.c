@@ -1,0 +1,199 @@
+/*
+ * Streams and their order
+ *
+ * A stream is a number: how many of its context's kernels must have completed for it to be done.
+ * Kernels of all streams stand in one queue in the order of submission, so waiting for another
+ * stream is waiting for a larger number, and the NULL stream's barrier is a maximum.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+
+struct pool streams_pool = POOL(stream, 0x53545230);
+struct pool events_pool = POOL(event, 0x45565430);
+
+static uint64_t larger(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
+static bool is_legacy(const struct stream *stream)
+{
+    return stream == &stream->context->legacy;
+}
+
+/** stream_need() - kernels of the context that must complete before the stream's next command */
+uint64_t stream_need(const struct stream *stream)
+{
+    if (is_legacy(stream))
+        return stream->context->blocking_need;
+    if (stream->flags & CU_STREAM_NON_BLOCKING)
+        return stream->need;
+    return larger(stream->need, stream->context->legacy_need);
+}
+
+/** stream_raise() - the stream's next command needs at least `need` kernels */
+void stream_raise(struct stream *stream, uint64_t need)
+{
+    struct context *context = stream->context;
+
+    stream->need = larger(stream->need, need);
+    if (is_legacy(stream))
+        context->legacy_need = larger(context->legacy_need, need);
+    if (!(stream->flags & CU_STREAM_NON_BLOCKING))
+        context->blocking_need = larger(context->blocking_need, need);
+}
+
+/* The calling thread's own default stream of the current context, made when first used. */
+static struct stream *thread_stream(struct context *context)
+{
+    struct stream *stream;
+
+    for (stream = context->streams; stream; stream = stream->next) {
+        if (stream->thread == current_thread())
+            return stream;
+    }
+    stream = pool_take(&streams_pool);
+    if (!stream)
+        return NULL;
+    stream->context = context;
+    stream->thread = current_thread();
+    stream->next = context->streams;
+    context->streams = stream;
+    return stream;
+}
+
+/** stream_find() - what a handle means; NULL and 1 are the legacy stream, 2 the thread's own */
+CUresult stream_find(CUstream handle, struct context *current, struct stream **streamp)
+{
+    if (!handle || handle == CU_STREAM_LEGACY) {
+        *streamp = &current->legacy;
+    } else if (handle == CU_STREAM_PER_THREAD) {
+        *streamp = thread_stream(current);
+        if (!*streamp)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+    } else {
+        if (!pool_owns(&streams_pool, handle))
+            return CUDA_ERROR_INVALID_HANDLE;
+        *streamp = handle;
+    }
+    return (*streamp)->context->fault;
+}
+
+/** stream_enter() - take the lock, with a current context and the stream that a handle means there
+ */
+CUresult stream_enter(CUstream handle, struct stream **streamp)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    r = stream_find(handle, context, streamp);
+    return r ? driver_leave(r) : CUDA_SUCCESS;
+}
+
+CUresult stream_new(struct context *context, unsigned int flags, int priority,
+                    struct stream **streamp)
+{
+    struct stream *stream = pool_take(&streams_pool);
+
+    if (!stream)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    stream->context = context;
+    stream->flags = flags;
+    stream->priority = priority;
+    stream->next = context->streams;
+    context->streams = stream;
+    *streamp = stream;
+    return CUDA_SUCCESS;
+}
+
+/** stream_free() - the handle ends at once; its pending work goes on */
+void stream_free(struct stream *stream)
+{
+    struct stream **link = &stream->context->streams;
+
+    capture_drop_stream(stream);
+    while (*link != stream)
+        link = &(*link)->next;
+    *link = stream->next;
+    pool_give(&streams_pool, stream);
+}
+
+/**
+ * stream_submit() - put a command at the end of a stream, or of the graph that it captures
+ *
+ * Takes over `command->staged`. Blocks while the context's queue is full.
+ */
+CUresult stream_submit(struct stream *stream, const struct command *command)
+{
+    struct context *context = stream->context;
+    struct effect *effect;
+    struct place *place;
+    uint64_t need;
+    CUresult r;
+
+    r = is_legacy(stream) ? capture_check_legacy(context) : CUDA_SUCCESS;
+    if (!r && stream->capture)
+        return capture_add(stream->capture, command);
+    effect = calloc(1, sizeof(*effect));
+    if (!r && !effect)
+        r = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!r)
+        r = context_reserve(context);
+    if (!r && !is_legacy(stream) && !pool_owns(&streams_pool, stream)) {
+        device_leave(context->device);
+        r = CUDA_ERROR_INVALID_HANDLE; /* destroyed by another thread while this one slept */
+    }
+    if (r) {
+        free(command->staged);
+        free(effect);
+        return r;
+    }
+
+    if (command->kind == COMMAND_KERNEL) {
+        need = context_tail(context) + 1;
+        context_append(context, command);
+        device_leave(context->device);
+        context_settle(context);
+        free(effect);
+        stream_raise(stream, need);
+        return CUDA_SUCCESS;
+    }
+
+    device_leave(context->device);
+    context_settle(context);
+    need = stream_need(stream);
+    if (command->kind == COMMAND_EVENT)
+        command->event->need = need;
+    if (context->head >= need) {
+        context_perform(context, command, context->now);
+        free(effect);
+        return CUDA_SUCCESS;
+    }
+    effect->command = *command;
+    place = &context->places[(need - 1) % GPU_QUEUE];
+    *place->last = effect;
+    place->last = &effect->next;
+    context->n_effects++;
+    stream_raise(stream, need);
+    return CUDA_SUCCESS;
+}
+
+/**
+ * event_renew() - an event is about to be recorded again, by `command`
+ *
+ * What it recorded before is forgotten, also when it is still to come.
+ */
+void event_renew(struct event *event, struct context *context, struct command *command)
+{
+    static uint64_t records;
+
+    event->context = context;
+    event->context_serial = context->serial;
+    event->record = ++records;
+    event->completed = false;
+    event->captured = 0;
+    *command = (struct command){.kind = COMMAND_EVENT, .event = event, .record = event->record};
+}

@@ -107,7 +107,7 @@ class Books:
             for gpu in chosen:
                 self._check(gpu, quota)
         else:
-            chosen = self._place(quota, request.count or 1)
+            chosen = self._place(quota, request.gpus or 1)
         for gpu in chosen:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)

@@ -160,8 +160,13 @@ static void stream_drop(struct gate *g, struct gate_stream *s)
     s->used = false;
 }
 
-/* Records an event in the stream; what was launched since the last one is the interval between. */
-static void stream_mark(struct gate *g, struct gate_stream *s, struct ledger_device *ledger)
+/*
+ * Records an event in the stream; what was launched since the last one is the interval between. It
+ * is measurable if the GPU had work from its beginning to its end: both events in one grant, and
+ * this one recorded before the queue runs dry.
+ */
+static void stream_mark(struct gate *g, struct gate_stream *s, struct ledger_device *ledger,
+                        uint64_t now)
 {
     struct gate_marker *m;
     int event;
@@ -177,7 +182,9 @@ static void stream_mark(struct gate *g, struct gate_stream *s, struct ledger_dev
     }
     m = &g->markers[(g->marker_head + g->n_markers++) % GATE_N_MARKERS];
     m->event = event;
-    m->before = s->last_epoch == g->epoch && s->interval.n_parts ? s->last : GATE_NO_EVENT;
+    m->before = GATE_NO_EVENT;
+    if (s->last_epoch == g->epoch && s->interval.n_parts && g->busy_until > now)
+        m->before = s->last;
     if (m->before == GATE_NO_EVENT)
         event_put(g, s->last);
     m->submitted = g->submitted;
@@ -277,7 +284,7 @@ static void gate_release(struct gate *g, struct ledger_device *ledger, uint64_t 
 /* ---- the helper ---- */
 
 /* Marks whatever was launched without a marker behind it, in streams that do not capture. */
-static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
+static void helper_mark_tails(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
     for (unsigned i = 0; i < GATE_N_STREAMS; i++) {
         struct gate_stream *s = &g->streams[i];
@@ -286,7 +293,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
             continue;
         if (driver->cuCtxSetCurrent(s->ctx) != CUDA_SUCCESS || gate_capturing(s->stream))
             continue;
-        stream_mark(g, s, ledger);
+        stream_mark(g, s, ledger, now);
     }
 }
 
@@ -308,14 +315,16 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
         return NS_PER_S;
     queued = gate_queued(g, now);
     if (!g->active) {
-        /* Granted, but the thread that asked went away or is slow. */
-        if (!contended || now >= deadline || atomic_load_acquire(&ledger->want))
+        /* Granted, but the thread that asked is slow, or went away. */
+        if (now >= deadline)
             return NS_PER_S;
-        if (now >= atomic_load_relaxed(&grant->start_ns) + idle) {
+        if (contended && !atomic_load_acquire(&ledger->want) &&
+            now >= atomic_load_relaxed(&grant->start_ns) + idle) {
             gate_release(g, ledger, now);
             return NS_PER_S;
         }
-        return idle;
+        due = deadline > now + lookahead ? deadline - lookahead - now : 0;
+        return contended && idle < due ? idle : due;
     }
     if (now + lookahead < deadline) {
         due = deadline - lookahead - now;
@@ -326,7 +335,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
 
             return quiet < due ? quiet : due;
         }
-        helper_mark_tails(g, ledger);
+        helper_mark_tails(g, ledger, now);
         if (!g->n_markers) {
             gate_release(g, ledger, now);
             return NS_PER_S;
@@ -335,7 +344,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     }
     if (!g->drained) {
         g->drained = true;
-        helper_mark_tails(g, ledger);
+        helper_mark_tails(g, ledger, now);
         /* After an open grant the model knows nothing: only the markers do. */
         gate_retire(g, now, true, ledger);
         queued = gate_queued(g, now);
@@ -567,10 +576,10 @@ CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, 
         /* An interval is measurable if the GPU had work of this stream from its first event on: it
          * begins with an event of its own unless the last marker is still ahead of the GPU. */
         if (learn && !fresh)
-            stream_mark(g, s, ledger);
+            stream_mark(g, s, ledger, now);
         if (fresh && (s->last == GATE_NO_EVENT || s->last_epoch != g->epoch ||
                       driver->cuEventQuery(g->events[s->last].event) != CUDA_ERROR_NOT_READY))
-            stream_mark(g, s, ledger);
+            stream_mark(g, s, ledger, now);
         estimate_add(&s->interval, ticket->kind);
         s->unmarked = true;
         s->pending_ns += predicted;
@@ -608,7 +617,7 @@ void gate_leave(struct gate_ticket *ticket, CUresult result)
     prim_lock(&g->lock);
     s = stream_find(g, ticket->ctx, ticket->stream);
     if (s && s->unmarked)
-        stream_mark(g, s, pages_ledger_device((unsigned)ticket->device));
+        stream_mark(g, s, pages_ledger_device((unsigned)ticket->device), prim_now());
     prim_unlock(&g->lock);
     gate_restore(&mode);
     errno = saved;

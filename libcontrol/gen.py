@@ -26,11 +26,11 @@ def layout_header() -> str:
     for s in layout.STRUCTS:
         out.append(f"\n/* {s.doc} */\nstruct {s.name} {{")
         for f in s.fields:
-            suffix = f"[{f.count}]" if f.count > 1 else ""
+            suffix = f"[{f.n}]" if f.n > 1 else ""
             note = f" /* {f.writer}, {f.order}: {f.doc} */" if f.doc else ""
             out.append(f"    {C_TYPES[f.type]} {f.name}{suffix};{note}")
         used = max(
-            at + layout.SIZES[f.type] * f.count
+            at + layout.SIZES[f.type] * f.n
             for f, at in zip(s.fields, layout.offsets(s).values(), strict=True)
         )
         if used < s.size:

@@ -33,7 +33,7 @@ class Field(NamedTuple):
 
     name: str
     type: str
-    count: int = 1
+    n: int = 1
     writer: str = "governor"
     order: str = "relaxed"
     doc: str = ""
@@ -174,7 +174,7 @@ def offsets(struct: Struct) -> dict[str, int]:
         if at % size:
             raise ValueError(f"{struct.name}.{field.name} is misaligned at {at}")
         result[field.name] = at
-        at += size * field.count
+        at += size * field.n
     if at > struct.size:
         raise ValueError(f"{struct.name} needs {at} bytes, has {struct.size}")
     return result

@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> int:
     rows = [COLUMNS, *(row for container in containers for row in _rows(container))]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
     return 0
 
 

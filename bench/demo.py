@@ -1,0 +1,294 @@
+"""
+The main job, shown: containers with quotas share a GPU, and one asks for more memory than its quota.
+
+`python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver, starts a
+governor, and runs real containers under a real runtime with our hook in their config.json. It ends with
+a table, and writes report.json, report.svg and progress.json into its output directory.
+
+Delivered share is progress: work done over the work that the same job does alone in the same time, measured
+outside of any container and without Tidegate, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
+from bench.node import Node, Running, last_json
+from bench.progress import (
+    NS_PER_S,
+    Profile,
+    Progress,
+    ProgressError,
+    check_units,
+    read_stamps,
+    solo_profile,
+)
+from bench.report import Container, Gpu, Refused, build_report, render_table, write_report
+from governor.config import parse_quantity
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+from vdriver.manifest import read_manifest
+
+MIB = 1 << 20
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+SETTLE_S = 1.0
+
+
+def say(text: str) -> None:
+    """Print one line of progress at once."""
+    print(text, flush=True)
+
+
+def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
+    """Return the machine to run on: a real GPU if there is one and nothing else is asked for."""
+    if not args.simulated and Path("/dev/nvidiactl").exists():
+        return Nvidia(work, build, options=["--compile"] if args.compile else [])
+    return Simulated(work, build)
+
+
+def run_solo(machine: Machine, job: str, seconds: float) -> Profile:
+    """Run a job alone, outside of any container, and return what its units take."""
+    out = machine.work / "solo" / f"{job}.bin"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    command = [*machine.command(job, inside=False), "--seconds", str(seconds), "--out", str(out)]
+    done = subprocess.run(
+        command,
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds + 300,
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise MachineError(f"the job {job} failed alone: {' '.join(last)}")
+    machine.remember(job, last_json(done.stdout))
+    profile = solo_profile(read_stamps(out))
+    check_units(profile)
+    return profile
+
+
+def watch(node: Node, until: float, began: float, quotas: dict[str, int]) -> None:
+    """Show once a second what the governor has charged each container, until a time."""
+    before: dict[str, int] = {}
+    last = time.monotonic()
+    while (now := time.monotonic()) < until:
+        time.sleep(min(1.0, max(0.0, until - now)))
+        node.look()
+        elapsed = time.monotonic() - last
+        last = time.monotonic()
+        cells = []
+        for container in node.running:
+            if container.name not in quotas or not container.seen:
+                continue
+            device = container.seen["devices"][0]
+            charged = device["charged_ns"]
+            if container.name in before:
+                share = (charged - before[container.name]) / elapsed / 1e7
+                bar = "#" * round(share / 5)
+                cells.append(f"{container.name} {share:5.1f} % {bar:<10}")
+            before[container.name] = charged
+        if cells:
+            say(f"  {last - began:5.1f} s  " + "  ".join(cells))
+
+
+def ask_for_too_much(node: Node, limit: int, requested: int, job: str) -> tuple[Refused, int]:
+    """Run a container that allocates more than its quota, and return what it was answered."""
+    arguments = [*node.machine.command(job, inside=True), "--allocate", str(requested)]
+    container = node.start("greedy", arguments, {"memory": str(limit), "compute": "1"})
+    status = node.wait(container, 120)
+    answer = last_json(container.output)
+    result = str(answer.get("result", ""))
+    if not result:
+        raise MachineError(
+            f"the container that asks for too much ended with status {status}: "
+            + " ".join(container.output.split())[:300]
+        )
+    return Refused(requested, limit, result), status
+
+
+def name_gpu(node: Node) -> Gpu:
+    """Return the GPU as the driver's own NVML names it."""
+    from governor.daemon import original_nvml
+
+    code = (
+        "import sys, json; from vdriver.nvml import Nvml\n"
+        "with Nvml(sys.argv[1]) as n: print(json.dumps([n.gpus()[0].name, n.driver_version()]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(original_nvml(str(node.driver_dir)))],
+        cwd=ROOT,
+        env={**os.environ, **node.machine.environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    name, driver = json.loads(done.stdout)
+    return Gpu(node.machine.kind, name, driver)
+
+
+def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any], list[Container]]:
+    """Run everything and return the report."""
+    quotas = dict(zip(NAMES, args.quotas, strict=False))
+    jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
+    memory = parse_quantity(args.memory, "--memory")
+    settings = {key: value for key, value in args.set}
+    with Node(machine, runtime=args.runtime, settings=settings) as node:
+        gpu = name_gpu(node)
+        manifest = read_manifest((node.driver_dir / "current").resolve())
+        say(f"GPU: {gpu.name} ({gpu.kind}), driver {gpu.driver}, mirror {manifest.generation}")
+        profiles: dict[str, Profile] = {}
+        for job in dict.fromkeys(jobs.values()):
+            say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")
+            profiles[job] = run_solo(machine, job, machine.solo_seconds)
+        say(f"{len(quotas)} containers under {args.runtime}: " + ", ".join(
+            f"{name} {quota} % {jobs[name]}" for name, quota in quotas.items()))
+        containers = start_all(node, args, quotas, jobs, memory)
+        begin = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(SETTLE_S * NS_PER_S)
+        began = time.monotonic()
+        half = began + SETTLE_S + args.seconds / 2
+        watch(node, half, began, quotas)
+        refused, refused_exit = ask_for_too_much(
+            node, 1024 * MIB, 2048 * MIB, next(iter(jobs.values()))
+        )
+        say(f"  greedy asked for 2048 MiB of its 1024 MiB: {refused.result}")
+        watch(node, began + SETTLE_S + args.seconds, began, quotas)
+        node.look()
+        seen = {container.name: container.seen for container in containers}
+        results = []
+        for container in containers:
+            status = node.wait(container, 120)
+            progress = Progress(read_stamps(container.out / "progress.bin"), profiles[jobs[container.name]])
+            results.append(
+                Container(
+                    name=container.name,
+                    compute=quotas[container.name],
+                    memory_limit=memory,
+                    memory_peak=container.memory_peak,
+                    exit=status,
+                    progress=progress,
+                    profile=profiles[jobs[container.name]],
+                )
+            )
+        span = None
+        if machine.kind == "simulated":
+            # The simulated GPU's clock is this machine's.
+            span = (begin, begin + int(args.seconds * NS_PER_S))
+        report = build_report(
+            gpu,
+            results,
+            refused,
+            span=span or inner_span(results, args.seconds),
+            detail={
+                "jobs": jobs,
+                "runtime": args.runtime,
+                "refused_exit": refused_exit,
+                "settings": settings,
+                "governor": seen,
+            },
+        )
+    return report, results
+
+
+def inner_span(results: list[Container], seconds: float) -> tuple[int, int]:
+    """Return the span in which all ran, less what it takes to settle, on the GPU's own clock."""
+    begin = max(one.progress.begin for one in results) + int(SETTLE_S * NS_PER_S)
+    end = min(one.progress.end for one in results)
+    return begin, min(end, begin + int(seconds * NS_PER_S))
+
+
+def start_all(
+    node: Node, args: argparse.Namespace, quotas: dict[str, int], jobs: dict[str, str], memory: int
+) -> list[Running]:
+    """Start the containers, wait until each is set up, and let them begin together."""
+    containers = []
+    take = max(memory - parse_quantity(args.leave, "--leave"), 0)
+    for name, quota in quotas.items():
+        arguments = [
+            *node.machine.command(jobs[name], inside=True),
+            "--seconds", str(args.seconds + SETTLE_S + 2),
+            "--out", "/out/progress.bin",
+            "--wait-file", "/out/begin",
+        ]  # fmt: skip
+        if node.machine.kind == "simulated":
+            arguments += ["--memory", str(take)]
+        annotations = {"compute": str(quota), "memory": str(memory)}
+        containers.append(node.start(name, arguments, annotations))
+    node.wait_ready([c.out / "begin.ready" for c in containers], 240)
+    node.look()
+    for container in containers:
+        (container.out / "begin").touch()
+    return containers
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.split("\n")[1])
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument(
+        "--quotas",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[45, 30, 15],
+        help="guaranteed shares in percent (45,30,15)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=lambda text: text.split(","),
+        help="what the containers run, in turn (a real GPU: resnet18,transformer,gru)",
+    )
+    parser.add_argument("--memory", default="3Gi", help="memory quota of each container (3Gi)")
+    parser.add_argument("--leave", default="768Mi", help="how much of it a simulated job leaves (768Mi)")
+    parser.add_argument("--output", type=Path, default=ROOT / "build/demo")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+    parser.add_argument("--runtime", default="runc", help="runc or crun")
+    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--compile", action="store_true", help="torch.compile in the workloads")
+    parser.add_argument(
+        "--set",
+        type=lambda text: (text.partition("=")[0], json.loads(text.partition("=")[2])),
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="an option of the governor's configuration",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the demo; the exit status is 0 when the report could be made."""
+    args = parse_arguments(argv)
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if os.geteuid() != 0:
+        print("demo: mounts and containers need root; run it as root", file=sys.stderr)
+        return 77
+    if shutil.which(args.runtime) is None:
+        print(f"demo: {args.runtime} is not installed; apt-get install {args.runtime}", file=sys.stderr)
+        return 69
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    try:
+        machine = find_machine(args, args.output, args.build)
+        if args.jobs is None:
+            args.jobs = ["burn"] if machine.kind == "simulated" else ["resnet18", "transformer", "gru"]
+        report, results = measure(args, machine)
+    except (MachineError, ProgressError, TidegateError, VdriverError) as e:
+        print(f"demo: {e}", file=sys.stderr)
+        return 1
+    write_report(args.output, report, results)
+    say("")
+    say(render_table(report))
+    say(f"\n{args.output}/report.json\n{args.output}/report.svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""
+The two kinds of GPU that a run can be on, and what each needs around a container.
+
+`Simulated` makes device files and runs the C workload; `Nvidia` uses the node's driver and runs PyTorch.
+A workload has the same interface on both: `--seconds`, `--out`, `--wait-file`, `--allocate`.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+TRIPLET = f"{platform.machine()}-linux-gnu"
+GLIBC = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
+
+
+class MachineError(Exception):
+    """The machine lacks something that the run needs; one line."""
+
+
+class Machine(abc.ABC):
+    """Where a run takes place: a GPU, its driver, and how a workload is started on it."""
+
+    kind: Literal["simulated", "nvidia"]
+    solo_seconds: float
+
+    def __init__(self, work: Path, build: Path) -> None:
+        self.work = work
+        self.build = build
+
+    @property
+    @abc.abstractmethod
+    def refresh_arguments(self) -> list[str]:
+        """What `tidegate refresh` needs to find the driver."""
+
+    @property
+    @abc.abstractmethod
+    def environment(self) -> dict[str, str]:
+        """What the governor and a workload outside of a container need in their environment."""
+
+    @abc.abstractmethod
+    def command(self, job: str, *, inside: bool) -> list[str]:
+        """Return the command that runs a job, without the options that all workloads share."""
+
+    def remember(self, job: str, answer: dict[str, Any]) -> None:
+        """Keep what a job's run alone said of itself, where the governed run has to do the same work."""
+
+    @abc.abstractmethod
+    def make_rootfs(self, directory: Path) -> None:
+        """Make a container's root file system at `directory`."""
+
+    @abc.abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """Return what this machine adds to a bundle: mounts, devices, device rules, environment."""
+
+    def close(self) -> None:
+        """Take back what was made outside of the work directory."""
+
+
+class Simulated(Machine):
+    """The simulated GPU: device files on a tmpfs, a small C program on the driver API."""
+
+    kind = "simulated"
+    solo_seconds = 4.0
+
+    def __init__(self, work: Path, build: Path, *, unit_us: int = 500, devices: int = 1) -> None:
+        super().__init__(work, build)
+        self.unit_us = unit_us
+        # Like /dev/nvidia0, the device is not a file of the project: shared memory of this machine.
+        self.directory = Path("/dev/shm") / f"tidegate-simgpu-{os.getpid()}"  # noqa: S108
+        subprocess.run(
+            [
+                sys.executable, "-m", "simgpu", "create",
+                "--dir", str(self.directory), "--devices", str(devices),
+            ],
+            check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    @property
+    def refresh_arguments(self) -> list[str]:
+        """The driver is what was built."""
+        return ["--driver-dir", str(self.build / "simgpu")]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Where the device is, and the driver outside of containers."""
+        return {
+            "SIMGPU_DIR": str(self.directory),
+            "LD_LIBRARY_PATH": str(self.build / "simgpu"),
+        }
+
+    def command(self, job: str, *, inside: bool) -> list[str]:
+        """Return the C workload; a job is nothing but its name."""
+        del job
+        program = "/usr/bin/simgpu-workload" if inside else str(self.build / "simgpu/simgpu-workload")
+        return [program, "--unit-us", str(self.unit_us)]
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Make a tiny image: this machine's glibc and the workload."""
+        libraries = directory / "usr/lib" / TRIPLET
+        libraries.mkdir(parents=True)
+        for name in ("usr/bin", "usr/lib64", "proc", "dev", "sys", "tmp", "out", "etc", "run"):
+            (directory / name).mkdir(exist_ok=True)
+        (directory / "lib").symlink_to("usr/lib")
+        (directory / "lib64").symlink_to("usr/lib64")
+        loader = Path("/lib64/ld-linux-x86-64.so.2")
+        shutil.copy(loader.resolve(), directory / "usr/lib64" / loader.name)
+        for name in GLIBC:
+            source = Path("/lib") / TRIPLET / name
+            if not source.exists():
+                raise MachineError(f"{source} is not there; the demo runs on Debian and Ubuntu, x86_64")
+            shutil.copy(source.resolve(), libraries / name)
+        shutil.copy(self.build / "simgpu/simgpu-workload", directory / "usr/bin")
+
+    def spec(self) -> dict[str, Any]:
+        """Return the device, as a mount."""
+        return {
+            "mounts": [
+                {
+                    "destination": "/dev/tidegate-simgpu",
+                    "type": "bind",
+                    "source": str(self.directory),
+                    "options": ["rbind", "rw", "nosuid", "noexec"],
+                }
+            ]
+        }
+
+    def close(self) -> None:
+        """Remove the device."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Nvidia(Machine):
+    """A real GPU: PyTorch on this machine's own root file system, seen through an overlay."""
+
+    kind = "nvidia"
+    solo_seconds = 8.0
+
+    def __init__(self, work: Path, build: Path, *, options: Sequence[str] = ()) -> None:
+        super().__init__(work, build)
+        self.options = list(options)
+        self.iterations: dict[str, str] = {}
+        self._mounted: list[Path] = []
+        self._layers = Path("/run") / f"tidegate-layers-{os.getpid()}"
+        self._layers.mkdir()
+        _run("mount", "-t", "tmpfs", "tmpfs", str(self._layers))
+        self._mounted.append(self._layers)
+
+    @property
+    def refresh_arguments(self) -> list[str]:
+        """The driver is where the node has it."""
+        return []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return nothing: this is the machine as it is."""
+        return {}
+
+    def command(self, job: str, *, inside: bool) -> list[str]:
+        """Return the PyTorch workload for a model's name, the burner for burner-<microseconds>."""
+        if job.startswith("burner-"):
+            program = "/usr/bin/burner" if inside else str(self.build / "burner")
+            known = self.iterations.get(job)
+            return [
+                program, "--unit-us", job.partition("-")[2],
+                *(["--iterations", known] if known else []),
+            ]  # fmt: skip
+        program = (
+            "/workload/torch_workload.py"
+            if inside
+            else str(ROOT / "examples/workloads/torch_workload.py")
+        )
+        return [sys.executable, program, "--model", job, *self.options]
+
+    def remember(self, job: str, answer: dict[str, Any]) -> None:
+        """Keep how many iterations of the burner's loop a unit has."""
+        if "iterations" in answer:
+            self.iterations[job] = str(answer["iterations"])
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Lay an overlay over this machine's root: what is mounted elsewhere, like the driver, is left out."""
+        directory.mkdir(parents=True)
+        layers = self._layers / directory.parent.name
+        for name in ("upper", "scratch"):
+            (layers / name).mkdir(parents=True)
+        options = f"lowerdir=/,upperdir={layers}/upper,workdir={layers}/scratch"
+        _run("mount", "-t", "overlay", "overlay", "-o", options, str(directory))
+        self._mounted.append(directory)
+        for name in ("out", "workload"):
+            (directory / name).mkdir(exist_ok=True)
+        shutil.copy(self.build / "burner", directory / "usr/bin")
+
+    def spec(self) -> dict[str, Any]:
+        """Return the device nodes, the workload and a place for caches."""
+        nodes = []
+        for path in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"):
+            try:
+                status = os.stat(path)  # noqa: PTH116
+            except OSError:
+                continue
+            nodes.append(
+                {
+                    "path": path,
+                    "type": "c",
+                    "major": os.major(status.st_rdev),
+                    "minor": os.minor(status.st_rdev),
+                    "fileMode": 0o666,
+                    "uid": 0,
+                    "gid": 0,
+                }
+            )
+        return {
+            "mounts": [
+                {
+                    "destination": "/workload",
+                    "type": "bind",
+                    "source": str(ROOT / "examples/workloads"),
+                    "options": ["bind", "ro"],
+                },
+                {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs"},  # noqa: S108
+            ],
+            "devices": nodes,
+            "rules": [
+                {
+                    "allow": True,
+                    "type": "c",
+                    "major": node["major"],
+                    "minor": node["minor"],
+                    "access": "rwm",
+                }
+                for node in nodes
+            ],
+            "env": ["HOME=/tmp", "TRITON_CACHE_DIR=/tmp/triton", "TORCHINDUCTOR_CACHE_DIR=/tmp/inductor"],
+        }
+
+    def close(self) -> None:
+        """Unmount the overlays."""
+        for path in reversed(self._mounted):
+            subprocess.run(["umount", "-l", str(path)], check=False)
+        self._layers.rmdir()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MachineError(f"{' '.join(command)}: {' '.join(done.stderr.split())}")
+
+
+def make_bundle(
+    directory: Path,
+    *,
+    machine: Machine,
+    name: str,
+    arguments: Sequence[str],
+    annotations: Mapping[str, str],
+    hook: Sequence[str],
+    stage: str = "createRuntime",
+) -> Path:
+    """
+    Write an OCI bundle: a root file system and a config.json with our hook.
+
+    `hook` are the hook's arguments before the stage; `<directory>/out` appears as /out inside.
+    """
+    directory.mkdir(parents=True)
+    (directory / "out").mkdir()
+    machine.make_rootfs(directory / "rootfs")
+    extra = machine.spec()
+    path = str(ROOT / "oci_hook/tidegate-hook")
+    config = {
+        "ociVersion": "1.0.2",
+        "hostname": name,
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": list(arguments),
+            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", *extra.get("env", [])],
+            "cwd": "/",
+            "noNewPrivileges": True,
+            "capabilities": {
+                kind: ["CAP_DAC_OVERRIDE", "CAP_KILL"] for kind in ("bounding", "effective", "permitted")
+            },
+        },
+        "root": {"path": "rootfs"},
+        "annotations": dict(annotations),
+        "mounts": [
+            {"destination": "/proc", "type": "proc", "source": "proc"},
+            {
+                "destination": "/dev",
+                "type": "tmpfs",
+                "source": "tmpfs",
+                "options": ["nosuid", "strictatime", "mode=755", "size=65536k"],
+            },
+            {"destination": "/dev/shm", "type": "tmpfs", "source": "shm"},  # noqa: S108
+            {
+                "destination": "/out",
+                "type": "bind",
+                "source": str(directory / "out"),
+                "options": ["bind", "rw"],
+            },
+            *extra.get("mounts", []),
+        ],
+        "hooks": {
+            stage: [
+                {
+                    "path": path,
+                    "args": ["tidegate-hook", *hook, stage],
+                    # Never empty: some runtimes give a hook without one the container's environment.
+                    "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
+                    "timeout": 60,
+                }
+            ]
+        },
+        "linux": {
+            "namespaces": [{"type": t} for t in ("pid", "mount", "ipc", "uts", "network")],
+            "devices": extra.get("devices", []),
+            "resources": {
+                "devices": [{"allow": False, "access": "rwm"}, *extra.get("rules", [])],
+            },
+        },
+    }
+    import json
+
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return directory

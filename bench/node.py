@@ -1,0 +1,244 @@
+"""A node for a run: the mirror, a governor of its own, and containers under a real runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from bench.machine import ROOT, Machine, MachineError, make_bundle
+from governor.client import ask
+from governor.config import Config
+from governor.errors import GovernorError
+
+READY_S = 20.0
+
+
+@dataclass
+class Running:
+    """A container that was started."""
+
+    name: str
+    identifier: str
+    bundle: Path
+    process: subprocess.Popen[str]
+    output: str = ""
+    memory_peak: int = 0
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def out(self) -> Path:
+        """Its /out, on the host."""
+        return self.bundle / "out"
+
+
+class Node:
+    """Between `with` and its end: the mirror is fresh, the governor answers."""
+
+    def __init__(
+        self, machine: Machine, *, runtime: str = "runc", settings: Mapping[str, object] | None = None
+    ) -> None:
+        self.machine = machine
+        self.runtime = runtime
+        self.work = machine.work
+        self.driver_dir = self.work / "driver"
+        # On a tmpfs, and short: a socket's path has 107 bytes at most.
+        self.runtime_dir = Path("/run") / f"tidegate-{os.getpid()}"
+        self.settings = {
+            **(settings or {}),
+            "runtime_dir": str(self.runtime_dir),
+            "driver_dir": str(self.driver_dir),
+            "library_dir": str(machine.build / "libcontrol"),
+        }
+        self.config = Config(runtime_dir=str(self.runtime_dir))
+        self.state_dir = self.runtime_dir / "runtime"
+        self.running: list[Running] = []
+        self._governor: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.refresh()
+            self.start_governor()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for container in self.running:
+            self.delete(container)
+        self.stop_governor()
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        self.machine.close()
+
+    def refresh(self) -> None:
+        """Mirror the driver."""
+        command = [
+            sys.executable, "-m", "governor.cli", "refresh",
+            "--output", str(self.driver_dir),
+            "--control-dir", str(self.machine.build / "libcontrol"),
+            *self.machine.refresh_arguments,
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise MachineError(done.stderr.strip() or "tidegate refresh failed")
+
+    def start_governor(self) -> None:
+        """Start a governor and wait until it answers."""
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.runtime_dir.mkdir(parents=True, exist_ok=True)
+        path = self.work / "config.yaml"
+        path.write_text(yaml.safe_dump(self.settings))
+        log = self.work / "governor.log"
+        with log.open("ab") as stderr:
+            self._governor = subprocess.Popen(
+                [sys.executable, "-m", "governor.daemon", "--config", str(path)],
+                cwd=ROOT,
+                env={**os.environ, **self.machine.environment},
+                stderr=stderr,
+            )
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(GovernorError):
+                ask(self.config, "ping", timeout=1)
+                return
+            if self._governor.poll() is not None:
+                break
+            time.sleep(0.05)
+        last = log.read_text().strip().splitlines()[-1:]
+        raise MachineError(f"the governor did not start: {' '.join(last)}")
+
+    def stop_governor(self, number: int = signal.SIGTERM) -> None:
+        """End the governor."""
+        if self._governor is not None:
+            self._governor.send_signal(number)
+            try:
+                self._governor.wait(10)
+            except subprocess.TimeoutExpired:
+                self._governor.kill()
+                self._governor.wait()
+            self._governor = None
+
+    def hook_arguments(self) -> list[str]:
+        """Return the hook's options for this node."""
+        return [
+            "--runtime-dir", str(self.runtime_dir),
+            "--driver-dir", str(self.driver_dir),
+            "--log", str(self.work / "hook.log"),
+        ]  # fmt: skip
+
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        annotations: Mapping[str, str],
+        *,
+        stage: str = "createRuntime",
+    ) -> Running:
+        """Start a container; its output is read by `wait`."""
+        identifier = f"tidegate-{os.getpid()}-{name}"
+        bundle = self.work / "bundles" / name
+        make_bundle(
+            bundle,
+            machine=self.machine,
+            name=name,
+            arguments=arguments,
+            annotations={f"tidegate.gpu/{key}": value for key, value in annotations.items()},
+            hook=self.hook_arguments(),
+            stage=stage,
+        )
+        output = (bundle / "output").open("w")
+        process = subprocess.Popen(
+            [self.runtime, "--root", str(self.state_dir), "run", "--bundle", str(bundle), identifier],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        output.close()
+        container = Running(name, identifier, bundle, process)
+        self.running.append(container)
+        return container
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """Return what the governor says of the containers, by id, and remember peaks."""
+        known = {one["id"]: one for one in ask(self.config, "list")["containers"]}
+        for container in self.running:
+            if container.identifier in known:
+                container.seen = known[container.identifier]
+                peak = max((d["memory_peak"] for d in container.seen["devices"]), default=0)
+                container.memory_peak = max(container.memory_peak, peak)
+        return known
+
+    def wait(self, container: Running, timeout: float) -> int:
+        """Wait for a container's end and return its exit status."""
+        try:
+            status = container.process.wait(timeout)
+        except subprocess.TimeoutExpired as e:
+            raise MachineError(
+                f"container {container.name} did not end within {timeout:g} s; see {container.bundle}/output"
+            ) from e
+        container.output = (container.bundle / "output").read_text(errors="replace")
+        return status
+
+    def kill(self, container: Running) -> None:
+        """SIGKILL all of a container."""
+        subprocess.run(
+            [self.runtime, "--root", str(self.state_dir), "kill", container.identifier, "KILL"],
+            check=True,
+            capture_output=True,
+        )
+
+    def delete(self, container: Running) -> None:
+        """Make sure that nothing of a container is left."""
+        if container.process.poll() is None:
+            subprocess.run(
+                [self.runtime, "--root", str(self.state_dir), "delete", "--force", container.identifier],
+                check=False,
+                capture_output=True,
+            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                container.process.wait(10)
+
+    def wait_ready(self, paths: Sequence[Path], timeout: float) -> None:
+        """Wait until each workload has said that it is set up."""
+        deadline = time.monotonic() + timeout
+        while not all(path.exists() for path in paths):
+            for container in self.running:
+                status = container.process.poll()
+                if status is not None:
+                    text = (container.bundle / "output").read_text(errors="replace").strip()
+                    raise MachineError(
+                        f"container {container.name} ended with status {status} before its work: "
+                        f"{' '.join(text.splitlines()[-3:])}"
+                    )
+            if time.monotonic() > deadline:
+                raise MachineError(f"a workload was not ready within {timeout:g} s")
+            time.sleep(0.02)
+
+
+def last_json(text: str) -> dict[str, Any]:
+    """Return the last line of `text` that is a JSON object; an empty one if there is none."""
+    for line in reversed(text.splitlines()):
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict):
+                return value
+    return {}

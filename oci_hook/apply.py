@@ -1,8 +1,8 @@
 """A plan, made true inside a container's mount namespace.
 
-Sources are opened in the host's namespace before anything of the container is looked at.  Below the container's root
-there are only descriptors: no path is walked twice, and links cannot lead out (runc and NVIDIA's toolkit both had a
-row of CVEs for want of this).
+Sources are opened in the host's namespace before anything of the container is looked at.  Below the
+container's root there are only descriptors: no path is walked twice, and links cannot lead out
+(runc and NVIDIA's toolkit both had a row of CVEs for want of this).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import os
 import select
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 from oci_hook import kernel
@@ -20,7 +21,7 @@ from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 TEMPORARY = ".ld.so.cache.tidegate"
-KERNEL_HINT = "tidegate needs Linux 5.12 or newer, and no seccomp filter on the runtime that hides its mount calls"
+KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that hides its mount calls"
 
 
 def explain(e: OSError, doing: str) -> MountError:
@@ -29,7 +30,10 @@ def explain(e: OSError, doing: str) -> MountError:
     if e.errno == errno.ENOSYS:
         return MountError(message, hint=KERNEL_HINT)
     if e.errno == errno.EPERM:
-        return MountError(message, hint="the hook needs CAP_SYS_ADMIN in the host's user namespace")
+        return MountError(
+            message,
+            hint="the hook needs CAP_SYS_ADMIN on the host, and openat2 and mount calls unfiltered",
+        )
     if e.errno == errno.EROFS:
         return MountError(message, hint="use a root file system that the runtime can write to")
     return MountError(message, hint="see the hook's log on the node")
@@ -39,7 +43,7 @@ class Container:
     """A container that the runtime is creating, held by descriptors."""
 
     def __init__(self, pid: int, root: str) -> None:
-        """Take hold of process, mount namespace and root; they belong together when this returns."""
+        """Take hold of process, mount namespace and root, which belong together afterwards."""
         self.pid = pid
         self.root = root
         self.procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -96,8 +100,8 @@ class Inside:
             here, there = os.fstat(c.rootfd), os.fstat(rootfd)
             if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
                 os.close(rootfd)
-                raise BundleError(
-                    f"root.path {show(c.root)} is another directory in the container's mount namespace",
+                raise BundleError(  # noqa: TRY301 - the way home is the same for all
+                    f"root.path {show(c.root)} is another directory in the container's namespace",
                     hint="the runtime has to mount the root file system before it runs hooks",
                 )
         except BaseException:
@@ -165,14 +169,14 @@ def open_source(operation: BindDirectory | BindFile) -> int:
 
 
 def _own_like(dirfd: int, fd: int) -> None:
-    """Give what we created to the owner of its directory: with a user namespace, the container's root."""
+    """Give what we created to its directory's owner: in a user namespace, the container's root."""
     parent, child = os.fstat(dirfd), os.fstat(fd)
     if (parent.st_uid, parent.st_gid) != (child.st_uid, child.st_gid):
         os.fchown(fd, parent.st_uid, parent.st_gid)
 
 
 def _as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
-    """Create as root, or as the directory's owner where root has no place on the mount (an idmapped one)."""
+    """Create as root, or as the directory's owner on a mount that has no place for root."""
     try:
         return create()
     except OSError as e:
@@ -211,9 +215,10 @@ class Applier:
         )
 
     def require_ours(self, dirfd: int, path: str, *, volumes: bool) -> None:
-        """Refuse to create in a volume: it is a directory of the host, and the image's links may have led us there.
+        """Refuse to create in a volume: it is the host's, and links of the image may lead to it.
 
-        With `volumes`, one that the container's own configuration mounts on `path` is fine: no link leads to it.
+        With `volumes`, one that the configuration mounts on `path` itself is fine: no link is
+        on the way to it.
         """
         mount = kernel.mount_id(dirfd)
         if mount == self.root_mount:
@@ -240,7 +245,7 @@ class Applier:
                 raise
         parts = path.split("/")
         fd = kernel.open_in_root(self.rootfd, ".", os.O_PATH | os.O_DIRECTORY)
-        for depth, name in enumerate(parts, 1):
+        for depth in range(1, len(parts) + 1):
             try:
                 below = kernel.open_in_root(
                     self.rootfd, "/".join(parts[:depth]), os.O_PATH | os.O_DIRECTORY
@@ -256,17 +261,13 @@ class Applier:
 
     def _make_below(self, fd: int, names: list[str]) -> int:
         for name in names:
-            made_in = fd
-            _as_owner(
-                made_in, lambda name=name, made_in=made_in: kernel.mkdirat(made_in, name, 0o755)
-            )  # type: ignore[misc]
-            self.undo.add(
-                lambda name=name, made_in=made_in: kernel.unlinkat(made_in, name, directory=True)
-            )  # type: ignore[misc]
-            readable = kernel.open_child(made_in, name, os.O_RDONLY | os.O_DIRECTORY)
-            _own_like(made_in, readable)
+            parent = fd
+            _as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
+            self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
+            readable = kernel.open_child(parent, name, os.O_RDONLY | os.O_DIRECTORY)
+            _own_like(parent, readable)
             os.close(readable)
-            fd = kernel.open_child(made_in, name, os.O_PATH | os.O_DIRECTORY)
+            fd = kernel.open_child(parent, name, os.O_PATH | os.O_DIRECTORY)
         return fd
 
     def make_file(self, path: str) -> int:
@@ -287,7 +288,7 @@ class Applier:
             fd = kernel.open_child(dirfd, name)
         if not kernel.is_regular(fd):
             raise ImageError(
-                f"/{path} in the image is not a regular file, a program of the driver is mounted there",
+                f"/{path} in the image is not a regular file, a driver's program is mounted there",
                 hint="remove it from the image",
             )
         return fd
@@ -351,7 +352,8 @@ class Applier:
                 if not operation.strays:
                     return  # the loader looks into the directory without being told
                 raise ImageError(
-                    f"/etc/ld.so.cache in the image leads to {operation.strays[0]} and cannot be replaced ({e.strerror})",
+                    f"/etc/ld.so.cache in the image leads to {operation.strays[0]} and cannot be"
+                    f" replaced ({e.strerror})",
                     hint="remove that library from the image and run ldconfig in it",
                 ) from e
             if isinstance(operation, BindFile) and e.errno in (errno.EROFS, errno.EXDEV):
@@ -366,7 +368,10 @@ class Applier:
 
 
 def apply_plan(plan: Plan, container: Container, undo: Undo) -> list[str]:
-    """Make the plan true; `undo` knows the way back, whether this returns or raises.  Gives what was left out."""
+    """Make the plan true; gives the programs that were left out.
+
+    `undo` knows the way back, whether this returns or raises.
+    """
     sources = [
         open_source(operation) if isinstance(operation, BindDirectory | BindFile) else -1
         for operation in plan.operations
@@ -378,6 +383,6 @@ def apply_plan(plan: Plan, container: Container, undo: Undo) -> list[str]:
             applier = Applier(container, rootfd, undo)
             for operation, source in zip(plan.operations, sources, strict=True):
                 applier.execute(operation, source)
-        return applier.skipped
     except OSError as e:
         raise explain(e, "enter the container's mount namespace") from e
+    return applier.skipped

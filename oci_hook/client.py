@@ -94,18 +94,18 @@ class Client:
     def admit(
         self,
         *,
-        id: str,
+        ident: str,
         pid: int,
         pidfd: int,
         bundle: str,
         annotations: dict[str, str],
-        identity: dict[str, str],  # noqa: A002
+        identity: dict[str, str],
     ) -> Grant:
         """Ask for a place on a GPU; `directory` exists afterwards."""
         answer = self._request(
             "admit",
             (pidfd,),
-            id=id,
+            id=ident,
             pid=pid,
             bundle=bundle,
             annotations=annotations,
@@ -133,9 +133,9 @@ class Client:
         """Say that the container is ready: the admission stays when this connection ends."""
         self._request("confirm")
 
-    def release(self, id: str) -> None:  # noqa: A002
+    def release(self, ident: str) -> None:
         """Say that the container is gone."""
-        self._request("release", id=id)
+        self._request("release", id=ident)
 
     def close(self) -> None:
         """End the connection; an admission that was not confirmed ends with it."""

@@ -1,8 +1,8 @@
 """What can go wrong, sorted as an operator would sort it.
 
-Each class has a code and an exit status that stay the same over releases; docs/reference/errors.md has a row for each.
-A message says what was found, a hint says what to do.  Both may carry text that the image or the user wrote: `show()`
-makes that text safe for a terminal and a log.
+Each class has a code and an exit status that stay the same over releases; docs/reference/errors.md
+has a row for each. A message says what was found, a hint says what to do.  Both may carry text that
+the image or the user wrote: `show()` makes that text safe for a terminal and a log.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ImageError(HookError):
 
 
 class UnservedImageError(ImageError):
-    """No driver can serve the image (musl, no loader): `tidegate.gpu/driver: optional` starts it without."""
+    """No driver can serve the image: `tidegate.gpu/driver: optional` starts it without."""
 
 
 class MountError(HookError):

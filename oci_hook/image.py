@@ -1,11 +1,12 @@
-"""What an image offers: its library directory, its loader, its ld.so.cache.  Looks, and changes nothing.
+"""What an image offers: library directory, loader, ld.so.cache.  Looks, and changes nothing.
 
-The image is hostile.  Everything is opened through openat2(2) confined to its root, checked to be a regular file by
-its descriptor before it is opened for reading, and read up to a limit.
+The image is hostile.  Everything is opened through openat2(2) confined to its root, checked to be a
+regular file by its descriptor before it is opened for reading, and read up to a limit.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ LIBRARY_DIRS = {
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
 MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
 HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
+ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
 
 
@@ -38,8 +40,8 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
     try:
         return kernel.open_in_root(rootfd, path, flags)
     except OSError as e:
-        if e.errno == 38:  # noqa: PLR2004 - ENOSYS
-            raise
+        if e.errno not in ABSENT:
+            raise  # a call that a seccomp filter refuses says nothing about the image
         return None
 
 
@@ -61,7 +63,7 @@ def _read_file(rootfd: int, procfd: int, path: str, limit: int) -> bytes | None:
 
 
 def _require_empty(rootfd: int, path: str) -> None:
-    """Refuse a directory that has entries: a mount would hide them from the image's own programs."""
+    """Refuse a directory that has entries: a mount would hide them from the image."""
     fd = _find(rootfd, path, os.O_RDONLY | os.O_DIRECTORY)
     if fd is None:
         entry = _find(rootfd, path, os.O_PATH | os.O_NOFOLLOW)
@@ -81,7 +83,7 @@ def _require_empty(rootfd: int, path: str) -> None:
             ", ..." if len(names) > ENTRIES_SHOWN else ""
         )
         raise ImageError(
-            f"/{path} in the image is not empty ({found}), the driver's libraries are mounted there",
+            f"/{path} in the image is not empty ({found}), the driver is mounted there",
             hint="move these files to the directory above it in the image",
         )
 

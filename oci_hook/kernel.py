@@ -1,9 +1,9 @@
 """The kernel's calls for mounts and confined path walks, and nothing that decides anything.
 
-Constants and structures are named as in the kernel's headers.  Each function is one call: plain values in, plain
-values out, OSError with the path when it fails.  Nothing else in the hook talks to ctypes, and nothing else touches
-what lies below a container's root: every function that does takes a directory descriptor and either one name or a walk
-that openat2(2) keeps inside.
+Constants and structures are named as in the kernel's headers.  Each function is one call: plain
+values in, plain values out, OSError with the path when it fails.  Nothing else in the hook talks to
+ctypes, and nothing else touches what lies below a container's root: every function that does takes
+a directory descriptor and either one name or a walk that openat2(2) keeps inside.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _int(value: int) -> ctypes.c_long:
 
 
 def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
-    """openat2(2)."""
+    """Open by a walk that `resolve` confines; close-on-exec."""
     how = open_how(flags | os.O_CLOEXEC, mode, resolve)
     return _check(
         _libc.syscall(
@@ -141,7 +141,7 @@ def _require_name(name: str) -> None:
 
 
 def mkdirat(dirfd: int, name: str, mode: int) -> None:
-    """mkdirat(2) for one name."""
+    """Make a directory of one name."""
     _require_name(name)
     os.mkdir(name, mode, dir_fd=dirfd)
 
@@ -158,7 +158,7 @@ def create(dirfd: int, name: str, mode: int) -> int:
 
 
 def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
-    """unlinkat(2) for one name."""
+    """Remove one name."""
     _require_name(name)
     if directory:
         os.rmdir(name, dir_fd=dirfd)
@@ -167,7 +167,7 @@ def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
 
 
 def renameat(dirfd: int, old: str, new: str) -> None:
-    """renameat(2) of one name to another in the same directory."""
+    """Rename in one directory."""
     _require_name(old)
     _require_name(new)
     os.rename(old, new, src_dir_fd=dirfd, dst_dir_fd=dirfd)
@@ -187,7 +187,7 @@ def open_tree(path: str, *, dirfd: int = AT_FDCWD) -> int:
 
 
 def mount_setattr(fd: int, attr_set: int, propagation: int, path: str) -> None:
-    """mount_setattr(2) on a mount's descriptor; `path` is for the error."""
+    """Set a mount's attributes by descriptor; `path` is for the error."""
     attr = mount_attr(attr_set, 0, propagation, 0)
     _check(
         _libc.syscall(
@@ -241,7 +241,7 @@ def mount_id(fd: int) -> int:
 
 
 def setns(fd: int, nstype: int, path: str) -> None:
-    """setns(2); `path` is for the error."""
+    """Enter a namespace; `path` is for the error."""
     _check(_libc.setns(fd, nstype), path)
 
 

@@ -1,7 +1,7 @@
 """glibc's ld.so.cache: what it holds, and the same with our libraries in it.
 
-The layout is that of sysdeps/generic/dl-cache.h.  The file in an image is whatever its author made it: every count and
-offset is bounded before it is used, and what does not fit raises CacheError.
+The layout is that of sysdeps/generic/dl-cache.h.  The file in an image is whatever its author made
+it: every count and offset is bounded before it is used, and what does not fit raises CacheError.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _new_part(data: bytes) -> int | None:
 
 
 def parse(data: bytes) -> Cache | None:
-    """Read a cache; None for one in the old format alone, which glibc since 2.32 does not write and x86-64 never used."""
+    """Read a cache; None for one in the old format alone, which no x86-64 loader uses."""
     if len(data) > CACHE_LIMIT:
         raise CacheError(f"larger than {CACHE_LIMIT} bytes")
     base = _new_part(data)
@@ -126,7 +126,7 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
 
 
 def compare(a: bytes, b: bytes) -> int:
-    """Order sonames as the loader's binary search does (_dl_cache_libcmp): runs of digits by their value."""
+    """Order sonames as the loader does (_dl_cache_libcmp): runs of digits by their value."""
     i = j = 0
     a += b"\0"
     b += b"\0"
@@ -159,8 +159,8 @@ def with_libraries(
 ) -> Cache:
     """Give a cache that leads `sonames` to `directory` and is otherwise the same.
 
-    Entries stand in descending order.  Ours go where a binary search for them ends, so that a foreign order, whatever
-    it is, stays as it is.
+    Entries stand in descending order.  Ours go where a binary search for them ends, so that the
+    order of the others, whatever it is, stays.
     """
     ours = frozenset(sonames)
     entries = [e for e in cache.entries if e.soname not in ours or e.flags != flags]

@@ -1,4 +1,4 @@
-"""One JSON line for each run, to a file or to the node's syslog.  Logging never fails a container."""
+"""One JSON line for each run, to a file or to syslog.  Logging never fails a container."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Event:
         import socket
 
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as s:
-            s.setblocking(False)  # noqa: FBT003
+            s.setblocking(False)
             s.sendto(f"<{priority}>tidegate-hook[{os.getpid()}]: {line}".encode(), SYSLOG)
 
 

@@ -1,7 +1,7 @@
 """The hook, from its arguments to its exit status.
 
-Modules that only a GPU container needs are imported after it is known to be one: every other container of the node
-pays for the interpreter, json and two files read.
+Modules that only a GPU container needs are imported after it is known to be one: every other
+container of the node pays for the interpreter, json and two files read.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     undo = Undo()
     try:
         grant = client.admit(
-            id=state.id,
+            ident=state.id,
             pid=state.pid,
             pidfd=container.pidfd,
             bundle=state.bundle,

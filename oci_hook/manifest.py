@@ -1,7 +1,7 @@
 """The generation of the driver mirror in force, as its manifest describes it.
 
-`tidegate refresh` writes manifests (vdriver/manifest.schema.json); the hook takes from one what it needs and checks
-that the driver is still the one it was made from.
+`tidegate refresh` writes manifests (vdriver/manifest.schema.json); the hook takes from one what it
+needs and checks that the driver is still the one it was made from.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _confined(path: str) -> str:
 
 
 def _sonames(lib64: str, files: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Name what ldconfig would have found in `lib64`: sonames, and links for linking against them."""
+    """Name what ldconfig would find in `lib64`: sonames, and links for linking against them."""
     here = {}
     for file in files:
         directory, _, name = file["path"].rpartition("/")
@@ -66,7 +66,7 @@ def _sonames(lib64: str, files: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def parse_manifest(data: bytes, directory: str) -> Manifest:
-    """Take what the hook needs; ValueError, KeyError and TypeError say that the manifest is damaged."""
+    """Take what the hook needs; ValueError, KeyError and TypeError stand for a damaged manifest."""
     document = json.loads(data.decode())
     if document["schema"] != 1:
         raise ValueError(f"schema {document['schema']!r}")
@@ -124,7 +124,7 @@ def read_manifest(driver_dir: str) -> Manifest:
 
 
 def check_fresh(manifest: Manifest) -> None:
-    """Refuse a mirror whose driver has changed since: kernel module and libraries would not match."""
+    """Refuse a mirror whose driver has changed since: it would not match the kernel module."""
     for file in manifest.watch:
         try:
             found = os.stat(file.path)
@@ -146,6 +146,7 @@ def choose_set(manifest: Manifest, capabilities: tuple[str, ...]) -> MirrorSet:
             return candidate
     offered = " or ".join(",".join(s.capabilities) for s in manifest.sets)
     raise DriverError(
-        f"mirror {manifest.generation} has nothing for capabilities {','.join(capabilities)}, it has {show(offered, 300)}",
+        f"mirror {manifest.generation} has nothing for capabilities {','.join(capabilities)},"
+        f" it has {show(offered, 300)}",
         hint="ask for one of these in tidegate.gpu/capabilities",
     )

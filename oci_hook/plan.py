@@ -10,8 +10,6 @@ from oci_hook.errors import ImageError, show
 from oci_hook.image import Image
 from oci_hook.manifest import Manifest, MirrorSet
 
-CACHE_HINT = "run ldconfig in the image after removing these libraries, or make the cache a regular file of the image"
-
 
 class BindDirectory(NamedTuple):
     """A directory of the host, read-only, nosuid and nodev, on one in the container."""
@@ -24,7 +22,8 @@ class BindDirectory(NamedTuple):
 
     def describe(self) -> str:
         """Say it as an operator would."""
-        return f"bind {self.source} -> /{self.target} [ro,nosuid,nodev{',noexec' if self.noexec else ''}]"
+        noexec = ",noexec" if self.noexec else ""
+        return f"bind {self.source} -> /{self.target} [ro,nosuid,nodev{noexec}]"
 
 
 class BindFile(NamedTuple):
@@ -70,7 +69,7 @@ class Plan(NamedTuple):
 
 
 def plan_cache(cache: bytes | None, target: str, sonames: tuple[str, ...]) -> WriteCache | None:
-    """Plan the new cache; None when there is none in the image or it already says what it has to."""
+    """Plan the new cache; None when the image has none or it already says what it has to."""
     if cache is None or not ldcache.is_cache(cache):
         return None
     directory = b"/" + target.encode()
@@ -86,7 +85,7 @@ def plan_cache(cache: bytes | None, target: str, sonames: tuple[str, ...]) -> Wr
         if not any(name in cache for name in names):
             return None
         raise ImageError(
-            f"/etc/ld.so.cache in the image is damaged ({show(e)}) and names libraries of the driver",
+            f"/etc/ld.so.cache in the image is damaged ({show(e)}) and names driver libraries",
             hint="run ldconfig in the image",
         ) from e
     if after.entries == before.entries:

@@ -1,4 +1,4 @@
-"""The annotations below tidegate.gpu/, parsed by hand: importing jsonschema would cost every GPU container 100 ms.
+"""The annotations below tidegate.gpu/, parsed by hand: importing jsonschema takes 100 ms.
 
 annotations.schema.json says the same to everybody else, and a test runs one corpus through both.
 """
@@ -21,7 +21,7 @@ _HEX = "[0-9a-f]"
 _UUID = f"GPU-{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
 # The digits that each unit leaves room for keep every quantity below 2^50 bytes.
 _MEMORY = re.compile(
-    r"([1-9][0-9]{0,14})|([1-9][0-9]{0,11})Ki|([1-9][0-9]{0,8})Mi|([1-9][0-9]{0,5})Gi|([1-9][0-9]{0,2})Ti"
+    r"[1-9][0-9]{0,14}|[1-9][0-9]{0,11}Ki|[1-9][0-9]{0,8}Mi|[1-9][0-9]{0,5}Gi|[1-9][0-9]{0,2}Ti"
 )
 _PERCENT = re.compile(r"[1-9][0-9]?|100")
 _COUNT = re.compile(r"[1-9]|[1-5][0-9]|6[0-4]")
@@ -156,11 +156,11 @@ def parse_annotations(annotations: dict[str, str]) -> Request:
 
 
 def check_request(request: Request, annotations: dict[str, str]) -> None:
-    """Refuse what each annotation allows and both together do not; a JSON Schema has no words for this."""
+    """Refuse what each annotation allows and both together do not: JSON Schema lacks the words."""
     if request.compute and request.compute_limit and request.compute_limit < request.compute:
         raise AnnotationError(
-            f"annotation {PREFIX}compute-limit is {request.compute_limit}, below {PREFIX}compute, which is "
-            f"{request.compute}",
+            f"annotation {PREFIX}compute-limit is {request.compute_limit}, below {PREFIX}compute,"
+            f" which is {request.compute}",
             hint="raise the limit or lower the guarantee",
         )
     size = sum(len(ascii(n)) + len(ascii(v)) + 4 for n, v in annotations.items())

@@ -1,6 +1,7 @@
 """The runtime's side: the OCI state on stdin and the bundle's config.json.
 
-Both come from outside: sizes are bounded, types are checked, and what the hook has no use for is ignored.
+Both come from outside: sizes are bounded, types are checked, and what the hook has no use for is
+ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ PID_LIMIT = 1 << 22  # PID_MAX_LIMIT
 
 
 class State:
-    """What the runtime said about the container.  A plain class: NamedTuple costs every container 3 ms of typing."""
+    """What the runtime said.  A plain class: NamedTuple would cost every container 3 ms."""
 
     __slots__ = ("annotations", "bundle", "id", "pid")
 
-    def __init__(self, *, id: str, pid: int, bundle: str, annotations: dict[str, str]) -> None:  # noqa: A002
-        self.id = id
+    def __init__(self, *, ident: str, pid: int, bundle: str, annotations: dict[str, str]) -> None:
+        self.id = ident
         self.pid = pid
         self.bundle = bundle
         self.annotations = annotations
@@ -68,7 +69,7 @@ def read_bounded(fd: int, limit: int) -> bytes | None:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object, and refuse one that says the same annotation twice: readers differ in which one wins."""
+    """Build an object; refuse an annotation given twice: readers differ in which one wins."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen = set()
@@ -127,14 +128,14 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
         if type(pid) is not int or not 0 < pid <= PID_LIMIT:
             raise StateError(
                 f"pid in the OCI state is {show(pid)}, not a process of this host",
-                hint="register the hook as createRuntime or prestart, which run in the host's namespaces",
+                hint="register the hook as createRuntime or prestart, which run on the host's side",
             )
         if type(bundle) is not str or not bundle.startswith("/") or "\0" in bundle:
             raise StateError(
                 f"bundle in the OCI state is {show(bundle)}, not an absolute path", hint=hint
             )
     return State(
-        id=ident,
+        ident=ident,
         pid=pid if type(pid) is int else 0,
         bundle=bundle if type(bundle) is str else "",
         annotations=_annotations(document, StateError, "the OCI state"),
@@ -165,8 +166,8 @@ def read_config(bundle: str) -> bytes:
 def may_mention_us(config: bytes) -> bool:
     """Tell without parsing whether config.json can hold an annotation of ours.
 
-    Most containers of a node hold none, and this is all they pay for.  An escape could spell the prefix, so text with
-    an escaped ASCII character is parsed to be sure.
+    Most containers of a node hold none, and this is all they pay for.  An escape could spell the
+    prefix, so text with an escaped ASCII character is parsed to be sure.
     """
     return PREFIX.encode()[:-1] in config or b"\\u00" in config
 
@@ -194,12 +195,13 @@ def parse_config(data: bytes, bundle: str) -> Bundle:
 
 
 def our_annotations(state: State, bundle: Bundle) -> dict[str, str]:
-    """Give the annotations below our prefix.  config.json is the source; the state may repeat it."""
+    """Give the annotations below our prefix: config.json's, which the state may repeat."""
     ours = {n: v for n, v in bundle.annotations.items() if n.startswith(PREFIX)}
     for name, value in state.annotations.items():
         if name.startswith(PREFIX) and ours.setdefault(name, value) != value:
             raise AnnotationError(
-                f"annotation {show(name)} is {show(ours[name])} in config.json and {show(value)} in the OCI state",
+                f"annotation {show(name)} is {show(ours[name])} in config.json and"
+                f" {show(value)} in the OCI state",
                 hint="whatever edits one of them has to edit both",
             )
     return ours

@@ -118,7 +118,8 @@ def test_a_link_whose_target_exists_inside_is_followed_inside(
 @pytest.mark.parametrize(
     "place", ["usr/lib", LIBDIR, TARGET, "run/tidegate", "etc", "usr/bin/nvidia-smi"]
 )
-def test_loops_and_dangling_links_end_with_a_line(node: Node, victim: Path, place: str) -> None:
+@pytest.mark.usefixtures("victim")
+def test_loops_and_dangling_links_end_with_a_line(node: Node, place: str) -> None:
     for text in (Path(place).name, "/nowhere/at/all", "../" * 60 + place):
         bundle = node.bundle("true", name=f"bundle{abs(hash(text))}")
         replace_by_link(bundle.rootfs / place, text)
@@ -221,7 +222,8 @@ def test_nothing_of_the_image_is_executed(node: Node, runc: Runtime, tmp_path: P
     assert not marker.exists()
 
 
-def test_a_shared_mount_is_refused(node: Node, victim: Path) -> None:
+@pytest.mark.usefixtures("victim")
+def test_a_shared_mount_is_refused(node: Node) -> None:
     """R8: a mount made on one would appear on the host."""
     bundle = node.bundle("true")
     bundle.write()
@@ -287,9 +289,7 @@ def test_no_descriptor_reaches_the_container_or_stays_in_the_hook(
         hook.stdin.write(held.state())
         hook.stdin.close()
         wait_for(lambda: node.governor.requests[-1]["op"] == "admit")
-        links = [
-            os.readlink(f"/proc/{hook.pid}/fd/{n}") for n in os.listdir(f"/proc/{hook.pid}/fd")
-        ]
+        links = [str(fd.readlink()) for fd in Path(f"/proc/{hook.pid}/fd").iterdir()]
         assert str(node.base) not in links
         assert hook.wait() == 75
     os.close(leak)

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -101,7 +100,7 @@ def test_a_root_that_does_not_exist(node: Node) -> None:
 @pytest.mark.parametrize(
     ("annotations", "message"),
     [
-        ({"tidegate.gpu/memroy": "8Gi"}, "did you mean tidegate.gpu/memory?"),
+        ({"tidegate.gpu/memoryy": "8Gi"}, "did you mean tidegate.gpu/memory?"),
         ({"tidegate.gpu/compute": "101"}, "tidegate.gpu/compute is '101'"),
         ({"tidegate.gpu/compute": "50", "tidegate.gpu/compute-limit": "20"}, "compute-limit is 20"),
         ({"tidegate.gpu/strategy": "\n\x1b[2J\u202eevil"}, "is '\\n\\x1b[2J\\u202eevil'"),
@@ -226,9 +225,7 @@ def test_a_damaged_cache_that_names_ours(node: Node) -> None:
     refuse(node, bundle, 76, "/etc/ld.so.cache in the image is damaged")
 
 
-def test_a_cache_that_leads_elsewhere_and_cannot_be_written(
-    node: Node, require: Callable[..., None]
-) -> None:
+def test_a_cache_that_leads_elsewhere_and_cannot_be_written(node: Node) -> None:
     """/etc is a volume of the host: not ours to write, and the image's own library would win."""
     bundle = node.bundle("true")
     make_library(bundle.rootfs / "opt/cuda/libcuda.so.1", "libcuda.so.1", "the image's libcuda")

@@ -178,28 +178,38 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
     [
         (
             {"memory": "8GB"},
-            "tidegate: annotation tidegate.gpu/memory is '8GB', accepted is a whole number of bytes, or of Ki, Mi, Gi"
-            " or Ti, from 1 to 999Ti; write it like 8Gi or 512Mi",
+            (
+                "tidegate: annotation tidegate.gpu/memory is '8GB', accepted is a whole number of bytes, or of Ki, Mi, Gi"
+                " or Ti, from 1 to 999Ti; write it like 8Gi or 512Mi"
+            ),
         ),
         (
-            {"memroy": "8Gi"},
-            "tidegate: annotation tidegate.gpu/memroy is unknown, accepted below tidegate.gpu/ are memory, compute,"
-            " compute-limit, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?",
+            {"memoryy": "8Gi"},
+            (
+                "tidegate: annotation tidegate.gpu/memoryy is unknown, accepted below tidegate.gpu/ are memory, compute,"
+                " compute-limit, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?"
+            ),
         ),
         (
             {"zzz": "8Gi"},
-            "tidegate: annotation tidegate.gpu/zzz is unknown, accepted below tidegate.gpu/ are memory, compute,"
-            " compute-limit, count, devices, strategy, capabilities, driver; remove it",
+            (
+                "tidegate: annotation tidegate.gpu/zzz is unknown, accepted below tidegate.gpu/ are memory, compute,"
+                " compute-limit, count, devices, strategy, capabilities, driver; remove it"
+            ),
         ),
         (
             {"strategy": "\x1b[2Jmps\nroot:"},
-            "tidegate: annotation tidegate.gpu/strategy is '\\x1b[2Jmps\\nroot:', accepted is auto or timeslice or mps"
-            " or passthrough; leave it out for auto",
+            (
+                "tidegate: annotation tidegate.gpu/strategy is '\\x1b[2Jmps\\nroot:', accepted is auto or timeslice or mps"
+                " or passthrough; leave it out for auto"
+            ),
         ),
         (
             {"count": "1", "devices": "0"},
-            "tidegate: annotations tidegate.gpu/count and tidegate.gpu/devices are both given; say how many GPUs or"
-            " which, not both",
+            (
+                "tidegate: annotations tidegate.gpu/count and tidegate.gpu/devices are both given; say how many GPUs or"
+                " which, not both"
+            ),
         ),
     ],
 )
@@ -220,7 +230,7 @@ def test_a_long_value_is_cut() -> None:
 def test_a_limit_below_the_guarantee_is_refused() -> None:
     annotations = {P + "compute": "60", P + "compute-limit": "30"}
     with pytest.raises(
-        AnnotationError, match="compute-limit is 30, below tidegate.gpu/compute, which is 60"
+        AnnotationError, match=r"compute-limit is 30, below tidegate.gpu/compute, which is 60"
     ):
         check_request(parse_annotations(annotations), annotations)
 

@@ -126,7 +126,7 @@ def test_who_the_container_belongs_to_is_taken_from_the_nodes_annotations() -> N
 
 def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> None:
     text = '{"root": {"path": "r"}, "x": 1, "x": 2, "annotations": {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/memory": "2Gi"}}'
-    with pytest.raises(AnnotationError, match="tidegate.gpu/memory is given twice"):
+    with pytest.raises(AnnotationError, match=r"tidegate.gpu/memory is given twice"):
         parse_config(text.encode(), "/b")
     parse_config(
         b'{"root": {"path": "r"}, "x": 1, "x": 2, "annotations": {"a": "1", "a": "2"}}', "/b"
@@ -135,13 +135,13 @@ def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> Non
 
 def test_an_annotation_that_is_no_string_is_refused() -> None:
     config = {"root": {"path": "r"}, "annotations": {"tidegate.gpu/compute": 50}}
-    with pytest.raises(AnnotationError, match="is int, not a string; *|is int, not a string"):
+    with pytest.raises(AnnotationError, match=r"is int, not a string"):
         parse_config(json.dumps(config).encode(), "/b")
 
 
 def both(config: dict[str, str], seen: dict[str, str]) -> dict[str, str]:
     return our_annotations(
-        State(id="c", pid=1, bundle="/b", annotations=seen),
+        State(ident="c", pid=1, bundle="/b", annotations=seen),
         Bundle(root="/r", annotations=config, identity={}),
     )
 
@@ -149,7 +149,7 @@ def both(config: dict[str, str], seen: dict[str, str]) -> dict[str, str]:
 def test_annotations_are_joined_and_have_to_agree() -> None:
     assert both({"tidegate.gpu/memory": "1Gi", "x": "y"}, {}) == {"tidegate.gpu/memory": "1Gi"}
     assert both({}, {"tidegate.gpu/memory": "1Gi"}) == {"tidegate.gpu/memory": "1Gi"}
-    with pytest.raises(AnnotationError, match="is 1Gi in config.json and 2Gi in the OCI state"):
+    with pytest.raises(AnnotationError, match=r"is 1Gi in config.json and 2Gi in the OCI state"):
         both({"tidegate.gpu/memory": "1Gi"}, {"tidegate.gpu/memory": "2Gi"})
 
 
@@ -190,8 +190,10 @@ def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=200))
 def test_any_bytes_give_a_state_or_an_error_of_ours(data: bytes) -> None:
+    line = "x"
     try:
         parse_state(data)
     except HookError as e:
-        assert e.line().isascii()
-        assert e.line().isprintable()
+        line = e.line()
+    assert line.isascii()
+    assert line.isprintable()

@@ -17,8 +17,7 @@ CONTROL_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
     return result;
 }
 
-CONTROL_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes,
-                                           size_t Height, unsigned int ElementSizeBytes)
+CONTROL_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height, unsigned int ElementSizeBytes)
 {
     struct account_charge charge;
     CUresult result = account_reserve(&charge, account_pitch(WidthInBytes, Height));
@@ -79,8 +78,7 @@ CONTROL_EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize,
     return result;
 }
 
-CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize,
-                                                CUmemoryPool pool, CUstream hStream)
+CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
 {
     struct account_charge charge;
     CUresult result = account_reserve(&charge, bytesize);
@@ -95,8 +93,7 @@ CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesi
     return result;
 }
 
-CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize,
-                                                     CUmemoryPool pool, CUstream hStream)
+CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
 {
     struct account_charge charge;
     CUresult result = account_reserve(&charge, bytesize);
@@ -147,47 +144,32 @@ CONTROL_EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream)
     return result;
 }
 
-CONTROL_EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY,
-                                       unsigned int gridDimZ, unsigned int blockDimX,
-                                       unsigned int blockDimY, unsigned int blockDimZ,
-                                       unsigned int sharedMemBytes, CUstream hStream,
-                                       void **kernelParams, void **extra)
+CONTROL_EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
 {
     struct gate_ticket ticket;
-    CUresult result =
-        gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), hStream);
+    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), hStream);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
-    result = real->cuLaunchKernel(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ,
-                                  sharedMemBytes, hStream, kernelParams, extra);
+    result = real->cuLaunchKernel(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
     gate_leave(&ticket, result);
     return result;
 }
 
-CONTROL_EXPORT CUresult cuLaunchKernel_ptsz(CUfunction f, unsigned int gridDimX,
-                                            unsigned int gridDimY, unsigned int gridDimZ,
-                                            unsigned int blockDimX, unsigned int blockDimY,
-                                            unsigned int blockDimZ, unsigned int sharedMemBytes,
-                                            CUstream hStream, void **kernelParams, void **extra)
+CONTROL_EXPORT CUresult cuLaunchKernel_ptsz(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, void **kernelParams, void **extra)
 {
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ),
-                                 gate_ptsz(hStream));
+    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), gate_ptsz(hStream));
     if (unlikely(result != CUDA_SUCCESS))
         return result;
-    result = real->cuLaunchKernel_ptsz(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY,
-                                       blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
+    result = real->cuLaunchKernel_ptsz(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
     gate_leave(&ticket, result);
     return result;
 }
 
-CONTROL_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f,
-                                         void **kernelParams, void **extra)
+CONTROL_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, (uintptr_t)f,
-                                 gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ),
-                                 config->hStream);
+    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ), config->hStream);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchKernelEx(config, f, kernelParams, extra);
@@ -195,13 +177,10 @@ CONTROL_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunctio
     return result;
 }
 
-CONTROL_EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfunction f,
-                                              void **kernelParams, void **extra)
+CONTROL_EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra)
 {
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, (uintptr_t)f,
-                                 gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ),
-                                 gate_ptsz(config->hStream));
+    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ), gate_ptsz(config->hStream));
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchKernelEx_ptsz(config, f, kernelParams, extra);
@@ -209,37 +188,24 @@ CONTROL_EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfu
     return result;
 }
 
-CONTROL_EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX,
-                                                  unsigned int gridDimY, unsigned int gridDimZ,
-                                                  unsigned int blockDimX, unsigned int blockDimY,
-                                                  unsigned int blockDimZ,
-                                                  unsigned int sharedMemBytes, CUstream hStream,
-                                                  void **kernelParams)
+CONTROL_EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, void **kernelParams)
 {
     struct gate_ticket ticket;
-    CUresult result =
-        gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), hStream);
+    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), hStream);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
-    result = real->cuLaunchCooperativeKernel(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY,
-                                             blockDimZ, sharedMemBytes, hStream, kernelParams);
+    result = real->cuLaunchCooperativeKernel(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams);
     gate_leave(&ticket, result);
     return result;
 }
 
-CONTROL_EXPORT CUresult cuLaunchCooperativeKernel_ptsz(
-    CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
-    unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
-    unsigned int sharedMemBytes, CUstream hStream, void **kernelParams)
+CONTROL_EXPORT CUresult cuLaunchCooperativeKernel_ptsz(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ, unsigned int sharedMemBytes, CUstream hStream, void **kernelParams)
 {
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ),
-                                 gate_ptsz(hStream));
+    CUresult result = gate_enter(&ticket, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), gate_ptsz(hStream));
     if (unlikely(result != CUDA_SUCCESS))
         return result;
-    result =
-        real->cuLaunchCooperativeKernel_ptsz(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY,
-                                             blockDimZ, sharedMemBytes, hStream, kernelParams);
+    result = real->cuLaunchCooperativeKernel_ptsz(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams);
     gate_leave(&ticket, result);
     return result;
 }
@@ -269,49 +235,33 @@ CONTROL_EXPORT CUresult cuGraphLaunch_ptsz(CUgraphExec hGraphExec, CUstream hStr
 const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuInit", offsetof(struct real_cuda, cuInit), (void *)cuInit},
     {"cuGetProcAddress", offsetof(struct real_cuda, cuGetProcAddress), (void *)cuGetProcAddress},
-    {"cuGetProcAddress_v2", offsetof(struct real_cuda, cuGetProcAddress_v2),
-     (void *)cuGetProcAddress_v2},
-    {"cuDeviceTotalMem_v2", offsetof(struct real_cuda, cuDeviceTotalMem_v2),
-     (void *)cuDeviceTotalMem_v2},
+    {"cuGetProcAddress_v2", offsetof(struct real_cuda, cuGetProcAddress_v2), (void *)cuGetProcAddress_v2},
+    {"cuDeviceTotalMem_v2", offsetof(struct real_cuda, cuDeviceTotalMem_v2), (void *)cuDeviceTotalMem_v2},
     {"cuMemGetInfo_v2", offsetof(struct real_cuda, cuMemGetInfo_v2), (void *)cuMemGetInfo_v2},
     {"cuCtxCreate_v2", offsetof(struct real_cuda, cuCtxCreate_v2), (void *)cuCtxCreate_v2},
     {"cuCtxCreate_v3", offsetof(struct real_cuda, cuCtxCreate_v3), (void *)cuCtxCreate_v3},
     {"cuCtxCreate_v4", offsetof(struct real_cuda, cuCtxCreate_v4), (void *)cuCtxCreate_v4},
     {"cuCtxDestroy_v2", offsetof(struct real_cuda, cuCtxDestroy_v2), (void *)cuCtxDestroy_v2},
-    {"cuDevicePrimaryCtxRetain", offsetof(struct real_cuda, cuDevicePrimaryCtxRetain),
-     (void *)cuDevicePrimaryCtxRetain},
-    {"cuDevicePrimaryCtxRelease_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxRelease_v2),
-     (void *)cuDevicePrimaryCtxRelease_v2},
-    {"cuDevicePrimaryCtxReset_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxReset_v2),
-     (void *)cuDevicePrimaryCtxReset_v2},
-    {"cuStreamDestroy_v2", offsetof(struct real_cuda, cuStreamDestroy_v2),
-     (void *)cuStreamDestroy_v2},
+    {"cuDevicePrimaryCtxRetain", offsetof(struct real_cuda, cuDevicePrimaryCtxRetain), (void *)cuDevicePrimaryCtxRetain},
+    {"cuDevicePrimaryCtxRelease_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxRelease_v2), (void *)cuDevicePrimaryCtxRelease_v2},
+    {"cuDevicePrimaryCtxReset_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxReset_v2), (void *)cuDevicePrimaryCtxReset_v2},
+    {"cuStreamDestroy_v2", offsetof(struct real_cuda, cuStreamDestroy_v2), (void *)cuStreamDestroy_v2},
     {"cuMemAlloc_v2", offsetof(struct real_cuda, cuMemAlloc_v2), (void *)cuMemAlloc_v2},
-    {"cuMemAllocPitch_v2", offsetof(struct real_cuda, cuMemAllocPitch_v2),
-     (void *)cuMemAllocPitch_v2},
+    {"cuMemAllocPitch_v2", offsetof(struct real_cuda, cuMemAllocPitch_v2), (void *)cuMemAllocPitch_v2},
     {"cuMemAllocManaged", offsetof(struct real_cuda, cuMemAllocManaged), (void *)cuMemAllocManaged},
     {"cuMemAllocAsync", offsetof(struct real_cuda, cuMemAllocAsync), (void *)cuMemAllocAsync},
-    {"cuMemAllocAsync_ptsz", offsetof(struct real_cuda, cuMemAllocAsync_ptsz),
-     (void *)cuMemAllocAsync_ptsz},
-    {"cuMemAllocFromPoolAsync", offsetof(struct real_cuda, cuMemAllocFromPoolAsync),
-     (void *)cuMemAllocFromPoolAsync},
-    {"cuMemAllocFromPoolAsync_ptsz", offsetof(struct real_cuda, cuMemAllocFromPoolAsync_ptsz),
-     (void *)cuMemAllocFromPoolAsync_ptsz},
+    {"cuMemAllocAsync_ptsz", offsetof(struct real_cuda, cuMemAllocAsync_ptsz), (void *)cuMemAllocAsync_ptsz},
+    {"cuMemAllocFromPoolAsync", offsetof(struct real_cuda, cuMemAllocFromPoolAsync), (void *)cuMemAllocFromPoolAsync},
+    {"cuMemAllocFromPoolAsync_ptsz", offsetof(struct real_cuda, cuMemAllocFromPoolAsync_ptsz), (void *)cuMemAllocFromPoolAsync_ptsz},
     {"cuMemFree_v2", offsetof(struct real_cuda, cuMemFree_v2), (void *)cuMemFree_v2},
     {"cuMemFreeAsync", offsetof(struct real_cuda, cuMemFreeAsync), (void *)cuMemFreeAsync},
-    {"cuMemFreeAsync_ptsz", offsetof(struct real_cuda, cuMemFreeAsync_ptsz),
-     (void *)cuMemFreeAsync_ptsz},
+    {"cuMemFreeAsync_ptsz", offsetof(struct real_cuda, cuMemFreeAsync_ptsz), (void *)cuMemFreeAsync_ptsz},
     {"cuLaunchKernel", offsetof(struct real_cuda, cuLaunchKernel), (void *)cuLaunchKernel},
-    {"cuLaunchKernel_ptsz", offsetof(struct real_cuda, cuLaunchKernel_ptsz),
-     (void *)cuLaunchKernel_ptsz},
+    {"cuLaunchKernel_ptsz", offsetof(struct real_cuda, cuLaunchKernel_ptsz), (void *)cuLaunchKernel_ptsz},
     {"cuLaunchKernelEx", offsetof(struct real_cuda, cuLaunchKernelEx), (void *)cuLaunchKernelEx},
-    {"cuLaunchKernelEx_ptsz", offsetof(struct real_cuda, cuLaunchKernelEx_ptsz),
-     (void *)cuLaunchKernelEx_ptsz},
-    {"cuLaunchCooperativeKernel", offsetof(struct real_cuda, cuLaunchCooperativeKernel),
-     (void *)cuLaunchCooperativeKernel},
-    {"cuLaunchCooperativeKernel_ptsz", offsetof(struct real_cuda, cuLaunchCooperativeKernel_ptsz),
-     (void *)cuLaunchCooperativeKernel_ptsz},
+    {"cuLaunchKernelEx_ptsz", offsetof(struct real_cuda, cuLaunchKernelEx_ptsz), (void *)cuLaunchKernelEx_ptsz},
+    {"cuLaunchCooperativeKernel", offsetof(struct real_cuda, cuLaunchCooperativeKernel), (void *)cuLaunchCooperativeKernel},
+    {"cuLaunchCooperativeKernel_ptsz", offsetof(struct real_cuda, cuLaunchCooperativeKernel_ptsz), (void *)cuLaunchCooperativeKernel_ptsz},
     {"cuGraphLaunch", offsetof(struct real_cuda, cuGraphLaunch), (void *)cuGraphLaunch},
-    {"cuGraphLaunch_ptsz", offsetof(struct real_cuda, cuGraphLaunch_ptsz),
-     (void *)cuGraphLaunch_ptsz},
+    {"cuGraphLaunch_ptsz", offsetof(struct real_cuda, cuGraphLaunch_ptsz), (void *)cuGraphLaunch_ptsz},
 };

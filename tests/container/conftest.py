@@ -106,6 +106,7 @@ def node(tmp_path: Path, made_once: Path) -> Iterator[Node]:
     yield Node(tmp_path, made_once, governor)
     governor.wait_idle()
     governor.close()
+    assert governor.misfits == []  # every request of the hook follows the protocol
 
 
 @pytest.fixture(params=["runc", "crun"])

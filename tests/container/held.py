@@ -17,14 +17,15 @@ from tests.container.bundles import Bundle
 class Held:
     """`with Held(bundle) as held`: `held.hook(argv)` runs the hook on it."""
 
-    def __init__(self, bundle: Bundle, *, propagation: str = "private") -> None:
+    def __init__(self, bundle: Bundle, *, propagation: str = "private", mount: str = "") -> None:
         self.bundle = bundle
+        self.mount = mount or 'mount --bind "$1" "$1"'
         self.propagation = propagation
 
     def __enter__(self) -> Self:
         self.bundle.write()
         root = self.bundle.rootfs
-        script = 'mount --bind "$1" "$1" && mount --make-$2 "$1" && echo ready && exec sleep 60'
+        script = f'{self.mount} && mount --make-$2 "$1" && echo ready && exec sleep 60'
         self.process = subprocess.Popen(
             [
                 "unshare",

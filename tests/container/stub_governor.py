@@ -10,7 +10,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.container.bundles import GPU
+import jsonschema
+
+from tests.container.bundles import GPU, ROOT
 
 
 class StubGovernor:
@@ -23,7 +25,9 @@ class StubGovernor:
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
         self.mode = "grant"
+        self.schema = json.loads((ROOT / "governor" / "protocol.schema.json").read_text())
         self.requests: list[dict[str, Any]] = []
+        self.misfits: list[str] = []
         self.admitted: dict[str, dict[str, Any]] = {}
         self.confirmed: set[str] = set()
         self.released: list[str] = []
@@ -77,7 +81,10 @@ class StubGovernor:
                 buffer += data
                 while b"\n" in buffer:
                     line, _, buffer = buffer.partition(b"\n")
-                    request = json.loads(line) | {"fds": len(fds)}
+                    plain = json.loads(line)
+                    errors = jsonschema.Draft202012Validator(self.schema).iter_errors(plain)
+                    self.misfits += [error.message for error in errors]
+                    request = plain | {"fds": len(fds)}
                     with self.lock:
                         self.requests.append(request)
                     if request["op"] == "admit":

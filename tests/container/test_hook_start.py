@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from tests.container.bundles import (
     VERSION,
     Runtime,
     add_user_namespace,
+    compile_c,
     make_library,
 )
 from tests.container.conftest import Node
+from tests.container.held import Held
 
 PROBE = "probe libcuda.so.1 libnvidia-ml.so.1 libcuda.so libnvidia-ptxjitcompiler.so.1"
 FOUND = f"""\
@@ -272,6 +275,72 @@ def test_a_volume_over_run_takes_the_grant(node: Node, runc: Runtime) -> None:
         ran = runc.run(bundle)
         assert (ran.status, ran.stdout) == (0, "4096\n"), ran.stderr
     assert [p.name for p in volume.iterdir()] == ["tidegate"]
+
+
+def test_ldconfig_in_the_container_still_works(node: Node, runtime: Runtime) -> None:
+    """apt-get install runs it: it renames a new cache over ours, and finds the mirror by itself."""
+    ran = runtime.run(node.bundle(f"ldconfig || echo failed; {PROBE}; ldconfig -p"))
+    assert ran.status == 0, ran.stderr
+    assert "failed" not in ran.stdout
+    assert "tidegate's libcuda\n" in ran.stdout
+    # ldconfig names the last link of a soname, which leads to the same library
+    (listed,) = [line for line in ran.stdout.splitlines() if line.startswith("\tlibcuda.so.1 ")]
+    assert listed.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION}")
+
+
+def test_what_a_killed_run_left_is_cleaned_up(node: Node, runc: Runtime) -> None:
+    bundle = node.bundle(PROBE)
+    (bundle.rootfs / "etc/.ld.so.cache.tidegate").write_bytes(b"half a cache")
+    assert runc.run(bundle).stdout == FOUND
+    assert not (bundle.rootfs / "etc/.ld.so.cache.tidegate").exists()
+
+
+IDMAP_C = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/mount.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+/* idmap NAMESPACE ROOT: mount ROOT on itself, with its owners seen through a user namespace. */
+int main(int argc, char **argv) {
+        int userns = open(argv[1], O_RDONLY);
+        int tree = syscall(SYS_open_tree, AT_FDCWD, argv[2], 1);
+        struct mount_attr attr = {.attr_set = MOUNT_ATTR_IDMAP, .userns_fd = userns};
+        if (syscall(SYS_mount_setattr, tree, "", AT_EMPTY_PATH, &attr, sizeof attr) < 0)
+                return perror("mount_setattr"), 1;
+        if (syscall(SYS_move_mount, tree, "", AT_FDCWD, argv[2], MOVE_MOUNT_F_EMPTY_PATH) < 0)
+                return perror("move_mount"), 1;
+        return 0;
+}
+"""
+
+
+def test_an_idmapped_root_is_served(node: Node, tmp_path: Path) -> None:
+    """The host's root has no place on such a mount: what the hook makes belongs to the owner of its directory."""
+    idmap = compile_c(IDMAP_C, tmp_path / "idmap")
+    bundle = node.bundle("true")
+    with subprocess.Popen(["unshare", "-U", "sleep", "30"]) as user:
+        namespace = Path(f"/proc/{user.pid}")
+        while (namespace / "ns/user").readlink() == Path("/proc/self/ns/user").readlink():
+            time.sleep(0.01)
+        for name in ("uid_map", "gid_map"):
+            (namespace / name).write_text("0 100000 65536\n")
+        with Held(bundle, mount=f'{idmap} {namespace}/ns/user "$1"') as held:
+            done = held.hook(node.hook)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert held.mounts() == ["", "/run/tidegate", "/usr/bin/nvidia-smi", f"/{TARGET}"]
+        user.kill()
+    for made in (
+        f"{LIBDIR}/glibc-hwcaps",
+        TARGET,
+        "run/tidegate",
+        "usr/bin/nvidia-smi",
+        "etc/ld.so.cache",
+    ):
+        assert (bundle.rootfs / made).stat().st_uid == 0, (
+            made
+        )  # on disk, as the container's root writes
 
 
 def test_an_optional_driver_starts_a_musl_image_without_it(node: Node, runc: Runtime) -> None:

@@ -125,6 +125,14 @@ static void context_collect(struct context *context)
     context->now = line->now;
 }
 
+/** context_displaced() - is another context on the GPU? Under the device's lock. */
+bool context_displaced(const struct context *context)
+{
+    uint64_t resident = schedule_current(context->device->gpu)->resident;
+
+    return resident && resident != context->serial;
+}
+
 uint64_t context_tail(const struct context *context)
 {
     return context->device->gpu->contexts[context->index].tail;

@@ -174,6 +174,7 @@ ENTRY(cuMemGetInfo_v2, size_t *freep, size_t *totalp)
     device = context->device;
     if (!device_enter(device))
         return driver_leave(CUDA_ERROR_DEINITIALIZED);
+    device_reap(device); /* what the dead held is free */
     used = device_used(device);
     device_leave(device);
     *totalp = device->gpu->config.memory;

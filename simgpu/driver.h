@@ -170,6 +170,7 @@ CUresult context_look(struct context *context);
 CUresult context_wait(struct context *context, uint64_t need);
 uint64_t context_tail(const struct context *context);
 CUresult context_reserve(struct context *context);
+bool context_displaced(const struct context *context);
 void context_append(struct context *context, const struct command *command);
 void context_settle(struct context *context);
 void context_perform(struct context *context, const struct command *command, uint64_t time);

@@ -38,9 +38,10 @@ static bool lane_pending(const struct gpu *gpu, const struct gpu_timeline *line,
 static int next_pending(const struct gpu *gpu, const struct gpu_timeline *line)
 {
     uint32_t n = gpu->shared.n_contexts;
+    uint32_t first = line->resident ? line->resident_index + 1 : 0;
 
-    for (uint32_t i = 1; i <= n; i++) {
-        uint32_t index = (line->resident_index + i) % n;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t index = (first + i) % n;
 
         if (lane_pending(gpu, line, index))
             return (int)index;

@@ -9,6 +9,7 @@ is how POSIX record locks work), so the descriptors opened here stay open.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -160,14 +161,24 @@ def _open(path: Path) -> int:
 
 
 def _owner(descriptor: int, slot: int) -> int | None:
-    """The pid that holds a slot, 0 when it is invisible from here, None when nobody else holds it."""
+    """The pid that holds a slot, 0 when it is invisible from here, None when no other does."""
     query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, SLOT_LOCK + slot, 1, 0)
     kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
+def _process_key() -> int:
+    """What this process's libraries write into their slots; `process_key` of device.c."""
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.restype = ctypes.c_size_t
+    key = 14695981039346656037 ^ os.getpid()
+    for byte in ctypes.string_at(getauxval(ctypes.c_ulong(25)), 16):  # AT_RANDOM
+        key = (key ^ byte) * 1099511628211 % (1 << 64)
+    return key or 1
+
+
 def status(path: Path) -> Status:
-    """What a device's file says now; the dead, and this process itself, are left out."""
+    """What a device's file says now; what belongs to the dead is left out."""
     descriptor = _open(path)
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
     if config[0] != MAGIC or config[1] != VERSION:
@@ -188,9 +199,12 @@ def status(path: Path) -> Status:
             break
 
     now, _, _, _, _, _, switches, busy = TIMELINE.unpack_from(timeline)
-    owners = {}
-    for slot, (_, memory, attached) in enumerate(SLOT.iter_unpack(slots)):
-        pid = _owner(descriptor, slot) if attached else None
+    owners: dict[int, tuple[int, int]] = {}
+    own_key = _process_key()
+    for slot, (key, memory, attached) in enumerate(SLOT.iter_unpack(slots)):
+        pid = os.getpid() if key == own_key else _owner(descriptor, slot)
+        if not attached:
+            continue
         if pid is not None:
             owners[slot] = (pid, memory)
     contexts: list[Context] = []

@@ -1,0 +1,208 @@
+"""The simulated GPU's timeline, on a virtual clock: every number is exact.
+
+Slices of 2 ms and switches of 0.13 ms, so that two busy contexts repeat every 4.26 ms: 2 for one, 0.13,
+2 for the other, 0.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from simgpu import simgpu
+from simgpu.testing import MS, Context, CudaError, Driver
+
+
+@pytest.fixture(scope="module")
+def library(build_dir: Path) -> Driver:
+    return Driver(build_dir)
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Path:
+    return simgpu.create(tmp_path / "gpus", virtual_clock=True)[0]
+
+
+@pytest.fixture
+def driver(library: Driver, gpu: Path) -> Iterator[Driver]:
+    with library.attached(gpu.parent):
+        yield library
+
+
+def busy(gpu: Path) -> list[int]:
+    return [context.busy for context in simgpu.status(gpu).contexts]
+
+
+def fill(context: Context, n: int, duration: int = MS) -> None:
+    for _ in range(n):
+        context.burn(duration)
+
+
+def test_a_context_alone_pays_nothing(driver: Driver, gpu: Path) -> None:
+    fill(driver.context(), 50)
+    driver.set_clock(20 * MS)
+    assert busy(gpu) == [20 * MS]
+    driver.set_clock(100 * MS)
+    status = simgpu.status(gpu)
+    assert (status.busy, status.switches) == (50 * MS, 0)
+    assert (status.contexts[0].completed, status.contexts[0].pending) == (50, 0)
+
+
+def test_a_context_that_comes_back_to_an_idle_gpu_pays_nothing(driver: Driver, gpu: Path) -> None:
+    context = driver.context()
+    driver.context()
+    for start in (0, 10 * MS, 20 * MS):
+        driver.set_clock(start)
+        context.burn(MS)
+        context.synchronize()
+        assert driver.clock() == start + MS
+    assert simgpu.status(gpu).switches == 0
+
+
+def test_two_busy_contexts_share_evenly_less_the_switches(driver: Driver, gpu: Path) -> None:
+    for context in (driver.context(), driver.context()):
+        fill(context, 60)
+    driver.set_clock(100 * MS)
+    # 23 periods end at 97.98 ms; then the first one runs for 2 ms and the second is switched to.
+    assert busy(gpu) == [48 * MS, 46 * MS]
+    status = simgpu.status(gpu)
+    assert status.switches == 47
+    assert [context.slices for context in status.contexts] == [24, 24]
+
+
+def test_kernel_length_does_not_matter_to_the_slices(driver: Driver, gpu: Path) -> None:
+    fill(driver.context(), 600, MS // 10)
+    fill(driver.context(), 2, 70 * MS)
+    driver.set_clock(100 * MS)
+    assert busy(gpu) == [48 * MS, 46 * MS]
+
+
+def test_four_busy_contexts_lose_six_percent(driver: Driver, gpu: Path) -> None:
+    for context in [driver.context() for _ in range(4)]:
+        fill(context, 300)
+    driver.set_clock(852 * MS)  # 100 periods of 4 x 2.13 ms
+    # Each slice but the very first one is preceded by a switch, so the last is 0.13 ms behind.
+    assert busy(gpu) == [200 * MS] * 4
+    status = simgpu.status(gpu)
+    assert status.busy / status.now == pytest.approx(2 / 2.13)
+    assert status.switches == 400
+
+
+def test_work_that_ends_gives_way_at_once(driver: Driver) -> None:
+    first, second = driver.context(), driver.context()
+    slot = driver.allocate(8)
+    first.burn(MS // 2)
+    second.burn(MS, stamp=slot)
+    second.synchronize()
+    assert driver.read_words(slot, 1) == [500_000 + 130_000 + MS]
+
+
+def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: Driver) -> None:
+    """1 ms of work and 0.5 ms of idling: 67 % alone, once in 3.26 ms here, an H200 gave 29.6 %."""
+    hog, gaps = driver.context(), driver.context()
+    slot = driver.allocate(8)
+    ends = []
+    fill(hog, 100)
+    for _ in range(10):
+        gaps.burn(MS, stamp=slot)
+        gaps.synchronize()
+        ends += driver.read_words(slot, 1)
+        driver.set_clock(driver.clock() + MS // 2)
+    assert ends == [3_130_000 + 3_260_000 * n for n in range(10)]
+
+
+def test_a_newcomer_waits_for_the_end_of_the_slice(driver: Driver) -> None:
+    first, second = driver.context(), driver.context()
+    fill(first, 100)
+    driver.set_clock(5 * MS)  # alone, its slices follow each other: this one ends at 6 ms
+    second.burn(MS)
+    second.synchronize()
+    assert driver.clock() == 7_130_000
+
+
+def test_a_kernel_continues_where_it_was_interrupted(driver: Driver) -> None:
+    first, second = driver.context(), driver.context()
+    first.burn(5 * MS)
+    second.burn(5 * MS)
+    first.synchronize()
+    # 2 ms, away for 2.26 ms, 2 ms, away for 2.26 ms, and the last one.
+    assert driver.clock() == 9_520_000
+
+
+def test_a_context_that_is_destroyed_leaves_the_gpu_to_the_others(
+    driver: Driver, gpu: Path
+) -> None:
+    first, second = driver.context(), driver.context()
+    fill(first, 100)
+    fill(second, 100)
+    driver.set_clock(MS)
+    driver.call("cuCtxDestroy_v2", first.handle)
+    driver.set_clock(11_130_000)
+    assert busy(gpu) == [10 * MS]
+
+
+def test_the_queue_holds_1024_commands_and_then_blocks(driver: Driver) -> None:
+    context = driver.context()
+    fill(context, 1024)
+    assert driver.clock() == 0
+    context.burn(MS)
+    assert driver.clock() == MS
+    event = driver.event()
+    driver.call("cuEventRecord", event, 0)
+    assert driver.clock() == 2 * MS
+
+
+def test_slices_and_switches_are_the_devices(library: Driver, tmp_path: Path) -> None:
+    gpu = simgpu.create(tmp_path, slice_us=1000, switch_us=500, virtual_clock=True)[0]
+    with library.attached(tmp_path) as driver:
+        for context in (driver.context(), driver.context()):
+            fill(context, 60)
+        driver.set_clock(30 * MS)
+        # The file outlives its users; nothing of theirs is left in it.
+        assert busy(gpu) == [10 * MS, 10 * MS]
+    assert busy(gpu) == []
+
+
+def trace(library: Driver, directory: Path, *, seed: int, steps: int) -> list[int]:
+    simgpu.create(directory, seed=seed, jitter=100, virtual_clock=True)
+    with library.attached(directory) as driver:
+        contexts = [driver.context() for _ in range(3)]
+        slots = driver.allocate(8 * 90)
+        for n in range(90):
+            contexts[n % 3].burn((1 + n % 7) * MS // 2, stamp=slots + 8 * n)
+        for step in range(1, steps + 1):
+            driver.set_clock(1000 * MS * step // steps)
+        for context in contexts:
+            context.synchronize()
+        return driver.read_words(slots, 90)
+
+
+def test_the_same_seed_and_arrivals_give_the_same_history(library: Driver, tmp_path: Path) -> None:
+    first = trace(library, tmp_path / "1", seed=7, steps=1)
+    assert first == trace(library, tmp_path / "2", seed=7, steps=1)
+    assert first == trace(library, tmp_path / "3", seed=7, steps=997)
+    assert first != trace(library, tmp_path / "4", seed=8, steps=1)
+
+
+def test_two_devices_have_times_of_their_own(library: Driver, tmp_path: Path) -> None:
+    paths = simgpu.create(tmp_path, devices=2, virtual_clock=True)
+    with library.attached(tmp_path) as driver:
+        fill(driver.context(0), 10)
+        fill(driver.context(1), 10)
+        driver.set_clock(5 * MS, device=0)
+        driver.set_clock(9 * MS, device=1)
+        assert [simgpu.status(path).busy for path in paths] == [5 * MS, 9 * MS]
+        assert [simgpu.status(path).switches for path in paths] == [0, 0]
+
+
+def test_without_a_device_there_is_no_gpu(library: Driver, tmp_path: Path) -> None:
+    with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"), library.attached(tmp_path):
+        pass
+
+
+def test_a_file_that_is_no_device_is_none(library: Driver, tmp_path: Path) -> None:
+    (tmp_path / "gpu0").write_bytes(bytes(simgpu.FILE_SIZE))
+    with pytest.raises(CudaError, match="CUDA_ERROR_NO_DEVICE"), library.attached(tmp_path):
+        pass

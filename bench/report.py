@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from bench.plot import Chart, Series, render
 from bench.progress import NS_PER_MS, NS_PER_S, Profile, Progress, common_span, mean_abs_error_pp
+from bench.provenance import describe_run
 
 WINDOWS = {"1s": NS_PER_S, "100ms": 100 * NS_PER_MS}
 SAMPLE_NS = 10 * NS_PER_MS
@@ -118,20 +119,30 @@ def sample_progress(containers: Sequence[Container], span: tuple[int, int]) -> d
     return {"begin_ns": begin, "step_ns": SAMPLE_NS, "work_us": sampled}
 
 
+def sampled_shares(samples: Mapping[str, Any], width: int) -> dict[str, list[float]]:
+    """Each container's shares in windows of `width` (a multiple of the samples' step)."""
+    per = width // samples["step_ns"]
+    return {
+        name: [sum(work[i : i + per]) * 1000 / width for i in range(0, len(work) - per + 1, per)]
+        for name, work in samples["work_us"].items()
+    }
+
+
 def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
     """Each container's share over time beside its quota, from a report and its samples."""
     gpu, quota = report["gpu"], {one["name"]: one for one in report["containers"]}
     step = samples["step_ns"]
+    delivered = {label: sampled_shares(samples, width) for label, width in WINDOWS.items()}
     series = []
     seconds = 0.0
     for name, work in samples["work_us"].items():
-        lines = {}
-        for label, width in WINDOWS.items():
-            per = width // step
-            lines[label] = [
-                ((i + per / 2) * step / NS_PER_S, 100 * sum(work[i : i + per]) * 1000 / width)
-                for i in range(0, len(work) - per + 1, per)
+        lines = {
+            label: [
+                ((index + 0.5) * width / NS_PER_S, 100 * share)
+                for index, share in enumerate(delivered[label][name])
             ]
+            for label, width in WINDOWS.items()
+        }
         one = quota[name]
         seconds = max(seconds, len(work) * step / NS_PER_S)
         note = f"quota {one['compute']:g} %, got {one['delivered']:.1f} %"
@@ -218,7 +229,8 @@ def render_table(report: Mapping[str, Any]) -> str:
 def write_report(
     directory: str | pathlib.Path, report: dict[str, Any], containers: Sequence[Container]
 ) -> None:
-    """Put report.json, progress.json and report.svg into `directory`."""
+    """Put report.json, progress.json and report.svg into `directory`, with where it was run."""
+    report = {**report, "detail": {**report["detail"], "run": describe_run()}}
     validate(report)
     begin, end = report["detail"]["span_ns"]
     samples = sample_progress(containers, (begin, end))

@@ -1,0 +1,162 @@
+"""docs/benchmarks.md from bench/results/*.json; nothing else writes it.
+
+`python -m bench.report_docs` writes the page and its figures, `--check` fails when they are stale.
+A suite's section is a function of its results; SECTIONS is the table of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench.plot import render
+from bench.provenance import ROOT
+from bench.report import chart_of, size
+
+HEAD = """\
+<!-- Written by `python -m bench.report_docs` from bench/results/*.json: change nothing here. -->
+
+# Benchmarks
+
+Every figure on this page comes from a file in `bench/results`, which holds the raw data, the
+command, the commit and the machine. `python -m bench.run` makes such a file,
+`python -m bench.report_docs` makes this page.
+"""
+
+SHARES = """\
+## Delivered shares
+
+Each job stamps the end of every unit of its work (at most 2 ms) with the GPU's clock. Run alone, it
+shows what a unit takes; beside others, finished units are worth that time. Delivered share is
+progress over time. It uses neither the governor's books nor the driver's utilisation figure. The
+error is the mean distance between delivered share and quota over all windows, averaged over the
+containers, in percentage points.
+"""
+
+
+class Page:
+    """The page's text so far, and the figures beside it by name."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.figures: dict[str, str] = {}
+
+    def add(self, text: str) -> None:
+        """Add a block of Markdown."""
+        self.parts.append(text.strip("\n"))
+
+    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> None:
+        """Add a table; `align` has one letter a column, l or r."""
+        rule = ["---:" if side == "r" else "---" for side in align]
+        self.add("\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)))
+
+    def figure(self, name: str, words: str, svg: str) -> None:
+        """Add a picture."""
+        self.figures[name] = svg
+        self.add(f"![{words}](figures/{name})")
+
+    @property
+    def text(self) -> str:
+        """The whole page."""
+        return "\n\n".join(self.parts) + "\n"
+
+
+def where(result: Mapping[str, Any]) -> str:
+    """One line on where a result comes from."""
+    machine = result["machine"]
+    commit = result["commit"]
+    short = commit if commit == "unknown" else f"{commit[:12]}{commit[40:]}"
+    return (
+        f"`{result['command']}` at commit {short}, {result['date'][:10]}; "
+        f"{machine['processor']}, {machine['cores']} cores, {size(machine['memory'])}, "
+        f"Linux {machine['kernel']}."
+    )
+
+
+def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A table and a figure for each run."""
+    page.add(SHARES)
+    for stem, result in results.items():
+        gpu, summary = result["gpu"], result["summary"]
+        jobs = result["configuration"].get("jobs", {})
+        kind = " (simulated)" if gpu["kind"] == "simulated" else ""
+        page.add(f"### {gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}")
+        rows = [
+            (
+                one["name"],
+                jobs.get(one["name"], ""),
+                f"{one['compute']:g} %",
+                f"{one['delivered']:.2f} %",
+                size(one["memory_peak"]),
+                size(one["memory_limit"]),
+            )
+            for one in summary["containers"]
+        ]
+        head = ("container", "job", "quota", "delivered", "memory peak", "memory limit")
+        page.table(head, rows, "llrrrr")
+        errors = {label: one["mean_abs_error_pp"] for label, one in summary["windows"].items()}
+        refused = summary["refused"]
+        page.add(
+            f"Error {errors['1s']:.2f} points in windows of 1 s, {errors['100ms']:.2f} in windows "
+            f"of 100 ms. An allocation of {size(refused['requested'])} under a limit of "
+            f"{size(refused['limit'])}: `{refused['result']}`."
+        )
+        chart = chart_of({**summary, "gpu": gpu}, result["raw"]["progress"])
+        page.figure(f"{stem}.svg", chart.description, render(chart))
+        page.add(where(result))
+
+
+SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {"shares": add_shares}
+
+
+def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
+    """The page from results by file stem, the newest of each suite first."""
+    page = Page()
+    page.add(HEAD)
+    for suite, section in SECTIONS.items():
+        mine = {stem: one for stem, one in results.items() if one["suite"] == suite}
+        if mine:
+            section(page, dict(sorted(mine.items(), reverse=True)))
+    return page
+
+
+def plan_files(root: pathlib.Path) -> dict[pathlib.Path, str]:
+    """Every file that the results below `root` ask for, with its content."""
+    found = sorted((root / "bench" / "results").glob("*.json"))
+    if not found:
+        return {}
+    page = build_page({path.stem: json.loads(path.read_text()) for path in found})
+    docs = root / "docs"
+    figures = {docs / "figures" / name: svg for name, svg in page.figures.items()}
+    return {docs / "benchmarks.md": page.text, **figures}
+
+
+def stale_files(files: Mapping[pathlib.Path, str]) -> list[pathlib.Path]:
+    """The files that are missing or differ."""
+    return [path for path, text in files.items() if not path.exists() or path.read_text() != text]
+
+
+def main(arguments: list[str] | None = None, root: pathlib.Path = ROOT) -> int:
+    """Write the page, or check it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report_docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail when stale")
+    options = parser.parse_args(arguments)
+    files = plan_files(root)
+    stale = stale_files(files)
+    if options.check:
+        for path in stale:
+            print(f"{path.relative_to(root)} is stale: run python -m bench.report_docs")
+        return 1 if stale else 0
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(files[path])
+        print(path.relative_to(root))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""The one harness: `python -m bench.run --suite NAME` keeps a run's raw data as one JSON file.
+
+A result lands in bench/results/<date>-<suite>-<gpu>.json, is described by result.schema.json, and
+is all that `bench.report_docs` writes the published figures from. A suite is a function that takes
+the options and returns the result; SUITES is the table of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bench.progress import ProgressError, mean_abs_error_pp
+from bench.provenance import ROOT, UNKNOWN
+from bench.report import WINDOWS, sampled_shares
+
+RESULTS = ROOT / "bench" / "results"
+SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
+MAX_BYTES = 300_000
+"""What a result may weigh: the repository carries every one of them for ever."""
+
+ROUNDING_PP = 0.05
+"""How far a figure from 10 ms samples may lie from the one from stamps."""
+
+Suite = Callable[[argparse.Namespace], dict[str, Any]]
+
+
+class ResultError(ValueError):
+    """A run cannot be kept as a result."""
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file that a run left behind."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ResultError(f"{path} is missing: --from names the directory of a demo run") from None
+    if not isinstance(found, dict):
+        raise ResultError(f"{path} holds no JSON object")
+    return found
+
+
+def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
+    """The raw samples give the figures that the summary claims."""
+    quota = {one["name"]: one["compute"] for one in summary["containers"]}
+    for label, width in WINDOWS.items():
+        again = mean_abs_error_pp(sampled_shares(samples, width), quota)
+        claimed = summary["windows"][label]["mean_abs_error_pp"]
+        if abs(again - claimed) > ROUNDING_PP:
+            raise ResultError(
+                f"the samples give {again:.3f} points in {label} windows, "
+                f"the report says {claimed:.3f}: they are not from the same run"
+            )
+
+
+def shares(options: argparse.Namespace) -> dict[str, Any]:
+    """Shares delivered under quotas, from the directory of a demo run."""
+    report = read_json(options.source / "report.json")
+    samples = read_json(options.source / "progress.json")
+    detail = report.pop("detail", {})
+    run = detail.pop("run", None)
+    if run is None:
+        raise ResultError("report.json does not say where it was run (detail.run): run it again")
+    if options.commit and run["commit"] == UNKNOWN:
+        run["commit"] = options.commit
+    gpu = report.pop("gpu")
+    check_samples(report, samples)
+    detail.pop("governor", None)
+    return {
+        "suite": "shares",
+        **run,
+        "gpu": gpu,
+        "configuration": detail,
+        "raw": {"progress": samples},
+        "summary": report,
+    }
+
+
+SUITES: dict[str, Suite] = {"shares": shares}
+
+
+def validate(result: Mapping[str, Any]) -> None:
+    """Raise jsonschema.ValidationError unless the result is what its schema says."""
+    import jsonschema
+
+    jsonschema.validate(result, json.loads(SCHEMA.read_text()))
+
+
+def result_name(result: Mapping[str, Any]) -> str:
+    """<date>-<suite>-<gpu>.json."""
+    gpu = "simulated" if result["gpu"]["kind"] == "simulated" else result["gpu"]["name"]
+    slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    return f"{result['date'][:10]}-{result['suite']}-{slug}.json"
+
+
+def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:
+    """Keep a result; one that exists is history and stays as it is."""
+    validate(result)
+    text = json.dumps(result, separators=(",", ":")) + "\n"
+    if len(text) > MAX_BYTES:
+        raise ResultError(f"the result is {len(text)} bytes, above {MAX_BYTES}: run it shorter")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with out.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ResultError(f"{out} exists: choose another name with --out") from None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a suite and keep its result."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
+    parser.add_argument("--suite", choices=sorted(SUITES), required=True)
+    parser.add_argument("--out", type=pathlib.Path, help="default: bench/results/<...>.json")
+    parser.add_argument(
+        "--from", dest="source", type=pathlib.Path, default=ROOT / "build" / "demo",
+        metavar="DIR", help="shares: the directory that a demo run wrote",
+    )  # fmt: skip
+    parser.add_argument("--commit", help="where a run on a copy of the tree does not know it")
+    options = parser.parse_args(arguments)
+    try:
+        result = SUITES[options.suite](options)
+        out = options.out or RESULTS / result_name(result)
+        write_result(result, out)
+    except (ResultError, ProgressError) as error:
+        print(f"bench.run: {error}", file=sys.stderr)
+        return 1
+    print(out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""A run is kept as one file, and the published page is written from such files alone."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from bench import report_docs, run
+from bench.progress import NS_PER_MS, Profile, Progress, Stamp
+from bench.provenance import describe_machine, find_commit, publishable
+from bench.report import Container, Gpu, Refused, build_report, write_report
+
+GIB = 1 << 30
+
+
+def container(name, compute, share):
+    every = NS_PER_MS * 100 // share
+    stamps = [Stamp(i * every, 0) for i in range(30 * share + 1)]
+    profile = Profile({0: float(NS_PER_MS)}, 1.0, len(stamps) - 1)
+    return Container(name, compute, 3 * GIB, 2 * GIB, 0, Progress(stamps, profile), profile)
+
+
+@pytest.fixture
+def demo(tmp_path):
+    containers = [container("training", 45, 44), container("notebook", 15, 16)]
+    report = build_report(
+        Gpu("nvidia", "NVIDIA H200", "580.159.04"),
+        containers,
+        Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"),
+        detail={"jobs": {"training": "resnet18", "notebook": "gru"}, "governor": {"much": 1}},
+    )
+    write_report(tmp_path / "demo", report, containers)
+    return tmp_path / "demo"
+
+
+def keep(demo, out, *more):
+    return run.main(["--suite", "shares", "--from", str(demo), "--out", str(out), *more])
+
+
+def test_a_demo_run_becomes_one_result(demo, tmp_path):
+    assert keep(demo, tmp_path / "r.json") == 0
+    result = json.loads((tmp_path / "r.json").read_text())
+    run.validate(result)
+    assert result["suite"] == "shares"
+    assert result["gpu"]["name"] == "NVIDIA H200"
+    assert result["configuration"]["jobs"] == {"training": "resnet18", "notebook": "gru"}
+    assert "governor" not in result["configuration"]
+    assert [one["name"] for one in result["summary"]["containers"]] == ["training", "notebook"]
+    assert run.result_name(result) == f"{result['date'][:10]}-shares-nvidia-h200.json"
+
+
+def test_a_result_that_exists_is_history(demo, tmp_path, capsys):
+    (tmp_path / "r.json").write_text("kept")
+    assert keep(demo, tmp_path / "r.json") == 1
+    assert "exists: choose another name with --out" in capsys.readouterr().err
+    assert (tmp_path / "r.json").read_text() == "kept"
+
+
+def test_samples_of_another_run_are_refused(demo, tmp_path, capsys):
+    samples = json.loads((demo / "progress.json").read_text())
+    samples["work_us"]["training"] = [w + 100 for w in samples["work_us"]["training"]]
+    (demo / "progress.json").write_text(json.dumps(samples))
+    assert keep(demo, tmp_path / "r.json") == 1
+    assert "they are not from the same run" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_says_what_was_expected(tmp_path, capsys):
+    assert keep(tmp_path, tmp_path / "r.json") == 1
+    assert "--from names the directory of a demo run" in capsys.readouterr().err
+
+
+def test_a_result_that_outgrows_the_repository_is_refused(demo, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "MAX_BYTES", 1000)
+    assert keep(demo, tmp_path / "r.json") == 1
+    assert "bytes, above 1000: run it shorter" in capsys.readouterr().err
+
+
+def test_a_copy_of_the_tree_is_told_its_commit(demo, tmp_path):
+    report = json.loads((demo / "report.json").read_text())
+    report["detail"]["run"]["commit"] = "unknown"
+    (demo / "report.json").write_text(json.dumps(report))
+    assert keep(demo, tmp_path / "r.json", "--commit", "a" * 40) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["commit"] == "a" * 40
+
+
+@pytest.mark.parametrize("key", ["command", "date", "commit", "machine", "gpu", "raw", "summary"])
+def test_a_result_that_lacks_its_origin_or_data_is_refused(demo, tmp_path, key):
+    keep(demo, tmp_path / "r.json")
+    result = json.loads((tmp_path / "r.json").read_text())
+    del result[key]
+    with pytest.raises(jsonschema.ValidationError, match=key):
+        run.validate(result)
+
+
+def test_the_page_follows_the_results(demo, tmp_path, capsys):
+    keep(demo, tmp_path / "bench/results/2026-01-02-shares-nvidia-h200.json")
+    assert report_docs.main(["--check"], tmp_path) == 1
+    assert "docs/benchmarks.md is stale" in capsys.readouterr().out
+    assert report_docs.main([], tmp_path) == 0
+    assert report_docs.main(["--check"], tmp_path) == 0
+    page = (tmp_path / "docs/benchmarks.md").read_text()
+    assert "| training | resnet18 | 45 % | 44.00 % | 2 GiB | 3 GiB |" in page
+    assert "Error 1.00 points in windows of 1 s, 1.00 in windows of 100 ms." in page
+    assert "(figures/2026-01-02-shares-nvidia-h200.svg)" in page
+    figure = tmp_path / "docs/figures/2026-01-02-shares-nvidia-h200.svg"
+    assert figure.read_text().startswith("<svg")
+    figure.write_text("edited")
+    assert report_docs.main(["--check"], tmp_path) == 1
+
+
+def test_without_a_result_there_is_nothing_to_publish(tmp_path):
+    assert report_docs.main(["--check"], tmp_path) == 0
+    assert report_docs.main([], tmp_path) == 0
+    assert not (tmp_path / "docs").exists()
+
+
+def test_every_kept_result_is_valid():
+    for path in sorted(run.RESULTS.glob("*.json")):
+        run.validate(json.loads(path.read_text()))
+        assert path.stat().st_size <= run.MAX_BYTES
+
+
+def test_a_tree_without_history_has_an_unknown_commit(tmp_path):
+    assert find_commit(tmp_path) == "unknown"
+
+
+def test_the_machine_is_described():
+    machine = describe_machine()
+    assert machine["cores"] >= 1
+    assert machine["memory"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "published"),
+    [
+        ("--quotas", "--quotas"),
+        ("45,30,15", "45,30,15"),
+        ("/tree/bench/demo.py", "bench/demo.py"),
+        ("/somewhere/private/demo", "demo"),
+    ],
+)
+def test_no_path_of_a_machine_is_published(argument, published):
+    assert publishable(argument, Path("/tree")) == published

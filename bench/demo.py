@@ -273,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     if shutil.which(args.runtime) is None:
         print(f"demo: {args.runtime} is not installed; apt-get install {args.runtime}", file=sys.stderr)
         return 69
+    args.output, args.build = args.output.resolve(), args.build.resolve()
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
     try:

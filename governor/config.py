@@ -40,6 +40,11 @@ def _spin_us() -> int:
     return 250 if (os.cpu_count() or 1) >= 4 else 0
 
 
+def _lookahead_us() -> int:
+    # How long a thread that slept takes to answer; where none may spin it is the longer.
+    return 120 if _spin_us() else 300
+
+
 def _library_dir() -> str:
     checkout = Path(__file__).resolve().parent.parent / "build/meson/libcontrol"
     return str(checkout) if checkout.is_dir() else "/usr/lib/tidegate"
@@ -67,7 +72,7 @@ class Config:
     driver_dir: str = "/var/lib/tidegate/driver"
     library_dir: str = field(default_factory=_library_dir)
     quantum_ms: float = 4.0
-    lookahead_us: int = 120
+    lookahead_us: int = field(default_factory=_lookahead_us)
     spin_us: int = field(default_factory=_spin_us)
     switch_us: int = 130
     inflight_us: int = 1000

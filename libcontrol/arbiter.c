@@ -4,24 +4,25 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_LAG_NS                                                                                 \
-    1000000000.0 /* what a container that was kept waiting is owed at most, as time */
+#define MAX_LAG_NS       1000000000.0 /* what a container kept waiting is owed at most, as time */
+#define MAX_CARRY_NS     20000000.0   /* of a report that came later than its grant */
+#define ALLOWANCE_GRANTS 20           /* unusually long hand-overs are made up for by others */
 
 struct tenant {
     bool used;
     bool want;
     double guarantee; /* of the GPU, 0..1 */
     double limit;
-    double owed_at;   /* theoretical arrival time at the guaranteed rate */
-    double capped_at; /* the same at the cap */
-    double lent_tag;  /* start tag of the fair order in which idle time is lent */
-    uint64_t asleep;  /* since when it neither wants nor holds; 0: it does */
-    uint64_t busy_seen;
-    uint64_t busy_told;
+    double owed_at;              /* theoretical arrival time at the guaranteed rate */
+    double capped_at;            /* the same at the cap */
+    double lent_tag;             /* start tag of the fair order in which idle time is lent */
+    uint64_t asleep;             /* since when it neither wants nor holds; 0: it does */
+    double busy_seen, busy_told; /* GPU time by the GPU's clock: accounted for, and reported */
     /* Grants whose use was estimated and will be corrected by what the GPU's clock says. */
-    double unsettled_charge, unsettled_held, unsettled_floor;
+    double unsettled_charge, unsettled_held;
     unsigned n_unsettled;
-    double overhead; /* estimate of what a grant loses to the hand-over */
+    double allowance; /* how much of what it held its reports may still call not used */
+    double overhead;  /* estimate of what a grant loses to the hand-over */
     struct arbiter_stats stats;
 };
 
@@ -117,16 +118,20 @@ static void settle(struct tenant *t, const struct arbiter_config *config, bool l
 
     if (!t->n_unsettled)
         return;
-    busy = t->busy_told >= t->busy_seen ? (double)(t->busy_told - t->busy_seen) : 0;
-    actual = clamp(busy, t->unsettled_floor, t->unsettled_held);
+    busy = t->busy_told - t->busy_seen;
+    actual = clamp(busy, max(0, t->unsettled_held - t->allowance), t->unsettled_held);
+    t->allowance -= t->unsettled_held - actual;
     charge(t, actual - t->unsettled_charge, lent);
     t->overhead += 0.1 * ((t->unsettled_held - actual) / t->n_unsettled - t->overhead);
     t->overhead = clamp(t->overhead, 0, (double)config->overhead_ns);
     t->stats.charged_ns += (uint64_t)max(0, actual);
     if (lent)
         t->stats.lent_ns += (uint64_t)max(0, actual);
-    t->busy_seen = t->busy_told;
-    t->unsettled_charge = t->unsettled_held = t->unsettled_floor = 0;
+    /* The last markers of a grant are often reported after it: what was above or below the bounds
+     * is carried on. */
+    t->busy_seen =
+        clamp(t->busy_seen + actual, t->busy_told - MAX_CARRY_NS, t->busy_told + MAX_CARRY_NS);
+    t->unsettled_charge = t->unsettled_held = 0;
     t->n_unsettled = 0;
 }
 
@@ -147,8 +152,10 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
         charge(t, estimate, arbiter->lent);
         t->unsettled_charge += estimate;
         t->unsettled_held += held;
-        t->unsettled_floor +=
-            arbiter->contended ? max(0, held - (double)arbiter->config.overhead_ns) : 0;
+        /* Nobody else could have used what it left unused alone. */
+        t->allowance += arbiter->contended ? (double)arbiter->config.overhead_ns : held;
+        t->allowance =
+            clamp(t->allowance, 0, ALLOWANCE_GRANTS * (double)arbiter->config.overhead_ns + held);
         t->n_unsettled++;
         if (arbiter->lent) {
             t->lent_tag = max(t->lent_tag, arbiter->lent_clock) + estimate / t->guarantee;
@@ -202,7 +209,7 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
 
 void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
 {
-    arbiter->tenants[tenant].busy_told = busy_ns;
+    arbiter->tenants[tenant].busy_told = (double)busy_ns;
 }
 
 void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns, bool used)

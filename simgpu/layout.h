@@ -78,7 +78,7 @@ struct gpu_timeline {
     uint64_t switch_end;     /* ns: the resident context executes from here on */
     uint64_t resident;       /* serial of the context on the GPU, 0 for none */
     uint32_t resident_index; /* its index */
-    uint32_t reserved;
+    uint32_t overtime; /* its slice ended with nobody waiting: the next begins when somebody does */
     uint64_t switches;
     uint64_t busy; /* ns, switches not included */
     struct gpu_lane lanes[GPU_CONTEXTS];

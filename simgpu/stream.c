@@ -162,8 +162,8 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
         return CUDA_SUCCESS;
     }
 
-    /* An event with nothing ahead of it is reached when the context has the GPU, not before: seen on
-     * the H200, where an interval that begins with such an event does not hold the switch. */
+    /* An event with nothing ahead of it is reached when the context has the GPU, not before: seen
+     * on the H200, where an interval that begins with such an event does not hold the switch. */
     if (command->kind == COMMAND_EVENT && context->head >= stream_need(stream) &&
         context_displaced(context)) {
         need = context_tail(context) + 1;

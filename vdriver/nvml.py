@@ -162,6 +162,9 @@ def _optional(nvml: Any, function: Callable[[], T]) -> T | None:
     absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
     try:
         return function()
+    except nvml.NVMLLibraryMismatchError:
+        # pynvml found no form of the function that it knows how to read.
+        return None
     except nvml.NVMLError as e:
         if e.value in absent:
             return None

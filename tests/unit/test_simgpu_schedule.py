@@ -113,13 +113,23 @@ def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: Driver) 
     assert ends == [3_130_000 + 3_260_000 * n for n in range(10)]
 
 
-def test_a_newcomer_waits_for_the_end_of_the_slice(driver: Driver) -> None:
+def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: Driver) -> None:
     first, second = driver.context(), driver.context()
     fill(first, 100)
-    driver.set_clock(5 * MS)  # alone, its slices follow each other: this one ends at 6 ms
+    driver.set_clock(MS // 2)
     second.burn(MS)
     second.synchronize()
-    assert driver.clock() == 7_130_000
+    assert driver.clock() == 3_130_000
+
+
+def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: Driver) -> None:
+    """Seen on an H200: the last of a longer stretch of work is not interrupted by who comes next."""
+    first, second = driver.context(), driver.context()
+    fill(first, 100)
+    driver.set_clock(5 * MS)
+    second.burn(MS)
+    second.synchronize()
+    assert driver.clock() == 8_130_000
 
 
 def test_a_kernel_continues_where_it_was_interrupted(driver: Driver) -> None:

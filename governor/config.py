@@ -75,7 +75,7 @@ class Config:
     lookahead_us: int = field(default_factory=_lookahead_us)
     spin_us: int = field(default_factory=_spin_us)
     switch_us: int = 130
-    inflight_us: int = 1000
+    inflight_us: int = 4000
     idle_release_us: int = 200
     memory_reserve: int = 512 * MIB
     context_memory: int = 520 * MIB

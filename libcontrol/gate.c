@@ -30,6 +30,7 @@
 #define GATE_N_EVENTS  256
 #define GATE_LOST_NS   (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
 #define GATE_LOCAL_NS  (4 * NS_PER_MS)    /* slots that a container gives itself meanwhile */
+#define GATE_NAP_NS    (250 * NS_PER_US)  /* between two looks at a full queue */
 #define GATE_NO_EVENT  (-1)
 
 struct gate_event {
@@ -70,6 +71,9 @@ struct gate {
     uint64_t last_launch;
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
+    int reference;        /* event of the marker reached last: times are told from it */
+    double reference_ns;  /* its time; the origin is arbitrary */
+    double covered_until; /* GPU time up to here is in busy_ns */
     unsigned marker_head, n_markers;
     struct gate_marker markers[GATE_N_MARKERS];
     struct gate_stream streams[GATE_N_STREAMS];
@@ -202,24 +206,59 @@ static void stream_mark(struct gate *g, struct gate_stream *s, struct ledger_dev
 
 /* ---- the model of the queue ---- */
 
+/*
+ * GPU time that an interval adds to what is known to be used: streams run at the same time, and a
+ * second of two streams is a second of the GPU. Events of one context share a clock.
+ */
+static bool marker_measure(struct gate *g, const struct gate_marker *m, uint64_t *addedp)
+{
+    CUevent event = g->events[m->event].event;
+    float since_reference = 0, length;
+    double end, begin;
+
+    if (g->reference != GATE_NO_EVENT &&
+        (g->events[g->reference].ctx != g->events[m->event].ctx ||
+         driver->cuEventElapsedTime(&since_reference, g->events[g->reference].event, event) !=
+             CUDA_SUCCESS)) {
+        event_put(g, g->reference);
+        g->reference = GATE_NO_EVENT;
+    }
+    if (g->reference == GATE_NO_EVENT) {
+        since_reference = 0;
+        g->covered_until = g->reference_ns;
+    }
+    end = g->reference_ns + (double)since_reference * 1e6;
+    /* A float of milliseconds is exact over short times only: the reference moves along. */
+    event_put(g, g->reference);
+    g->reference = m->event;
+    g->reference_ns = end;
+    g->events[m->event].n_refs++;
+    if (m->before == GATE_NO_EVENT ||
+        driver->cuEventElapsedTime(&length, g->events[m->before].event, event) != CUDA_SUCCESS ||
+        length < 0)
+        return false;
+    begin = end - (double)length * 1e6;
+    if (begin < g->covered_until)
+        begin = g->covered_until;
+    *addedp = end > begin ? (uint64_t)(end - begin) : 0;
+    if (end > g->covered_until)
+        g->covered_until = end;
+    return true;
+}
+
 static void marker_resolve(struct gate *g, struct gate_marker *m, struct ledger_device *ledger)
 {
-    float ms;
+    uint64_t measured;
 
-    if (m->before != GATE_NO_EVENT) {
-        if (driver->cuEventElapsedTime(&ms, g->events[m->before].event,
-                                       g->events[m->event].event) == CUDA_SUCCESS &&
-            ms >= 0) {
-            uint64_t measured = (uint64_t)((double)ms * 1e6);
-            uint64_t predicted = estimate_interval_ns(&m->interval);
+    if (marker_measure(g, m, &measured)) {
+        uint64_t predicted = estimate_interval_ns(&m->interval);
 
-            atomic_add_relaxed(&ledger->busy_ns, measured);
-            atomic_add_relaxed(&ledger->error_ns,
-                               measured > predicted ? measured - predicted : predicted - measured);
-            estimate_learn(&m->interval, measured);
-        }
-        event_put(g, m->before);
+        atomic_add_relaxed(&ledger->busy_ns, measured);
+        atomic_add_relaxed(&ledger->error_ns,
+                           measured > predicted ? measured - predicted : predicted - measured);
+        estimate_learn(&m->interval, measured);
     }
+    event_put(g, m->before);
     event_put(g, m->event);
 }
 
@@ -395,6 +434,7 @@ static cold void helper_start(struct gate *g, unsigned device)
     pthread_t thread;
 
     g->helper = true;
+    g->reference = GATE_NO_EVENT;
     syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
     if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0)
         pthread_detach(thread);
@@ -495,8 +535,8 @@ static cold void gate_wait(struct gate *g, unsigned device, uint64_t predicted)
             uint64_t excess = gate_queued(g, now) - limit / 4;
 
             prim_unlock(&g->lock);
-            if (excess > limit / 2)
-                excess = limit / 2;
+            if (excess > GATE_NAP_NS)
+                excess = GATE_NAP_NS;
             prim_sleep(excess > 20 * NS_PER_US ? excess : 20 * NS_PER_US);
         } else {
             if (!wanting) {
@@ -654,6 +694,8 @@ void gate_forget_context(CUcontext ctx)
                 g->markers[(g->marker_head + n_kept++) % GATE_N_MARKERS] = m;
         }
         g->n_markers = n_kept;
+        if (g->reference != GATE_NO_EVENT && (!ctx || g->events[g->reference].ctx == ctx))
+            g->reference = GATE_NO_EVENT;
         for (unsigned i = 0; i < GATE_N_EVENTS; i++)
             if (!ctx || g->events[i].ctx == ctx)
                 memset(&g->events[i], 0, sizeof g->events[i]);

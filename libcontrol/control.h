@@ -28,6 +28,9 @@ struct driver_cuda {
     CUresult (*cuCtxGetDevice)(CUdevice *dev);
     CUresult (*cuStreamIsCapturing)(CUstream stream, CUstreamCaptureStatus *status);
     CUresult (*cuThreadExchangeStreamCaptureMode)(CUstreamCaptureMode *mode);
+    CUresult (*cuMemHostAlloc)(void **pointer, size_t size, unsigned int flags);
+    CUresult (*cuStreamWaitValue32)(CUstream stream, CUdeviceptr address, uint32_t value,
+                                    unsigned int flags);
     CUresult (*cuEventCreate)(CUevent *event, unsigned int flags);
     CUresult (*cuEventDestroy)(CUevent event);
     CUresult (*cuEventRecord)(CUevent event, CUstream stream);
@@ -91,8 +94,7 @@ struct gate_ticket {
     bool mark;  /* record a marker behind the call */
     CUstream stream;
     CUcontext ctx;
-    uint32_t kind; /* of work, as the estimator knows it */
-    uint64_t predicted_ns;
+    uint32_t era;
 };
 
 CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, CUstream stream);

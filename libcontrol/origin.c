@@ -94,6 +94,8 @@ __attribute__((constructor)) static void origin_resolve(void)
     FIND(cuCtxGetDevice, "cuCtxGetDevice");
     FIND(cuStreamIsCapturing, "cuStreamIsCapturing");
     FIND(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode");
+    FIND(cuMemHostAlloc, "cuMemHostAlloc");
+    FIND(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
     FIND(cuEventCreate, "cuEventCreate");
     FIND(cuEventDestroy, "cuEventDestroy_v2");
     FIND(cuEventRecord, "cuEventRecord");

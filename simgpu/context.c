@@ -12,6 +12,8 @@
 
 #include "schedule.h"
 
+#define HELD_LOOK 500000u /* ns between two looks at a word that a command waits for */
+
 static struct pool contexts_pool = POOL(context, 0x43545830);
 
 bool context_valid(const struct context *context)
@@ -111,6 +113,29 @@ void context_free(struct context *context)
     pool_give(&contexts_pool, context);
 }
 
+/*
+ * Under the device's lock: what waited for a word that has reached its value by now may run. The
+ * word is this process's memory, so nobody else can see it; a store that no call of ours follows is
+ * seen late.
+ */
+void context_unhold(struct context *context)
+{
+    struct gpu_context *shared = &context->device->gpu->contexts[context->index];
+    uint64_t tail = shared->tail;
+
+    for (uint64_t i = context->head; context->n_waits && i < tail; i++) {
+        struct place *place = &context->places[i % GPU_QUEUE];
+
+        if (!place->word)
+            continue;
+        if ((int32_t)(__atomic_load_n(place->word, __ATOMIC_ACQUIRE) - place->value) < 0)
+            return; /* what is behind it waits for it, too */
+        place->word = NULL;
+        context->n_waits--;
+        shared->queue[i % GPU_QUEUE].duration &= ~GPU_HELD;
+    }
+}
+
 /* Under the device's lock: what has completed since the last look. */
 static void context_collect(struct context *context)
 {
@@ -123,6 +148,7 @@ static void context_collect(struct context *context)
             gpu->contexts[context->index].queue[i % GPU_QUEUE].completed;
     context->head = head;
     context->now = line->now;
+    context_unhold(context);
 }
 
 /** context_displaced() - is another context on the GPU? Under the device's lock. */
@@ -160,6 +186,13 @@ static CUresult context_sleep(struct context *context, uint64_t need)
     uint64_t when = schedule_predict(device->gpu, context->index, need, &device->scratch);
     bool passes;
 
+    if (context->n_waits && !atomic_load(&device->gpu->shared.clock_mode)) {
+        /* The word may be stored to at any time, and nobody tells. */
+        uint64_t soon = schedule_current(device->gpu)->now;
+
+        if (when > soon + HELD_LOOK)
+            when = soon + HELD_LOOK;
+    }
     device_leave(device);
     context_settle(context);
     (void)driver_leave(CUDA_SUCCESS);
@@ -226,10 +259,16 @@ void context_append(struct context *context, const struct command *command)
     struct place *place = &context->places[tail % GPU_QUEUE];
 
     place->stamp = command->stamp;
+    place->word = command->kind == COMMAND_WAIT ? command->word : NULL;
+    place->value = command->value;
     place->first = NULL;
     place->last = &place->first;
     shared->queue[tail % GPU_QUEUE].duration =
         schedule_duration(&gpu->config, context->serial, tail, command->duration);
+    if (place->word) {
+        shared->queue[tail % GPU_QUEUE].duration |= GPU_HELD;
+        context->n_waits++;
+    }
     atomic_store(&shared->tail, tail + 1);
 }
 
@@ -291,6 +330,7 @@ void context_perform(struct context *context, const struct command *command, uin
         call_later(command);
         break;
     case COMMAND_KERNEL:
+    case COMMAND_WAIT:
         break;
     }
     free(command->staged);

@@ -159,3 +159,4 @@ typedef enum CUfunction_attribute_enum {
     CU_FUNC_ATTRIBUTE_BINARY_VERSION = 6,
     CU_FUNC_ATTRIBUTE_MAX = 16,
 } CUfunction_attribute;
+#define CU_STREAM_WAIT_VALUE_GEQ 0x0 /* (int32_t)(*address - value) >= 0 */

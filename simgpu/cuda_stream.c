@@ -153,6 +153,36 @@ static CUresult wait_event(CUstream handle, CUevent event, unsigned int flags)
     return driver_leave(r);
 }
 
+/* The word is host memory of this process: the simulated GPU has no other that a stream could
+ * watch. */
+static CUresult wait_value(CUstream handle, CUdeviceptr address, uint32_t value, unsigned int flags)
+{
+    struct command command = {.kind = COMMAND_WAIT, .word = (const uint32_t *)(uintptr_t)address};
+    struct stream *stream;
+    CUresult r = stream_enter(handle, &stream);
+
+    if (r)
+        return r;
+    if (!address || address % sizeof(uint32_t))
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (flags != CU_STREAM_WAIT_VALUE_GEQ || stream->capture)
+        return driver_leave(CUDA_ERROR_NOT_SUPPORTED);
+    command.value = value;
+    return driver_leave(stream_submit(stream, &command));
+}
+
+ENTRY(cuStreamWaitValue32_v2, CUstream stream, CUdeviceptr address, uint32_t value,
+      unsigned int flags)
+{
+    return wait_value(stream, address, value, flags);
+}
+
+ENTRY(cuStreamWaitValue32_v2_ptsz, CUstream stream, CUdeviceptr address, uint32_t value,
+      unsigned int flags)
+{
+    return wait_value(PER_THREAD(stream), address, value, flags);
+}
+
 ENTRY(cuStreamWaitEvent, CUstream stream, CUevent event, unsigned int flags)
 {
     return wait_event(stream, event, flags);

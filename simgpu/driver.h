@@ -37,6 +37,7 @@ bool pool_owns(const struct pool *pool, const void *object);
 
 enum command_kind {
     COMMAND_KERNEL,
+    COMMAND_WAIT, /* a kernel of no length that is held until a word reaches a value */
     COMMAND_EVENT,
     COMMAND_COPY,
     COMMAND_SET,
@@ -60,6 +61,8 @@ struct command {
     uint32_t fill;               /* set */
     CUhostFn function;
     void *data;
+    const uint32_t *word; /* wait */
+    uint32_t value;
 };
 
 /* A command without GPU time that waits for kernels. */
@@ -70,6 +73,8 @@ struct effect {
 
 /* The private side of one place in the shared queue. */
 struct place {
+    const uint32_t *word; /* a command that waits: for this to reach `value`; NULL for others */
+    uint32_t value;
     uint64_t *stamp;
     uint64_t completed;
     struct effect *first; /* what happens when this kernel has ended, in order */
@@ -118,6 +123,7 @@ struct context {
     struct stream *streams;
     struct context *next;
     struct place places[GPU_QUEUE];
+    unsigned int n_waits; /* commands in the queue that are held */
 };
 
 struct allocation {
@@ -170,6 +176,7 @@ CUresult context_look(struct context *context);
 CUresult context_wait(struct context *context, uint64_t need);
 uint64_t context_tail(const struct context *context);
 CUresult context_reserve(struct context *context);
+void context_unhold(struct context *context);
 bool context_displaced(const struct context *context);
 void context_append(struct context *context, const struct command *command);
 void context_settle(struct context *context);

@@ -84,8 +84,11 @@ struct gpu_timeline {
     struct gpu_lane lanes[GPU_CONTEXTS];
 };
 
+/* The command waits for a word of its process's memory. */
+#define GPU_HELD (1ull << 63)
+
 struct gpu_command {
-    uint64_t duration;  /* ns */
+    uint64_t duration;  /* ns; GPU_HELD: not before its owner clears the bit */
     uint64_t completed; /* ns on the GPU's clock; valid below the head */
 };
 

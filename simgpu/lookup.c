@@ -63,6 +63,7 @@
     F(cuStreamDestroy, cuStreamDestroy_v2, 4000)                                                   \
     P(cuStreamSynchronize, cuStreamSynchronize, 2000)                                              \
     P(cuStreamQuery, cuStreamQuery, 2000)                                                          \
+    P(cuStreamWaitValue32, cuStreamWaitValue32_v2, 11070)                                          \
     P(cuStreamWaitEvent, cuStreamWaitEvent, 3020)                                                  \
     P(cuStreamIsCapturing, cuStreamIsCapturing, 10000)                                             \
     P(cuStreamGetCtx, cuStreamGetCtx, 9020)                                                        \

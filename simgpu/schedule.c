@@ -33,7 +33,8 @@ static bool lane_pending(const struct gpu *gpu, const struct gpu_timeline *line,
     const struct gpu_context *context = &gpu->contexts[index];
 
     return atomic_load_explicit(&context->serial, memory_order_relaxed) != 0 &&
-           line->lanes[index].head < atomic_load_explicit(&context->tail, memory_order_relaxed);
+           line->lanes[index].head < atomic_load_explicit(&context->tail, memory_order_relaxed) &&
+           !(context->queue[line->lanes[index].head % GPU_QUEUE].duration & GPU_HELD);
 }
 
 /* The next context in the circle that has work, the resident one last; -1 when there is none. */

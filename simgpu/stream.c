@@ -152,7 +152,7 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
         return r;
     }
 
-    if (command->kind == COMMAND_KERNEL) {
+    if (command->kind == COMMAND_KERNEL || command->kind == COMMAND_WAIT) {
         need = context_tail(context) + 1;
         context_append(context, command);
         device_leave(context->device);

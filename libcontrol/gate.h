@@ -1,0 +1,41 @@
+/* The gate's state for one GPU, shared by the launches (gate.c) and the helper thread (helper.c).
+ */
+#pragma once
+
+#include "queue.h"
+
+#define GATE_N_HOLDS  8
+#define GATE_LOST_NS  (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
+#define GATE_LOCAL_NS (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
+
+/* A word of pinned memory that held streams of a context wait for. */
+struct gate_hold {
+    CUcontext ctx;
+    uint32_t *word;
+};
+
+struct gate {
+    struct prim_lock lock;
+    bool started; /* the helper runs */
+    uint32_t epoch;
+    bool active;   /* work was started in this grant */
+    bool released; /* the grant was given back */
+    bool drained;  /* the tails were marked at its end */
+    uint64_t last_launch;
+    uint64_t local_deadline; /* while the governor is away */
+    uint64_t local_next;
+    bool holding;    /* streams wait for `ticket` */
+    bool no_holds;   /* the driver cannot hold streams */
+    uint32_t ticket; /* what the next opening writes */
+    uint32_t turn;   /* futex word: moves when held work was let run */
+    struct gate_hold holds[GATE_N_HOLDS];
+    struct queue queue;
+};
+
+extern struct gate gate_devices[LAYOUT_N_DEVICES];
+
+void gate_adopt(struct gate *g, const struct grant_device *grant);
+bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
+               uint64_t now);
+void gate_relax(CUstreamCaptureMode *mode);
+void helper_start(struct gate *g, unsigned device);

@@ -1,0 +1,164 @@
+/*
+ * The helper: one thread per GPU that watches the grant for the application.
+ *
+ * It lets held work run when a grant begins, and gives the grant back: at the deadline, as soon as
+ * no more than `lookahead_ns` of work is left, so that the next container's work begins while the
+ * last of ours drains; and when nothing was launched for `idle_release_ns` while somebody else
+ * waits.
+ */
+#include "gate.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
+#define HELPER_HELD_NS (50 * NS_PER_MS) /* between looks whether the governor is away */
+
+static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
+{
+    g->released = true;
+    atomic_store_relaxed(&ledger->residual_ns, queue_left(&g->queue, now));
+    atomic_store_relaxed(&ledger->release_ns, now);
+    if (!g->active)
+        atomic_store_seq_cst(&ledger->active_epoch, g->epoch);
+    atomic_store_release(&ledger->released_epoch, g->epoch);
+    pages_poke();
+}
+
+/* Granted, but the thread that asked is slow, or went away. */
+static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
+                              struct ledger_device *ledger, uint64_t now, uint64_t due)
+{
+    uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
+
+    if (!atomic_load_relaxed(&grant->contended))
+        return due;
+    if (!atomic_load_acquire(&ledger->want) &&
+        now >= atomic_load_relaxed(&grant->start_ns) + idle) {
+        helper_release(g, ledger, now);
+        return NS_PER_S;
+    }
+    return idle < due ? idle : due;
+}
+
+/* In the middle of a grant: an idle holder gives it back if somebody else waits. */
+static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
+                              struct ledger_device *ledger, uint64_t now, uint64_t due)
+{
+    uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
+    uint64_t left = queue_left(&g->queue, now);
+
+    if (!atomic_load_relaxed(&grant->contended))
+        return due;
+    if (left || now < g->last_launch + idle)
+        return left + idle < due ? left + idle : due;
+    queue_mark_tails(&g->queue, ledger, now);
+    if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
+        return 50 * NS_PER_US;
+    helper_release(g, ledger, now);
+    return NS_PER_S;
+}
+
+/* At the end of a grant: give it back when little enough is left. */
+static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_t now,
+                           uint64_t deadline)
+{
+    uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
+    struct queue *q = &g->queue;
+    uint64_t left;
+
+    if (!g->drained) {
+        g->drained = true;
+        queue_mark_tails(q, ledger, now);
+        /* After an open grant the model knows little: the markers tell. */
+        queue_retire(q, now, true, ledger);
+    }
+    left = queue_left(q, now);
+    if (left > lookahead)
+        return left - lookahead;
+    /* Once something is held nothing more comes in this grant. */
+    if (g->holding || now + left + 10 * NS_PER_US >= deadline) {
+        struct queue_marker *oldest = q->n_markers ? &q->markers[q->head] : NULL;
+
+        /* It should have been reached unless it is one of those that are left. */
+        if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
+            return 30 * NS_PER_US;
+        helper_release(g, ledger, now);
+        return NS_PER_S;
+    }
+    return deadline - now - left;
+}
+
+/* Looks at the grant and the queue, does what is due, and returns how long it may sleep. */
+static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
+                            struct ledger_device *ledger)
+{
+    uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
+    uint64_t now = prim_now();
+    uint64_t deadline, end;
+
+    gate_adopt(g, grant);
+    deadline = atomic_load_acquire(&grant->deadline_ns);
+    gate_open(g, grant, ledger, now);
+    queue_retire(&g->queue, now, true, ledger);
+    if (g->released || (!g->active && now >= deadline))
+        return g->holding ? HELPER_HELD_NS : NS_PER_S;
+    if (deadline == GRANT_OPEN)
+        return NS_PER_S;
+    end = now + lookahead < deadline ? deadline - lookahead - now : 0;
+    if (!g->active)
+        return helper_unused(g, grant, ledger, now, end);
+    /* With something held the grant ends when the queue does. */
+    if (g->holding && queue_left(&g->queue, now) < end + lookahead)
+        return helper_end(g, ledger, now, deadline);
+    if (end)
+        return helper_middle(g, grant, ledger, now, end);
+    return helper_end(g, ledger, now, deadline);
+}
+
+static void *helper_run(void *argument)
+{
+    unsigned device = (unsigned)(uintptr_t)argument;
+    struct gate *g = &gate_devices[device];
+    const struct grant_device *grant = pages_grant_device(device);
+    CUstreamCaptureMode mode;
+
+    gate_relax(&mode);
+    prctl(PR_SET_NAME, "tidegate");
+    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
+    for (;;) {
+        uint32_t seen = atomic_load_acquire(&grant->signal);
+        uint64_t standby, ns;
+
+        prim_lock(&g->lock);
+        ns = helper_step(g, grant, pages_ledger_device(device));
+        standby = g->holding ? atomic_load_acquire(&grant->standby_ns) : 0;
+        prim_unlock(&g->lock);
+        /* The governor said that the grant is near: a core that sleeps now would answer late. */
+        while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
+            prim_relax();
+        if (ns < 5 * NS_PER_US)
+            ns = 5 * NS_PER_US;
+        prim_futex_wait(&grant->signal, seen, ns);
+    }
+    return NULL;
+}
+
+/* All signals are blocked while the thread is made: none of the application's may land on it. */
+cold void helper_start(struct gate *g, unsigned device)
+{
+    uint64_t all = ~0ull, before = 0;
+    pthread_t thread;
+
+    g->started = true;
+    g->ticket = 1;
+    queue_init(&g->queue);
+    syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
+    if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0) {
+        pthread_detach(thread);
+    } else {
+        g->no_holds = true; /* nobody would let held work run */
+        control_log("no thread for the gate; GPU time is given back late");
+    }
+    syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
+}

@@ -1,0 +1,82 @@
+/*
+ * What this process has queued on a GPU: a model of when it ends, corrected by what the GPU says.
+ *
+ * Each launch adds its predicted duration. Markers, events recorded behind every ~0.25 ms of work,
+ * tell when the work before them ended and how long it took; from that the model is corrected and
+ * durations are learned. Work is of an era: that of the grant in which it runs, the next one's
+ * while it is held. The gate's lock guards everything here; driver calls are made in relaxed
+ * capture mode.
+ */
+#pragma once
+
+#include "control.h"
+#include "estimate.h"
+
+#define QUEUE_N_STREAMS 64
+#define QUEUE_N_MARKERS 256
+#define QUEUE_N_EVENTS  512
+#define QUEUE_NO_EVENT  (-1)
+
+struct queue_event {
+    CUevent event;
+    CUcontext ctx;
+    unsigned n_refs;
+};
+
+/* The work launched in a stream since its last marker is its open interval. */
+struct queue_stream {
+    bool used;
+    bool unmarked; /* work was launched after the last marker */
+    CUcontext ctx;
+    CUstream stream;
+    const void *thread; /* whose per-thread stream it is; NULL for all others */
+    int last;           /* event of the last marker, or QUEUE_NO_EVENT */
+    uint32_t last_era;
+    uint32_t era;  /* of the open interval */
+    uint32_t held; /* the last ticket that the stream waits for */
+    uint64_t pending_ns;
+    struct estimate_interval interval;
+};
+
+struct queue_marker {
+    int event;
+    int before; /* event that began the interval, QUEUE_NO_EVENT: it cannot be measured */
+    uint32_t era;
+    uint64_t submitted; /* predicted work up to here, ever */
+    uint64_t expected;  /* when the model says that it will be reached */
+    uint64_t look_at;   /* no query before */
+    struct estimate_interval interval;
+};
+
+struct queue {
+    uint32_t era;         /* of the work that runs; held work is of the next */
+    uint64_t busy_until;  /* when the GPU will have done what is not held */
+    uint64_t submitted;   /* predicted work that is not held, ever */
+    uint64_t ahead_ns;    /* predicted work that is held */
+    int reference;        /* event of the marker reached last: times are told from it */
+    double reference_ns;  /* its time; the origin is arbitrary */
+    double covered_until; /* GPU time up to here is in busy_ns */
+    unsigned head, n_markers;
+    struct queue_marker markers[QUEUE_N_MARKERS];
+    struct queue_stream streams[QUEUE_N_STREAMS];
+    struct queue_event events[QUEUE_N_EVENTS];
+};
+
+void queue_init(struct queue *q);
+struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream);
+void queue_mark(struct queue *q, struct queue_stream *s, uint32_t era, struct ledger_device *ledger,
+                uint64_t now);
+bool queue_add(struct queue *q, struct queue_stream *s, uint32_t era, uint32_t kind,
+               struct ledger_device *ledger, uint64_t now);
+void queue_mark_tails(struct queue *q, struct ledger_device *ledger, uint64_t now);
+void queue_retire(struct queue *q, uint64_t now, bool force, struct ledger_device *ledger);
+void queue_open(struct queue *q, uint64_t now);
+void queue_forget_stream(struct queue *q, CUstream stream);
+void queue_forget_context(struct queue *q, CUcontext ctx);
+bool queue_capturing(CUstream stream);
+
+/* Work on the GPU at `now`, without what is held. */
+static inline uint64_t queue_left(const struct queue *q, uint64_t now)
+{
+    return q->busy_until > now ? q->busy_until - now : 0;
+}

@@ -2,7 +2,7 @@
  * A burner for a real GPU: units of work of a known length, each stamped by the GPU's own clock.
  *
  *   burner --unit-us U --seconds S --out FILE [--iterations N] [--depth D] [--gap-us G]
- *          [--wait-file F] [--allocate BYTES]
+ *          [--wait-file F] [--allocate BYTES] [--stream own|null]
  *
  * A unit is a kernel that runs a fixed number of dependent multiply-adds in every multiprocessor,
  * and a one-thread kernel that writes %globaltimer into pinned host memory. The number of
@@ -193,7 +193,8 @@ int main(int argc, char **argv)
     check(cuModuleLoadData(&module, ptx), "cuModuleLoadData");
     check(cuModuleGetFunction(&burn, module, "burn"), "cuModuleGetFunction");
     check(cuModuleGetFunction(&stamp, module, "stamp"), "cuModuleGetFunction");
-    check(cuStreamCreate(&stream, 1), "cuStreamCreate");
+    if (strcmp(option(argc, argv, "--stream", "own"), "null"))
+        check(cuStreamCreate(&stream, 1), "cuStreamCreate");
     check(cuMemAlloc(&sink, 4096), "cuMemAlloc");
     check(cuMemHostAlloc(&pinned, RING * sizeof *ring, 2), "cuMemHostAlloc");
     ring = pinned;

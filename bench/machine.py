@@ -169,8 +169,9 @@ class Nvidia(Machine):
         if job.startswith("burner-"):
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
             known = self.iterations.get(job)
+            _, unit, *stream = job.split("-")
             return [
-                program, "--unit-us", job.partition("-")[2],
+                program, "--unit-us", unit, *(["--stream", stream[0]] if stream else []),
                 *(["--iterations", known] if known else []),
             ]  # fmt: skip
         program = (

@@ -77,6 +77,7 @@ class Config:
     switch_us: int = 130
     inflight_us: int = 4000
     idle_release_us: int = 200
+    hold_launches: bool = True
     memory_reserve: int = 512 * MIB
     context_memory: int = 520 * MIB
     on_governor_loss: str = "keep"

@@ -90,6 +90,7 @@ class Container:
             "lookahead_ns": config.lookahead_us * 1000,
             "idle_release_ns": config.idle_release_us * 1000,
             "spin_ns": config.spin_us * 1000,
+            "holds": int(config.hold_launches),
         }
         devices: list[dict[str, int | bytes]] = [
             {
@@ -149,11 +150,7 @@ class Container:
 
     def _admit_process(self, pid: int, own: socket.socket) -> None:
         slot = next(
-            (
-                i
-                for i in range(layout.N_SLOTS)
-                if i not in self._processes
-            ),
+            (i for i in range(layout.N_SLOTS) if i not in self._processes),
             None,
         )
         if slot is None:
@@ -205,7 +202,17 @@ class Container:
             overhead = pages.read(self.grant, base, "grant_device", "memory_overhead")
             counters = {
                 name: pages.device_sum(self.ledger, name, i)
-                for name in ("launches", "waits", "wait_ns", "refused", "markers", "busy_ns", "blocks")
+                for name in (
+                    "launches",
+                    "waits",
+                    "wait_ns",
+                    "refused",
+                    "markers",
+                    "busy_ns",
+                    "blocks",
+                    "predicted_ns",
+                    "error_ns",
+                )
             }
             devices.append(
                 {
@@ -213,9 +220,7 @@ class Container:
                     "index": device.index,
                     "memory_limit": self.quota.memory,
                     "memory_used": self.charged(i) + overhead,
-                    "memory_peak": pages.read(
-                        self.ledger, 0, "ledger_header", "memory_peak", i
-                    ),
+                    "memory_peak": pages.read(self.ledger, 0, "ledger_header", "memory_peak", i),
                     "grants": int(stats.grants),
                     "charged_ns": int(stats.charged_ns),
                     "lent_ns": int(stats.lent_ns),

@@ -80,6 +80,9 @@ CUDA: tuple[Fn, ...] = (
     Fn("cuDevicePrimaryCtxRelease_v2", "CUdevice dev", "custom"),
     Fn("cuDevicePrimaryCtxReset_v2", "CUdevice dev", "custom"),
     Fn("cuStreamDestroy_v2", "CUstream hStream", "custom"),
+    *_with_ptsz(
+        Fn("cuStreamWaitEvent", "CUstream hStream, CUevent hEvent, unsigned int Flags", "custom")
+    ),
     Fn(
         "cuMemAlloc_v2",
         "CUdeviceptr *dptr, size_t bytesize",

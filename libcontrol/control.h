@@ -99,6 +99,7 @@ struct gate_ticket {
 
 CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, CUstream stream);
 void gate_leave(struct gate_ticket *ticket, CUresult result);
+void gate_note_dependency(void);
 void gate_forget_stream(CUstream stream);
 void gate_forget_context(CUcontext ctx); /* NULL: every context */
 

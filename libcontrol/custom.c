@@ -180,6 +180,18 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
     return real->cuDevicePrimaryCtxReset_v2(dev);
 }
 
+CONTROL_EXPORT CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
+{
+    gate_note_dependency();
+    return real->cuStreamWaitEvent(hStream, hEvent, Flags);
+}
+
+CONTROL_EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream hStream, CUevent hEvent, unsigned int Flags)
+{
+    gate_note_dependency();
+    return real->cuStreamWaitEvent_ptsz(hStream, hEvent, Flags);
+}
+
 CONTROL_EXPORT CUresult cuStreamDestroy_v2(CUstream hStream)
 {
     gate_forget_stream(hStream);

@@ -246,6 +246,8 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuDevicePrimaryCtxRelease_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxRelease_v2), (void *)cuDevicePrimaryCtxRelease_v2},
     {"cuDevicePrimaryCtxReset_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxReset_v2), (void *)cuDevicePrimaryCtxReset_v2},
     {"cuStreamDestroy_v2", offsetof(struct real_cuda, cuStreamDestroy_v2), (void *)cuStreamDestroy_v2},
+    {"cuStreamWaitEvent", offsetof(struct real_cuda, cuStreamWaitEvent), (void *)cuStreamWaitEvent},
+    {"cuStreamWaitEvent_ptsz", offsetof(struct real_cuda, cuStreamWaitEvent_ptsz), (void *)cuStreamWaitEvent_ptsz},
     {"cuMemAlloc_v2", offsetof(struct real_cuda, cuMemAlloc_v2), (void *)cuMemAlloc_v2},
     {"cuMemAllocPitch_v2", offsetof(struct real_cuda, cuMemAllocPitch_v2), (void *)cuMemAllocPitch_v2},
     {"cuMemAllocManaged", offsetof(struct real_cuda, cuMemAllocManaged), (void *)cuMemAllocManaged},

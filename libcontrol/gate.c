@@ -51,6 +51,10 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->active = false;
     g->released = false;
     g->drained = false;
+    /* Others had the GPU since the last grant: no interval may reach across. Held work has its own
+     * era already. */
+    if (!g->holding)
+        g->queue.era++;
 }
 
 /*
@@ -116,7 +120,7 @@ static uint32_t *hold_word(struct gate *g, CUcontext ctx)
     return hold->word;
 }
 
-/* Makes the stream wait for the next ticket. What runs before it is marked first. */
+/* Makes the stream wait for the next ticket. What runs is marked before the first one does. */
 static bool hold_stream(struct gate *g, struct queue_stream *s, struct ledger_device *ledger,
                         uint64_t now)
 {
@@ -127,8 +131,8 @@ static bool hold_stream(struct gate *g, struct queue_stream *s, struct ledger_de
     word = hold_word(g, s->ctx);
     if (!word)
         return false;
-    if (s->unmarked && s->era == g->queue.era)
-        queue_mark(&g->queue, s, g->queue.era, ledger, now);
+    if (!g->holding)
+        queue_mark_tails(&g->queue, s->ctx, ledger, now);
     if (driver->cuStreamWaitValue32(s->stream, (CUdeviceptr)(uintptr_t)word, g->ticket, 0) !=
         CUDA_SUCCESS)
         return false;
@@ -242,12 +246,37 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     prim_lock(&g->lock);
 }
 
+/*
+ * Streams depend on each other: held work in one makes others wait for an event, and such a wait
+ * does take turns on the GPU (H200: a GRU of cuDNN, which runs on several streams, cost a neighbour
+ * 14 of 30 points while it was held; nothing when its launches waited instead). So nothing is held
+ * for a while.
+ */
+static void gate_cross(struct gate *g)
+{
+    g->crossed = true;
+    g->crossed_era = g->queue.era;
+}
+
+void gate_note_dependency(void)
+{
+    for (unsigned device = 0; device < pages_n_devices(); device++) {
+        struct gate *g = &gate_devices[device];
+
+        prim_lock(&g->lock);
+        gate_cross(g);
+        prim_unlock(&g->lock);
+    }
+}
+
 /* Whether work of that length may be put into the stream to be held. */
-static bool gate_may_hold(const struct gate *g, const struct queue_stream *s, uint64_t predicted)
+static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint64_t predicted)
 {
     uint64_t ahead = g->queue.ahead_ns;
 
-    return s && !g->no_holds &&
+    if (g->crossed && g->queue.era - g->crossed_era >= GATE_CROSSED)
+        g->crossed = false;
+    return s && !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
            (!ahead || ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns));
 }
 
@@ -289,6 +318,11 @@ CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, 
         if (!gate_open(g, grant, ledger, now))
             queue_retire(&g->queue, now, false, ledger);
         s = queue_find(&g->queue, ctx, stream);
+        if (s != g->only) {
+            if (g->only)
+                gate_cross(g);
+            g->only = s;
+        }
         answer = gate_ask(g, grant, now, predicted);
         if (answer == GATE_GO) {
             if (gate_announce(g, grant, ledger, now))

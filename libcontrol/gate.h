@@ -5,6 +5,7 @@
 #include "queue.h"
 
 #define GATE_N_HOLDS  8
+#define GATE_CROSSED  64 /* eras without a dependency between streams until work is held again */
 #define GATE_LOST_NS  (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
 #define GATE_LOCAL_NS (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
 
@@ -24,10 +25,13 @@ struct gate {
     uint64_t last_launch;
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
-    bool holding;    /* streams wait for `ticket` */
-    bool no_holds;   /* the driver cannot hold streams */
-    uint32_t ticket; /* what the next opening writes */
-    uint32_t turn;   /* futex word: moves when held work was let run */
+    bool holding;                    /* streams wait for `ticket` */
+    bool crossed;                    /* streams depended on each other: see gate_cross() */
+    uint32_t crossed_era;            /* when they did last */
+    const struct queue_stream *only; /* the stream of the last launch */
+    bool no_holds;                   /* the driver cannot hold streams */
+    uint32_t ticket;                 /* what the next opening writes */
+    uint32_t turn;                   /* futex word: moves when held work was let run */
     struct gate_hold holds[GATE_N_HOLDS];
     struct queue queue;
 };

@@ -25,6 +25,25 @@ static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_
     pages_poke();
 }
 
+/* Marks what runs, in every context that the application has used. */
+static void helper_mark_tails(struct gate *g, struct ledger_device *ledger, uint64_t now)
+{
+    CUcontext ctx = NULL;
+
+    if (g->holding)
+        return;
+    for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
+        struct queue_stream *s = &g->queue.streams[i];
+
+        if (!s->used || !s->unmarked || s->ctx == ctx)
+            continue;
+        if (driver->cuCtxSetCurrent(s->ctx) != CUDA_SUCCESS)
+            continue;
+        ctx = s->ctx;
+        queue_mark_tails(&g->queue, ctx, ledger, now);
+    }
+}
+
 /* Granted, but the thread that asked is slow, or went away. */
 static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
@@ -52,7 +71,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
         return due;
     if (left || now < g->last_launch + idle)
         return left + idle < due ? left + idle : due;
-    queue_mark_tails(&g->queue, ledger, now);
+    helper_mark_tails(g, ledger, now);
     if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
         return 50 * NS_PER_US;
     helper_release(g, ledger, now);
@@ -69,7 +88,7 @@ static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_
 
     if (!g->drained) {
         g->drained = true;
-        queue_mark_tails(q, ledger, now);
+        helper_mark_tails(g, ledger, now);
         /* After an open grant the model knows little: the markers tell. */
         queue_retire(q, now, true, ledger);
     }

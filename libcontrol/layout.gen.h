@@ -30,7 +30,8 @@ struct grant_header {
     uint64_t lookahead_ns; /* governor, relaxed: the hand-over begins when so much work is left */
     uint64_t idle_release_ns; /* governor, relaxed: a holder idle for so long gives the GPU back */
     uint64_t spin_ns; /* governor, relaxed: a process told to stand by spins at most so long */
-    uint8_t pad[184];
+    uint32_t holds; /* governor, relaxed: work may be held on the GPU until the next grant */
+    uint8_t pad[180];
 };
 _Static_assert(offsetof(struct grant_header, magic) == 0, "grant_header.magic");
 _Static_assert(offsetof(struct grant_header, version) == 8, "grant_header.version");
@@ -43,6 +44,7 @@ _Static_assert(offsetof(struct grant_header, marker_ns) == 40, "grant_header.mar
 _Static_assert(offsetof(struct grant_header, lookahead_ns) == 48, "grant_header.lookahead_ns");
 _Static_assert(offsetof(struct grant_header, idle_release_ns) == 56, "grant_header.idle_release_ns");
 _Static_assert(offsetof(struct grant_header, spin_ns) == 64, "grant_header.spin_ns");
+_Static_assert(offsetof(struct grant_header, holds) == 72, "grant_header.holds");
 _Static_assert(sizeof(struct grant_header) == 256, "grant_header");
 
 /* One GPU of the container. */

@@ -63,6 +63,7 @@ GRANT_HEADER = Struct(
         Field("lookahead_ns", "u64", doc="the hand-over begins when so much work is left"),
         Field("idle_release_ns", "u64", doc="a holder idle for so long gives the GPU back"),
         Field("spin_ns", "u64", doc="a process told to stand by spins at most so long"),
+        Field("holds", "u32", doc="work may be held on the GPU until the next grant"),
     ),
     "What holds for the whole container.",
 )

@@ -170,17 +170,20 @@ bool queue_add(struct queue *q, struct queue_stream *s, uint32_t era, uint32_t k
            s->pending_ns >= atomic_load_relaxed(&pages_grant()->marker_ns);
 }
 
-/* Marks what runs without a marker behind it. Called by the helper: another thread's per-thread
- * stream is out of its reach, and a stream that waits for a ticket would reach the marker too late.
+/*
+ * Marks what runs without a marker behind it in the current context's streams; another thread's
+ * per-thread stream is out of reach. Only while nothing is held: a stream may already have been
+ * told to wait for an event behind a hold, and a marker would come behind that.
  */
-void queue_mark_tails(struct queue *q, struct ledger_device *ledger, uint64_t now)
+void queue_mark_tails(struct queue *q, CUcontext ctx, struct ledger_device *ledger, uint64_t now)
 {
     for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
         struct queue_stream *s = &q->streams[i];
 
-        if (!s->used || !s->unmarked || s->era != q->era || s->thread)
+        if (!s->used || !s->unmarked || s->era != q->era || s->ctx != ctx)
             continue;
-        if (driver->cuCtxSetCurrent(s->ctx) != CUDA_SUCCESS || queue_capturing(s->stream))
+        if ((s->thread && s->thread != stream_thread(CU_STREAM_PER_THREAD)) ||
+            queue_capturing(s->stream))
             continue;
         queue_mark(q, s, q->era, ledger, now);
     }

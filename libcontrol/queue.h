@@ -68,7 +68,7 @@ void queue_mark(struct queue *q, struct queue_stream *s, uint32_t era, struct le
                 uint64_t now);
 bool queue_add(struct queue *q, struct queue_stream *s, uint32_t era, uint32_t kind,
                struct ledger_device *ledger, uint64_t now);
-void queue_mark_tails(struct queue *q, struct ledger_device *ledger, uint64_t now);
+void queue_mark_tails(struct queue *q, CUcontext ctx, struct ledger_device *ledger, uint64_t now);
 void queue_retire(struct queue *q, uint64_t now, bool force, struct ledger_device *ledger);
 void queue_open(struct queue *q, uint64_t now);
 void queue_forget_stream(struct queue *q, CUstream stream);

@@ -111,7 +111,7 @@ def ask_for_too_much(node: Node, limit: int, requested: int, job: str) -> tuple[
     if not result:
         raise MachineError(
             f"the container that asks for too much ended with status {status}: "
-            + " ".join(container.output.split())[:300]
+            + " ".join(container.output.split())[-400:]
         )
     return Refused(requested, limit, result), status
 

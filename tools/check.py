@@ -52,6 +52,7 @@ def commands() -> dict[str, list[str]]:
         "clang-format": ["clang-format", "--dry-run", "-Werror", *sources],
         "generated C": [*python, "libcontrol.gen", "--check"],
         "generated documents": [*python, "bench.report_docs", "--check"],
+        "configuration page": [sys.executable, "tools/config_reference.py", "--check"],
         "ruff check": ["ruff", "check", "--quiet"],
         "ruff format": ["ruff", "format", "--check", "--quiet"],
     }

@@ -1,0 +1,122 @@
+"""docs/reference/configuration.md from governor/config.schema.json and the defaults of `Config`.
+
+`python tools/config_reference.py` writes the page, `--check` fails when it is stale. What an option
+means is its description in the schema; nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from governor.config import SCHEMA_FILE, Config, Defaults  # noqa: E402
+
+PAGE = ROOT / "docs/reference/configuration.md"
+MIB = 1 << 20
+
+HEAD = """\
+<!-- Written by `python tools/config_reference.py` from governor/config.schema.json. -->
+
+# Configuration
+
+One YAML file, `/etc/tidegate/config.yaml`, or the one that `--config` names. Without it every
+default holds. An option that is unknown or has a value that is not accepted is an error
+([`config`, status 78](errors.md)) that names the option; `tidegate check FILE` says whether a file
+is accepted. The governor reads the file when it starts.
+
+Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`.
+
+| option | accepted | default | meaning |
+| --- | --- | --- | --- |
+"""
+
+EXAMPLE = """
+## Example
+
+```yaml
+placement: pack
+memory_reserve: 1Gi
+defaults:
+  memory: 4Gi
+  compute: 10
+```
+"""
+
+# Defaults that depend on the machine, in words.
+DEPENDS = {
+    "library_dir": "`/usr/lib/tidegate`; in a checkout its own build",
+    "spin_us": "`250`; `0` on fewer than 4 cores",
+    "lookahead_us": "`120`; `300` where `spin_us` is 0 by default",
+}
+
+
+def accepted(option: dict[str, Any]) -> str:
+    """Return what the schema accepts, in words."""
+    if "enum" in option:
+        return ", ".join(f"`{value}`" for value in option["enum"])
+    if option["type"] == ["string", "integer"]:
+        return "size"
+    if option["type"] == "boolean":
+        return "`true`, `false`"
+    if option["type"] == "string":
+        return "absolute path"
+    kind = "whole number, " if option["type"] == "integer" else ""
+    return f"{kind}`{option['minimum']}` to `{option['maximum']}`"
+
+
+def shown(name: str, value: object, option: dict[str, Any]) -> str:
+    """Return a default as one would write it."""
+    if name in DEPENDS:
+        return DEPENDS[name]
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if option.get("type") == ["string", "integer"] and isinstance(value, int):
+        return f"`{value // MIB}Mi`"
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
+def rows(options: dict[str, Any], values: object, prefix: str = "") -> list[str]:
+    """Return one row for each option, in the order of the schema."""
+    lines = []
+    for name, option in options.items():
+        if option.get("type") == "object":
+            lines += rows(option["properties"], getattr(values, name), f"{prefix}{name}.")
+            continue
+        default = shown(name, getattr(values, name), option)
+        lines.append(
+            f"| `{prefix}{name}` | {accepted(option)} | {default} | {option['description']} |"
+        )
+    return lines
+
+
+def page() -> str:
+    """Return the whole page; raise if schema and dataclasses do not name the same options."""
+    options = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
+    for kind, named in ((Config, options), (Defaults, options["defaults"]["properties"])):
+        if {field.name for field in fields(kind)} != set(named):
+            raise ValueError(f"config.schema.json and {kind.__name__} name different options")
+    return HEAD + "\n".join(rows(options, Config())) + "\n" + EXAMPLE
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is stale; run python tools/config_reference.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

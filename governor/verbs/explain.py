@@ -81,7 +81,9 @@ def _container(args: argparse.Namespace) -> tuple[dict[str, str], str | None]:
     if args.bundle is not None:
         directory = str(Path(args.bundle).absolute())
         bundle = parse_config(read_config(directory), directory)
-        annotations = our_annotations(State(id="", pid=0, bundle=directory, annotations={}), bundle)
+        annotations = our_annotations(
+            State(ident="", pid=0, bundle=directory, annotations={}), bundle
+        )
         root = root or bundle.root
     for given in args.annotation:
         name, equals, value = given.partition("=")

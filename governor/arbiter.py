@@ -1,8 +1,7 @@
-"""
-The arbiter library seen from Python.
+"""The arbiter library seen from Python.
 
-`Arbiter` is the pure policy, for tests on a virtual clock and what-if runs; `Runner` is the thread that
-applies it to containers' pages. The structures mirror libcontrol/arbiter.h and runner.h.
+`Arbiter` is the pure policy, for tests on a virtual clock and what-if runs; `Runner` is the thread
+that applies it to containers' pages. The structures mirror libcontrol/arbiter.h and runner.h.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""
-Admission: who has how much of which GPU. Pure: no file, no clock, no driver.
+"""Admission: who has how much of which GPU. Pure: no file, no clock, no driver.
 
 The sum of memory quotas never passes a GPU's memory less the reserve, the sum of guaranteed shares
 never passes 100 %. A refusal names the resource that is short and by how much.
@@ -161,7 +160,9 @@ class Books:
         spread = self._config.placement == "spread"
         fitting.sort(
             key=lambda gpu: (
-                (gpu.compute_used, gpu.memory_used) if spread else (-gpu.compute_used, -gpu.memory_used)
+                (gpu.compute_used, gpu.memory_used)
+                if spread
+                else (-gpu.compute_used, -gpu.memory_used)
             )
         )
         return fitting[:count]

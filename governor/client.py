@@ -11,7 +11,7 @@ from governor.errors import GovernorError
 
 
 def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:
-    """Send one request and return the answer, which is `ok`; GovernorError says why there is none."""
+    """Send one request and return the answer, which is `ok`; GovernorError says why none came."""
     path = f"{config.runtime_dir}/governor.sock"
     hint = "start tidegate-governor, or name its directory with --runtime-dir"
     try:

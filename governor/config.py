@@ -1,8 +1,7 @@
-"""
-The node's configuration: one YAML file, checked against config.schema.json.
+"""The node's configuration: one YAML file, checked against config.schema.json.
 
-A file that is absent means the defaults; one that is wrong is an error that names the option. Nothing
-is guessed from a wrong file.
+A file that is absent means the defaults; one that is wrong is an error that names the option.
+Nothing is guessed from a wrong file.
 """
 
 from __future__ import annotations
@@ -61,11 +60,10 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Config:
-    """
-    The configuration in force. Sizes are bytes, the units of times are in the names.
+    """The configuration in force. Sizes are bytes, the units of times are in the names.
 
-    The defaults of times come from measurements on an H200 with driver 580: a change of context takes
-    130 us, a grant of 4 ms keeps the loss of hand-overs near 3 %.
+    The defaults of times come from measurements on an H200 with driver 580: a change of context
+    takes 130 us, a grant of 4 ms keeps the loss of hand-overs near 3 %.
     """
 
     runtime_dir: str = "/run/tidegate"

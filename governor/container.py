@@ -1,5 +1,4 @@
-"""
-One admitted container: its directory, its two pages, its socket and its processes.
+"""One admitted container: its directory, its two pages, its socket and its processes.
 
 The directory is bound into the container read-only; it holds the grant page and the socket, not
 the socket file alone, because a bound socket file refuses for ever after the governor restarts.

@@ -1,8 +1,7 @@
-"""
-The governor's life: read the configuration, find the GPUs, serve, stop.
+"""The governor's life: read the configuration, find the GPUs, serve, stop.
 
-`tidegate-governor [--config FILE] [--runtime-dir DIR] [--driver-dir DIR]`. It logs one event per line
-(JSON when standard error is not a terminal) and ends on SIGTERM or SIGINT.
+`tidegate-governor [--config FILE] [--runtime-dir DIR] [--driver-dir DIR]`. It logs one event per
+line (JSON when standard error is not a terminal) and ends on SIGTERM or SIGINT.
 """
 
 from __future__ import annotations

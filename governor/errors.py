@@ -1,5 +1,4 @@
-"""
-What can go wrong in the governor and the command, sorted as an operator would sort it.
+"""What can go wrong in the governor and the command, sorted as an operator would sort it.
 
 Every error is one line: the message says what was found, the hint says what to do. `code` is
 stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.

@@ -1,5 +1,4 @@
-"""
-The governor's socket: the hook and the command line ask, one JSON object per line each way.
+"""The governor's socket: the hook and the command line ask, one JSON object per line each way.
 
 An admission belongs to the connection that asked for it until it is confirmed: when the connection
 ends first, everything made for it is taken back.
@@ -19,10 +18,10 @@ from typing import Any
 import jsonschema
 import structlog
 
+from governor.arbiter import Runner
 from governor.books import Books
 from governor.config import Config
 from governor.container import Container
-from governor.arbiter import Runner
 from governor.errors import RefusedError, RequestError, TidegateError
 from oci_hook.errors import HookError
 from oci_hook.request import check_request, parse_annotations

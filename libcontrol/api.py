@@ -1,18 +1,17 @@
-"""
-The driver API as a table: what the control library does with each function of libcuda.
+"""The driver API as a table: what the control library does with each function of libcuda.
 
 A row is a name, parameters as in NVIDIA's cuda.h 13.0, and a method:
 
-- `gate`     starts work on the GPU: may go while the container holds GPU time. `key` is the expression
-             that identifies the work (its duration is learned under it), `blocks` distinguishes sizes of
-             the same work, `stream` is the stream it goes to.
-- `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names the
-             block afterwards, `settle` (optional) is the size once the driver has answered.
+- `gate`     starts work on the GPU: may go while the container holds GPU time. `key` is the
+             expression that identifies the work (its duration is learned under it), `blocks`
+             distinguishes sizes of the same work, `stream` is the stream it goes to.
+- `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names
+             the block afterwards, `settle` (optional) is the size once the driver has answered.
 - `refund`   gives device memory back: `pointer` names the block.
 - `custom`   written by hand in `custom.c`.
 
-What the table does not name is forwarded without our help: the control library needs (DT_NEEDED) the
-original, so that every look-up of such a name falls through to it.
+What the table does not name is forwarded without our help: the control library needs (DT_NEEDED)
+the original, so that every look-up of such a name falls through to it.
 """
 
 from __future__ import annotations

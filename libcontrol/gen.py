@@ -1,8 +1,8 @@
-"""
-Writes the generated C of the control library from `libcontrol.api` and `libcontrol.layout`.
+"""Writes the generated C of the control library from `libcontrol.api` and `libcontrol.layout`.
 
-`python -m libcontrol.gen` writes; `--check` exits 1 and names the files that are stale. The generated
-files are kept in the repository so that a review shows what a row of the table really does.
+`python -m libcontrol.gen` writes; `--check` exits 1 and names the files that are stale.
+The generated files are kept in the repository so that a review shows what a row of the table
+really does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ C_TYPES = {"u8": "uint8_t", "u32": "uint32_t", "u64": "uint64_t"}
 
 def layout_header() -> str:
     """Return layout.gen.h: constants, structures and assertions on every offset."""
-    out = [BANNER.format(source="layout.py"), "#pragma once\n", "#include <stddef.h>", "#include <stdint.h>\n"]
+    out = [
+        BANNER.format(source="layout.py"),
+        "#pragma once\n",
+        "#include <stddef.h>",
+        "#include <stdint.h>\n",
+    ]
     out += [f"#define {name} {value:#x}ull" for name, value in layout.CONSTANTS.items()]
     for s in layout.STRUCTS:
         out.append(f"\n/* {s.doc} */\nstruct {s.name} {{")
@@ -37,10 +42,10 @@ def layout_header() -> str:
             out.append(f"    uint8_t pad[{s.size - used}];")
         out.append("};")
         out += [
-            f"_Static_assert(offsetof(struct {s.name}, {name}) == {at}, \"{s.name}.{name}\");"
+            f'_Static_assert(offsetof(struct {s.name}, {name}) == {at}, "{s.name}.{name}");'
             for name, at in layout.offsets(s).items()
         ]
-        out.append(f"_Static_assert(sizeof(struct {s.name}) == {s.size}, \"{s.name}\");")
+        out.append(f'_Static_assert(sizeof(struct {s.name}) == {s.size}, "{s.name}");')
     return "\n".join(out) + "\n"
 
 
@@ -63,7 +68,8 @@ def entry(fn: api.Fn) -> str:
             raise ValueError(f"{fn.name}: a gated function needs key and stream")
         return (
             f"{head}    struct gate_ticket ticket;\n"
-            f"    CUresult result = gate_enter(&ticket, (uintptr_t){fn.key}, {fn.blocks}, {fn.stream});\n"
+            f"    CUresult result = gate_enter(&ticket, (uintptr_t){fn.key}, {fn.blocks},"
+            f" {fn.stream});\n"
             f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
             f"    result = {call};\n"
             f"    gate_leave(&ticket, result);\n"
@@ -101,13 +107,22 @@ def entry(fn: api.Fn) -> str:
 def entries_header() -> str:
     """Return entries.gen.h: the driver's own functions, and prototypes of ours."""
     out = [BANNER.format(source="api.py"), "#pragma once\n", '#include "cuda_abi.h"\n']
-    out.append("/* The driver's own functions, resolved once from the original; NULL where it lacks one. */")
+    out.append(
+        "/* The driver's own functions, resolved once from the original;"
+        " NULL where it lacks one. */"
+    )
     out.append("struct real_cuda {")
     out += [f"    CUresult (*{fn.name})({fn.params});" for fn in api.CUDA]
     out.append("};\n")
     out += [f"CUresult {fn.name}({fn.params});" for fn in api.CUDA]
-    out.append("\n/* One row per function of the table: its name, where the driver's own is kept, and ours. */")
-    out.append("struct control_hook {\n    const char *name;\n    size_t real_offset;\n    void *ours;\n};\n")
+    out.append(
+        "\n/* One row per function of the table: its name, where the driver's own is kept,"
+        " and ours. */"
+    )
+    out.append(
+        "struct control_hook {\n    const char *name;\n    size_t real_offset;\n"
+        "    void *ours;\n};\n"
+    )
     out.append(f"#define CONTROL_N_HOOKS {len(api.CUDA)}")
     out.append("extern const struct control_hook control_hooks[CONTROL_N_HOOKS];")
     return "\n".join(out) + "\n"

@@ -1,5 +1,4 @@
-"""
-The two memory pages that a container shares with the governor, described once.
+"""The two memory pages that a container shares with the governor, described once.
 
 `libcontrol.gen` writes `layout.gen.h` from this description (with static assertions on every
 offset) and `libcontrol.pages` reads the pages by it from Python. Fields are only ever appended: a
@@ -25,8 +24,7 @@ SIZES = {"u8": 1, "u32": 4, "u64": 8}
 
 
 class Field(NamedTuple):
-    """
-    One field: its name, C type, how many, who writes it and what it means.
+    """One field: its name, C type, how many, who writes it and what it means.
 
     `order` names the memory order of the writer's store where a reader depends on it.
     """
@@ -192,9 +190,4 @@ def ledger_device(slot: int, index: int) -> int:
     """Return the offset of GPU `index` of process `slot` in the ledger."""
     if not 0 <= slot < N_SLOTS or not 0 <= index < N_DEVICES:
         raise IndexError((slot, index))
-    return (
-        LEDGER_SLOTS
-        + slot * LEDGER_SLOT.size
-        + LEDGER_SLOT_DEVICES
-        + index * LEDGER_DEVICE.size
-    )
+    return LEDGER_SLOTS + slot * LEDGER_SLOT.size + LEDGER_SLOT_DEVICES + index * LEDGER_DEVICE.size

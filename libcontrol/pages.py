@@ -1,5 +1,4 @@
-"""
-The two shared pages seen from Python, by the description in `libcontrol.layout`.
+"""The two shared pages seen from Python, by the description in `libcontrol.layout`.
 
 A ledger is written by the container: whatever is read from it here is a number of known width and
 nothing more; the caller bounds it.
@@ -26,7 +25,7 @@ def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
     return value
 
 
-def write(page: mmap, base: int, name: str, field: str, value: int, index: int = 0) -> None:
+def write(page: mmap, base: int, name: str, field: str, value: int, *, index: int = 0) -> None:
     """Store one number where `read` finds it."""
     described = _TYPES[name][field]
     code = _CODES[described.type]
@@ -34,9 +33,10 @@ def write(page: mmap, base: int, name: str, field: str, value: int, index: int =
     struct.pack_into("<" + code, page, at, value)
 
 
-def init_grant(page: mmap, *, settings: dict[str, int], devices: list[dict[str, int | bytes]]) -> None:
-    """
-    Fill an empty grant page; magic comes last.
+def init_grant(
+    page: mmap, *, settings: dict[str, int], devices: list[dict[str, int | bytes]]
+) -> None:
+    """Fill an empty grant page; magic comes last.
 
     `settings` are fields of the header, each of `devices` fields of its entry (uuid as 16 bytes).
     """
@@ -50,7 +50,7 @@ def init_grant(page: mmap, *, settings: dict[str, int], devices: list[dict[str, 
         for name, content in device.items():
             if isinstance(content, bytes):
                 for j, byte in enumerate(content):
-                    write(page, base, "grant_device", name, byte, j)
+                    write(page, base, "grant_device", name, byte, index=j)
             else:
                 write(page, base, "grant_device", name, content)
     write(page, 0, "grant_header", "magic", layout.GRANT_MAGIC)

@@ -1,12 +1,12 @@
-"""
-The main job, shown: containers with quotas share a GPU, and one asks for more memory than its quota.
+"""The main job, shown: containers with quotas share a GPU, and one asks for more than its memory.
 
-`python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver, starts a
-governor, and runs real containers under a real runtime with our hook in their config.json. It ends with
-a table, and writes report.json, report.svg and progress.json into its output directory.
+`python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver,
+starts a governor, and runs real containers under a real runtime with our hook in their config.json.
+It ends with a table, and writes report.json, report.svg and progress.json into its output
+directory.
 
-Delivered share is progress: work done over the work that the same job does alone in the same time, measured
-outside of any container and without Tidegate, in the same run.
+Delivered share is progress: work done over the work that the same job does alone in the same time,
+measured outside of any container and without Tidegate, in the same run.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
     quotas = dict(zip(NAMES, args.quotas, strict=False))
     jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
     memory = parse_quantity(args.memory, "--memory")
-    settings = {key: value for key, value in args.set}
+    settings = dict(args.set)
     with Node(machine, runtime=args.runtime, settings=settings) as node:
         gpu = name_gpu(node)
         manifest = read_manifest((node.driver_dir / "current").resolve())
@@ -150,8 +150,10 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
         for job in dict.fromkeys(jobs.values()):
             say(f"alone, without Tidegate: {job}, {machine.solo_seconds:g} s")
             profiles[job] = run_solo(machine, job, machine.solo_seconds)
-        say(f"{len(quotas)} containers under {args.runtime}: " + ", ".join(
-            f"{name} {quota} % {jobs[name]}" for name, quota in quotas.items()))
+        say(
+            f"{len(quotas)} containers under {args.runtime}: "
+            + ", ".join(f"{name} {quota} % {jobs[name]}" for name, quota in quotas.items())
+        )
         containers = start_all(node, args, quotas, jobs, memory)
         begin = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(SETTLE_S * NS_PER_S)
         began = time.monotonic()
@@ -167,7 +169,9 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
         results = []
         for container in containers:
             status = node.wait(container, 120)
-            progress = Progress(read_stamps(container.out / "progress.bin"), profiles[jobs[container.name]])
+            progress = Progress(
+                read_stamps(container.out / "progress.bin"), profiles[jobs[container.name]]
+            )
             results.append(
                 Container(
                     name=container.name,
@@ -232,7 +236,9 @@ def start_all(
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__.split("\n")[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.demo", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument(
         "--quotas",
@@ -246,7 +252,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="what the containers run, in turn (a real GPU: resnet18,transformer,gru)",
     )
     parser.add_argument("--memory", default="3Gi", help="memory quota of each container (3Gi)")
-    parser.add_argument("--leave", default="768Mi", help="how much of it a simulated job leaves (768Mi)")
+    parser.add_argument(
+        "--leave", default="768Mi", help="how much of it a simulated job leaves (768Mi)"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build/demo")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     parser.add_argument("--runtime", default="runc", help="runc or crun")
@@ -271,7 +279,10 @@ def main(argv: list[str] | None = None) -> int:
         print("demo: mounts and containers need root; run it as root", file=sys.stderr)
         return 77
     if shutil.which(args.runtime) is None:
-        print(f"demo: {args.runtime} is not installed; apt-get install {args.runtime}", file=sys.stderr)
+        print(
+            f"demo: {args.runtime} is not installed; apt-get install {args.runtime}",
+            file=sys.stderr,
+        )
         return 69
     args.output, args.build = args.output.resolve(), args.build.resolve()
     shutil.rmtree(args.output, ignore_errors=True)
@@ -279,7 +290,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         machine = find_machine(args, args.output, args.build)
         if args.jobs is None:
-            args.jobs = ["burn"] if machine.kind == "simulated" else ["resnet18", "transformer", "gru"]
+            args.jobs = (
+                ["burn"] if machine.kind == "simulated" else ["resnet18", "transformer", "gru"]
+            )
         report, results = measure(args, machine)
     except (MachineError, ProgressError, TidegateError, VdriverError) as e:
         print(f"demo: {e}", file=sys.stderr)

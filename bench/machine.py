@@ -1,8 +1,8 @@
-"""
-The two kinds of GPU that a run can be on, and what each needs around a container.
+"""The two kinds of GPU that a run can be on, and what each needs around a container.
 
-`Simulated` makes device files and runs the C workload; `Nvidia` uses the node's driver and runs PyTorch.
-A workload has the same interface on both: `--seconds`, `--out`, `--wait-file`, `--allocate`.
+`Simulated` makes device files and runs the C workload; `Nvidia` uses the node's driver and runs
+PyTorch. A workload has the same interface on both: `--seconds`, `--out`, `--wait-file`,
+`--allocate`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Machine(abc.ABC):
     def command(self, job: str, *, inside: bool) -> list[str]:
         """Return the command that runs a job, without the options that all workloads share."""
 
-    def remember(self, job: str, answer: dict[str, Any]) -> None:
-        """Keep what a job's run alone said of itself, where the governed run has to do the same work."""
+    def remember(self, job: str, answer: dict[str, Any]) -> None:  # noqa: B027 - most keep nothing
+        """Keep what a job's run alone said of itself, for a governed run of the same work."""
 
     @abc.abstractmethod
     def make_rootfs(self, directory: Path) -> None:
@@ -61,7 +61,7 @@ class Machine(abc.ABC):
     def spec(self) -> dict[str, Any]:
         """Return what this machine adds to a bundle: mounts, devices, device rules, environment."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most make nothing
         """Take back what was made outside of the work directory."""
 
 
@@ -100,7 +100,9 @@ class Simulated(Machine):
     def command(self, job: str, *, inside: bool) -> list[str]:
         """Return the C workload; a job is nothing but its name."""
         del job
-        program = "/usr/bin/simgpu-workload" if inside else str(self.build / "simgpu/simgpu-workload")
+        program = (
+            "/usr/bin/simgpu-workload" if inside else str(self.build / "simgpu/simgpu-workload")
+        )
         return [program, "--unit-us", str(self.unit_us)]
 
     def make_rootfs(self, directory: Path) -> None:
@@ -116,7 +118,9 @@ class Simulated(Machine):
         for name in GLIBC:
             source = Path("/lib") / TRIPLET / name
             if not source.exists():
-                raise MachineError(f"{source} is not there; the demo runs on Debian and Ubuntu, x86_64")
+                raise MachineError(
+                    f"{source} is not there; the demo runs on Debian and Ubuntu, x86_64"
+                )
             shutil.copy(source.resolve(), libraries / name)
         shutil.copy(self.build / "simgpu/simgpu-workload", directory / "usr/bin")
 
@@ -187,7 +191,7 @@ class Nvidia(Machine):
             self.iterations[job] = str(answer["iterations"])
 
     def make_rootfs(self, directory: Path) -> None:
-        """Lay an overlay over this machine's root: what is mounted elsewhere, like the driver, is left out."""
+        """Lay an overlay over this machine's root; leave out what is mounted, like the driver."""
         directory.mkdir(parents=True)
         layers = self._layers / directory.parent.name
         for name in ("upper", "scratch"):
@@ -239,7 +243,11 @@ class Nvidia(Machine):
                 }
                 for node in nodes
             ],
-            "env": ["HOME=/tmp", "TRITON_CACHE_DIR=/tmp/triton", "TORCHINDUCTOR_CACHE_DIR=/tmp/inductor"],
+            "env": [
+                "HOME=/tmp",
+                "TRITON_CACHE_DIR=/tmp/triton",
+                "TORCHINDUCTOR_CACHE_DIR=/tmp/inductor",
+            ],
         }
 
     def close(self) -> None:
@@ -265,8 +273,7 @@ def make_bundle(
     hook: Sequence[str],
     stage: str = "createRuntime",
 ) -> Path:
-    """
-    Write an OCI bundle: a root file system and a config.json with our hook.
+    """Write an OCI bundle: a root file system and a config.json with our hook.
 
     `hook` are the hook's arguments before the stage; `<directory>/out` appears as /out inside.
     """
@@ -281,11 +288,15 @@ def make_bundle(
         "process": {
             "user": {"uid": 0, "gid": 0},
             "args": list(arguments),
-            "env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", *extra.get("env", [])],
+            "env": [
+                "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+                *extra.get("env", []),
+            ],
             "cwd": "/",
             "noNewPrivileges": True,
             "capabilities": {
-                kind: ["CAP_DAC_OVERRIDE", "CAP_KILL"] for kind in ("bounding", "effective", "permitted")
+                kind: ["CAP_DAC_OVERRIDE", "CAP_KILL"]
+                for kind in ("bounding", "effective", "permitted")
             },
         },
         "root": {"path": "rootfs"},
@@ -312,7 +323,7 @@ def make_bundle(
                 {
                     "path": path,
                     "args": ["tidegate-hook", *hook, stage],
-                    # Never empty: some runtimes give a hook without one the container's environment.
+                    # Never empty: some runtimes give a hook without one that of the container.
                     "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
                     "timeout": 60,
                 }

@@ -48,7 +48,11 @@ class Node:
     """Between `with` and its end: the mirror is fresh, the governor answers."""
 
     def __init__(
-        self, machine: Machine, *, runtime: str = "runc", settings: Mapping[str, object] | None = None
+        self,
+        machine: Machine,
+        *,
+        runtime: str = "runc",
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self.machine = machine
         self.runtime = runtime
@@ -166,7 +170,15 @@ class Node:
         )
         output = (bundle / "output").open("w")
         process = subprocess.Popen(
-            [self.runtime, "--root", str(self.state_dir), "run", "--bundle", str(bundle), identifier],
+            [
+                self.runtime,
+                "--root",
+                str(self.state_dir),
+                "run",
+                "--bundle",
+                str(bundle),
+                identifier,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -193,7 +205,8 @@ class Node:
             status = container.process.wait(timeout)
         except subprocess.TimeoutExpired as e:
             raise MachineError(
-                f"container {container.name} did not end within {timeout:g} s; see {container.bundle}/output"
+                f"container {container.name} did not end within {timeout:g} s;"
+                f" see {container.bundle}/output"
             ) from e
         container.output = (container.bundle / "output").read_text(errors="replace")
         return status
@@ -210,7 +223,14 @@ class Node:
         """Make sure that nothing of a container is left."""
         if container.process.poll() is None:
             subprocess.run(
-                [self.runtime, "--root", str(self.state_dir), "delete", "--force", container.identifier],
+                [
+                    self.runtime,
+                    "--root",
+                    str(self.state_dir),
+                    "delete",
+                    "--force",
+                    container.identifier,
+                ],
                 check=False,
                 capture_output=True,
             )

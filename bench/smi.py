@@ -11,7 +11,10 @@ from pathlib import Path
 from bench.machine import ROOT, MachineError, Nvidia
 from bench.node import Node
 
-QUERY = ["--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
+QUERY = [
+    "--query-gpu=name,driver_version,memory.total,memory.used",
+    "--format=csv,noheader,nounits",
+]
 
 
 def main(argv: list[str] | None = None) -> int:

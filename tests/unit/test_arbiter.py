@@ -47,7 +47,15 @@ class Job:
         return 100 * sum(work for at, work in self.trace if begin < at <= end) / (end - begin)
 
 
-def play(library, jobs: list[Job], until: int, *, handover: int = 150_000, honest: bool = True, **changes: int) -> list:
+def play(
+    library,
+    jobs: list[Job],
+    until: int,
+    *,
+    handover: int = 150_000,
+    honest: bool = True,
+    **changes: int,
+) -> list:
     """
     Run jobs on a model of a GPU for `until` ns of virtual time and return the arbiter's statistics.
 
@@ -68,7 +76,9 @@ def play(library, jobs: list[Job], until: int, *, handover: int = 150_000, hones
                 assert now != NEVER
                 continue
             job = jobs[tenants.index(view.holder)]
-            start = gpu_until.setdefault(view.epoch, view.start_ns + (handover if view.holder != last else 0))
+            start = gpu_until.setdefault(
+                view.epoch, view.start_ns + (handover if view.holder != last else 0)
+            )
             last = view.holder
             if view.deadline_ns == NEVER:
                 later = [w for w in wakes if w > now]
@@ -80,7 +90,11 @@ def play(library, jobs: list[Job], until: int, *, handover: int = 150_000, hones
                     now = decide
                     continue
                 units = max(1, -(-(view.deadline_ns - start - job.unit // 2) // job.unit))
-                if not view.contended and view.wake_ns < view.deadline_ns + 20 * MS and view.standby == NOBODY:
+                if (
+                    not view.contended
+                    and view.wake_ns < view.deadline_ns + 20 * MS
+                    and view.standby == NOBODY
+                ):
                     now = max(now + 1, view.wake_ns)
                     continue
                 work = units * job.unit
@@ -94,7 +108,9 @@ def play(library, jobs: list[Job], until: int, *, handover: int = 150_000, hones
         return [arbiter.stats(t) for t in tenants]
 
 
-@pytest.mark.parametrize("quotas", [(45, 30, 15), (49, 32, 16), (10, 20, 30), (90, 5, 5), (25, 25, 25)])
+@pytest.mark.parametrize(
+    "quotas", [(45, 30, 15), (49, 32, 16), (10, 20, 30), (90, 5, 5), (25, 25, 25)]
+)
 def test_each_of_several_saturating_containers_gets_its_quota(library, quotas):
     jobs = [Job(q, q) for q in quotas]
     play(library, jobs, 30 * S)
@@ -174,7 +190,10 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
 
 def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
     with Arbiter(library, config()) as arbiter:
-        stuck, other = arbiter.add(WHOLE // 2, WHOLE // 2, 0), arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        stuck, other = (
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+        )
         arbiter.want(stuck, 0, want=True)
         view = arbiter.step(0)
         assert view.holder == stuck
@@ -187,7 +206,10 @@ def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
 
 def test_a_removed_holder_is_followed_at_once(library):
     with Arbiter(library, config()) as arbiter:
-        first, second = arbiter.add(WHOLE // 2, WHOLE // 2, 0), arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        first, second = (
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+        )
         arbiter.want(first, 0, want=True)
         arbiter.want(second, 0, want=True)
         assert arbiter.step(0).holder == first

@@ -48,9 +48,18 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+def driver_answers() -> bool:
+    """Whether a kernel module is behind the node; without one, opening a stray node fails."""
+    try:
+        os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
 def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
     """Return the machine to run on: a real GPU if there is one and nothing else is asked for."""
-    if not args.simulated and Path("/dev/nvidiactl").exists():
+    if not args.simulated and driver_answers():
         return Nvidia(work, build, options=["--compile"] if args.compile else [])
     return Simulated(work, build)
 

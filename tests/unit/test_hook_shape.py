@@ -40,6 +40,7 @@ QUICK = {
     "copyreg",
     "encodings",
     "enum",
+    "errno",
     "functools",
     "genericpath",
     "io",

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,25 @@ def start(build_dir: Path, gpus: Path) -> Iterator[Callable[[str], subprocess.Po
     for process in programs:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process that does not outlive the block: a failure would wait for it until it ends by itself."""
+    with subprocess.Popen(command, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[Any]) -> None:
+    """Wait for something that a process does; fail when it ended or took 30 s."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -142,21 +163,15 @@ def test_processes_killed_at_any_moment_leave_nothing(
     build_dir: Path, gpus: Path, gpu: Path
 ) -> None:
     program = [str(build_dir / "simgpu/simgpu-workload"), "--unit-us", "1", "--depth", "512"]
-    survivor = subprocess.Popen(
-        [*program, "--seconds", "60"], env=environment(build_dir, gpus), stdout=subprocess.PIPE
-    )
-    for n in range(30):
-        victims = [
-            subprocess.Popen([*program, "--seconds", "60"], env=environment(build_dir, gpus))
-            for _ in range(2)
-        ]
-        time.sleep(0.002 * (n % 10))
-        for victim in victims:
-            victim.kill()
-            victim.wait()
-    completed = simgpu.status(gpu).contexts[0].completed
-    survivor.send_signal(signal.SIGTERM)
-    output, _ = survivor.communicate(timeout=10)
+    command = [*program, "--seconds", "60"]
+    env = environment(build_dir, gpus)
+    with running(command, env=env, stdout=subprocess.PIPE) as survivor:
+        for n in range(30):
+            with running(command, env=env), running(command, env=env):
+                time.sleep(0.002 * (n % 10))
+        completed = simgpu.status(gpu).contexts[0].completed
+        survivor.send_signal(signal.SIGTERM)
+        output, _ = survivor.communicate(timeout=10)
     assert survivor.returncode == 0
     assert json.loads(output)["units"] > 0
     assert completed > 0
@@ -189,17 +204,14 @@ def test_nvml_tells_pids_as_its_own_namespace_sees_them(build_dir: Path, gpus: P
     if subprocess.run([*inside, "true"], check=False, capture_output=True).returncode != 0:
         pytest.skip("this machine lets nobody make a pid namespace")
     workload = [str(build_dir / "simgpu/simgpu-workload"), "--seconds", "60"]
-    with subprocess.Popen(
+    with running(
         [*inside, *workload, "--wait-file", str(gpus / "go")], env=environment(build_dir, gpus)
     ) as outer:
-        while not (gpus / "go.ready").exists():
-            assert outer.poll() is None
-            time.sleep(0.001)
+        wait_until((gpus / "go.ready").exists, outer)
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         unseen = nvml(build_dir, gpus, PROCESSES, *inside)
         used = nvml(build_dir, gpus, "nvmlDeviceGetMemoryInfo(d).used", *inside)
         listed = nvml(build_dir, gpus, PROCESSES)
-        outer.kill()
     assert listed == [[int(children[0]), 512 * MIB + 512]]
     assert (unseen, used) == ([], 512 * MIB + 512)  # invisible, not dead
 
@@ -334,18 +346,14 @@ def test_the_workload_starts_and_stops_when_told(
 ) -> None:
     out, go = tmp_path / "out", tmp_path / "go"
     options = ["--seconds", "60", "--out", str(out), "--wait-file", str(go)]
-    with subprocess.Popen(
+    with running(
         [str(build_dir / "simgpu/simgpu-workload"), *options],
         env=environment(build_dir, gpus), stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        while not (tmp_path / "go.ready").exists():
-            assert process.poll() is None
-            time.sleep(0.001)
+        wait_until((tmp_path / "go.ready").exists, process)
         assert out.read_bytes() == b""
         go.touch()
-        while not out.stat().st_size:
-            assert process.poll() is None
-            time.sleep(0.001)
+        wait_until(lambda: out.stat().st_size, process)
         process.terminate()
         output, _ = process.communicate(timeout=10)
     assert process.returncode == 0

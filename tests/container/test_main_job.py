@@ -1,0 +1,498 @@
+"""The main job: containers under runc share a simulated GPU by quota, with the real hook and the real governor.
+
+One node serves all tests of this file.  The workload is a C program on the driver API; a second one, compiled here,
+asks what a program asks before it allocates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from bench.machine import TRIPLET, Simulated
+from bench.node import Node, Running, last_json
+from bench.progress import read_stamps
+from governor.client import ask
+from governor.container import container_key
+from libcontrol import layout
+from tests.container.bundles import compile_c
+
+MIB = 1 << 20
+GIB = 1 << 30
+MS = 1_000_000
+CONTEXT = 520 * MIB  # what the governor charges for a process's context by default
+GRANTABLE = 16 * GIB - 512 * MIB  # the simulated GPU less the reserve
+WAIT_S = 30
+
+PROBE_C = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#define FIND(name) *(void **)&name = dlsym(cuda, #name)
+static int (*cuInit)(unsigned), (*cuDeviceGet)(int *, int), (*cuDevicePrimaryCtxRetain)(void **, int);
+static int (*cuCtxSetCurrent)(void *), (*cuMemAlloc_v2)(unsigned long long *, size_t);
+static int (*cuMemGetInfo_v2)(size_t *, size_t *), (*cuDeviceTotalMem_v2)(size_t *, int);
+
+static void must(int error, const char *call)
+{
+    if (error) {
+        printf("%s: %d\n", call, error);
+        exit(1);
+    }
+}
+
+static void open_driver(void)
+{
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *context;
+    int device;
+
+    if (!cuda) {
+        puts(dlerror());
+        exit(1);
+    }
+    FIND(cuInit); FIND(cuDeviceGet); FIND(cuDevicePrimaryCtxRetain); FIND(cuCtxSetCurrent);
+    FIND(cuMemAlloc_v2); FIND(cuMemGetInfo_v2); FIND(cuDeviceTotalMem_v2);
+    must(cuInit(0), "cuInit");
+    must(cuDeviceGet(&device, 0), "cuDeviceGet");
+    must(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+    must(cuCtxSetCurrent(context), "cuCtxSetCurrent");
+}
+
+static int show(size_t take)
+{
+    struct { unsigned long long total, free, used; } memory;
+    int (*init)(void), (*handle)(unsigned, void **), (*info)(void *, void *);
+    size_t total, free_bytes, of;
+    unsigned long long address;
+    Dl_info where;
+    void *nvml, *device;
+
+    open_driver();
+    must(cuMemAlloc_v2(&address, take), "cuMemAlloc");
+    must(cuDeviceTotalMem_v2(&total, 0), "cuDeviceTotalMem");
+    must(cuMemGetInfo_v2(&free_bytes, &of), "cuMemGetInfo");
+    nvml = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    if (!nvml) {
+        puts(dlerror());
+        return 1;
+    }
+    *(void **)&init = dlsym(nvml, "nvmlInit_v2");
+    *(void **)&handle = dlsym(nvml, "nvmlDeviceGetHandleByIndex_v2");
+    *(void **)&info = dlsym(nvml, "nvmlDeviceGetMemoryInfo");
+    must(init(), "nvmlInit");
+    must(handle(0, &device), "nvmlDeviceGetHandleByIndex");
+    must(info(device, &memory), "nvmlDeviceGetMemoryInfo");
+    dladdr((void *)cuInit, &where);
+    printf("{\"library\": \"%s\", \"total\": %zu, \"free\": %zu, \"of\": %zu, \"nvml_total\": %llu}\n",
+           where.dli_fname, total, free_bytes, of, memory.total);
+    return 0;
+}
+
+/* Children allocate in turns, so that each gets some, until the driver says no; they hold it until /out/end is there. */
+static int share(int children, size_t chunk)
+{
+    int pipes[16][2], answers[16][2], alive = children, sum = 0;
+
+    for (int i = 0; i < children; i++) {
+        if (pipe(pipes[i]) || pipe(answers[i]))
+            return 1;
+        if (fork())
+            continue;
+        open_driver();
+        for (char go; read(pipes[i][0], &go, 1) == 1 && go;) {
+            unsigned long long address;
+            int error = cuMemAlloc_v2(&address, chunk);
+
+            if (write(answers[i][1], &error, sizeof(error)) < 0)
+                _exit(1);
+        }
+        while (access("/out/end", F_OK))
+            usleep(2000);
+        _exit(0);
+    }
+    printf("{\"taken\": [");
+    for (int got[16] = {0}, full[16] = {0}; alive;) {
+        for (int i = 0; i < children; i++) {
+            int error = 0;
+
+            if (full[i])
+                continue;
+            if (write(pipes[i][1], "1", 1) < 0 || read(answers[i][0], &error, sizeof(error)) <= 0)
+                return 1;
+            if (!error) {
+                got[i]++;
+                continue;
+            }
+            full[i] = error;
+            alive--;
+            if (write(pipes[i][1], "", 1) < 0)
+                return 1;
+        }
+        for (int i = 0; !alive && i < children; i++)
+            printf("%s[%d, %d]", i ? ", " : "", got[i], full[i]);
+    }
+    printf("]}\n");
+    fclose(fopen("/out/full", "w"));
+    for (int i = 0, status; i < children; i++) {
+        wait(&status);
+        sum |= status;
+    }
+    return sum != 0;
+}
+
+int main(int argc, char **argv)
+{
+    setvbuf(stdout, NULL, _IONBF, 0);
+    if (argc == 3 && !strcmp(argv[1], "show"))
+        return show(strtoull(argv[2], NULL, 10));
+    if (argc == 4 && !strcmp(argv[1], "share"))
+        return share(atoi(argv[2]), strtoull(argv[3], NULL, 10));
+    return 2;
+}
+"""
+
+
+class WithProbe(Simulated):
+    """The simulated GPU, and the probe in each image."""
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Make the image."""
+        super().make_rootfs(directory)
+        shutil.copy(self.work / "probe", directory / "usr/bin")
+
+
+@pytest.fixture(scope="module")
+def node(
+    tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
+) -> Iterator[Node]:
+    require("gcc", "runc")
+    work = tmp_path_factory.mktemp("main")
+    compile_c(PROBE_C, work / "probe", "-ldl")
+    with Node(WithProbe(work, build_dir)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def clean(node: Node) -> Iterator[None]:
+    """Leave nothing running and nothing registered."""
+    yield
+    for container in node.running:
+        node.delete(container)
+    node.running.clear()
+    wait_for(lambda: not ask(node.config, "list")["containers"], "the books to be empty")
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {WAIT_S} s for {what}")
+        time.sleep(0.01)
+
+
+def start_worker(
+    node: Node, name: str, *options: str, seconds: float = WAIT_S, **annotations: str
+) -> Running:
+    """Start the workload; it begins when it is told to."""
+    arguments = [
+        *node.machine.command("burn", inside=True),
+        "--seconds", str(seconds), "--out", "/out/progress.bin", "--wait-file", "/out/begin",
+        *options,
+    ]  # fmt: skip
+    return node.start(name, arguments, {"memory": "2Gi", "compute": "40", **annotations})
+
+
+def wait_ready(*containers: Running) -> None:
+    """Wait until these are set up; `Node.wait_ready` wants all that ever started to be alive."""
+    for container in containers:
+        ready = container.out / "begin.ready"
+        wait_for(
+            lambda r=ready, c=container: r.exists() or c.process.poll() is not None, "a container"
+        )
+        assert ready.exists(), show_output(container)
+
+
+def begin(*containers: Running) -> None:
+    wait_ready(*containers)
+    for container in containers:
+        (container.out / "begin").touch()
+    wait_for(lambda: all(units(container) > 20 for container in containers), "work to be done")
+
+
+def units(container: Running) -> int:
+    """How many units a container has done so far."""
+    try:
+        return (container.out / "progress.bin").stat().st_size // 16
+    except FileNotFoundError:
+        return 0
+
+
+def directories(node: Node) -> set[str]:
+    """What the governor has for containers; one that was killed leaves its own for good."""
+    return {path.name for path in (node.runtime_dir / "containers").iterdir()}
+
+
+def show_output(container: Running) -> str:
+    return (container.bundle / "output").read_text(errors="replace")
+
+
+def refusal(node: Node, name: str, **annotations: str) -> str:
+    """Start a container that does not start, and return our line of what runc shows."""
+    container = start_worker(node, name, **annotations)
+    assert node.wait(container, WAIT_S) != 0
+    assert not (container.out / "begin.ready").exists()
+    assert container.output.count("tidegate: ") == 1, container.output
+    return container.output[container.output.index("tidegate: ") :]
+
+
+def is_granted(node: Node, container: Running) -> bool:
+    """Whether a container holds the GPU now while another waits, from the page that the governor writes."""
+    page = (
+        node.runtime_dir / "containers" / container_key(container.identifier) / "grant"
+    ).read_bytes()
+    offsets = layout.offsets(layout.GRANT_DEVICE)
+    base = layout.grant_device(0)
+    deadline, start = (
+        int.from_bytes(page[base + offsets[name] :][:8], "little")
+        for name in ("deadline_ns", "start_ns")
+    )
+    now = time.monotonic_ns()
+    return start < now and now + MS < deadline < layout.OPEN
+
+
+class Stall(threading.Thread):
+    """How long this machine keeps a thread waiting that sleeps for a millisecond: others run here too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        before = time.monotonic_ns()
+        while not self._end.is_set():
+            time.sleep(0.001)
+            now = time.monotonic_ns()
+            self.longest = max(self.longest, now - before - MS)
+            before = now
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self.join()
+
+
+@pytest.mark.parametrize("stage", ["createRuntime", "prestart"])
+def test_a_container_runs_governed(node: Node, stage: str) -> None:
+    before = directories(node)
+    arguments = [
+        *node.machine.command("burn", inside=True),
+        "--seconds", "0.5", "--memory", str(GIB), "--out", "/out/progress.bin", "--wait-file", "/out/begin",
+    ]  # fmt: skip
+    container = node.start(
+        f"governed-{stage}", arguments, {"memory": "3Gi", "compute": "30"}, stage=stage
+    )
+    wait_ready(container)
+    [seen] = [c for c in node.look().values() if c["id"] == container.identifier]
+    assert seen["confirmed"]
+    assert len(seen["processes"]) == 1
+    [device] = seen["devices"]
+    # Context, what was asked for, and the ring of a few slots that the workload stamps into.
+    assert CONTEXT + GIB <= device["memory_used"] <= CONTEXT + GIB + 4 * MIB
+    assert device["memory_limit"] == 3 * GIB
+    (container.out / "begin").touch()
+    wait_for(
+        lambda: node.look()[container.identifier]["devices"][0]["launches"] > 0, "a counted launch"
+    )
+    assert node.wait(container, WAIT_S) == 0, container.output
+    assert last_json(container.output)["result"] == "CUDA_SUCCESS"
+    assert len(read_stamps(container.out / "progress.bin")) > 50
+    wait_for(lambda: not node.look(), "the container to leave the books")
+    assert directories(node) == before
+
+
+def test_a_program_sees_its_quota(node: Node) -> None:
+    container = node.start("shown", ["/usr/bin/probe", "show", str(100 * MIB)], {"memory": "2Gi"})
+    assert node.wait(container, WAIT_S) == 0, container.output
+    seen = last_json(container.output)
+    assert seen.pop("library").endswith(f"/{TRIPLET}/glibc-hwcaps/x86-64-v2/libcuda.so.1")
+    free = 2 * GIB - CONTEXT - 100 * MIB
+    assert seen == {"total": 2 * GIB, "free": free, "of": 2 * GIB, "nvml_total": 2 * GIB}
+
+
+def test_more_than_the_quota_is_out_of_memory_for_its_container_alone(node: Node) -> None:
+    neighbour = start_worker(node, "neighbour")
+    begin(neighbour)
+    command = node.machine.command("burn", inside=True)
+    greedy = node.start("greedy", [*command, "--allocate", str(2 * GIB)], {"memory": "1Gi"})
+    assert node.wait(greedy, WAIT_S) == 1
+    answer = last_json(greedy.output)
+    assert (answer["result"], answer["code"]) == ("CUDA_ERROR_OUT_OF_MEMORY", 2)
+    before = units(neighbour)
+    wait_for(lambda: units(neighbour) > before + 100, "the neighbour to go on")
+    # The whole quota less the context is there to be had.
+    modest = node.start("modest", [*command, "--allocate", str(GIB - CONTEXT)], {"memory": "1Gi"})
+    assert node.wait(modest, WAIT_S) == 0, modest.output
+    assert neighbour.process.poll() is None
+
+
+@pytest.mark.parametrize("how", ["runc-kill", "in-its-grant"])
+def test_a_killed_holder_holds_nobody_up(node: Node, how: str) -> None:
+    victim = start_worker(node, f"victim-{how}", memory="4Gi", compute="60")
+    waiter = start_worker(node, f"waiter-{how}", memory="4Gi", compute="40")
+    begin(victim, waiter)
+    rest = {"memory": str(GRANTABLE - 4 * GIB), "compute": "60"}
+    assert "memory left to grant" in refusal(node, f"early-{how}", **rest)
+    pid = node.look()[victim.identifier]["pid"]
+    with Stall() as stall:
+        if how == "runc-kill":
+            killed = time.monotonic_ns()
+            node.kill(victim)
+        else:
+            while not is_granted(node, victim):
+                time.sleep(0)
+            killed = time.monotonic_ns()
+            os.kill(pid, signal.SIGKILL)
+        done = time.monotonic_ns()
+        node.wait(victim, WAIT_S)
+        time.sleep(max(0, (done - time.monotonic_ns()) / 1e9 + 1.2))
+    times = [stamp.time for stamp in read_stamps(waiter.out / "progress.bin")]
+    first = next(i for i, at in enumerate(times) if at > killed) - 1
+    window = [at for at in times[first:] if at < done + 1000 * MS]
+    assert window[-1] > done + 900 * MS  # it was flushed up to here
+    gap = max(b - a for a, b in itertools.pairwise(window))
+    assert gap < 50 * MS + stall.longest, f"a gap of {gap / MS:.1f} ms"
+    # What the victim had is free: the rest of the memory and of the time.
+    assert victim.identifier not in node.look()
+    heir = start_worker(node, f"heir-{how}", **rest)
+    begin(heir)
+    assert node.look()[heir.identifier]["devices"][0]["memory_limit"] == GRANTABLE - 4 * GIB
+    assert waiter.process.poll() is None
+
+
+def test_containers_outlive_the_governor(node: Node) -> None:
+    pair = [start_worker(node, name, seconds=2.5) for name in ("survivor-a", "survivor-b")]
+    try:
+        begin(*pair)
+        killed = time.monotonic_ns()
+        node.stop_governor(signal.SIGKILL)
+        for container in pair:
+            assert node.wait(container, WAIT_S) == 0, container.output
+            assert last_json(container.output)["result"] == "CUDA_SUCCESS"
+            after = [
+                stamp.time
+                for stamp in read_stamps(container.out / "progress.bin")
+                if stamp.time > killed
+            ]
+            # 0.5 ms of work each, 40 % for each of the two: a tenth of it would do.
+            assert len(after) > (after[-1] - killed) / (0.5 * MS) * 0.04
+            assert after[-1] > killed + 1500 * MS
+    finally:
+        node.stop_governor(signal.SIGKILL)
+        node.start_governor()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_without_a_governor_nothing_starts_and_nothing_is_left(node: Node, number: int) -> None:
+    def mounts() -> set[str]:
+        ours = (str(node.work), str(node.runtime_dir))
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        return {line for line in lines if any(path in line for path in ours)}
+
+    before, known = mounts(), directories(node)
+    node.stop_governor(number)
+    try:
+        line = refusal(node, f"orphan-{number}")
+        assert line.startswith(
+            f"tidegate: the governor is not reachable at {node.runtime_dir}/governor.sock"
+        )
+        assert "start tidegate-governor" in line
+        assert mounts() == before
+        assert directories(node) == known
+        assert not list(node.state_dir.glob("*orphan*"))
+    finally:
+        node.start_governor()
+    container = start_worker(node, f"adopted-{number}")
+    begin(container)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "says"),
+    [
+        pytest.param({"memory": "256Mi"}, "a process's context alone takes", id="below-a-context"),
+        pytest.param(
+            {"memory": "13824Mi"},
+            "GPU 0 has 13824 MiB of memory left to grant, 13825 MiB were asked for",
+            id="memory",
+        ),
+        pytest.param(
+            {"compute": "61"},
+            "GPU 0 has 60 % of its time left to guarantee, 61 % were asked for",
+            id="compute",
+        ),
+        pytest.param(
+            {"devices": "7"},
+            "annotation tidegate.gpu/devices names 7, this node has 0",
+            id="device",
+        ),
+    ],
+)
+def test_what_cannot_be_granted_is_refused(
+    node: Node, annotations: dict[str, str], says: str, request: pytest.FixtureRequest
+) -> None:
+    case = request.node.callspec.id
+    if case == "memory":
+        annotations = {"memory": "13825Mi"}  # of 15.5 GiB, 2 GiB are taken: one MiB too much
+    neighbour = start_worker(node, f"first-{case}")
+    wait_ready(neighbour)
+    before, known = ask(node.config, "list")["containers"], directories(node)
+    line = refusal(node, f"refused-{case}", **annotations)
+    assert says in line
+    after = ask(node.config, "list")["containers"]
+    assert [c["id"] for c in after] == [c["id"] for c in before] == [neighbour.identifier]
+    assert directories(node) == known
+
+
+def test_processes_of_a_container_share_one_account(node: Node) -> None:
+    chunk = 64 * MIB
+    container = node.start(
+        "family", ["/usr/bin/probe", "share", "2", str(chunk)], {"memory": "3Gi"}
+    )
+    highest = 0
+    with contextlib.suppress(KeyError):
+        while not (container.out / "full").exists() and container.process.poll() is None:
+            for one in node.look().values():
+                highest = max(highest, one["devices"][0]["memory_used"])
+            time.sleep(0.005)
+    assert (container.out / "full").exists(), show_output(container)
+    seen = node.look()[container.identifier]
+    (container.out / "end").touch()
+    assert node.wait(container, WAIT_S) == 0, container.output
+    taken = json.loads(container.output.splitlines()[-1])["taken"]
+    assert [error for _, error in taken] == [2, 2]  # CUDA_ERROR_OUT_OF_MEMORY
+    assert len(seen["processes"]) == 2
+    [device] = seen["devices"]
+    blocks = sum(n for n, _ in taken)
+    assert all(n > 5 for n, _ in taken)
+    assert blocks == (3 * GIB - 2 * CONTEXT) // chunk
+    assert device["memory_used"] == 2 * CONTEXT + blocks * chunk
+    assert max(highest, device["memory_peak"]) <= 3 * GIB
+    assert device["refused"] == 2

@@ -69,9 +69,9 @@ class Container:
         self._server: asyncio.Server | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(mode=0o755, parents=True)
         try:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(mode=0o755, parents=True)
             self.grant = self._make_grant(config)
             self._ledger_fd, self.ledger = self._make_ledger()
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
@@ -244,8 +244,12 @@ class Container:
             "devices": devices,
         }
 
-    def close(self) -> None:
-        """Take everything back: the GPU, the slots, the socket, the directory."""
+    def close(self, *, keep: bool = False) -> None:
+        """Take everything back: the GPU, the slots, the socket, the directory.
+
+        With `keep` the container runs on without us: its pages, what its processes are charged and
+        its directory stay, and it keeps its quota by itself.
+        """
         if self._closed:
             return
         self._closed = True
@@ -253,15 +257,21 @@ class Container:
             self._loop.remove_reader(self._pidfd)
         if self._server is not None:
             self._server.close()
-        for slot in list(self._processes):
-            self._end_process(slot)
-        self._forget()
+        for slot, (_, pidfd, own) in list(self._processes.items()):
+            if keep:
+                self._loop.remove_reader(pidfd)
+                os.close(pidfd)
+                own.close()
+            else:
+                self._end_process(slot)
+        self._forget(keep=keep)
 
-    def _forget(self) -> None:
+    def _forget(self, *, keep: bool = False) -> None:
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)
         self._tenants = []
         os.close(self._pidfd)
         if hasattr(self, "_ledger_fd"):
             os.close(self._ledger_fd)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(self.directory, ignore_errors=True)

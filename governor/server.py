@@ -73,6 +73,8 @@ class Server:
                 buffer += data
                 while b"\n" in buffer:
                     line, _, buffer = buffer.partition(b"\n")
+                    if len(line) >= LINE_LIMIT:
+                        return
                     answer = await self._answer(line, descriptors, pending)
                     await asyncio.get_running_loop().sock_sendall(
                         connection, json.dumps(answer).encode() + b"\n"
@@ -113,6 +115,7 @@ class Server:
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
             document: dict[str, Any] = json.loads(line)
+            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
         except (ValueError, RecursionError) as e:
             raise RequestError(
                 "a request is not JSON", hint="install the same version of hook and governor"
@@ -140,6 +143,7 @@ class Server:
         check_request(parsed, request["annotations"])
         quota, devices = self._books.admit(identifier, parsed)
         pidfd = descriptors.pop(0)
+        container: Container | None = None
         try:
             container = Container(
                 identifier=identifier,
@@ -153,9 +157,13 @@ class Server:
             self.containers[identifier] = container
             pending.append(container)
             await container.listen(self._ended)
-        except OSError as e:
-            self._books.leave(identifier)
-            self.containers.pop(identifier, None)
+        except BaseException as e:
+            if container is None:
+                self._books.leave(identifier)
+            else:
+                self._end(container, "failed")
+            if not isinstance(e, OSError):
+                raise
             raise RefusedError(
                 f"the container's directory cannot be made: {e.strerror}",
                 hint=f"look at {self._config.runtime_dir}",
@@ -203,9 +211,13 @@ class Server:
         log.info("container-ended", container=container.identifier, why=why)
 
     def close(self) -> None:
-        """End every container's registration."""
+        """Let go of every container; those that run keep their quota by themselves."""
         for container in list(self.containers.values()):
-            self._end(container, "stopping")
+            if container.confirmed:
+                del self.containers[container.identifier]
+                container.close(keep=True)
+            else:
+                self._end(container, "stopping")
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

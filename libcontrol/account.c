@@ -158,10 +158,21 @@ CUresult account_reserve(struct account_charge *charge, uint64_t size)
     return account_reserve_on(charge, pages_index_current(), size);
 }
 
+/* Never below zero: the sum belongs to a page that others can reset. */
+static void account_return(int device, uint64_t size)
+{
+    uint64_t *memory = &pages_ledger_device((unsigned)device)->memory;
+    uint64_t seen = atomic_load_relaxed(memory);
+
+    while (!__atomic_compare_exchange_n(memory, &seen, seen > size ? seen - size : 0, true,
+                                        __ATOMIC_SEQ_CST, __ATOMIC_RELAXED))
+        ;
+}
+
 void account_cancel(struct account_charge *charge)
 {
     if (charge->device >= 0 && charge->size)
-        atomic_sub_seq_cst(&pages_ledger_device((unsigned)charge->device)->memory, charge->size);
+        account_return(charge->device, charge->size);
     charge->size = 0;
 }
 
@@ -176,7 +187,7 @@ uint64_t account_settle(struct account_charge *charge, uint64_t size)
     if (size > charge->size)
         atomic_add_seq_cst(&entry->memory, size - charge->size);
     else
-        atomic_sub_seq_cst(&entry->memory, charge->size - size);
+        account_return(charge->device, charge->size - size);
     return size;
 }
 

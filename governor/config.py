@@ -7,6 +7,7 @@ Nothing is guessed from a wrong file.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field, fields
@@ -104,11 +105,21 @@ def parse_config(text: str, name: str = "configuration") -> Config:
             f"{name}: {where}: {error.message}"[:300],
             hint="docs/reference/configuration.md lists the options",
         )
-    return _build(document)
+    return _build(_whole(document), name)
 
 
-def _build(document: dict[str, Any]) -> Config:
+def _whole(value: Any) -> Any:
+    """Return a value with 2.0 as 2: JSON Schema takes it for an integer, the arbiter does not."""
+    if isinstance(value, dict):
+        return {key: _whole(inner) for key, inner in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _build(document: dict[str, Any], name: str) -> Config:
     values = dict(document)
+    if math.isnan(values.get("quantum_ms", 1)):
+        # Neither below the minimum nor above the maximum.
+        raise ConfigError(f"{name}: quantum_ms: not a number", hint="write it like 4.0")
     for option in ("memory_reserve", "context_memory"):
         if option in values:
             values[option] = parse_quantity(values[option], option)

@@ -91,6 +91,8 @@ def entry(fn: api.Fn) -> str:
             f"    return result;\n}}\n"
         )
     if fn.method == "refund":
+        if not fn.pointer:
+            raise ValueError(f"{fn.name}: a refunding function needs pointer")
         # The block is forgotten before the driver is called: afterwards another thread may already
         # have been given the same address. A failed call puts it back.
         return (

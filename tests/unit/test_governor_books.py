@@ -1,0 +1,201 @@
+"""Admission: quotas completed, GPUs chosen, and refusals that name what is short and by how much."""
+
+from __future__ import annotations
+
+import pytest
+
+from governor.books import MIB, Books, Device, Quota, complete_quota
+from governor.config import Config, Defaults
+from governor.errors import RefusedError
+from oci_hook.request import Request, parse_annotations
+
+GIB = 1 << 30
+TOTAL = 16 * GIB
+FREE = TOTAL - 512 * MIB
+
+
+def gpus(n: int, memory: int = TOTAL) -> list[Device]:
+    return [
+        Device(i, f"GPU-00000000-0000-0000-0000-{i:012x}", "simulated", memory) for i in range(n)
+    ]
+
+
+def ask(**annotations: object) -> Request:
+    named = {f"tidegate.gpu/{k.replace('_', '-')}": str(v) for k, v in annotations.items()}
+    return parse_annotations(named)
+
+
+def chosen(books: Books, key: str, **annotations: object) -> list[int]:
+    return [device.index for device in books.admit(key, ask(**annotations))[1]]
+
+
+@pytest.mark.parametrize(
+    ("annotations", "quota"),
+    [
+        ({"memory": "2Gi"}, Quota(2 * GIB, 1, 100)),
+        ({"memory": "2Gi", "compute": 30}, Quota(2 * GIB, 30, 30)),
+        ({"memory": "2Gi", "compute": 30, "compute_limit": 70}, Quota(2 * GIB, 30, 70)),
+        ({"memory": "2Gi", "compute_limit": 70}, Quota(2 * GIB, 1, 70)),
+    ],
+)
+def test_a_quota_is_completed(annotations: dict[str, object], quota: Quota) -> None:
+    assert complete_quota(ask(**annotations), Config()) == quota
+
+
+def test_the_configuration_completes_a_quota() -> None:
+    config = Config(defaults=Defaults(memory=3 * GIB, compute=20, compute_limit=60))
+    assert complete_quota(ask(), config) == Quota(3 * GIB, 20, 60)
+    # A cap of the container's own below the default guarantee lowers the guarantee.
+    assert complete_quota(ask(compute_limit=5), config) == Quota(3 * GIB, 5, 5)
+
+
+def test_a_missing_memory_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"tidegate\.gpu/memory is missing") as caught:
+        complete_quota(ask(compute=10), Config())
+    assert "defaults.memory" in caught.value.hint
+
+
+def test_memory_has_to_hold_a_context() -> None:
+    config = Config(context_memory=520 * MIB)
+    with pytest.raises(RefusedError, match=f"{520 * MIB - 1} bytes.*{520 * MIB}") as caught:
+        complete_quota(ask(memory=520 * MIB - 1), config)
+    assert "520Mi" in caught.value.hint
+    assert complete_quota(ask(memory=520 * MIB), config).memory == 520 * MIB
+
+
+@pytest.mark.parametrize("strategy", ["mps", "passthrough"])
+def test_a_strategy_that_is_not_there_is_refused(strategy: str) -> None:
+    with pytest.raises(RefusedError, match=f"strategy is {strategy}"):
+        complete_quota(ask(memory="2Gi", strategy=strategy), Config())
+
+
+def test_memory_is_granted_to_the_last_byte_and_no_further() -> None:
+    books = Books(gpus(1), Config())
+    books.admit("a", ask(memory=FREE - GIB))
+    with pytest.raises(RefusedError) as caught:
+        books.admit("b", ask(memory=GIB + 1))
+    assert (
+        caught.value.message
+        == "1 of 1 GPUs were asked for, 0 have room: GPU 0 has 1024 MiB of memory left to grant, "
+        "1025 MiB were asked for"
+    )
+    books.admit("b", ask(memory=GIB))
+    with pytest.raises(RefusedError, match="has 0 MiB of memory left"):
+        books.admit("c", ask(memory=GIB))
+
+
+def test_compute_is_guaranteed_to_the_last_percent_and_no_further() -> None:
+    books = Books(gpus(1), Config())
+    books.admit("a", ask(memory="1Gi", compute=45))
+    with pytest.raises(RefusedError, match=r"GPU 0 has 55 % of its time left.*56 % were asked for"):
+        books.admit("b", ask(memory="1Gi", compute=56))
+    books.admit("b", ask(memory="1Gi", compute=55))
+    with pytest.raises(RefusedError, match="0 % of its time left"):
+        books.admit("c", ask(memory="1Gi"))
+
+
+def test_a_limit_is_not_a_guarantee() -> None:
+    books = Books(gpus(1), Config())
+    for key in "abcd":
+        books.admit(key, ask(memory="1Gi", compute=25, compute_limit=100))
+
+
+def test_who_leaves_makes_room_and_a_refusal_takes_none() -> None:
+    books = Books(gpus(1), Config())
+    books.admit("a", ask(memory=FREE, compute=100))
+    for _ in range(3):
+        with pytest.raises(RefusedError):
+            books.admit("b", ask(memory="1Gi"))
+    books.leave("b")  # was never there
+    books.leave("a")
+    books.leave("a")
+    assert chosen(books, "b", memory=FREE, compute=100) == [0]
+
+
+def test_a_node_without_a_gpu_refuses() -> None:
+    with pytest.raises(RefusedError, match="no GPU"):
+        Books([], Config()).admit("a", ask(memory="1Gi"))
+
+
+def test_a_gpu_smaller_than_the_reserve_has_nothing_left() -> None:
+    with pytest.raises(RefusedError, match="GPU 0 has 0 MiB of memory left"):
+        Books(gpus(1, 256 * MIB), Config()).admit("a", ask(memory="1Gi"))
+
+
+def test_spread_takes_the_emptiest() -> None:
+    books = Books(gpus(3), Config(placement="spread"))
+    taken = [chosen(books, str(i), memory="2Gi", compute=10) for i in range(6)]
+    assert taken == [[0], [1], [2], [0], [1], [2]]
+    assert chosen(books, "two", memory="2Gi", compute=50, count=2) == [0, 1]
+    assert chosen(books, "next", memory="2Gi", compute=10) == [2]
+
+
+def test_pack_takes_the_fullest_that_fits() -> None:
+    books = Books(gpus(3), Config(placement="pack"))
+    assert chosen(books, "pinned", memory="2Gi", compute=30, devices=1) == [1]
+    assert [chosen(books, str(i), memory="2Gi", compute=30) for i in range(4)] == [
+        [1],
+        [1],
+        [0],
+        [0],
+    ]
+
+
+def test_memory_decides_where_compute_does_not() -> None:
+    spread, pack = (Books(gpus(2), Config(placement=p)) for p in ("spread", "pack"))
+    for books in (spread, pack):
+        books.admit("a", ask(memory="8Gi", compute=10, devices=0))
+        books.admit("b", ask(memory="2Gi", compute=10, devices=1))
+    assert chosen(spread, "c", memory="1Gi") == [1]
+    assert chosen(pack, "c", memory="1Gi") == [0]
+
+
+def test_count_takes_so_many_or_none() -> None:
+    books = Books(gpus(3), Config())
+    books.admit("a", ask(memory="2Gi", compute=60, devices=1))
+    with pytest.raises(RefusedError) as caught:
+        books.admit("b", ask(memory="2Gi", compute=50, count=3))
+    assert caught.value.message == (
+        "3 of 3 GPUs were asked for, 2 have room: "
+        "GPU 1 has 40 % of its time left to guarantee, 50 % were asked for"
+    )
+    with pytest.raises(RefusedError, match="4 of 3 GPUs were asked for, 3 have room"):
+        books.admit("b", ask(memory="2Gi", count=4))
+    quota, devices = books.admit("b", ask(memory=FREE, compute=100, count=2))
+    assert {device.index for device in devices} == {0, 2}
+    assert quota.memory == FREE  # of each
+    books.leave("b")
+    assert chosen(books, "c", memory=FREE, compute=100, count=2) == [0, 2]
+
+
+def test_devices_are_named_by_index_or_uuid_in_the_order_wanted() -> None:
+    devices = gpus(3)
+    books = Books(devices, Config())
+    assert chosen(books, "a", memory="2Gi", devices=f"{devices[2].uuid},0") == [2, 0]
+
+
+def test_a_named_device_that_is_full_is_not_replaced_by_another() -> None:
+    books = Books(gpus(2), Config())
+    books.admit("a", ask(memory=FREE, devices=0))
+    with pytest.raises(
+        RefusedError, match=r"^GPU 0 has 0 MiB of memory left to grant, 1024 MiB were asked for;"
+    ):
+        books.admit("b", ask(memory="1Gi", devices="1,0"))
+    # Nothing of the refused one stays on GPU 1.
+    assert chosen(books, "c", memory=FREE, compute=100, devices=1) == [1]
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_there() -> None:
+    devices = gpus(2)
+    with pytest.raises(RefusedError) as caught:
+        Books(devices, Config()).admit("a", ask(memory="1Gi", devices=7))
+    assert caught.value.message == (
+        "annotation tidegate.gpu/devices names 7, "
+        f"this node has 0 ({devices[0].uuid}), 1 ({devices[1].uuid})"
+    )
+
+
+def test_one_device_under_two_names_is_refused() -> None:
+    devices = gpus(2)
+    with pytest.raises(RefusedError, match="names a GPU twice"):
+        Books(devices, Config()).admit("a", ask(memory="1Gi", devices=f"1,{devices[1].uuid}"))

@@ -1,0 +1,365 @@
+"""The governor's socket: what is a request, what is answered, and that an unconfirmed admission is taken back.
+
+The server runs on a thread with the real arbiter library; a container is a `sleep` process by its pidfd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import jsonschema
+import pytest
+
+from governor.arbiter import WHOLE, Runner, load_library
+from governor.books import Books, Device
+from governor.config import Config
+from governor.container import container_key
+from governor.server import LINE_LIMIT, SCHEMA_FILE, Server
+from libcontrol import layout
+
+GIB = 1 << 30
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+ADMIT: dict[str, Any] = {
+    "v": 1,
+    "op": "admit",
+    "id": "one",
+    "pid": 4711,
+    "bundle": "/bundle",
+    "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "60"},
+    "identity": {"user": "root"},
+}
+VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
+
+
+class Governor:
+    """A server on a thread of its own."""
+
+    def __init__(self, directory: Path, library_dir: Path) -> None:
+        self.directory = directory
+        config = Config(runtime_dir=str(directory), library_dir=str(library_dir))
+        self.runner = Runner(load_library(library_dir), config)
+        devices = [Device(0, UUID, "simulated", 16 * GIB)]
+        self.server = Server(config, Books(devices, config), {UUID: self.runner})
+        self.path = str(directory / "governor.sock")
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.path)
+        self.listener.listen()
+        self.listener.setblocking(False)
+        self.loop = asyncio.new_event_loop()
+        self.errors: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
+        self.task = self.loop.create_task(self.server.serve(self.listener))
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_until_complete(self.task)
+        except asyncio.CancelledError:
+            self.server.close()
+            left = asyncio.all_tasks(self.loop)
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self.loop.close()
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.task.cancel)
+        self.thread.join(10)
+        self.listener.close()
+        self.runner.close()
+
+    def directories(self) -> list[str]:
+        return [path.name for path in (self.directory / "containers").glob("*")]
+
+
+class Client:
+    """A connection to it."""
+
+    def __init__(self, governor: Governor) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(10)
+        self.socket.connect(governor.path)
+        self.stream = self.socket.makefile("rb")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+        self.socket.close()
+
+    def raw(self, data: bytes, *fds: int) -> bytes:
+        """Send bytes and return the line that comes back; nothing when the connection is closed."""
+        try:
+            sent = socket.send_fds(self.socket, [data], list(fds)) if fds else 0
+            self.socket.sendall(data[sent:])
+            return self.stream.readline()
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+
+    def ask(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
+        return dict(json.loads(self.raw(json.dumps(request).encode() + b"\n", *fds)))
+
+    def error(self, request: dict[str, Any], *fds: int) -> tuple[str, str]:
+        answer = self.ask(request, *fds)
+        assert answer["ok"] is False
+        assert set(answer["error"]) == {"code", "message", "hint"}
+        return answer["error"]["code"], answer["error"]["message"]
+
+
+@pytest.fixture
+def governor(tmp_path: Path, build_dir: Path) -> Iterator[Governor]:
+    made = Governor(tmp_path, build_dir / "libcontrol")
+    try:
+        yield made
+    finally:
+        made.close()
+    assert not made.thread.is_alive()
+    assert made.errors == []
+    assert made.directories() == []
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def pidfd(sleeper: subprocess.Popen[bytes]) -> Iterator[int]:
+    fd = os.pidfd_open(sleeper.pid)
+    yield fd
+    os.close(fd)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def listed(governor: Governor) -> list[str]:
+    with Client(governor) as client:
+        return [one["id"] for one in client.ask({"v": 1, "op": "list"})["containers"]]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        ADMIT,
+        {**ADMIT, "annotations": {}, "identity": {}},
+        {"v": 1, "op": "confirm"},
+        {"v": 1, "op": "list"},
+        {"v": 1, "op": "ping"},
+        {"v": 1, "op": "release", "id": "x" * 1024},
+    ],
+)
+def test_requests(request_: dict[str, Any]) -> None:
+    assert VALIDATOR.is_valid(request_)
+
+
+BAD: list[Any] = [
+    [],
+    None,
+    "ping",
+    {},
+    {"op": "ping"},
+    {"v": 2, "op": "ping"},
+    {"v": True, "op": "ping"},
+    {"v": 1, "op": "stop"},
+    {"v": 1, "op": "ping", "more": 1},
+    {"v": 1, "op": "release"},
+    {"v": 1, "op": "release", "id": ""},
+    {"v": 1, "op": "release", "id": 1},
+    {"v": 1, "op": "release", "id": "x" * 1025},
+    *({k: v for k, v in ADMIT.items() if k != name} for name in ADMIT if name not in ("v", "op")),
+    {**ADMIT, "pid": 0},
+    {**ADMIT, "pid": "1"},
+    {**ADMIT, "annotations": {"tidegate.gpu/memory": 4}},
+    {**ADMIT, "annotations": {"other/memory": "4Gi"}},
+    {**ADMIT, "identity": {"uid": 0}},
+    {**ADMIT, "bundle": "x" * 4097},
+    {**ADMIT, "more": 1},
+]
+
+
+def test_what_is_no_request_is_refused_and_the_connection_goes_on(
+    governor: Governor, pidfd: int
+) -> None:
+    with Client(governor) as client:
+        for document in BAD:
+            assert not VALIDATOR.is_valid(document)
+            code, message = client.error(document)
+            assert code == "request"
+            assert len(message) <= 200
+        for line in (b"", b"{", b"\xff\xfe", b"[" * 5000, b'{"v": 1, "op": "ping"} x'):
+            answer = json.loads(client.raw(line + b"\n"))
+            assert answer["error"]["code"] == "request"
+        surrogate = json.dumps({**ADMIT, "id": "\ud800"})
+        assert json.loads(client.raw(surrogate.encode() + b"\n", pidfd))["ok"] is False
+        assert client.ask({"v": 1, "op": "ping"})["pid"] == os.getpid()
+    assert listed(governor) == []
+
+
+def test_requests_may_come_in_pieces_and_together(governor: Governor) -> None:
+    with Client(governor) as client:
+        line = b'{"v": 1, "op": "ping"}\n'
+        for byte in line[:-1]:
+            client.socket.sendall(bytes([byte]))
+        assert json.loads(client.raw(line[-1:]))["ok"]
+        assert json.loads(client.raw(line * 3))["ok"]
+        assert [json.loads(client.stream.readline())["ok"] for _ in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_a_line_that_is_too_long_ends_the_connection(governor: Governor, end: bytes) -> None:
+    with Client(governor) as client:
+        assert client.raw(b'{"v": 1, "op": "ping"' + b" " * LINE_LIMIT + b"}" + end) == b""
+    assert listed(governor) == []
+
+
+def test_an_admission_is_confirmed_and_outlives_its_connection(
+    governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]
+) -> None:
+    with Client(governor) as client:
+        answer = client.ask(ADMIT, pidfd)
+        directory = governor.directory / "containers" / container_key("one")
+        assert answer == {
+            "ok": True,
+            "key": container_key("one"),
+            "directory": str(directory),
+            "devices": [{"uuid": UUID, "index": 0}],
+            "memory": 4 * GIB,
+            "compute": 60,
+            "compute_limit": 60,
+        }
+        assert {path.name for path in directory.iterdir()} == {"grant", "governor.sock"}
+        assert client.ask({"v": 1, "op": "confirm"}) == {"ok": True}
+    assert listed(governor) == ["one"]
+    sleeper.kill()
+    wait_for(lambda: listed(governor) == [])
+    assert governor.directories() == []
+
+
+def test_an_admission_that_is_not_confirmed_is_taken_back(governor: Governor, pidfd: int) -> None:
+    for _ in range(3):  # each takes more than half: the one before it has to be gone
+        with Client(governor) as client:
+            assert client.ask(ADMIT, pidfd)["ok"]
+            assert governor.directories() == [container_key("one")]
+        wait_for(lambda: listed(governor) == [])
+        assert governor.directories() == []
+
+
+def test_release(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+        assert client.ask({"v": 1, "op": "confirm"})["ok"]
+        assert client.ask({"v": 1, "op": "release", "id": "stranger"}) == {"ok": True}
+        assert listed(governor) == ["one"]
+        assert client.ask({"v": 1, "op": "release", "id": "one"}) == {"ok": True}
+        assert listed(governor) == []
+        assert governor.directories() == []
+        assert client.ask({"v": 1, "op": "release", "id": "one"}) == {"ok": True}
+        assert client.error({"v": 1, "op": "confirm"})[0] == "request"
+
+
+def test_an_id_is_admitted_once(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client, Client(governor) as other:
+        assert client.ask(ADMIT, pidfd)["ok"]
+        code, message = other.error(ADMIT, pidfd)
+        assert (code, message) == ("refused", "a container 'one' is registered already")
+        assert other.error({"v": 1, "op": "confirm"})[0] == "request"
+        assert client.ask({"v": 1, "op": "confirm"})["ok"]
+    assert listed(governor) == ["one"]
+
+
+def test_an_admission_without_a_pidfd_is_refused(governor: Governor) -> None:
+    with Client(governor) as client:
+        assert client.error(ADMIT) == ("request", "admit came without a pidfd")
+    assert listed(governor) == []
+
+
+def test_confirm_needs_an_admission(governor: Governor) -> None:
+    with Client(governor) as client:
+        assert client.error({"v": 1, "op": "confirm"})[0] == "request"
+
+
+@pytest.mark.parametrize(
+    ("annotations", "code"),
+    [
+        ({"tidegate.gpu/memory": "lots"}, "annotation"),
+        ({"tidegate.gpu/colour": "red"}, "annotation"),
+        ({"tidegate.gpu/memory": "1Ti"}, "refused"),
+        ({}, "refused"),
+    ],
+)
+def test_a_refusal_leaves_nothing(
+    governor: Governor, pidfd: int, annotations: dict[str, str], code: str
+) -> None:
+    with Client(governor) as client:
+        assert client.error({**ADMIT, "annotations": annotations}, pidfd)[0] == code
+        assert governor.directories() == []
+        assert client.ask(ADMIT, pidfd)["ok"]  # the same connection may try again
+
+
+def test_a_gpu_that_takes_no_more_leaves_nothing(governor: Governor, pidfd: int) -> None:
+    with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
+        tenants = [governor.runner.add(0, WHOLE, grant, 0, ledger) for _ in range(256)]
+        try:
+            with Client(governor) as client:
+                for _ in range(3):  # each asks for more than half: nothing may stay in the books
+                    code, message = client.error(ADMIT, pidfd)
+                    assert (code, message) == ("governor", "256 containers share this GPU already")
+            assert listed(governor) == []
+            assert governor.directories() == []
+        finally:
+            for tenant in tenants:
+                governor.runner.remove(tenant)
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+
+
+def test_a_directory_that_cannot_be_made_leaves_nothing(governor: Governor, pidfd: int) -> None:
+    blocked = governor.directory / "containers"
+    blocked.write_text("not a directory\n")
+    before = descriptors()
+    with Client(governor) as client:
+        for _ in range(3):
+            code, message = client.error(ADMIT, pidfd)
+            assert code == "refused"
+            assert message.startswith("the container's directory cannot be made")
+    wait_for(lambda: descriptors() <= before)
+    blocked.unlink()
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+
+
+def test_a_container_that_is_dead_already_is_struck_out(
+    governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]
+) -> None:
+    sleeper.kill()
+    sleeper.wait()
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+        wait_for(lambda: listed(governor) == [])
+        assert client.error({"v": 1, "op": "confirm"})[0] == "request"

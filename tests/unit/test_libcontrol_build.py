@@ -1,0 +1,130 @@
+"""What was built of the control library: its exports, what it needs, and the layout that its code believes in."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from elftools.dwarf.die import DIE
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+from elftools.elf.sections import SymbolTableSection
+
+from libcontrol import api, layout
+
+GLIBC_LIMIT = (2, 17)
+LIBRARIES = {
+    "libcuda.so.1": (api.CUDA, "libcuda-origin.so.1"),
+    "libnvidia-ml.so.1": (api.NVML, "libnvidia-ml-origin.so.1"),
+}
+
+
+@pytest.fixture(params=sorted(LIBRARIES))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def elf(build_dir: Path, name: str):
+    with (build_dir / "libcontrol" / name).open("rb") as file:
+        yield ELFFile(file)
+
+
+def section(elf: ELFFile, kind: type, name: str | None = None):
+    found = [s for s in elf.iter_sections() if isinstance(s, kind) and name in (None, s.name)]
+    assert found, f"no {kind.__name__}"
+    return found[0]
+
+
+def test_the_exports_are_the_table(elf: ELFFile, name: str) -> None:
+    symbols = section(elf, SymbolTableSection, ".dynsym").iter_symbols()
+    exported = {s.name for s in symbols if s["st_shndx"] != "SHN_UNDEF" and s.name}
+    assert exported == {fn.name for fn in LIBRARIES[name][0]}
+
+
+def test_it_needs_the_original_and_the_c_library_alone(elf: ELFFile, name: str) -> None:
+    tags = list(section(elf, DynamicSection).iter_tags())
+    needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
+    # The original first: a name that we do not define is looked up there before anywhere else.
+    assert needed[0] == LIBRARIES[name][1]
+    # Thread-local storage takes __tls_get_addr from the loader, which is in every process.
+    assert set(needed[1:]) - {"ld-linux-x86-64.so.2"} == {"libc.so.6"}
+    assert [tag.soname for tag in tags if tag.entry.d_tag == "DT_SONAME"] == [name]
+    assert [tag.runpath for tag in tags if tag.entry.d_tag == "DT_RUNPATH"] == ["$ORIGIN/origin"]
+    assert not [tag for tag in tags if tag.entry.d_tag in ("DT_RPATH", "DT_TEXTREL")]
+
+
+def test_no_glibc_newer_than_2_17_is_needed(elf: ELFFile) -> None:
+    versions = {
+        version.name
+        for _, auxiliaries in section(elf, GNUVerNeedSection).iter_versions()
+        for version in auxiliaries
+    }
+    assert versions
+    for version in versions:
+        match = re.fullmatch(r"GLIBC_([0-9]+)\.([0-9]+)(\.[0-9]+)?", version)
+        assert match, version
+        assert (int(match[1]), int(match[2])) <= GLIBC_LIMIT, version
+
+
+def test_the_stack_is_not_executable(elf: ELFFile) -> None:
+    [stack] = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
+    assert not stack["p_flags"] & 1
+
+
+def structures(path: Path) -> dict[str, tuple[int, dict[str, tuple[int, int]]]]:
+    """Return name -> (size, member -> (offset, size)) of the structures in a library's DWARF."""
+    found = {}
+    with path.open("rb") as file:
+        for unit in ELFFile(file).get_dwarf_info().iter_CUs():
+            for die in unit.iter_DIEs():
+                if die.tag != "DW_TAG_structure_type" or "DW_AT_name" not in die.attributes:
+                    continue
+                members = {
+                    child.attributes["DW_AT_name"].value.decode(): (
+                        child.attributes["DW_AT_data_member_location"].value,
+                        size_of(child.get_DIE_from_attribute("DW_AT_type")),
+                    )
+                    for child in die.iter_children()
+                    if child.tag == "DW_TAG_member" and "DW_AT_name" in child.attributes
+                    and "DW_AT_data_member_location" in child.attributes
+                }  # fmt: skip
+                if "DW_AT_byte_size" in die.attributes:
+                    name = die.attributes["DW_AT_name"].value.decode()
+                    found[name] = (die.attributes["DW_AT_byte_size"].value, members)
+    return found
+
+
+def size_of(die: DIE) -> int:
+    """Return the bytes of a type."""
+    if "DW_AT_byte_size" in die.attributes:
+        return int(die.attributes["DW_AT_byte_size"].value)
+    if "DW_AT_type" not in die.attributes:
+        return 0  # void
+    inner = size_of(die.get_DIE_from_attribute("DW_AT_type"))
+    if die.tag != "DW_TAG_array_type":
+        return inner
+    for child in die.iter_children():
+        if "DW_AT_upper_bound" in child.attributes:
+            inner *= child.attributes["DW_AT_upper_bound"].value + 1
+        elif "DW_AT_count" in child.attributes:
+            inner *= child.attributes["DW_AT_count"].value
+    return inner
+
+
+@pytest.mark.parametrize("library", ["libcuda.so.1", "libtidegate-arbiter.so"])
+def test_the_code_has_the_layout_of_the_description(build_dir: Path, library: str) -> None:
+    built = structures(build_dir / "libcontrol" / library)
+    for described in layout.STRUCTS:
+        if described.name == "ledger_slot" and described.name not in built:
+            continue  # the arbiter reads a slot's devices alone
+        size, members = built[described.name]
+        members.pop("pad", None)
+        expected = {
+            field.name: (at, layout.SIZES[field.type] * field.n)
+            for field, at in zip(described.fields, layout.offsets(described).values(), strict=True)
+        }
+        assert members == expected, described.name
+        assert size == described.size

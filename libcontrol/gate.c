@@ -72,28 +72,32 @@ static bool gate_announce(struct gate *g, const struct grant_device *grant,
     return atomic_load_seq_cst(&grant->epoch) == g->epoch;
 }
 
-/* While the governor is away a container gives itself its own share, or what the node says. */
-static cold bool gate_alone(struct gate *g, const struct grant_device *grant, uint64_t now)
+bool gate_lost(uint64_t now)
 {
-    const struct grant_header *settings = pages_grant();
-    uint64_t heard = atomic_load_relaxed(&settings->heartbeat_ns);
+    return now >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + GATE_LOST_NS;
+}
+
+/*
+ * The time until which work may start; 0: none. While the governor is away a container gives itself
+ * grants at its guaranteed share, or does what the node says.
+ */
+static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_t now)
+{
     uint64_t share = atomic_load_relaxed(&grant->compute);
 
-    if (now < heard + GATE_LOST_NS)
-        return false;
-    switch (atomic_load_relaxed(&settings->on_governor_loss)) {
+    if (likely(!gate_lost(now)))
+        return g->released ? 0 : atomic_load_acquire(&grant->deadline_ns);
+    switch (atomic_load_relaxed(&pages_grant()->on_governor_loss)) {
     case 1:
-        return false;
+        return 0;
     case 2:
-        return true;
+        return GRANT_OPEN;
     default:
-        if (now < g->local_deadline)
-            return true;
-        if (now < g->local_next)
-            return false;
-        g->local_deadline = now + GATE_LOCAL_NS;
-        g->local_next = now + GATE_LOCAL_NS * 1000000 / (share ? share : 1);
-        return true;
+        if (now >= g->local_next) {
+            g->local_deadline = now + GATE_LOCAL_NS;
+            g->local_next = now + GATE_LOCAL_NS * 1000000 / (share ? share : 1);
+        }
+        return g->local_deadline;
     }
 }
 
@@ -151,20 +155,19 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
                uint64_t now)
 {
     struct queue *q = &g->queue;
-    uint64_t deadline = atomic_load_acquire(&grant->deadline_ns);
+    bool lost = gate_lost(now);
+    uint64_t deadline, left = queue_left(q, now);
 
     if (!g->holding)
         return false;
-    if (g->released || now >= deadline) {
-        if (!gate_alone(g, grant, now))
-            return false;
-    } else {
-        if (g->active && deadline != GRANT_OPEN &&
-            now + queue_left(q, now) + q->ahead_ns / 2 > deadline)
-            return false;
-        if (!gate_announce(g, grant, ledger, now))
-            return false;
-    }
+    deadline = gate_deadline(g, grant, now);
+    if (now >= deadline)
+        return false;
+    if ((lost ? left > 0 : g->active) && deadline != GRANT_OPEN &&
+        now + left + q->ahead_ns / 2 > deadline)
+        return false;
+    if (!lost && !gate_announce(g, grant, ledger, now))
+        return false;
     queue_open(q, now);
     g->last_launch = now;
     for (unsigned i = 0; i < GATE_N_HOLDS; i++)
@@ -190,18 +193,16 @@ static enum gate_answer gate_ask(struct gate *g, const struct grant_device *gran
                                  uint64_t predicted)
 {
     uint64_t limit = atomic_load_relaxed(&pages_grant()->inflight_ns);
-    uint64_t deadline = atomic_load_acquire(&grant->deadline_ns);
+    uint64_t deadline = gate_deadline(g, grant, now);
     uint64_t queued = queue_left(&g->queue, now);
 
-    if (g->holding)
+    if (g->holding || now >= deadline)
         return GATE_CLOSED;
-    if (g->released || now >= deadline)
-        return gate_alone(g, grant, now) ? GATE_GO : GATE_CLOSED;
     if (deadline == GRANT_OPEN)
         return GATE_GO;
     /* Half of it before the deadline, half behind: on average the grant is used to its end. A fresh
      * grant takes one piece of work of any length; what it overruns is charged. */
-    if (now + queued + predicted / 2 > deadline && (g->active || queued))
+    if (now + queued + predicted / 2 > deadline && (queued || (g->active && !gate_lost(now))))
         return GATE_CLOSED;
     if (queued + predicted > limit && queued > limit / 4)
         return GATE_FULL;
@@ -214,6 +215,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, enum gate_answer answer, uint32_t seen,
                            bool *wantingp)
 {
+    uint64_t patience = gate_lost(prim_now()) ? 2 * NS_PER_MS : 50 * NS_PER_MS;
     uint64_t standby;
 
     if (answer == GATE_FULL) {
@@ -233,7 +235,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
 
         /* A grant's worth is held: the helper lets it run, and then there is room. */
         prim_unlock(&g->lock);
-        prim_futex_wait(&g->turn, turn, 50 * NS_PER_MS);
+        prim_futex_wait(&g->turn, turn, patience);
         prim_lock(&g->lock);
         return;
     }
@@ -242,7 +244,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     /* The governor said that the grant is near: a core that sleeps now would answer late. */
     while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
         prim_relax();
-    prim_futex_wait(&grant->signal, seen, 50 * NS_PER_MS);
+    prim_futex_wait(&grant->signal, seen, patience);
     prim_lock(&g->lock);
 }
 
@@ -325,7 +327,7 @@ CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, 
         }
         answer = gate_ask(g, grant, now, predicted);
         if (answer == GATE_GO) {
-            if (gate_announce(g, grant, ledger, now))
+            if (gate_lost(now) || gate_announce(g, grant, ledger, now))
                 break;
             continue;
         }

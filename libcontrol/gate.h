@@ -41,5 +41,6 @@ extern struct gate gate_devices[LAYOUT_N_DEVICES];
 void gate_adopt(struct gate *g, const struct grant_device *grant);
 bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
                uint64_t now);
+bool gate_lost(uint64_t now);
 void gate_relax(CUstreamCaptureMode *mode);
 void helper_start(struct gate *g, unsigned device);

@@ -12,7 +12,8 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-#define HELPER_HELD_NS (50 * NS_PER_MS) /* between looks whether the governor is away */
+#define HELPER_ALONE_NS (NS_PER_MS)      /* between two looks while the governor is away */
+#define HELPER_HELD_NS  (50 * NS_PER_MS) /* between looks whether the governor is away */
 
 static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
@@ -120,6 +121,8 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     deadline = atomic_load_acquire(&grant->deadline_ns);
     gate_open(g, grant, ledger, now);
     queue_retire(&g->queue, now, true, ledger);
+    if (unlikely(gate_lost(now)))
+        return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
     if (g->released || (!g->active && now >= deadline))
         return g->holding ? HELPER_HELD_NS : NS_PER_S;
     if (deadline == GRANT_OPEN)

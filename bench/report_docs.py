@@ -83,6 +83,7 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
     for stem, result in results.items():
         gpu, summary = result["gpu"], result["summary"]
         jobs = result["configuration"].get("jobs", {})
+        counters = result["raw"].get("counters", {})
         kind = " (simulated)" if gpu["kind"] == "simulated" else ""
         page.add(f"### {gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}")
         rows = [
@@ -93,11 +94,18 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
                 f"{one['delivered']:.2f} %",
                 size(one["memory_peak"]),
                 size(one["memory_limit"]),
+                *(
+                    str(counters.get(one["name"], {}).get(key, ""))
+                    for key in ("lookups", "launches", "grants")
+                ),
             )
             for one in summary["containers"]
         ]
-        head = ("container", "job", "quota", "delivered", "memory peak", "memory limit")
-        page.table(head, rows, "llrrrr")
+        head = (
+            *("container", "job", "quota", "delivered", "memory peak", "memory limit"),
+            *("look-ups replaced", "launches gated", "grants"),
+        )
+        page.table(head, rows, "llrrrrrrr")
         errors = {label: one["mean_abs_error_pp"] for label, one in summary["windows"].items()}
         refused = summary["refused"]
         page.add(

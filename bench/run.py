@@ -70,13 +70,20 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
         run["commit"] = options.commit
     gpu = report.pop("gpu")
     check_samples(report, samples)
-    detail.pop("governor", None)
+    counters = {
+        name: {
+            "lookups": one["lookups"],
+            **{key: one["devices"][0][key] for key in ("launches", "waits", "grants", "markers")},
+        }
+        for name, one in detail.pop("governor", {}).items()
+        if one
+    }
     return {
         "suite": "shares",
         **run,
         "gpu": gpu,
         "configuration": detail,
-        "raw": {"progress": samples},
+        "raw": {"progress": samples, "counters": counters},
         "summary": report,
     }
 

@@ -13,6 +13,9 @@ from bench.report import Container, Gpu, Refused, build_report, write_report
 
 GIB = 1 << 30
 
+COUNTERS = {"launches": 9, "waits": 2, "grants": 3, "markers": 4, "busy_ns": 5}
+GOVERNOR = {"training": {"lookups": 140, "devices": [COUNTERS]}, "notebook": {}}
+
 
 def container(name, compute, share):
     every = NS_PER_MS * 100 // share
@@ -28,7 +31,7 @@ def demo(tmp_path):
         Gpu("nvidia", "NVIDIA H200", "580.159.04"),
         containers,
         Refused(4 * GIB, 3 * GIB, "CUDA_ERROR_OUT_OF_MEMORY"),
-        detail={"jobs": {"training": "resnet18", "notebook": "gru"}, "governor": {"much": 1}},
+        detail={"jobs": {"training": "resnet18", "notebook": "gru"}, "governor": GOVERNOR},
     )
     write_report(tmp_path / "demo", report, containers)
     return tmp_path / "demo"
@@ -46,6 +49,9 @@ def test_a_demo_run_becomes_one_result(demo, tmp_path):
     assert result["gpu"]["name"] == "NVIDIA H200"
     assert result["configuration"]["jobs"] == {"training": "resnet18", "notebook": "gru"}
     assert "governor" not in result["configuration"]
+    assert result["raw"]["counters"]["training"] == {
+        "lookups": 140, "launches": 9, "waits": 2, "grants": 3, "markers": 4
+    }  # fmt: skip
     assert [one["name"] for one in result["summary"]["containers"]] == ["training", "notebook"]
     assert run.result_name(result) == f"{result['date'][:10]}-shares-nvidia-h200.json"
 

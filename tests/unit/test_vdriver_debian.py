@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import lack
 from tests.unit.vdriver_trees import put_control
 from vdriver.discover import find_driver
 from vdriver.elf import read_library
@@ -34,12 +35,6 @@ PACKAGES = {
 }
 
 pytestmark = pytest.mark.slow
-
-
-def lack(reason):
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{reason}, and CI=true wants it", pytrace=False)
-    pytest.skip(reason)
 
 
 def debian_sources():

@@ -1,38 +1,57 @@
 """Questions asked of one ELF file, answered by pyelftools.
 
 Knows the handful of facts a driver mirror needs, and nothing about drivers. Whatever the file
-holds, `read_library` returns a `Library` or raises `LibraryError`: it opens without waiting (a
-FIFO is refused), and all that is read from one file is bounded.
+holds, `read_library` and `read_exports` answer or raise `LibraryError`: they open without waiting
+(a FIFO is refused), and all that is read from one file is bounded. What the loader would read is
+read as the loader does it: from the segments, never from sections.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 import io
+import itertools
 import os
 import stat
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any
 
 from vdriver.errors import LibraryError
 
-if TYPE_CHECKING:
-    from elftools.elf.elffile import ELFFile
-
-# The libraries of 535.261.03 need at most 2,143 reads and 24 KiB for these answers. A file that
-# asks for a hundred times that is built to keep a parser busy; this many take about two seconds.
-MAX_READS = 200_000
+# The files of drivers 390.157 to 555.58.02 need at most 958 reads and 7 KB for a Library, 25,715
+# and 280 KB for exports; the 46,000 exports of LLVM 15 need 388,096 and 5.9 MB. A file that asks
+# for more is built to keep a parser busy. So many reads take about a second.
+MAX_READS = 500_000
 MAX_BYTES = 8 << 20
 MAX_HEADERS = 1024
+MAX_NOTES = 64 << 10  # bytes; pyelftools takes a note's owner apart byte by byte, in memory
+MAX_TEXT = 4096  # PATH_MAX
 MAX_NAME = 255  # NAME_MAX: a soname is a file name
 
 MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_386": "i386", "EM_ARM": "arm"}
 
+# What a search by name finds. LOOS is GNU's own: a unique symbol, an indirect function.
+BINDS = ("STB_GLOBAL", "STB_WEAK", "STB_LOOS")
+TYPES = ("STT_NOTYPE", "STT_OBJECT", "STT_FUNC", "STT_COMMON", "STT_TLS", "STT_LOOS")
+VISIBILITIES = ("STV_DEFAULT", "STV_PROTECTED")
+
+# Of two such tags the loader takes the last, pyelftools the first.
+SINGLE = ("DT_SONAME", "DT_RUNPATH", "DT_RPATH", "DT_STRTAB", "DT_SYMTAB", "DT_HASH", "DT_GNU_HASH")
+
 
 @dataclass(frozen=True)
 class Library:
-    """What the loader and a mirror have to know about one shared library or program."""
+    """What the loader and a mirror have to know about one shared library or program.
+
+    `notes` are the names of the note sections, `version` is the one in the file's name, `size` is
+    in bytes, `interpreter` is a program's loader, and `abi` the system and the oldest kernel that
+    the file is for ("Linux 2.3.99").
+    """
 
     path: str
     bits: int
@@ -45,6 +64,8 @@ class Library:
     version: str | None
     size: int
     mtime_ns: int
+    interpreter: str | None = None
+    abi: str | None = None
 
 
 def read_library(path: str | Path) -> Library:
@@ -54,24 +75,45 @@ def read_library(path: str | Path) -> Library:
     they are relative to.
     """
     name = str(path)
-    try:
-        # O_NONBLOCK: opening a FIFO without a writer would wait for ever.
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as e:
-        raise _error(name, e.strerror or "cannot be opened") from e
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise _error(name, "not a regular file")
-    with os.fdopen(fd, "rb") as file:
-        # pyelftools raises what its parsers happen to meet (struct, Unicode, key, attribute and
-        # assertion errors) and offers no common base for hostile input.
-        try:
-            return _read(file, name, status)
-        except LibraryError:
-            raise
-        except Exception as e:
-            raise _error(name, f"unreadable ELF ({type(e).__name__}: {e})"[:200]) from e
+    with _opened(name) as (elf, notes, status):
+        soname, needed, runpath = _linked(elf)
+        build_id, abi = _gnu_notes(elf)
+        machine = str(elf["e_machine"])
+        return Library(
+            path=name,
+            bits=elf.elfclass,
+            machine=MACHINES.get(machine, machine),
+            soname=soname,
+            needed=needed,
+            runpath=runpath,
+            interpreter=_interpreter(elf),
+            build_id=build_id,
+            abi=abi,
+            notes=notes,
+            version=version_in_name(name),
+            size=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+        )
+
+
+def read_exports(path: str | Path) -> tuple[str, ...]:
+    """Return the sorted names that dlsym finds in the file at `path`; LibraryError as read_library.
+
+    They are the dynamic symbols that are defined, visible, and global, weak or unique, each once,
+    whatever its version.
+    """
+    with _opened(str(path)) as (elf, _, _):
+        segment, tags = _dynamic(elf)
+        values = {tag["d_tag"]: tag["d_val"] for tag in tags}
+        # Without a hash table pyelftools guesses how many symbols there are; the loader finds none.
+        if not _has_hash_table(elf, values):
+            return ()
+        room = segment.num_symbols() * elf.structs.Elf_Sym.sizeof()
+        _offset(elf, values.get("DT_SYMTAB", 0), room, "the table of symbols")
+        # pyelftools looks for the tables again for every symbol.
+        segment.get_table_offset = functools.cache(segment.get_table_offset)
+        found = {symbol.name for symbol in segment.iter_symbols() if _is_found(symbol)}
+        return tuple(sorted(_text(name) for name in found if name))
 
 
 def version_in_name(name: str) -> str | None:
@@ -83,147 +125,222 @@ def version_in_name(name: str) -> str | None:
     return None
 
 
-class _Bounded(io.RawIOBase):
-    """A file that refuses to be read for longer than any honest library needs."""
+class _RefusedError(Exception):
+    """Why a file is refused; whoever opened it adds its name."""
 
-    def __init__(self, file: BinaryIO, name: str, size: int) -> None:
-        self._file = file
-        self._name = name
-        self._size = size
+
+class _Stream(io.RawIOBase):
+    """A file up to `end`, read in pieces that are bounded in number and in sum."""
+
+    def __init__(self, fd: int, end: int) -> None:
+        self.end = end
+        self._fd = fd
+        self._at = 0
         self._reads = 0
         self._bytes = 0
 
     def read(self, size: int = -1) -> bytes:
-        room = max(self._size - self._file.tell(), 0)
         # A length field of 2^60 must not become an allocation.
+        room = max(self.end - self._at, 0)
         size = room if size < 0 else min(size, room)
         self._reads += 1
         self._bytes += size
-        if self._reads > MAX_READS or self._bytes > MAX_BYTES:
-            raise _error(self._name, "headers, names and notes are out of all proportion")
-        return self._file.read(size)
+        modest = self._reads <= MAX_READS and self._bytes <= MAX_BYTES
+        _require(modest, "headers, names and tables are out of all proportion")
+        data = os.pread(self._fd, size, self._at) if size else b""
+        self._at += len(data)
+        return data
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self.end)[whence]
+        return self._at
 
 
-def _read(file: BinaryIO, name: str, status: os.stat_result) -> Library:
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
+    """Open a file as _parse does, with its status; LibraryError says what is wrong with it."""
+    from elftools.common.exceptions import ELFError
+    from elftools.construct import ConstructError
+
+    try:
+        # O_NONBLOCK: opening a FIFO without a writer would wait for ever.
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as e:
+        is_link = e.errno == errno.ELOOP
+        raise _error(name, "a symbolic link" if is_link else e.strerror or str(e)) from e
+    except ValueError as e:  # a zero byte in the name
+        raise _error(repr(name), "not a file name") from e
+    try:
+        status = os.fstat(fd)
+        yield *_parse(fd, status), status
+    except _RefusedError as e:
+        # Without a cause: whoever keeps refusals keeps those alone that the file itself explains.
+        raise _error(name, str(e)) from None
+    # What pyelftools raises for damage, and a disk that fails, which may be inside of that.
+    except (ELFError, ConstructError, UnicodeDecodeError, struct.error, OSError) as e:
+        raise _error(name, f"unreadable or truncated ELF ({type(e).__name__}: {e})"[:200]) from e
+    finally:
+        os.close(fd)
+
+
+def _parse(fd: int, status: os.stat_result) -> tuple[Any, tuple[str, ...]]:
+    """Return an ELFFile that is all there and can be loaded, and the names of its note sections."""
     from elftools.elf.elffile import ELFFile
-    from elftools.elf.sections import Section
 
-    class Headers(ELFFile):
-        # pyelftools reads a hash table when it meets its section: all buckets, one by one, which
-        # is most of the time for a library with thousands of symbols. Nothing here asks for them.
-        def _make_gnu_hash_section(self, section_header: Any, name: str) -> Any:
-            return Section(section_header, name, self)
-
-        def _make_elf_hash_section(self, section_header: Any, name: str) -> Any:
-            return Section(section_header, name, self)
-
-    if file.read(4) != b"\x7fELF":
-        raise _error(name, "not an ELF file")
-    elf = Headers(cast("IO[bytes]", _Bounded(file, name, status.st_size)))
-    if elf.header["e_type"] not in ("ET_DYN", "ET_EXEC"):
-        raise _error(name, f"neither a library nor a program ({elf.header['e_type']})")
-    if elf.num_segments() > MAX_HEADERS or elf.num_sections() > MAX_HEADERS:
-        raise _error(name, f"more than {MAX_HEADERS} headers")
-    _require_complete(elf, name, status.st_size)
-    soname, needed, runpath = _dynamic(elf, name)
-    notes = tuple(s.name for s in elf.iter_sections() if s["sh_type"] == "SHT_NOTE")
-    machine = str(elf.header["e_machine"])
-    return Library(
-        path=name,
-        bits=int(elf.elfclass),
-        machine=MACHINES.get(machine, machine),
-        soname=soname,
-        needed=needed,
-        runpath=runpath,
-        build_id=_build_id(elf),
-        notes=notes,
-        version=version_in_name(name),
-        size=status.st_size,
-        mtime_ns=status.st_mtime_ns,
-    )
+    _require(stat.S_ISREG(status.st_mode), "not a regular file")
+    stream: Any = _Stream(fd, status.st_size)
+    _require(stream.read(4) == b"\x7fELF", "not an ELF file")
+    elf = ELFFile(stream)
+    kind, count, header = elf["e_type"], elf["e_phnum"], elf.structs.Elf_Phdr.sizeof()
+    _require(elf.little_endian, "not in the byte order of this machine (little-endian)")
+    _require(kind in ("ET_DYN", "ET_EXEC"), f"neither a library nor a program ({kind})")
+    _require(count, "nothing of it is loaded (no segments)")
+    _require(max(count, elf.num_sections()) <= MAX_HEADERS, f"more than {MAX_HEADERS} headers")
+    size = elf["e_phentsize"]
+    _require(size == header, f"headers of {size} bytes instead of {header}")
+    notes = _note_sections(elf, status.st_size)
+    # Without sections pyelftools takes names from where the loader does, DT_STRTAB, and does not
+    # read whole hash tables whenever it meets the dynamic segment.
+    elf.header["e_shoff"] = 0
+    end = 0
+    for s in elf.iter_segments():
+        whole = s["p_offset"] + s["p_filesz"] <= status.st_size
+        _require(whole, f"truncated: a {s['p_type']} segment ends behind the file")
+        if s["p_type"] == "PT_LOAD":
+            # The loader maps them in this order, each over those before.
+            _require(s["p_vaddr"] >= end, "loaded segments overlap or are out of order")
+            end = s["p_vaddr"] + max(s["p_memsz"], s["p_filesz"])
+    return elf, notes
 
 
-def _require_complete(elf: ELFFile, name: str, size: int) -> None:
-    """Refuse a file that ends before something its headers announce: a broken download or copy."""
-    for segment in elf.iter_segments():
-        if segment["p_offset"] + segment["p_filesz"] > size:
-            raise _error(name, f"truncated: a {segment['p_type']} segment ends behind the file")
-    for section in elf.iter_sections():
+def _note_sections(elf: Any, size: int) -> tuple[str, ...]:
+    """Return the note sections' names; of a file of `size` bytes all sections have to be there."""
+    from elftools.common.utils import struct_parse
+
+    notes = []
+    for number in range(elf.num_sections()):
+        # get_section would read all of a hash table.
+        place = elf["e_shoff"] + number * elf["e_shentsize"]
+        s = struct_parse(elf.structs.Elf_Shdr, elf.stream, place)
         # NOBITS sections (.bss) occupy no room in the file.
-        if section["sh_type"] not in ("SHT_NOBITS", "SHT_NULL") and (
-            section["sh_offset"] + section["sh_size"] > size
-        ):
-            raise _error(name, f"truncated: section {section.name!r} ends behind the file")
+        room = 0 if s["sh_type"] in ("SHT_NOBITS", "SHT_NULL") else s["sh_offset"] + s["sh_size"]
+        _require(room <= size, f"truncated: section {number} ends behind the file")
+        if s["sh_type"] == "SHT_NOTE" and elf.get_shstrndx():
+            notes.append(_text(elf.get_section(number).name))
+    return tuple(notes)
 
 
-def _dynamic(elf: ELFFile, name: str) -> tuple[str | None, tuple[str, ...], str | None]:
-    """Return soname, needed names and run path, from the segment that the loader itself reads."""
-    from elftools.elf.dynamic import DynamicSegment
-
-    soname: str | None = None
-    runpath: str | None = None
-    rpath: str | None = None
-    needed: list[str] = []
-    for segment in elf.iter_segments(type="PT_DYNAMIC"):
-        if not isinstance(segment, DynamicSegment):
-            continue
-        for tag in cast("Iterator[Any]", segment.iter_tags()):
-            match tag.entry.d_tag:
-                case "DT_SONAME":
-                    soname = _file_name(tag.soname, name)
-                case "DT_NEEDED":
-                    needed.append(_path_name(tag.needed, name))
-                case "DT_RUNPATH":
-                    runpath = _text(tag.runpath, name)
-                case "DT_RPATH":
-                    rpath = _text(tag.rpath, name)
-    return soname, tuple(needed), runpath if runpath is not None else rpath
+def _offset(elf: Any, address: int, size: int, what: str) -> Any:
+    """Return where in the file the `size` bytes at an address are loaded from."""
+    offset = next(elf.address_offsets(address, size), None)
+    _require(offset is not None, f"{what} lies outside of what is loaded")
+    return offset
 
 
-def _build_id(elf: ELFFile) -> str | None:
-    from elftools.elf.segments import NoteSegment
+def _dynamic(elf: Any) -> tuple[Any, list[Any]]:
+    """Return the dynamic segment and its tags; None and no tags of a static program."""
+    segments = [s for s in elf.iter_segments("PT_DYNAMIC") if s["p_filesz"]]
+    if not segments:
+        return None, []
+    _require(len(segments) == 1, "more than one dynamic segment")
+    [segment] = segments
+    # The loader goes by the address, pyelftools by the offset: the same bytes for both, or none.
+    place = _offset(elf, segment["p_vaddr"], segment["p_filesz"], "the dynamic segment")
+    _require(place == segment["p_offset"], "the dynamic segment is not where it is loaded from")
+    _, names = segment.get_table_offset("DT_STRTAB")
+    _require(names is not None, "no table of names in what is loaded")
+    tags = list(itertools.islice(segment.iter_tags(), MAX_HEADERS + 1))
+    _require(len(tags) <= MAX_HEADERS, f"more than {MAX_HEADERS} dynamic tags")
+    kinds = [tag["d_tag"] for tag in tags]
+    _require(all(kinds.count(kind) < 2 for kind in SINGLE), "one dynamic tag is there twice")
+    return segment, tags
 
-    for segment in elf.iter_segments(type="PT_NOTE"):
-        if not isinstance(segment, NoteSegment):
-            continue
-        for note in segment.iter_notes():
-            if note["n_type"] == "NT_GNU_BUILD_ID" and note["n_name"] == "GNU":
-                return str(note["n_desc"])
+
+def _linked(elf: Any) -> tuple[str | None, tuple[str, ...], str | None]:
+    """Return soname, needed names and run path."""
+    _, tags = _dynamic(elf)
+    names = {
+        kind: [_text(getattr(tag, kind)) for tag in tags if hasattr(tag, kind)]
+        for kind in ("soname", "needed", "runpath", "rpath")
+    }
+    _require(all(names["needed"]), "an empty name of a library")
+    soname, runpath, rpath = (next(iter(names[k]), None) for k in ("soname", "runpath", "rpath"))
+    if soname is not None:
+        # It becomes the name of a link in the mirror, so it has to be one plain name.
+        plain = soname not in ("", ".", "..") and "/" not in soname
+        short = len(soname.encode()) <= MAX_NAME
+        _require(plain and short, f"soname {soname[:80]!r} is not a file name")
+    return soname, tuple(names["needed"]), rpath if runpath is None else runpath
+
+
+def _interpreter(elf: Any) -> str | None:
+    for segment in elf.iter_segments("PT_INTERP"):
+        name = _text(segment.get_interp_name())
+        _require(0 < len(name) < segment["p_filesz"], "an interpreter without a name or its end")
+        return name
     return None
 
 
-def _text(value: Any, name: str) -> str:
-    text = str(value)
-    if len(text) > 4096 or not text.isprintable():
-        raise _error(name, "a name in the dynamic section is not printable")
-    return text
+def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
+    """Return build id and ABI, of several notes the first."""
+    build_id = abi = None
+    segments = list(elf.iter_segments("PT_NOTE"))
+    _require(sum(s["p_filesz"] for s in segments) <= MAX_NOTES, f"notes of over {MAX_NOTES} bytes")
+    whole = elf.stream.end
+    for segment in segments:
+        start = segment["p_offset"]
+        elf.stream.end = start + segment["p_filesz"]
+        for note in segment.iter_notes():
+            there = len(note["n_descdata"]) == note["n_descsz"]
+            _require(there, "a note ends behind its segment")
+            # pyelftools goes on at the next multiple of four, whatever the alignment.
+            aligned = segment["p_align"] != 8 or not (note["n_offset"] - start) % 8
+            _require(aligned, "a note is not aligned to 8 bytes, as its segment is")
+            content = note["n_desc"]
+            match note["n_name"], note["n_type"]:
+                case "GNU", "NT_GNU_BUILD_ID":
+                    build_id = build_id or content
+                case "GNU", "NT_GNU_ABI_TAG":
+                    system = str(content["abi_os"]).removeprefix("ELF_NOTE_OS_").capitalize()
+                    version = (content[f"abi_{part}"] for part in ("major", "minor", "tiny"))
+                    abi = abi or f"{system} {'.'.join(map(str, version))}"
+    elf.stream.end = whole
+    return build_id, abi
 
 
-def _path_name(value: Any, name: str) -> str:
-    text = _text(value, name)
-    if not text:
-        raise _error(name, "an empty name in the dynamic section")
-    return text
+def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
+    """Say whether names can be searched for; the table has to be loaded as far as it counts."""
+    table = values.get("DT_GNU_HASH", values.get("DT_HASH"))
+    if table is None:
+        return False
+    elf.stream.seek(_offset(elf, table, 16, "a hash table"))
+    buckets, number, filters, _ = struct.unpack("<IIII", elf.stream.read(16))
+    words = 2 + number if "DT_GNU_HASH" not in values else 4 + filters * elf.elfclass // 32
+    _offset(elf, table, 4 * (words + buckets), "a hash table")
+    return bool(buckets)
 
 
-def _file_name(value: Any, name: str) -> str:
-    """A soname becomes the name of a link in the mirror, so it has to be one plain name."""
-    text = _path_name(value, name)
-    if "/" in text or text in (".", "..") or len(text.encode()) > MAX_NAME:
-        raise _error(name, f"soname {text[:80]!r} is not a file name")
-    return text
+def _is_found(symbol: Any) -> bool:
+    """Say whether a search by name finds a symbol. The names of versions are absolute zeroes."""
+    kind = symbol["st_info"]["type"]
+    return (
+        symbol["st_shndx"] != "SHN_UNDEF"
+        and symbol["st_info"]["bind"] in BINDS
+        and kind in TYPES
+        and symbol["st_other"]["visibility"] in VISIBILITIES
+        and bool(symbol["st_value"] or kind == "STT_TLS")
+    )
+
+
+def _text(value: str) -> str:
+    usable = len(value) <= MAX_TEXT and value.isprintable()
+    _require(usable, f"a name that is not printable or too long ({value[:40]!r})")
+    return value
+
+
+def _require(holds: object, reason: str) -> None:
+    if not holds:
+        raise _RefusedError(reason)
 
 
 def _error(name: str, reason: str) -> LibraryError:

@@ -1,17 +1,18 @@
 """The loader's cache, /etc/ld.so.cache, read without running ldconfig.
 
-Knows the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), alone or behind the
-older one. Knows nothing about directories or libraries.
+Knows the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), the older one
+(`ld.so-1.7.0`), and both in one file. Knows nothing about directories or libraries.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 OLD_MAGIC = b"ld.so-1.7.0\0"
 OLD_HEADER = 16  # magic and a count
-OLD_ENTRY = 12
+OLD_ENTRY = struct.Struct("<iII")  # flags, key, value
 NEW_MAGIC = b"glibc-ld.so.cache1.1"
 NEW_HEADER = struct.Struct("<20sIIB3xI12x")  # magic, count, bytes of strings, byte order, extension
 NEW_ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, (once: OS version), hwcap
@@ -26,7 +27,8 @@ MACHINE_FLAGS = {
 }
 BIG_ENDIAN = 3
 
-# A distribution with everything installed has some ten thousand; offsets are checked one by one.
+# A distribution with everything installed has some ten thousand entries, and 2 MiB of names.
+# Offsets are checked one by one.
 MAX_BYTES = 16 << 20
 MAX_STRING = 4096
 
@@ -46,33 +48,58 @@ class CacheEntry:
 
 
 def parse_cache(data: bytes) -> tuple[CacheEntry, ...]:
-    """Return the cache's entries in its order; CacheError when `data` is not such a cache."""
+    """Return the cache's entries in its order; CacheError when `data` is not such a cache.
+
+    Where a file has both formats the newer one counts, as for the loader.
+    """
     if len(data) > MAX_BYTES:
         raise CacheError("larger than any loader's cache")
-    base = 0
+    base = old = 0
     if data.startswith(OLD_MAGIC):
         if len(data) < OLD_HEADER:
             raise CacheError("truncated")
-        (count,) = struct.unpack_from("<I", data, len(OLD_MAGIC))
+        (old,) = struct.unpack_from("<I", data, len(OLD_MAGIC))
         # The new cache follows at the next multiple of eight (glibc: ALIGN_CACHE).
-        base = (OLD_HEADER + count * OLD_ENTRY + 7) & ~7
-    if data[base : base + len(NEW_MAGIC)] != NEW_MAGIC:
-        raise CacheError("not in the format glibc-ld.so.cache1.1")
+        base = (OLD_HEADER + old * OLD_ENTRY.size + 7) & ~7
+    if data[base : base + len(NEW_MAGIC)] == NEW_MAGIC:
+        return _entries(data, *_new_entries(data, base))
+    if not base:
+        raise CacheError("in neither format, glibc-ld.so.cache1.1 or ld.so-1.7.0")
+    strings = OLD_HEADER + old * OLD_ENTRY.size
+    if strings > len(data):
+        raise CacheError(f"truncated: {old} entries announced")
+    rows = OLD_ENTRY.iter_unpack(data[OLD_HEADER:strings])
+    return _entries(data, ((flags, key, value, 0) for flags, key, value in rows), strings)
+
+
+Row = tuple[int, int, int, int]
+
+
+def _new_entries(data: bytes, base: int) -> tuple[Iterator[Row], int]:
+    """Return flags, key, value and hwcap of each entry, and what key and value count from."""
     if len(data) < base + NEW_HEADER.size:
         raise CacheError("truncated")
     _, count, _, order, _ = NEW_HEADER.unpack_from(data, base)
     if order == BIG_ENDIAN:
         raise CacheError("written by a big-endian machine")
-    if base + NEW_HEADER.size + count * NEW_ENTRY.size > len(data):
+    start = base + NEW_HEADER.size
+    end = start + count * NEW_ENTRY.size
+    if end > len(data):
         raise CacheError(f"truncated: {count} entries announced")
+    rows = NEW_ENTRY.iter_unpack(data[start:end])
+    return ((flags, key, value, hwcap) for flags, key, value, _, hwcap in rows), base
+
+
+def _entries(data: bytes, rows: Iterator[Row], base: int) -> tuple[CacheEntry, ...]:
     entries = []
-    for i in range(count):
-        flags, key, value, _, hwcap = NEW_ENTRY.unpack_from(
-            data, base + NEW_HEADER.size + i * NEW_ENTRY.size
-        )
-        entries.append(
-            CacheEntry(_string(data, base + key), _string(data, base + value), flags, hwcap)
-        )
+    total = 0
+    for flags, key, value, hwcap in rows:
+        soname, path = _string(data, base + key), _string(data, base + value)
+        # Entries may share their names: a long one that all of them share would fill the memory.
+        total += len(soname) + len(path)
+        if total > MAX_BYTES:
+            raise CacheError("names are out of all proportion")
+        entries.append(CacheEntry(soname, path, flags, hwcap))
     return tuple(entries)
 
 

@@ -1,15 +1,27 @@
 """One ELF file, read: what gcc and the linker wrote comes back, and nothing hostile does harm."""
 
+import ctypes
 import os
+import struct
 import subprocess
+import sys
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.vdriver_trees import elf, for_aarch64, put
+from tests.fuzz.mutations import Counted, hold_to_the_contract, mutated_elf
+from tests.unit.vdriver_trees import (
+    RICH_EXPORTS,
+    elf,
+    elf_parts,
+    for_aarch64,
+    put,
+    put_driver,
+    rich_elf,
+)
 from vdriver import elf as module
-from vdriver.elf import read_library, version_in_name
+from vdriver.elf import read_exports, read_library, version_in_name
 from vdriver.errors import LibraryError
 
 
@@ -87,15 +99,46 @@ def test_a_file_truncated_anywhere_is_refused_with_a_reason(tmp_path):
 
 
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
-    os.mkfifo(tmp_path / "libcuda.so.1.2.3")
+    os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     (tmp_path / "loop").symlink_to("loop")
-    (tmp_path / "device").symlink_to("/dev/zero")
-    for name in ("libcuda.so.1.2.3", "directory", "loop", "device", "missing"):
-        with pytest.raises(LibraryError):
-            read_library(tmp_path / name)
-    with pytest.raises(LibraryError):
-        read_library("/dev/zero")
+    link = tmp_path / "link"
+    link.symlink_to(put(tmp_path / "a.so", elf("liba.so.1")))
+    for question in (read_library, read_exports):
+        for name, reason in (
+            (tmp_path / "fifo", "not a regular file"),
+            (tmp_path / "directory", "not a regular file"),
+            ("/dev/zero", "not a regular file"),
+            (tmp_path / "loop", "a symbolic link"),
+            (link, "a symbolic link"),
+            (tmp_path / "missing", "No such file or directory"),
+            (tmp_path / "a.so" / "below", "Not a directory"),
+            ("a\0b", "not a file name"),
+        ):
+            with pytest.raises(LibraryError, match=f"{reason};") as caught:
+                question(name)
+            assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_without_permission_is_refused(tmp_path):
+    path = put(tmp_path / "a.so", elf("liba.so.1"), 0o000)
+    code = f"""
+import os, sys
+sys.path[:0] = {[p for p in sys.path if p]!r}
+from vdriver.elf import read_library
+from vdriver.errors import LibraryError
+os.chdir({str(tmp_path)!r})
+if os.geteuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+try:
+    read_library("a.so")
+except LibraryError as e:
+    print(e)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == ("a.so: Permission denied; reinstall the package that it belongs to\n"), (
+        path
+    )
 
 
 def test_a_soname_that_is_no_file_name_is_refused(tmp_path):
@@ -105,7 +148,7 @@ def test_a_soname_that_is_no_file_name_is_refused(tmp_path):
 
 
 def test_a_file_that_keeps_the_parser_busy_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "MAX_READS", 100)
+    monkeypatch.setattr(module, "MAX_READS", 3)
     with pytest.raises(LibraryError, match="proportion"):
         read_library(put(tmp_path / "a.so", elf("libcuda.so.1")))
 
@@ -125,36 +168,281 @@ def test_names_that_never_end_are_read_within_the_bound(tmp_path):
         read_library(put(tmp_path / "a.so", bytes(content)))
 
 
-def _harmless(path, content):
-    path.write_bytes(content)
-    try:
-        library = read_library(path)
-    except LibraryError:
-        return
-    assert library.soname is None or "/" not in library.soname
+@pytest.mark.parametrize("bits", [64, 32])
+def test_interpreter_and_abi_are_read_from_the_segments(tmp_path, bits):
+    content = rich_elf(bits, interpreter=True)
+    library = read_library(put(tmp_path / "a.so", content))
+    assert (library.interpreter, library.abi) == ("/lib/ld-test.so.2", "Linux 2.3.99")
+    assert library.runpath == "$ORIGIN/origin"
+    bare = read_library(put(tmp_path / "b.so", elf("liba.so.1", bits=bits)))
+    assert (bare.interpreter, bare.abi) == (None, None)
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(content=st.binary(max_size=512), magic=st.booleans())
-def test_random_bytes_are_refused_or_read(tmp_path, content, magic):
-    _harmless(tmp_path / "a.so", (b"\x7fELF\x02\x01\x01" if magic else b"") + content)
+@pytest.mark.parametrize("hash_style", ["gnu", "sysv", "both"])
+@pytest.mark.parametrize("bits", [64, 32])
+def test_exports_are_what_a_search_by_name_finds(tmp_path, bits, hash_style):
+    path = put(tmp_path / "a.so", rich_elf(bits, hash_style))
+    assert read_exports(path) == RICH_EXPORTS
 
 
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
-def test_a_library_with_damaged_headers_is_refused_or_read(tmp_path, data):
-    content = bytearray(elf("libcuda.so.1", ("libc.so.6",)))
-    headers = int.from_bytes(content[40:48], "little")
-    places = st.one_of(
-        st.integers(0, 64 + 56 * 10),
-        st.integers(headers, len(content) - 8),
-        st.integers(0, len(content) - 8),
+def test_exports_are_what_dlsym_finds(tmp_path):
+    source = put(tmp_path / "a.c", b"int f(void) { return 1; } int hidden = 2; __thread int t;")
+    script = put(tmp_path / "a.map", b"VERSION_1 { global: f; t; local: *; };")
+    made = tmp_path / "a.so"
+    flags = ["-shared", "-fPIC", "-nostdlib", f"-Wl,--version-script={script}"]
+    subprocess.run(["gcc", *flags, "-o", made, source], check=True)
+    exports = read_exports(made)
+    assert exports == ("f", "t")
+    loaded = ctypes.CDLL(str(made))
+    assert all(hasattr(loaded, name) for name in exports)
+    assert not hasattr(loaded, "hidden")
+
+
+def test_a_symbol_that_is_hidden_local_or_a_section_is_not_exported(tmp_path):
+    content = bytearray(rich_elf(64))
+    symbols, _ = elf_parts(content)["symbols"]
+    strings, _ = elf_parts(content)["strings"]
+    for name, offset, value in (
+        (b"defined_function", 5, 2),  # visibility hidden
+        (b"defined_object", 4, 0x01),  # binding local
+        (b"weak_function", 4, 0x13),  # type section
+    ):
+        entry = next(
+            e
+            for e in range(symbols, strings, 24)
+            if content.startswith(name + b"\0", strings + content[e] + 256 * content[e + 1])
+        )
+        content[entry + offset] = value
+    assert read_exports(put(tmp_path / "a.so", bytes(content))) == (
+        "indirect_function",
+        "protected_function",
+        "thread_local_object",
     )
-    values = st.one_of(st.binary(min_size=1, max_size=8), st.just(b"\xff" * 8), st.just(b"\0" * 8))
-    for place, value in data.draw(st.lists(st.tuples(places, values), min_size=1, max_size=6)):
-        content[place : place + len(value)] = value
-    _harmless(tmp_path / "a.so", bytes(content))
+
+
+def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path):
+    content = bytearray(rich_elf(64))
+    _put(content, "note segment", 48, "<Q", 8)
+    _put(content, "note", 0, "<III4sII", 4, 8, 5, b"GNU", 0xC0000002, 0)
+    _put(content, "note", 24, "<III4s4I", 4, 16, 1, b"GNU", 0, 6, 1, 0)
+    _put(content, "note", 56, "12x")
+    library = read_library(put(tmp_path / "a.so", bytes(content)))
+    assert (library.abi, library.build_id) == ("Linux 6.1.0", None)
+    # Four bytes, and four of padding that pyelftools takes for the next note.
+    _put(content, "note", 0, "<III4s4s4x", 4, 4, 6, b"GNU", b"four")
+    with pytest.raises(LibraryError, match="a note is not aligned to 8 bytes"):
+        read_library(put(tmp_path / "a.so", bytes(content)))
+
+
+def test_a_library_that_exports_nothing_has_no_exports(tmp_path):
+    assert read_exports(put(tmp_path / "a", elf(program=True))) == ()
+    source = put(tmp_path / "a.c", b"static int f(void) { return 1; } int (*g)(void);")
+    flags = ["-shared", "-fPIC", "-nostdlib", "-fvisibility=hidden"]
+    subprocess.run(["gcc", *flags, "-o", tmp_path / "a.so", source], check=True)
+    assert read_exports(tmp_path / "a.so") == ()
+
+
+def _put(content, part, offset, pattern, *values):
+    start, _ = elf_parts(content)[part]
+    struct.pack_into(pattern, content, start + offset, *values)
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_a_library_without_section_headers_answers_the_same(tmp_path, bits):
+    whole = rich_elf(bits, interpreter=True)
+    content = bytearray(whole[: elf_parts(whole)["sections"][0]])
+    _put(content, "header", 40 if bits == 64 else 32, "<Q" if bits == 64 else "<I", 0)
+    _put(content, "header", 58 if bits == 64 else 46, "<HHH", 0, 0, 0)
+    cut = read_library(put(tmp_path / "a.so", bytes(content)))
+    library = read_library(put(tmp_path / "b.so", whole))
+    for field in ("soname", "needed", "runpath", "interpreter", "build_id", "abi", "machine"):
+        assert getattr(cut, field) == getattr(library, field) is not None
+    assert cut.notes == ()
+    assert read_exports(tmp_path / "a.so") == RICH_EXPORTS
+
+
+def test_names_come_from_the_loaders_table_and_not_from_that_of_a_section(tmp_path):
+    content = bytearray(rich_elf(64))
+    start, size = elf_parts(content)["sections"]
+    strings, _ = elf_parts(content)["strings"]
+    [section] = [
+        at
+        for at in range(start, start + size, 64)
+        if struct.unpack_from("<Q", content, at + 24) == (strings,)
+    ]
+    struct.pack_into("<Q", content, section + 24, 0)
+    library = read_library(put(tmp_path / "a.so", bytes(content)))
+    assert (library.soname, library.runpath) == ("librich.so.1", "$ORIGIN/origin")
+    assert read_exports(tmp_path / "a.so") == RICH_EXPORTS
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_counts_that_the_header_has_no_room_for_are_in_the_first_section(tmp_path, bits):
+    content = bytearray(rich_elf(bits))
+    library = read_library(put(tmp_path / "a.so", bytes(content)))
+    count, number, names = (60, 56, 62) if bits == 64 else (48, 44, 50)
+    size, info, link = (32, 44, 40) if bits == 64 else (20, 28, 24)
+    first, _ = elf_parts(content)["sections"]
+    for at, field, extended, pattern in (
+        (count, size, 0, "<Q" if bits == 64 else "<I"),
+        (names, link, 0xFFFF, "<I"),
+    ):
+        (value,) = struct.unpack_from("<H", content, at)
+        struct.pack_into("<H", content, at, extended)
+        struct.pack_into(pattern, content, first + field, value)
+    counted = read_library(put(tmp_path / "b.so", bytes(content)))
+    assert counted.notes == library.notes == (".note.gnu.build-id", ".note.ABI-tag")
+    assert counted.build_id == library.build_id
+    # So many segments are refused, whatever the first section says.
+    struct.pack_into("<H", content, number, 0xFFFF)
+    struct.pack_into("<I", content, first + info, 1)
+    with pytest.raises(LibraryError, match="more than 1024 headers"):
+        read_library(put(tmp_path / "b.so", bytes(content)))
+
+
+NO_END = b"A" * 16
+HOSTILE = {
+    "another byte order": ("header", 5, "B", (2,), "byte order"),
+    "another class": ("header", 4, "B", (3,), "Invalid EI_CLASS"),
+    "no segments": ("header", 56, "<H", (0,), "nothing of it is loaded"),
+    "wide headers": ("header", 54, "<H", (57,), "headers of 57 bytes instead of 56"),
+    "sections behind the file": ("header", 40, "<Q", (1 << 63,), "unreadable or truncated ELF"),
+    "a relocatable file": ("header", 16, "<H", (1,), r"neither a library nor a program \(ET_REL"),
+    "dynamic elsewhere": ("dynamic segment", 16, "<Q", (0,), "not where it is loaded from"),
+    "dynamic nowhere": ("dynamic segment", 16, "<Q", (1 << 60,), "outside of what is loaded"),
+    "two tables of names": ("symbols tag", 0, "<Q", (5,), "tag is there twice"),
+    "two dynamics": ("note segment", 0, "<I", (2,), "more than one dynamic segment"),
+    "names outside": ("strings tag", 8, "<Q", (1 << 60,), "no table of names in what is loaded"),
+    "no names": ("strings tag", 0, "<Q", (0x60000000,), "no table of names in what is loaded"),
+    "a note with a long name": ("note", 0, "<I", (0xFFFFFFF0,), "a note ends behind its segment"),
+    "a note with much": ("note", 4, "<I", (0xFFFFFFFF,), "a note ends behind its segment"),
+    "an interpreter without end": ("interpreter", 2, "16s", (NO_END,), "an interpreter without"),
+    "no interpreter": ("interpreter", 0, "B", (0,), "an interpreter without a name"),
+    "a segment over another": ("segments", 16, "<Q", (1 << 40,), "overlap or are out of order"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_a_library_made_to_mislead_is_refused_with_the_reason(tmp_path, name):
+    content = bytearray(rich_elf(64, interpreter=True))
+    part, offset, pattern, values, reason = HOSTILE[name]
+    if part == "segments":  # the first that is loaded
+        offset += next(
+            at for at in range(0, 56 * 8, 56) if content[64 + at : 68 + at] == b"\1\0\0\0"
+        )
+    _put(content, part, offset, pattern, *values)
+    with pytest.raises(LibraryError, match=reason):
+        read_library(put(tmp_path / "a.so", bytes(content)))
+
+
+HOSTILE_TABLES = {
+    "a table of 2^32 symbols": ("sysv", "hash", 4, "<I", 0xFFFFFFFF, "outside of what is loaded"),
+    "2^32 buckets": ("gnu", "gnu hash", 0, "<I", 0xFFFFFFFF, "outside of what is loaded"),
+    "2^32 filters": ("gnu", "gnu hash", 8, "<I", 0xFFFFFFFF, "outside of what is loaded"),
+    "a table elsewhere": ("gnu", "gnu hash tag", 8, "<Q", 1 << 60, "outside of what is loaded"),
+    "symbols elsewhere": ("gnu", "symbols tag", 8, "<Q", 1 << 60, "outside of what is loaded"),
+    "no symbols": ("gnu", "symbols tag", 0, "<Q", 0x60000000, "does not contain DT_SYMTAB"),
+    "symbols behind the end": ("gnu", "gnu hash", 16 + 8, "<I", 1 << 30, "unreadable or truncated"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE_TABLES))
+def test_exports_made_to_mislead_are_refused_with_the_reason(tmp_path, name):
+    style, part, offset, pattern, value, reason = HOSTILE_TABLES[name]
+    content = bytearray(rich_elf(64, style))
+    _put(content, part, offset, pattern, value)
+    with pytest.raises(LibraryError, match=reason):
+        read_exports(put(tmp_path / "a.so", bytes(content)))
+
+
+def test_a_symbol_whose_name_is_behind_the_file_is_not_exported(tmp_path):
+    content = bytearray(rich_elf(64, "gnu"))
+    symbols, _ = elf_parts(content)["symbols"]
+    strings, _ = elf_parts(content)["strings"]
+    entry = next(
+        e
+        for e in range(symbols, strings, 24)
+        if content.startswith(b"defined_object\0", strings + content[e] + 256 * content[e + 1])
+    )
+    struct.pack_into("<I", content, entry, 1 << 31)
+    exports = read_exports(put(tmp_path / "a.so", bytes(content)))
+    assert exports == tuple(name for name in RICH_EXPORTS if name != "defined_object")
+
+
+@pytest.mark.parametrize("bits", [64, 32])
+def test_a_chain_without_an_end_is_followed_to_the_end_of_its_segment(tmp_path, bits):
+    content = bytearray(rich_elf(bits, "gnu"))
+    start, _ = elf_parts(content)["gnu hash"]
+    buckets, _, filters, _ = struct.unpack_from("<IIII", content, start)
+    chains = start + 16 + filters * bits // 8 + 4 * buckets
+    at, size = elf_parts(content)["dynamic"]
+    dynamic = content[at : at + size]
+    content[chains:] = bytes(len(content) - chains)
+    content[at : at + size] = dynamic
+    _put(content, "header", 40 if bits == 64 else 32, "<Q" if bits == 64 else "<I", 0)
+    with Counted() as counted, pytest.raises(LibraryError):
+        read_exports(put(tmp_path / "a.so", bytes(content)))
+    assert counted.bytes < 2 * len(content)
+
+
+def test_many_long_names_that_share_their_end_do_not_fill_the_memory(tmp_path):
+    # 60,000 symbols, each with a name of up to 60,000 bytes out of one.
+    count, offset = 60_000, 0x1000
+    names = b"\0" + b"A" * count + b"\0"
+    symbols = b"".join(struct.pack("<IBBHQQ", i, 0x12, 0, 1, 1, 0) for i in range(count))
+    table = struct.pack("<II", 1, count) + bytes(4 * (1 + count))
+    where = [offset, offset + len(names), offset + len(names) + len(symbols)]
+    pairs = [(5, where[0]), (10, len(names)), (6, where[1]), (11, 24), (4, where[2]), (0, 0)]
+    dynamic = b"".join(struct.pack("<QQ", *p) for p in pairs)
+    end = where[2] + len(table)
+    content = bytearray(offset) + names + symbols + table + dynamic
+    whole = elf("liba.so.1")
+    content[:64] = whole[:64]
+    _put(content, "header", 40, "<Q", 0)
+    _put(content, "header", 56, "<HHHH", 2, 0, 0, 0)
+    load = (1, 4, 0, 0, 0, len(content), len(content), 0x1000)
+    content[64:176] = struct.pack("<IIQQQQQQ", *load) + struct.pack(
+        "<IIQQQQQQ", 2, 4, end, end, end, len(dynamic), len(dynamic), 8
+    )
+    path = put(tmp_path / "a.so", bytes(content))
+    assert read_library(path).soname is None
+    with pytest.raises(LibraryError, match="proportion"):
+        read_exports(path)
+
+
+def test_a_driver_of_stand_ins_is_read_within_some_hundred_reads(tmp_path):
+    put_driver(tmp_path, "535.261.03")
+    with Counted() as counted:
+        read_library(tmp_path / "libcuda.so.535.261.03")
+    assert counted.calls <= 1000
+    assert counted.bytes <= 8192
+
+
+def test_notes_without_end_are_refused_before_they_are_read(tmp_path):
+    content = bytearray(rich_elf(64)) + b"A" * (1 << 20)
+    _put(content, "note segment", 32, "<Q", 1 << 20)
+    path = put(tmp_path / "a.so", bytes(content))
+    with Counted() as counted, pytest.raises(LibraryError, match="notes of over 65536 bytes"):
+        read_library(path)
+    assert counted.bytes <= 16384
+
+
+def test_a_missing_pyelftools_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    path = put(tmp_path / "a.so", elf("liba.so.1"))
+    for name in [n for n in sys.modules if n.partition(".")[0] == "elftools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "elftools", None)
+    with pytest.raises(ModuleNotFoundError, match="elftools"):
+        read_library(path)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(content=st.binary(max_size=512), magic=st.booleans())
+def test_random_bytes_are_refused_or_read(content, magic):
+    hold_to_the_contract((b"\x7fELF\x02\x01\x01" if magic else b"") + content)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(content=mutated_elf())
+def test_a_damaged_library_is_refused_or_read(content):
+    hold_to_the_contract(content)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.mutations import hold_the_cache_to_its_contract, mutated_cache
 from tests.unit.vdriver_trees import elf, put
-from vdriver.ldcache import MACHINE_FLAGS, CacheEntry, CacheError, parse_cache
+from vdriver.ldcache import MACHINE_FLAGS, CacheError, parse_cache
 
 
 @pytest.fixture
@@ -44,14 +45,18 @@ def test_entries_are_those_that_ldconfig_lists(cache, tmp_path):
     assert ours["libold.so.1"].flags == 0x0003
 
 
-def test_a_cache_behind_the_older_format_is_read():
-    strings = b"libcuda.so.1\0/x/libcuda.so.1\0"
-    new = struct.pack("<20sIIB3xI12x", b"glibc-ld.so.cache1.1", 1, len(strings), 2, 0)
-    base = len(new) + 24
-    new += struct.pack("<iIIIQ", 0x0303, base, base + 13, 0, 0) + strings
-    old = b"ld.so-1.7.0\0" + struct.pack("<I", 1) + b"\0" * 12
-    old += b"\0" * (-len(old) % 8)
-    assert parse_cache(old + new) == (CacheEntry("libcuda.so.1", "/x/libcuda.so.1", 0x0303, 0),)
+@pytest.mark.parametrize("form", ["old", "compat"])
+def test_the_older_format_alone_and_before_the_newer_one_says_the_same(cache, form):
+    conf, made = cache.with_name("ld.so.conf"), cache.with_name("ld.so.cache.older")
+    command = ["ldconfig", "-c", form, "-f", conf, "-C", made]
+    subprocess.run(command, check=True, capture_output=True)
+    data = made.read_bytes()
+    assert data.startswith(b"ld.so-1.7.0")
+    assert (b"glibc-ld.so.cache1.1" in data) == (form == "compat")
+    older = {(e.soname, e.path, e.flags) for e in parse_cache(data)}
+    # A hwcaps subdirectory's entries are in the newer one alone.
+    assert older <= {(e.soname, e.path, e.flags) for e in parse_cache(cache.read_bytes())}
+    assert {"libcuda.so.1", "libnvidia-ml.so.1", "libold.so.1"} <= {n for n, _, _ in older}
 
 
 def test_a_cache_truncated_anywhere_is_refused(cache):
@@ -71,3 +76,19 @@ def test_a_cache_of_another_byte_order_is_refused():
 def test_random_bytes_are_refused_or_read(data, magic):
     with contextlib.suppress(CacheError):
         parse_cache(magic + data)
+
+
+def test_entries_that_share_a_long_name_do_not_fill_the_memory():
+    count = 10_000
+    name = b"A" * 4000 + b"\0"
+    base = 48 + 24 * count
+    data = struct.pack("<20sIIB3xI12x", b"glibc-ld.so.cache1.1", count, len(name), 2, 0)
+    data += struct.pack("<iIIIQ", 0x0303, base, base, 0, 0) * count + name
+    with pytest.raises(CacheError, match="out of all proportion"):
+        parse_cache(data)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(content=mutated_cache())
+def test_a_damaged_cache_is_refused_or_read(content):
+    hold_the_cache_to_its_contract(content)

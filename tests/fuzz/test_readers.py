@@ -1,0 +1,41 @@
+"""Readers of files that others wrote, against damage, for as long as TIDEGATE_FUZZ_SECONDS says (60 each)."""
+
+import os
+import time
+
+import pytest
+from hypothesis import given, seed, settings
+
+from tests.fuzz.mutations import (
+    hold_the_cache_to_its_contract,
+    hold_to_the_contract,
+    mutated_cache,
+    mutated_elf,
+)
+
+SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
+EXAMPLES = 1000
+
+
+@pytest.mark.parametrize(
+    ("contents", "hold"),
+    [
+        pytest.param(mutated_elf(), hold_to_the_contract, id="elf"),
+        pytest.param(mutated_cache(), hold_the_cache_to_its_contract, id="cache"),
+    ],
+)
+def test_a_damaged_file_is_refused_or_read(contents, hold):
+    end = time.monotonic() + SECONDS
+    first = time.time_ns()  # another one each time; hypothesis prints what fails
+    rounds = 0
+    while rounds == 0 or time.monotonic() < end:
+
+        @seed(first + rounds)
+        @settings(max_examples=EXAMPLES, deadline=None, database=None)
+        @given(content=contents)
+        def holds(content):
+            hold(content)
+
+        holds()
+        rounds += 1
+    print(f"{rounds * EXAMPLES} files")

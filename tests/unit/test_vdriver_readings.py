@@ -1,0 +1,314 @@
+"""Answers about ELF files, kept: the same as reading again, and never older than the file."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.vdriver_trees import elf, put, rich_elf
+from vdriver import readings as module
+from vdriver.elf import read_library
+from vdriver.errors import LibraryError
+from vdriver.readings import Readings
+
+
+@pytest.fixture(autouse=True)
+def _files_are_settled(monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", 0)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The paths that are really read."""
+    paths = []
+
+    def read(path):
+        paths.append(str(path))
+        return read_library(path)
+
+    monkeypatch.setattr(module, "read_library", read)
+    return paths
+
+
+def refusal(readings, path):
+    with pytest.raises(LibraryError) as caught:
+        readings.read(path)
+    return caught.value.message, caught.value.hint
+
+
+def test_a_second_run_reads_nothing_and_says_the_same(tmp_path, asked):
+    library = put(tmp_path / "librich.so.1.2", rich_elf(64, interpreter=True))
+    text = put(tmp_path / "libtext.so.1.2", b"not a library")
+    store = tmp_path / "readings.json"
+    first = Readings(store)
+    assert first.read(library) == read_library(library)
+    said = refusal(first, text)
+    first.save()
+    assert asked == [str(library), str(text)]
+    second = Readings(store)
+    assert second.read(library) == read_library(library)
+    assert refusal(second, text) == said
+    assert said == (
+        f"{text}: not an ELF file",
+        "reinstall the package that it belongs to",
+    )
+    assert asked == [str(library), str(text)]
+
+
+def test_a_second_run_does_not_load_pyelftools(tmp_path):
+    put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    code = f"""
+import sys
+sys.path[:0] = {[p for p in sys.path if p]!r}
+from vdriver import readings
+readings.SETTLED_NS = 0
+kept = readings.Readings({str(tmp_path / "readings.json")!r})
+print(kept.read({str(tmp_path / "liba.so.1.2")!r}).soname, "elftools" in sys.modules)
+kept.save()
+"""
+    run = [sys.executable, "-c", code]
+    said = [subprocess.run(run, check=True, capture_output=True, text=True).stdout for _ in "12"]
+    assert said == ["liba.so.1 True\n", "liba.so.1 False\n"]
+
+
+def _let_the_clock_tick(path):
+    """Times of files have the kernel's tick, 10 ms at most; a change within one cannot be seen."""
+    other = path.with_name("tick")
+    for _ in range(1_000_000):
+        other.touch()
+        if other.stat().st_ctime_ns > path.stat().st_ctime_ns:
+            break
+    other.unlink()
+
+
+def _rewrite(path):
+    _let_the_clock_tick(path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"liba.so.1", b"libb.so.1"))
+
+
+def _replace(path):
+    status = path.stat()
+    put(path.with_name("new"), elf("libb.so.1"))
+    os.utime(path.with_name("new"), ns=(status.st_atime_ns, status.st_mtime_ns))
+    path.with_name("new").rename(path)
+
+
+def _rewrite_and_restore_the_time(path):
+    status = path.stat()
+    _rewrite(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [_rewrite, _replace, _rewrite_and_restore_the_time])
+def test_a_file_that_changed_is_read_again(tmp_path, change):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    store = tmp_path / "readings.json"
+    first = Readings(store)
+    assert first.read(path).soname == "liba.so.1"
+    first.save()
+    change(path)
+    assert first.read(path).soname == "libb.so.1"
+    assert Readings(store).read(path).soname == "libb.so.1"
+
+
+def test_what_took_a_library_s_place_is_judged_as_it_is(tmp_path):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    store = tmp_path / "readings.json"
+    first = Readings(store)
+    first.read(path)
+    first.save()
+    path.rename(tmp_path / "other")
+    path.symlink_to("other")
+    assert refusal(Readings(store), path)[0] == f"{path}: a symbolic link"
+    path.unlink()
+    os.mkfifo(path)
+    assert refusal(Readings(store), path)[0] == f"{path}: not a regular file"
+    path.unlink()
+    assert refusal(Readings(store), path)[0] == f"{path}: No such file or directory"
+    (tmp_path / "other").rename(path)
+    assert Readings(store).read(path).soname == "liba.so.1"
+
+
+def test_what_the_system_refused_is_asked_again(tmp_path, monkeypatch):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    store = tmp_path / "readings.json"
+    first = Readings(store)
+
+    def no_descriptor_left(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_descriptor_left)
+        assert refusal(first, path)[0] == f"{path}: Too many open files"
+    assert first.read(path).soname == "liba.so.1"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", no_descriptor_left)
+        (tmp_path / "libb.so.1.2").write_bytes(elf("libb.so.1"))
+        assert "Too many open files" in refusal(first, tmp_path / "libb.so.1.2")[0]
+    assert first.read(tmp_path / "libb.so.1.2").soname == "libb.so.1"
+
+
+def test_a_file_that_changed_just_now_is_not_kept(tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(module, "SETTLED_NS", 10**18)
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    readings = Readings(tmp_path / "readings.json")
+    readings.read(path)
+    readings.read(path)
+    assert len(asked) == 2
+    readings.save()
+    assert not (tmp_path / "readings.json").exists()
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path, monkeypatch):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+
+    def read(name):
+        library = read_library(name)
+        _rewrite(path)
+        return library
+
+    readings = Readings(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "read_library", read)
+        assert readings.read(path).soname == "liba.so.1"
+    assert readings.read(path).soname == "libb.so.1"
+
+
+def test_saving_keeps_what_this_run_asked_for_and_nothing_else(tmp_path):
+    one = put(tmp_path / "libone.so.1.2", elf("libone.so.1"))
+    two = put(tmp_path / "libtwo.so.1.2", elf("libtwo.so.1"))
+    store = tmp_path / "readings.json"
+    first = Readings(store)
+    first.read(one)
+    first.read(two)
+    first.save()
+    second = Readings(store)
+    second.read(two)
+    second.save()
+    assert list(json.loads(store.read_text())["readings"]) == [str(two)]
+
+
+def test_saving_without_a_change_writes_nothing(tmp_path):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    text = put(tmp_path / "libtext.so.1.2", b"not a library")
+    store = tmp_path / "readings.json"
+    first = Readings(store)
+    first.read(path)
+    refusal(first, text)
+    first.save()
+    before = store.stat()
+    assert stat.S_IMODE(before.st_mode) == 0o600
+    first.save()
+    second = Readings(store)
+    second.read(path)
+    refusal(second, text)
+    second.save()
+    assert store.stat().st_ino == before.st_ino
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "liba.so.1.2",
+        "libtext.so.1.2",
+        "readings.json",
+    ]
+
+
+def test_readings_without_a_file_last_for_the_run(tmp_path, asked):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    readings = Readings(None)
+    assert readings.read(path) == readings.read(str(path))
+    readings.save()
+    assert asked == [str(path)]
+
+
+def _stored(tmp_path):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1", ("libc.so.6",)))
+    store = tmp_path / "readings.json"
+    readings = Readings(store)
+    readings.read(path)
+    readings.save()
+    return path, store
+
+
+def test_a_file_of_other_fields_is_ignored(tmp_path, asked):
+    path, store = _stored(tmp_path)
+    document = json.loads(store.read_text())
+    document["version"] += 1
+    store.write_text(json.dumps(document))
+    assert Readings(store).read(path).soname == "liba.so.1"
+    assert asked == [str(path)] * 2
+
+
+DAMAGE = {
+    "empty": lambda _: b"",
+    "cut": lambda data: data[:-2],
+    "text": lambda _: b"soname liba.so.1\n",
+    "bytes": lambda _: bytes(range(256)),
+    "a list": lambda _: b"[1, 2]",
+    "deep": lambda _: b"[" * 100_000,
+    "no readings": lambda data: data.replace(b'"readings"', b'"libraries"'),
+    "a number for a name": lambda data: data.replace(b'"liba.so.1"', b"7"),
+    "null for a size": lambda data: data.replace(b'"bits":64', b'"bits":null'),
+    "a truth for a number": lambda data: data.replace(b'"bits":64', b'"bits":true'),
+    "a number for a list": lambda data: data.replace(b'["libc.so.6"]', b"6"),
+    "numbers in a list": lambda data: data.replace(b'["libc.so.6"]', b"[6]"),
+    "a field less": lambda data: data.replace(b'"abi":null', b'"aba":null'),
+    "a stamp of four": lambda data: data.replace(b"[[", b"[[[],"),
+    "of another path": lambda data: data.replace(b'"path":"/', b'"path":"/x/'),
+    "too large": lambda data: data + b" " * module.MAX_BYTES,
+}
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGE))
+def test_a_damaged_file_is_ignored_and_replaced(tmp_path, asked, name):
+    path, store = _stored(tmp_path)
+    whole = store.read_bytes()
+    damaged = DAMAGE[name](whole)
+    assert damaged != whole
+    store.write_bytes(damaged)
+    readings = Readings(store)
+    assert readings.read(path).soname == "liba.so.1"
+    assert asked == [str(path)] * 2
+    readings.save()
+    assert store.read_bytes() == whole
+
+
+def test_what_is_no_regular_file_is_ignored_without_waiting(tmp_path):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "directory").mkdir()
+    for name in ("fifo", "directory", "missing/readings.json"):
+        assert Readings(tmp_path / name).read(path).soname == "liba.so.1"
+
+
+def test_a_file_that_cannot_be_written_is_an_error_and_leaves_nothing(tmp_path):
+    path = put(tmp_path / "liba.so.1.2", elf("liba.so.1"))
+    readings = Readings(tmp_path / "missing/readings.json")
+    readings.read(path)
+    with pytest.raises(FileNotFoundError):
+        readings.save()
+    (tmp_path / "in-the-way/below").mkdir(parents=True)
+    readings = Readings(tmp_path / "in-the-way")
+    readings.read(path)
+    with pytest.raises(IsADirectoryError):
+        readings.save()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in-the-way", "liba.so.1.2"]
+
+
+def test_the_version_follows_the_fields_of_a_library():
+    code = f"""
+import sys
+sys.path[:0] = {[p for p in sys.path if p]!r}
+import dataclasses
+from vdriver import elf, readings
+print(readings.VERSION)
+elf.Library = dataclasses.make_dataclass("Library", [("more", "int")], bases=(elf.Library,), frozen=True, kw_only=True)
+del sys.modules["vdriver.readings"]
+from vdriver.readings import VERSION
+print(VERSION)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    ours, other = done.stdout.split()
+    assert ours == str(module.VERSION) != other

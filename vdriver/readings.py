@@ -1,0 +1,184 @@
+"""What was read from ELF files, kept from one run to the next.
+
+A driver changes once a month, and a refresh asks for its forty libraries at every boot. What a
+file said before still holds while its place, size and times are the same. A stored file is
+believed as far as its directory is: only root may be able to write there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from vdriver.elf import Library, read_library
+from vdriver.errors import LibraryError
+
+MAX_BYTES = 16 << 20  # forty libraries take 25 KiB
+
+# A file that changes twice within a tick of the kernel's clock (10 ms at most) keeps its times, so
+# that what was read right after a change is not kept.
+SETTLED_NS = 100_000_000
+
+# One more when a field of Library comes to mean another thing, or other files are refused.
+MEANING = 2
+
+# Other fields make what is stored void.
+VERSION = zlib.crc32(
+    repr((MEANING, [(f.name, f.type) for f in dataclasses.fields(Library)])).encode()
+)
+
+Stamp = tuple[int, int, int, int, int]
+Answer = Library | LibraryError
+
+
+class Readings:
+    """Answers `read` as `read_library` does, from memory where the file did not change.
+
+    `file` keeps the answers between runs; None keeps them for this one. A file that is absent,
+    damaged, too large or of another version of this program counts as empty.
+    """
+
+    def __init__(self, file: str | Path | None) -> None:
+        self._file = None if file is None else Path(file)
+        self._known: dict[str, tuple[Stamp, Answer]] = {}
+        if self._file is not None:
+            damage = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+            with contextlib.suppress(*damage):
+                self._known = _load(self._file)
+        self._asked: dict[str, tuple[Stamp, Answer]] = {}
+        self._stored = dict(self._known)
+
+    def read(self, path: str | Path) -> Library:
+        """Return what `read_library(path)` returns, or raise what it raises: LibraryError."""
+        name = str(path)
+        stamp = _stamp(name)
+        kept = self._known.get(name)
+        if kept is None or kept[0] != stamp:
+            self._known.pop(name, None)
+            self._asked.pop(name, None)
+            answer = _ask(name)
+            if stamp is None or not _is_settled(stamp):
+                return _tell(answer)
+            # The stamp from before: if the file changes meanwhile, the next one differs.
+            kept = self._known[name] = stamp, answer
+        self._asked[name] = kept
+        return _tell(kept[1])
+
+    def save(self) -> None:
+        """Keep the answers that this run asked for, if they are not stored yet; OSError."""
+        if self._file is None or self._same():
+            return
+        document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._asked.items()}}
+        _write(self._file, json.dumps(document, separators=(",", ":")).encode())
+        self._stored = dict(self._asked)
+
+    def _same(self) -> bool:
+        # Errors compare by identity: those of this run that are stored are the stored ones.
+        return self._asked == self._stored
+
+
+def _stamp(path: str) -> Stamp | None:
+    """Return what changes when a regular file does; None for anything else, and for no file."""
+    try:
+        s = os.lstat(path)
+    except (OSError, ValueError):
+        return None
+    if not stat.S_ISREG(s.st_mode):
+        return None
+    return s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
+
+
+def _is_settled(stamp: Stamp) -> bool:
+    return stamp[4] + SETTLED_NS <= time.time_ns()
+
+
+def _ask(path: str) -> Answer:
+    try:
+        return read_library(path)
+    except LibraryError as e:
+        if e.__cause__ is not None:
+            raise  # what the system refused today it may grant tomorrow
+        return LibraryError(e.message, hint=e.hint)  # without the frames that hold this object
+
+
+def _tell(answer: Answer) -> Library:
+    if isinstance(answer, LibraryError):
+        raise LibraryError(answer.message, hint=answer.hint)
+    return answer
+
+
+def _pack(stamp: Stamp, answer: Answer) -> list[Any]:
+    if isinstance(answer, LibraryError):
+        return [stamp, {"message": answer.message, "hint": answer.hint}]
+    return [stamp, vars(answer)]
+
+
+def _load(file: Path) -> dict[str, tuple[Stamp, Answer]]:
+    """Return what is stored in a file; any of several errors when it is not as it was written."""
+    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as stored:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+            return {}
+        document = json.loads(stored.read(MAX_BYTES))
+    if document["version"] != VERSION:
+        return {}
+    return {n: (_parse_stamp(s), _parse(n, a)) for n, (s, a) in document["readings"].items()}
+
+
+def _parse_stamp(values: list[int]) -> Stamp:
+    device, inode, size, mtime, ctime = values
+    if not all(type(v) is int for v in values):
+        raise ValueError("not a stamp")
+    return device, inode, size, mtime, ctime
+
+
+def _parse(path: str, fields: dict[str, Any]) -> Answer:
+    if "message" in fields:
+        if not isinstance(fields["message"], str) or not isinstance(fields["hint"], str):
+            raise ValueError("not a refusal")
+        return LibraryError(fields["message"], hint=fields["hint"])
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    library = Library(**values)
+    if library.path != path or not all(
+        _fits(values[f.name], str(f.type)) for f in dataclasses.fields(Library)
+    ):
+        raise ValueError("not a library")
+    return library
+
+
+def _fits(value: Any, kind: str) -> bool:
+    """Say whether a value is of one of the four types that Library's fields have."""
+    if kind == "tuple[str, ...]":
+        return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    if kind == "int":
+        return type(value) is int
+    return isinstance(value, str) or (value is None and kind == "str | None")
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Put a file in another one's place; after a power failure the old or the new one is there."""
+    fd, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # mode 0600
+    try:
+        with os.fdopen(fd, "wb") as new:
+            new.write(data)
+            new.flush()
+            os.fsync(fd)
+        Path(name).rename(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+    directory = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -87,7 +87,7 @@ class Simulated(Machine):
     @property
     def refresh_arguments(self) -> list[str]:
         """The driver is what was built."""
-        return ["--driver-dir", str(self.build / "simgpu")]
+        return ["--library-dir", str(self.build / "simgpu")]
 
     @property
     def environment(self) -> dict[str, str]:

@@ -21,6 +21,7 @@ from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 TEMPORARY = ".ld.so.cache.tidegate"
+ASIDE = ".ld.so.cache.tidegate-aside"
 KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that hides its mount calls"
 
 
@@ -120,10 +121,28 @@ class Undo:
 
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
+        self.remains: list[Callable[[], None]] = []
 
     def add(self, step: Callable[[], None]) -> None:
         """Remember one step back."""
         self.steps.append(step)
+
+    def at_success(self, step: Callable[[], None]) -> None:
+        """Remember to remove what a step back would have needed; by descriptors alone."""
+        self.remains.append(step)
+
+    def forget(self) -> None:
+        """Give up the way back and remove what it needed; what cannot be, the next run removes."""
+        self.steps.clear()
+        while self.remains:
+            with contextlib.suppress(OSError):
+                self.remains.pop()()
+
+    def back_to(self, count: int) -> None:
+        """Take back what came after the first `count` steps, from inside; what cannot be, stays."""
+        while len(self.steps) > count:
+            with contextlib.suppress(OSError):
+                self.steps.pop()()
 
     def run(self, container: Container) -> list[str]:
         """Take everything back; gives what could not be."""
@@ -142,11 +161,24 @@ class Undo:
         return failed
 
 
-def open_source(operation: BindDirectory | BindFile) -> int:
-    """Take a detached, read-only, private copy of a mount of the host."""
+def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
+    """Take a detached, read-only, private copy of a mount of the host.
+
+    `hold` is the generation's directory, as the manifest was read from it: its name may lead to
+    another one by now.
+
+    None for a directory that the host may lack, where it has none or one that does not answer.  A
+    link is none: one of these directories is below /tmp, where everybody may put links.
+    """
+    may_lack = isinstance(operation, BindDirectory) and operation.may_lack
     try:
-        fd = kernel.open_tree(operation.source)
+        if operation.held:
+            fd = kernel.open_tree(operation.held, dirfd=hold)
+        else:
+            fd = kernel.open_tree(operation.source)
     except OSError as e:
+        if may_lack:
+            return None
         if e.errno in (errno.ENOENT, errno.ENOTDIR):
             raise MirrorError(
                 f"{operation.source}: {e.strerror}", hint="run `tidegate refresh`"
@@ -154,13 +186,14 @@ def open_source(operation: BindDirectory | BindFile) -> int:
         raise explain(e, f"open {operation.source}") from e
     directory = isinstance(operation, BindDirectory)
     if not (kernel.is_directory(fd) if directory else kernel.is_regular(fd)):
+        if may_lack:
+            os.close(fd)
+            return None
         raise MirrorError(
             f"{operation.source} is not a {'directory' if directory else 'regular file'}",
             hint="run `tidegate refresh`",
         )
-    flags = READONLY | (
-        kernel.MOUNT_ATTR_NOEXEC if isinstance(operation, BindDirectory) and operation.noexec else 0
-    )
+    flags = READONLY | (kernel.MOUNT_ATTR_NOEXEC if operation.noexec else 0)
     try:
         kernel.mount_setattr(fd, flags, kernel.MS_PRIVATE, operation.source)
     except OSError as e:
@@ -188,6 +221,29 @@ def _as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
         return create()
     finally:
         kernel.set_fs_ids(*before)
+
+
+def _remove(dirfd: int, name: str) -> None:
+    """Remove a name that may be there."""
+    with contextlib.suppress(FileNotFoundError):
+        kernel.unlinkat(dirfd, name)
+
+
+def _exchange(dirfd: int, name: str) -> None:
+    """Exchange `name` and TEMPORARY."""
+    try:
+        kernel.exchange(dirfd, TEMPORARY, name)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        # NFS and others cannot; nothing of the container runs that could miss the name meanwhile
+        kernel.renameat(dirfd, name, ASIDE)
+        try:
+            kernel.renameat(dirfd, TEMPORARY, name)
+        except OSError:
+            kernel.renameat(dirfd, ASIDE, name)
+            raise
+        kernel.renameat(dirfd, ASIDE, TEMPORARY)
 
 
 class Applier:
@@ -259,6 +315,12 @@ class Applier:
             fd = below
         return fd
 
+    def make_own_directory(self, path: str) -> int:
+        """Open or make the directory at `path`, which is not on a volume."""
+        fd = self.make_directory(path)
+        self.require_ours(fd, path, volumes=False)
+        return fd
+
     def _make_below(self, fd: int, names: list[str]) -> int:
         for name in names:
             parent = fd
@@ -270,16 +332,24 @@ class Applier:
             fd = kernel.open_child(parent, name, os.O_PATH | os.O_DIRECTORY)
         return fd
 
-    def make_file(self, path: str) -> int:
-        """Open the regular file at `path`, made empty where it is missing."""
+    def make_file(self, path: str, *, own: bool = False) -> int:
+        """Open the regular file at `path`, made empty where it is missing.
+
+        With `own`, the file is an entry of its directory: no link to it and no volume.
+        """
         parent, _, name = path.rpartition("/")
+        dirfd = -1
         try:
-            fd = kernel.open_in_root(self.rootfd, path)
+            if own:
+                dirfd = self.make_own_directory(parent)
+                fd = kernel.open_child(dirfd, name)
+            else:
+                fd = kernel.open_in_root(self.rootfd, path)
         except OSError as e:
             if e.errno != errno.ENOENT:
                 raise
-            dirfd = self.make_directory(parent)
-            self.require_ours(dirfd, parent, volumes=False)
+            if dirfd < 0:
+                dirfd = self.make_own_directory(parent)
             made = _as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
             assert made is not None  # noqa: S101
             self.undo.add(lambda: kernel.unlinkat(dirfd, name))
@@ -288,7 +358,7 @@ class Applier:
             fd = kernel.open_child(dirfd, name)
         if not kernel.is_regular(fd):
             raise ImageError(
-                f"/{path} in the image is not a regular file, a driver's program is mounted there",
+                f"/{path} in the image is not a regular file, one of the driver is mounted there",
                 hint="remove it from the image",
             )
         return fd
@@ -305,75 +375,99 @@ class Applier:
         self.undo.add(lambda: kernel.umount(self.container.procfd, source))
 
     def write_cache(self, operation: WriteCache) -> None:
-        """Replace the cache by rename."""
+        """Replace the cache by one rename.
+
+        What was there, a link as well as a file, stays under the other name until the container
+        is sure to start: put back, it is the same in all that can be told of it.
+        """
         parent, _, name = operation.target.rpartition("/")
         # a volume over /etc belongs to somebody else
         dirfd = kernel.open_in_root(
             self.rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True
         )
-        self._replace(dirfd, name, operation.content)
-        self.undo.add(lambda: self._replace(dirfd, name, operation.previous))
-
-    def _replace(self, dirfd: int, name: str, content: bytes) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            kernel.unlinkat(dirfd, TEMPORARY)  # of a run that was killed
+        for left in (TEMPORARY, ASIDE):  # by a run that was killed
+            _remove(dirfd, left)
         fd = _as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
         assert fd is not None  # noqa: S101
         try:
             try:
-                view = memoryview(content)
+                view = memoryview(operation.content)
                 while view:
                     view = view[os.write(fd, view) :]
                 _own_like(dirfd, fd)
                 os.fchmod(fd, 0o644)
             finally:
                 os.close(fd)
-            kernel.renameat(dirfd, TEMPORARY, name)
+            _exchange(dirfd, name)
         except OSError:
             with contextlib.suppress(OSError):
                 kernel.unlinkat(dirfd, TEMPORARY)
             raise
+        self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
+        self.undo.at_success(partial(_remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:
-        """Apply one operation."""
+        """Apply one operation; one that is optional is left out where the image has no room."""
+        done = len(self.undo.steps)
+        optional = not isinstance(operation, WriteCache) and operation.optional
         try:
             match operation:
                 case BindDirectory():
-                    target = self.make_directory(operation.target, volumes=operation.volumes)
+                    target = (
+                        self.make_own_directory(operation.target)
+                        if optional
+                        else self.make_directory(operation.target, volumes=operation.volumes)
+                    )
                     self.attach(source, target, operation.target)
                 case BindFile():
-                    self.attach(source, self.make_file(operation.target), operation.target)
+                    target = self.make_file(operation.target, own=optional)
+                    self.attach(source, target, operation.target)
                 case WriteCache():
                     self.write_cache(operation)
                 case _:
                     assert_never(operation)
-        except OSError as e:
+        except (OSError, ImageError) as e:
+            reason = e.message if isinstance(e, ImageError) else str(e.strerror)
+            if optional:
+                self.undo.back_to(done)
+                self.skipped.append(f"/{operation.target}: {reason}")
+                return
+            if isinstance(e, ImageError):
+                raise
             if isinstance(operation, WriteCache):
-                if not operation.strays:
+                if not (operation.strays or operation.compat32):
                     return  # the loader looks into the directory without being told
+                leads = (
+                    f"leads to {operation.strays[0]}"
+                    if operation.strays
+                    else "does not lead to the driver's 32-bit libraries"
+                )
                 raise ImageError(
-                    f"/etc/ld.so.cache in the image leads to {operation.strays[0]} and cannot be"
-                    f" replaced ({e.strerror})",
-                    hint="remove that library from the image and run ldconfig in it",
+                    f"/etc/ld.so.cache in the image {leads} and cannot be replaced ({reason})",
+                    hint="remove that library from the image and run ldconfig in it"
+                    if operation.strays
+                    else "use a root file system that the runtime can write to",
                 ) from e
             if isinstance(operation, BindFile) and e.errno in (errno.EROFS, errno.EXDEV):
-                self.skipped.append(f"/{operation.target}")  # a program is a convenience
+                # a program is a convenience
+                self.skipped.append(f"/{operation.target}: {reason}")
                 return
             if e.errno in (errno.EEXIST, errno.ELOOP, errno.ENOTDIR, errno.EXDEV):
                 raise ImageError(
-                    f"/{operation.target} in the image cannot be reached or made ({e.strerror})",
+                    f"/{operation.target} in the image cannot be reached or made ({reason})",
                     hint="make it a plain path without dangling or circular links",
                 ) from e
             raise explain(e, operation.describe()) from e
 
 
-def apply_plan(plan: Plan, container: Container, undo: Undo) -> list[str]:
-    """Make the plan true; gives the programs that were left out.
+def apply_plan(plan: Plan, hold: int, container: Container, undo: Undo) -> list[str]:
+    """Make the plan true; gives what was left out, with the reason.
 
-    `undo` knows the way back, whether this returns or raises.
+    `hold` is the directory of the generation that the plan is about.  `undo` knows the way back,
+    whether this returns or raises.
     """
     sources = [
-        open_source(operation) if isinstance(operation, BindDirectory | BindFile) else -1
+        -1 if isinstance(operation, WriteCache) else open_source(operation, hold)
         for operation in plan.operations
     ]
     container.require_alive()
@@ -382,6 +476,8 @@ def apply_plan(plan: Plan, container: Container, undo: Undo) -> list[str]:
         with inside as rootfd:
             applier = Applier(container, rootfd, undo)
             for operation, source in zip(plan.operations, sources, strict=True):
+                if source is None:
+                    continue
                 applier.execute(operation, source)
     except OSError as e:
         raise explain(e, "enter the container's mount namespace") from e

@@ -62,7 +62,8 @@ class Client:
             )
         try:
             sent = socket.send_fds(self.socket, [line], list(fds)) if fds else 0
-            self.socket.sendall(line[sent:])
+            if sent < len(line):  # to send nothing fails too, once the other side has closed
+                self.socket.sendall(line[sent:])
             while b"\n" not in self.buffer:
                 part = self.socket.recv(LINE_LIMIT)
                 if not part:

@@ -1,4 +1,6 @@
-"""What an image offers: library directory, loader, ld.so.cache.  Looks, and changes nothing.
+"""What an image offers: directories for libraries and files, loader, ld.so.cache.
+
+Looks, and changes nothing.
 
 The image is hostile.  Everything is opened through openat2(2) confined to its root, checked to be a
 regular file by its descriptor before it is opened for reading, and read up to a limit.
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import NamedTuple
+from itertools import islice
+from typing import Literal, NamedTuple
 
 from oci_hook import kernel
 from oci_hook.errors import ImageError, UnservedImageError, show
-from oci_hook.ldcache import CACHE_LIMIT
+from oci_hook.ldcache import CACHE_LIMIT, is_cache
+from oci_hook.manifest import LIBDIR, Share
 from oci_hook.state import read_bounded
 
 LOADER_LIMIT = 8 << 20
@@ -20,11 +24,30 @@ ENTRIES_SHOWN = 3
 LIBRARY_DIRS = {
     "x86_64": ("usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib64", "lib64"),
 }
+LIBRARY_DIRS_32 = (
+    "usr/lib/i386-linux-gnu",
+    "lib/i386-linux-gnu",
+    "usr/lib32",
+    "lib32",
+    "usr/lib",
+    "lib",
+)
+# glibc has no glibc-hwcaps for i386; ld.so.cache leads here
+SUBDIRECTORY_32 = "tidegate"
+ELF_HEAD = 20
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
 MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
 HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
+VOLUME = "it is on a volume"
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
+
+
+class Look(NamedTuple):
+    """What an image has where a directory could be mounted."""
+
+    state: Literal["absent", "empty", "full", "unusable"]
+    reason: str = ""  # why nothing can be mounted or made there
 
 
 class Image(NamedTuple):
@@ -33,6 +56,14 @@ class Image(NamedTuple):
     library_dir: str
     target: str  # the directory that the mirror's libraries are mounted on
     cache: bytes | None  # ld.so.cache
+    target32: str | None = None  # the same for 32-bit libraries; None: see reason32
+    reason32: str = "it was not looked at"
+    looks: dict[str, Look] = {}  # noqa: RUF012 - nobody writes to it
+
+    def place(self, target: str) -> str:
+        """Say which directory of this image a target of the manifest is."""
+        below = target.removeprefix(f"{LIBDIR}/")
+        return target if below == target else f"{self.library_dir}/{below}"
 
 
 def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
@@ -75,7 +106,8 @@ def _require_empty(rootfd: int, path: str) -> None:
             hint="remove it from the image",
         )
     try:
-        names = sorted(os.listdir(fd))
+        with os.scandir(fd) as entries:  # a few are enough to say; there may be millions
+            names = sorted(entry.name for entry in islice(entries, ENTRIES_SHOWN + 1))
     finally:
         os.close(fd)
     if names:
@@ -88,8 +120,91 @@ def _require_empty(rootfd: int, path: str) -> None:
         )
 
 
-def inspect_image(rootfd: int, procfd: int, machine: str) -> Image:
-    """Find where the mirror goes in this image."""
+def look_at(rootfd: int, path: str) -> Look:
+    """Say what is at `path`, or what on the way to it keeps a directory from being made there.
+
+    What is mounted on the root's own tree is a volume, which is the user's.
+    """
+    try:
+        return _look_at(rootfd, path)
+    except OSError as e:
+        return Look("unusable", f"/{path}: {e.strerror}")
+
+
+def _look_at(rootfd: int, path: str) -> Look:
+    own = kernel.mount_id(rootfd)
+    fd = _find(rootfd, path, os.O_RDONLY | os.O_DIRECTORY)
+    if fd is not None:
+        try:
+            if kernel.mount_id(fd) != own:
+                return Look("unusable", VOLUME)
+            with os.scandir(fd) as entries:  # one is enough to know; there may be millions
+                return Look("full" if any(True for _ in entries) else "empty")
+        finally:
+            os.close(fd)
+    parts = path.split("/")
+    volume = False
+    for depth in range(1, len(parts) + 1):
+        prefix = "/".join(parts[:depth])
+        entry = _find(rootfd, prefix, os.O_PATH | os.O_NOFOLLOW)
+        if entry is None:
+            return Look("unusable", VOLUME) if volume else Look("absent")
+        os.close(entry)
+        fd = _find(rootfd, prefix, os.O_PATH | os.O_DIRECTORY)
+        if fd is None:
+            return Look("unusable", f"/{prefix} is not a directory")
+        volume = kernel.mount_id(fd) != own
+        os.close(fd)
+    return Look("unusable", f"/{path} changes while it is looked at")
+
+
+def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:
+    """Tell by the head of its ELF header whether a file is a library for i386."""
+    fd = _find(rootfd, path)
+    if fd is None:
+        return False
+    try:
+        if not kernel.is_regular(fd):
+            return False
+        readable = kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            head = os.read(readable, ELF_HEAD)
+        finally:
+            os.close(readable)
+    finally:
+        os.close(fd)
+    # magic, ELFCLASS32, and little-endian e_machine EM_386
+    return head.startswith(b"\x7fELF\x01") and head[18:ELF_HEAD] == b"\x03\x00"
+
+
+def _find_32(rootfd: int, procfd: int, cache: bytes | None) -> tuple[str | None, str]:
+    """Find where 32-bit libraries go; or say why they cannot."""
+    for directory in LIBRARY_DIRS_32:
+        if _is_libc32(rootfd, procfd, f"{directory}/libc.so.6"):
+            break
+    else:
+        where = ", ".join(f"/{d}" for d in LIBRARY_DIRS_32)
+        return None, f"the image has no 32-bit glibc (no libc.so.6 for i386 in {where})"
+    if cache is None or not is_cache(cache):
+        return None, "the image has no ld.so.cache, which 32-bit libraries are found by"
+    target = f"{directory}/{SUBDIRECTORY_32}"
+    look = look_at(rootfd, target)
+    if look.state == "full":
+        return None, f"/{target} in the image is not empty, 32-bit libraries are mounted there"
+    return (target, "") if look.state != "unusable" else (None, f"{look.reason} in the image")
+
+
+def inspect_image(
+    rootfd: int,
+    procfd: int,
+    machine: str,
+    *,
+    compat32: bool = False,
+) -> Image:
+    """Find where the mirror's libraries go in this image.
+
+    `compat32` looks for 32-bit glibc besides.
+    """
     if machine not in LIBRARY_DIRS:
         raise ImageError(
             f"containers of machine {show(machine)} are not served yet, only x86_64",
@@ -126,8 +241,22 @@ def inspect_image(rootfd: int, procfd: int, machine: str) -> Image:
     subdirectory = HWCAPS[machine] if b"glibc-hwcaps" in loader else "tls"
     target = f"{library_dir}/{subdirectory}"
     _require_empty(rootfd, target)
-    return Image(
+    image = Image(
         library_dir=library_dir,
         target=target,
         cache=_read_file(rootfd, procfd, "etc/ld.so.cache", CACHE_LIMIT),
     )
+    if compat32:
+        target32, reason32 = _find_32(rootfd, procfd, image.cache)
+        image = image._replace(target32=target32, reason32=reason32)
+    return image
+
+
+def look_at_places(rootfd: int, image: Image, share: Share) -> Image:
+    """Look at every directory that a place of the share could go to.
+
+    A container's volumes show in its own mount namespace alone: look from there.
+    """
+    targets = (target for place in share.places for target in place.targets)
+    paths = sorted({image.place(target) for target in targets})
+    return image._replace(looks={path: look_at(rootfd, path) for path in paths})

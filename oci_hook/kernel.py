@@ -28,6 +28,7 @@ MS_PRIVATE = 1 << 18
 OPEN_TREE_CLONE = 1
 OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 PR_SET_DUMPABLE = 4
+RENAME_EXCHANGE = 2
 RESOLVE_BENEATH = 0x08
 RESOLVE_IN_ROOT = 0x10
 RESOLVE_NO_MAGICLINKS = 0x02
@@ -36,8 +37,9 @@ RESOLVE_NO_XDEV = 0x01
 STATX_MNT_ID = 0x1000
 
 _MACHINE = os.uname().machine
-# From 424 on every architecture has the same numbers; statx is older.
+# From 424 on every architecture has the same numbers; these two are older.
 NR_statx = {"x86_64": 332, "aarch64": 291}.get(_MACHINE, -1)
+NR_renameat2 = {"x86_64": 316, "aarch64": 276}.get(_MACHINE, -1)
 NR_open_tree = 428
 NR_move_mount = 429
 NR_openat2 = 437
@@ -171,6 +173,23 @@ def renameat(dirfd: int, old: str, new: str) -> None:
     _require_name(old)
     _require_name(new)
     os.rename(old, new, src_dir_fd=dirfd, dst_dir_fd=dirfd)
+
+
+def exchange(dirfd: int, one: str, other: str) -> None:
+    """Exchange two names of one directory; EINVAL where the file system cannot."""
+    _require_name(one)
+    _require_name(other)
+    _check(
+        _libc.syscall(
+            _int(NR_renameat2),
+            _int(dirfd),
+            ctypes.c_char_p(os.fsencode(one)),
+            _int(dirfd),
+            ctypes.c_char_p(os.fsencode(other)),
+            ctypes.c_uint(RENAME_EXCHANGE),
+        ),
+        other,
+    )
 
 
 def open_tree(path: str, *, dirfd: int = AT_FDCWD) -> int:

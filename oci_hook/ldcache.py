@@ -15,9 +15,13 @@ EXTENSION_MAGIC = 0xEAA42174
 TAG_GENERATOR = 0
 TAG_HWCAPS = 1
 FLAGS_X86_64 = 0x0303  # FLAG_X8664_LIB64 | FLAG_ELF_LIBC6
+FLAGS_I386 = 0x0003  # FLAG_ELF_LIBC6; i386 has no bits of its own
 DL_CACHE_HWCAP_EXTENSION = 1 << 62
 CACHE_LIMIT = 4 << 20
-STRING_LIMIT = 4096
+NAME_LIMIT = 255  # NAME_MAX: a soname in a cache is the name of a file
+PATH_LIMIT = 4096
+SECTIONS_LIMIT = 16  # glibc has two kinds
+HWCAPS_LIMIT = 4096
 
 OLD_HEADER = struct.Struct("=12sI")  # eleven characters, one of padding
 OLD_ENTRY_SIZE = 12
@@ -55,8 +59,8 @@ def is_cache(data: bytes) -> bool:
     return data.startswith((OLD_MAGIC, NEW_MAGIC))
 
 
-def _string(data: bytes, offset: int) -> bytes:
-    end = data.find(b"\0", offset, offset + STRING_LIMIT)
+def _string(data: bytes, offset: int, limit: int) -> bytes:
+    end = data.find(b"\0", offset, offset + limit + 1)
     if offset >= len(data) or end < 0:
         raise CacheError(f"a string at {offset} has no end")
     return data[offset:end]
@@ -89,16 +93,31 @@ def parse(data: bytes) -> Cache | None:
     first = base + HEADER.size
     if count > (len(data) - first) // ENTRY.size:
         raise CacheError(f"{count} entries do not fit")
-    entries = tuple(
-        Entry(flags, _string(data, base + key), _string(data, base + value), osversion, hwcap)
-        for flags, key, value, osversion, hwcap in ENTRY.iter_unpack(
-            data[first : first + count * ENTRY.size]
-        )
-    )
+    entries = _parse_entries(data, base, first, count)
     if not extension:
         return Cache(entries)
     hwcaps, generator = _parse_extension(data, extension)
     return Cache(entries, hwcaps, generator)
+
+
+def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[Entry, ...]:
+    """Read the entries, as long as their names are no more than the file can have to itself.
+
+    ldconfig writes each path once, and a soname is at most as long as its path.  Entries that share
+    a long name would fill the memory with copies of it.
+    """
+    entries = []
+    room = 2 * len(data)
+    for flags, key, value, osversion, hwcap in ENTRY.iter_unpack(
+        memoryview(data)[first : first + count * ENTRY.size]
+    ):
+        soname = _string(data, base + key, NAME_LIMIT)
+        path = _string(data, base + value, PATH_LIMIT)
+        room -= len(soname) + len(path)
+        if room < 0:
+            raise CacheError("names are out of all proportion")
+        entries.append(Entry(flags, soname, path, osversion, hwcap))
+    return tuple(entries)
 
 
 def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None, bytes | None]:
@@ -107,7 +126,8 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
         raise CacheError("the extension does not fit")
     magic, count = EXTENSION.unpack_from(data, offset)
     first = offset + EXTENSION.size
-    if magic != EXTENSION_MAGIC or count > (len(data) - first) // SECTION.size:
+    room = (len(data) - first) // SECTION.size
+    if magic != EXTENSION_MAGIC or count > min(room, SECTIONS_LIMIT):
         raise CacheError("the extension is damaged")
     hwcaps = generator = None
     for i in range(count):
@@ -117,10 +137,11 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
         if tag == TAG_GENERATOR:
             generator = data[start : start + size]
         elif tag == TAG_HWCAPS:
-            if start % 4 or size % 4 or size > STRING_LIMIT:
+            if start % 4 or size % 4 or size > HWCAPS_LIMIT:
                 raise CacheError("the hwcaps section is damaged")
             hwcaps = tuple(
-                _string(data, o) for (o,) in struct.iter_unpack("=I", data[start : start + size])
+                _string(data, o, NAME_LIMIT)
+                for (o,) in struct.iter_unpack("=I", data[start : start + size])
             )
     return hwcaps, generator
 

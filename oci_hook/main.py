@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 STAGES = ("prestart", "createRuntime", "poststop")
 USAGE = (
-    "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--log FILE] [--timeout SECONDS] "
-    "{prestart|createRuntime|poststop}"
+    "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--module-version FILE] "
+    "[--log FILE] [--timeout SECONDS] {prestart|createRuntime|poststop}"
 )
 DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
 UNDO_DEADLINE = 5.0
@@ -50,6 +50,7 @@ class Options:
     def __init__(self) -> None:
         self.runtime_dir = "/run/tidegate"
         self.driver_dir = "/var/lib/tidegate/driver"
+        self.module_version = "/proc/driver/nvidia/version"
         self.log: str | None = None
         self.timeout = DEADLINE
         self.stage = ""
@@ -61,7 +62,7 @@ def parse_arguments(arguments: list[str]) -> Options:
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
-        if name in ("--runtime-dir", "--driver-dir", "--log", "--timeout"):
+        if name in ("--runtime-dir", "--driver-dir", "--module-version", "--log", "--timeout"):
             if not equals:
                 value = next(rest, "")
             try:
@@ -109,10 +110,10 @@ def prepare(options: Options, state: State, event: Event) -> str:
     event.phase("state")
 
     from oci_hook import kernel
-    from oci_hook.apply import Container, Undo, apply_plan, explain
+    from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
     from oci_hook.client import Client
-    from oci_hook.image import inspect_image
-    from oci_hook.manifest import check_fresh, choose_set, read_manifest
+    from oci_hook.image import inspect_image, look_at_places
+    from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
     from oci_hook.plan import plan_container
     from oci_hook.request import check_request, parse_annotations
 
@@ -123,12 +124,20 @@ def prepare(options: Options, state: State, event: Event) -> str:
     event.phase("request")
     try:
         manifest = read_manifest(options.driver_dir)
-        check_fresh(manifest)
-        mirror_set = choose_set(manifest, request.capabilities)
+        check_fresh(manifest, module_version(options.module_version))
+        share = choose_share(manifest, request.capabilities)
         event.fields |= {"generation": manifest.generation}
         event.phase("manifest")
         container = Container(state.pid, bundle.root)
-        image = inspect_image(container.rootfd, container.procfd, manifest.machine)
+        image = inspect_image(
+            container.rootfd,
+            container.procfd,
+            manifest.machine,
+            compat32=share.compat32 != "no",
+        )
+        if share.places:
+            with Inside(container) as rootfd:
+                image = look_at_places(rootfd, image, share)
         event.phase("image")
     except (DriverError, UnservedImageError) as e:
         if not request.optional:
@@ -151,7 +160,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
             identity=bundle.identity,
         )
         event.phase("admit")
-        plan = plan_container(manifest, mirror_set, grant, image)
+        plan = plan_container(manifest, share, grant, image)
         event.fields |= {
             "key": grant.key,
             "devices": list(grant.devices),
@@ -161,11 +170,12 @@ def prepare(options: Options, state: State, event: Event) -> str:
             "plan": plan.describe(),
         }
         event.phase("plan")
-        skipped = apply_plan(plan, container, undo)
+        skipped = [*plan.skipped, *apply_plan(plan, manifest.hold, container, undo)]
         if skipped:
             event.fields["skipped"] = skipped
         event.phase("apply")
         client.confirm()
+        undo.forget()
         event.phase("confirm")
     except BaseException:
         arm(UNDO_DEADLINE)

@@ -1,35 +1,76 @@
 """The generation of the driver mirror in force, as its manifest describes it.
 
 `tidegate refresh` writes manifests (vdriver/manifest.schema.json); the hook takes from one what it
-needs and checks that the driver is still the one it was made from.
+needs, keeps the generation from being removed meanwhile, and checks that the driver is still the
+one it was made from.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 from oci_hook.errors import DriverError, MirrorError, show
+from oci_hook.request import ALL_CAPABILITIES
 from oci_hook.state import read_bounded
 
+SCHEMA = 2
 MANIFEST_LIMIT = 16 << 20
+VERSION_LIMIT = 4096
 REFRESH = "run `tidegate refresh`"
+TRIES = 8
+COMPAT32 = "compat32"
+LIBDIR = "{libdir}"
+MODULE_VERSION = "/proc/driver/nvidia/version"
+# "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
+# modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
+KERNEL_VERSION = re.compile(rb"Kernel Module(?: +for \S+)? +([0-9]+(?:\.[0-9]+){1,3})\s")
 
 
 class MirrorSet(NamedTuple):
-    """What a container with certain capabilities gets.  Paths are relative to the generation."""
+    """The libraries for some capabilities.  Directories are relative to the generation."""
 
-    capabilities: tuple[str, ...]
+    capabilities: tuple[str, ...]  # without compat32
     lib64: str
-    programs: tuple[str, ...]
-    sonames: tuple[str, ...]  # what ld.so.cache has to lead to `lib64`
+    names64: frozenset[str]
+    lib32: str | None = None
+    names32: frozenset[str] = frozenset()
+
+
+class Program(NamedTuple):
+    """A program that goes to /usr/bin; `path` is relative to the generation."""
+
+    path: str
+    capability: str
+
+
+class Place(NamedTuple):
+    """Files that programs look for in fixed directories of a container."""
+
+    name: str
+    source: str  # directory, relative to the generation
+    capability: str
+    targets: tuple[str, ...]  # relative to the container's root, or below {libdir}/; best first
+    looks: str  # all: whoever reads the files looks into every target; one: into one of them
+    files: tuple[str, ...]
+
+
+class Bind(NamedTuple):
+    """A directory of the host that goes to the same path; absolute."""
+
+    path: str
+    capability: str
 
 
 class Watched(NamedTuple):
     """A file of the host that makes the generation stale when it changes."""
 
     path: str
+    role: str  # driver, control
     size: int
     mtime_ns: int
 
@@ -40,9 +81,28 @@ class Manifest(NamedTuple):
     directory: str  # absolute; never through `current`, which may be switched while we work
     generation: str
     version: str
+    kind: str
     machine: str
     sets: tuple[MirrorSet, ...]
+    programs: tuple[Program, ...]
+    places: tuple[Place, ...]
+    binds: tuple[Bind, ...]
+    cached64: frozenset[str]  # what ldconfig would find in lib64: sonames and development links
+    cached32: frozenset[str]
     watch: tuple[Watched, ...]
+    hold: int = -1  # that directory, locked against removal; open until the hook ends
+
+
+class Share(NamedTuple):
+    """What of a generation a container gets."""
+
+    mirror_set: MirrorSet
+    programs: tuple[Program, ...]
+    places: tuple[Place, ...]
+    binds: tuple[Bind, ...]
+    names64: tuple[str, ...]  # what ld.so.cache has to lead to the set's lib64
+    names32: tuple[str, ...]
+    compat32: Literal["no", "asked", "offered"]  # offered: where the image has 32-bit glibc
 
 
 def _confined(path: str) -> str:
@@ -53,62 +113,153 @@ def _confined(path: str) -> str:
     return path
 
 
-def _sonames(lib64: str, files: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Name what ldconfig would find in `lib64`: sonames, and links for linking against them."""
-    here = {}
+def _absolute(path: str) -> str:
+    """Check an absolute path; gives it without its first slash."""
+    if not path.startswith("/"):
+        raise ValueError(f"path {path!r}")
+    return _confined(path[1:])
+
+
+def _target(path: str) -> str:
+    rest = path.removeprefix(f"{LIBDIR}/")
+    return _absolute(path) if rest == path else f"{LIBDIR}/{_confined(rest)}"
+
+
+def _names(names: list[str]) -> frozenset[str]:
+    """Check the names of entries of one directory, all at once: a manifest has a thousand."""
+    result = frozenset(names)
+    joined = "".join(result)
+    if "/" in joined or "\0" in joined or result & {"", ".", ".."}:
+        raise ValueError(f"names {show(sorted(result))}")
+    return result
+
+
+def _choice(value: str, *accepted: str) -> str:
+    if value not in accepted:
+        raise ValueError(f"{value!r}, not one of {', '.join(accepted)}")
+    return value
+
+
+def _parse_set(entry: dict[str, Any]) -> MirrorSet:
+    lib32 = entry.get("lib32")
+    return MirrorSet(
+        capabilities=tuple(sorted(map(str, entry["capabilities"]))),
+        lib64=_confined(entry["lib64"]),
+        names64=_names(entry["names64"]),
+        lib32=None if lib32 is None else _confined(lib32),
+        names32=_names(entry["names32"] if lib32 is not None else []),
+    )
+
+
+def _parse_place(entry: dict[str, Any]) -> Place:
+    targets, files = map(_target, entry["targets"]), _names(entry["files"])
+    place = Place(
+        name=str(entry["name"]),
+        source=_confined(entry["source"]),
+        capability=str(entry["capability"]),
+        targets=tuple(targets),
+        looks=_choice(entry["looks"], "all", "one"),
+        files=tuple(sorted(files)),
+    )
+    if not place.targets or not place.files:
+        raise ValueError(f"place {place.name!r}")
+    return place
+
+
+def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
+    """Name what ldconfig would find there: sonames, and links for linking against them."""
+    names = set()
+    prefix = f"{directory}/"
     for file in files:
-        directory, _, name = file["path"].rpartition("/")
-        if directory == lib64:
-            here[name] = file
-    names = {f["soname"] for f in here.values() if f.get("soname") in here}
-    names |= {n for n, f in here.items() if f["role"] == "link" and n.endswith(".so")}
-    return tuple(sorted(names))
+        if not file["path"].startswith(prefix):
+            continue
+        name = file["path"][len(prefix) :]
+        if "/" in name:
+            continue  # origin/ is for the control library alone
+        if file["role"] == "link":
+            if name.endswith(".so"):
+                names.add(name)
+        elif file.get("soname"):
+            names.add(file["soname"])
+    return frozenset(names)
 
 
 def parse_manifest(data: bytes, directory: str) -> Manifest:
     """Take what the hook needs; ValueError, KeyError and TypeError stand for a damaged manifest."""
     document = json.loads(data.decode())
-    if document["schema"] != 1:
-        raise ValueError(f"schema {document['schema']!r}")
+    if document["schema"] != SCHEMA:
+        raise ValueError(f"schema {document['schema']!r}, not {SCHEMA}")
     files = document["files"]
-    sets = []
-    for entry in document["sets"]:
-        lib64 = _confined(entry["lib64"])
-        sets.append(
-            MirrorSet(
-                capabilities=tuple(sorted(map(str, entry["capabilities"]))),
-                lib64=lib64,
-                programs=tuple(_confined(program) for program in entry["bin"]),
-                sonames=_sonames(lib64, files),
-            )
-        )
-    watch = tuple(
-        Watched(str(w["path"]), int(w["size"]), int(w["mtime_ns"]))
-        for w in document["source"]["watch"]
-    )
     return Manifest(
         directory=directory,
         generation=str(document["generation"]),
         version=str(document["driver"]["version"]),
+        kind=_choice(document["driver"]["kind"], "nvidia", "simulated", "wsl"),
         machine=str(document["machine"]),
-        sets=tuple(sets),
-        watch=watch,
+        sets=tuple(map(_parse_set, document["sets"])),
+        programs=tuple(
+            Program(_confined(p["path"]), str(p["capability"])) for p in document["programs"]
+        ),
+        places=tuple(map(_parse_place, document["places"])),
+        binds=tuple(
+            Bind(f"/{_absolute(b['path'])}", str(b["capability"])) for b in document["binds"]
+        ),
+        cached64=_cached(files, "lib64"),
+        cached32=_cached(files, "lib32"),
+        watch=tuple(
+            Watched(
+                str(w["path"]),
+                _choice(w["role"], "driver", "control"),
+                int(w["size"]),
+                int(w["mtime_ns"]),
+            )
+            for w in document["source"]["watch"]
+        ),
     )
 
 
-def read_manifest(driver_dir: str) -> Manifest:
-    """Read the manifest of the generation in force."""
+def hold_generation(driver_dir: str) -> tuple[str, int]:
+    """Open and lock the generation in force; gives its directory and the descriptor.
+
+    `tidegate gc` takes the lock for itself before it moves a generation away, so what is held here
+    stays until the descriptor is closed.  Between reading the link and having the lock it may go:
+    then the link leads elsewhere by now.
+    """
     link = f"{driver_dir}/current"
-    try:
-        name = os.readlink(link)
-    except FileNotFoundError as e:
-        raise DriverError(f"no driver mirror at {link}", hint=REFRESH) from e
-    except OSError as e:
-        raise MirrorError(f"{link}: {e.strerror}, accepted is a symbolic link", hint=REFRESH) from e
-    directory = os.path.join(driver_dir, name)
+    for _ in range(TRIES):
+        try:
+            directory = os.path.join(driver_dir, os.readlink(link))
+        except FileNotFoundError as e:
+            raise DriverError(f"no driver mirror at {link}", hint=REFRESH) from e
+        except OSError as e:
+            raise MirrorError(
+                f"{link}: {e.strerror}, accepted is a symbolic link", hint=REFRESH
+            ) from e
+        try:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        except OSError as e:
+            raise MirrorError(f"{directory}: {e.strerror}", hint=REFRESH) from e
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if os.path.samestat(os.fstat(fd), os.stat(directory)):
+                return directory, fd
+        except FileNotFoundError:
+            pass
+        except OSError as e:
+            os.close(fd)
+            raise MirrorError(f"{directory}: {e.strerror}", hint=REFRESH) from e
+        os.close(fd)
+    raise MirrorError(f"{link} leads to {show(directory)}, which is gone", hint=REFRESH)
+
+
+def read_manifest(driver_dir: str) -> Manifest:
+    """Read the manifest of the generation in force, and hold that generation."""
+    directory, hold = hold_generation(driver_dir)
     path = f"{directory}/manifest.json"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open("manifest.json", os.O_RDONLY | os.O_CLOEXEC, dir_fd=hold)
         try:
             data = read_bounded(fd, MANIFEST_LIMIT)
         finally:
@@ -118,35 +269,102 @@ def read_manifest(driver_dir: str) -> Manifest:
     if data is None:
         raise MirrorError(f"{path} is larger than {MANIFEST_LIMIT} bytes", hint=REFRESH)
     try:
-        return parse_manifest(data, directory)
+        return parse_manifest(data, directory)._replace(hold=hold)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise MirrorError(f"{path} is not a manifest ({show(repr(e))})", hint=REFRESH) from e
 
 
-def check_fresh(manifest: Manifest) -> None:
-    """Refuse a mirror whose driver has changed since: it would not match the kernel module."""
+def module_version(path: str = MODULE_VERSION) -> str | None:
+    """Read the version of the NVIDIA kernel module that runs; None when none says one."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            match = KERNEL_VERSION.search(os.read(fd, VERSION_LIMIT))
+        finally:
+            os.close(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as e:
+        raise MirrorError(
+            f"{path}: {e.strerror}", hint="see whether the kernel module works"
+        ) from e
+    return match[1].decode() if match else None
+
+
+def check_fresh(manifest: Manifest, module: str | None) -> None:
+    """Refuse a mirror that does not match the kernel module that runs.
+
+    `module` is that module's version.  Where it is the mirror's own, changed files do not matter:
+    an upgraded package leaves the module as it is until a reboot, and the mirror keeps the
+    libraries that match it, with the control libraries that it was made with.  Where no module
+    says its version, the files that the mirror was made from have to be as they were.
+    """
+    if module is not None and manifest.kind == "nvidia":
+        if module != manifest.version:
+            raise MirrorError(
+                f"mirror {manifest.generation} is of driver {manifest.version}, the kernel module"
+                f" is {module}",
+                hint="reboot or reload the module after a driver update, then run"
+                " `tidegate refresh`",
+            )
+        return
+    for _, changed in changed_files(manifest):
+        raise MirrorError(f"mirror {manifest.generation} is stale: {changed}", hint=REFRESH)
+
+
+def changed_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Give role and what happened for each watched file that is not as it was."""
     for file in manifest.watch:
         try:
             found = os.stat(file.path)
         except OSError as e:
-            raise MirrorError(
-                f"mirror {manifest.generation} is stale: {file.path}: {e.strerror}", hint=REFRESH
-            ) from e
-        if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
-            raise MirrorError(
-                f"mirror {manifest.generation} is stale: {file.path} has changed since it was made",
-                hint=REFRESH,
-            )
+            yield file.role, f"{file.path}: {e.strerror}"
+        else:
+            if (found.st_size, found.st_mtime_ns) != (file.size, file.mtime_ns):
+                yield file.role, f"{file.path} has changed since it was made"
 
 
-def choose_set(manifest: Manifest, capabilities: tuple[str, ...]) -> MirrorSet:
-    """Find the set for exactly these capabilities."""
-    for candidate in manifest.sets:
-        if candidate.capabilities == capabilities:
-            return candidate
-    offered = " or ".join(",".join(s.capabilities) for s in manifest.sets)
+def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
+    """Find the smallest set that has all of `asked`, the largest of all for `all`."""
+    if asked == {ALL_CAPABILITIES}:
+        return max(manifest.sets, key=lambda s: len(s.capabilities))
+    fitting = [s for s in manifest.sets if asked <= set(s.capabilities)]
+    if fitting:
+        return min(fitting, key=lambda s: len(s.capabilities))
+    offered = {c for s in manifest.sets for c in s.capabilities}
+    missing = ",".join(sorted(asked - offered)) or f"{','.join(sorted(asked))} together"
     raise DriverError(
-        f"mirror {manifest.generation} has nothing for capabilities {','.join(capabilities)},"
-        f" it has {show(offered, 300)}",
-        hint="ask for one of these in tidegate.gpu/capabilities",
+        f"this node's driver {manifest.version} has nothing for {missing}, it has"
+        f" {show(','.join(sorted(offered)), 300)}",
+        hint="ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after"
+        " installing the rest of the driver",
+    )
+
+
+def choose_share(manifest: Manifest, capabilities: tuple[str, ...]) -> Share:
+    """Decide what a container that asks for these capabilities gets.
+
+    The set decides on the rest: whoever gets its libraries gets the files that belong to them.
+    """
+    asked = frozenset(capabilities)
+    chosen = _choose_set(manifest, asked - {COMPAT32})
+    compat32: Literal["no", "asked", "offered"] = "no"
+    if COMPAT32 in asked:
+        if chosen.lib32 is None:
+            raise DriverError(
+                f"this node's driver {manifest.version} has no 32-bit libraries",
+                hint="install them and run `tidegate refresh`, or leave compat32 out of"
+                " tidegate.gpu/capabilities",
+            )
+        compat32 = "asked"
+    elif ALL_CAPABILITIES in asked and chosen.lib32 is not None:
+        compat32 = "offered"
+    return Share(
+        mirror_set=chosen,
+        programs=tuple(p for p in manifest.programs if p.capability in chosen.capabilities),
+        places=tuple(p for p in manifest.places if p.capability in chosen.capabilities),
+        binds=tuple(b for b in manifest.binds if b.capability in chosen.capabilities),
+        names64=tuple(sorted(manifest.cached64 & chosen.names64)),
+        names32=tuple(sorted(manifest.cached32 & chosen.names32)) if compat32 != "no" else (),
+        compat32=compat32,
     )

@@ -8,7 +8,7 @@ from oci_hook import ldcache
 from oci_hook.client import Grant
 from oci_hook.errors import ImageError, show
 from oci_hook.image import Image
-from oci_hook.manifest import Manifest, MirrorSet
+from oci_hook.manifest import Manifest, Place, Share
 
 
 class BindDirectory(NamedTuple):
@@ -16,14 +16,16 @@ class BindDirectory(NamedTuple):
 
     source: str  # on the host
     target: str  # below the container's root
+    held: str = ""  # the source relative to the generation, whose directory the hook holds open
     noexec: bool = False
     volumes: bool = False  # may be made on a volume that the container's configuration mounts there
+    optional: bool = False  # left out, with a reason in the log, where the image has no room for it
+    may_lack: bool = False  # left out where the host has no such directory
     op: Literal["bind-directory"] = "bind-directory"
 
     def describe(self) -> str:
         """Say it as an operator would."""
-        noexec = ",noexec" if self.noexec else ""
-        return f"bind {self.source} -> /{self.target} [ro,nosuid,nodev{noexec}]"
+        return f"bind {self.source} -> /{self.target} [{_flags(self)}]"
 
 
 class BindFile(NamedTuple):
@@ -31,83 +33,235 @@ class BindFile(NamedTuple):
 
     source: str
     target: str
+    held: str = ""
+    noexec: bool = False
+    optional: bool = False
     op: Literal["bind-file"] = "bind-file"
 
     def describe(self) -> str:
         """Say it as an operator would."""
-        return f"bind {self.source} -> /{self.target} [ro,nosuid,nodev,file]"
+        return f"bind {self.source} -> /{self.target} [{_flags(self)},file]"
+
+
+def _flags(operation: BindDirectory | BindFile) -> str:
+    return "ro,nosuid,nodev" + (",noexec" if operation.noexec else "")
 
 
 class WriteCache(NamedTuple):
     """A new ld.so.cache."""
 
     content: bytes
-    previous: bytes
     strays: tuple[str, ...]  # where the cache leads our sonames now; nothing works when it stays so
     added: int
+    compat32: bool = False  # 32-bit libraries were asked for, and nothing else leads to them
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
 
     def describe(self) -> str:
         """Say it as an operator would."""
         return f"write /{self.target} [{self.added} libraries" + (
-            ", required]" if self.strays else "]"
+            ", required]" if self.strays or self.compat32 else "]"
         )
 
 
 Operation = BindDirectory | BindFile | WriteCache
 
 
+class PlacePlan(NamedTuple):
+    """Where a place's files go in this image."""
+
+    place: Place
+    how: Literal["directory", "files", "skipped"]
+    target: str  # below the container's root; empty when it is skipped
+    others: tuple[str, ...]  # why targets before it were not chosen, one line each
+
+
 class Plan(NamedTuple):
-    """Operations, in order."""
+    """Operations, in order; and what is left out, with its reason."""
 
     operations: tuple[Operation, ...]
+    places: tuple[PlacePlan, ...] = ()
+    skipped: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
         """Give one line for each operation."""
         return [operation.describe() for operation in self.operations]
 
 
-def plan_cache(cache: bytes | None, target: str, sonames: tuple[str, ...]) -> WriteCache | None:
+class Lead(NamedTuple):
+    """Sonames that ld.so.cache has to lead to a directory."""
+
+    directory: str  # below the container's root
+    sonames: tuple[str, ...]
+    flags: int = ldcache.FLAGS_X86_64
+    required: bool = False  # nothing but the cache leads there
+
+
+def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | None:
     """Plan the new cache; None when the image has none or it already says what it has to."""
+    required = any(lead.required for lead in leads)
     if cache is None or not ldcache.is_cache(cache):
+        if required:
+            raise _no_compat32("the image has no ld.so.cache, which 32-bit libraries are found by")
         return None
-    directory = b"/" + target.encode()
-    names = tuple(name.encode() for name in sonames)
+    names = [name.encode() for lead in leads for name in lead.sonames]
+    strays: list[bytes] = []
     try:
         before = ldcache.parse(cache)
         if before is None:
+            if required:
+                raise _no_compat32(
+                    "/etc/ld.so.cache in the image is in a format from before glibc 2.2"
+                )
             return None
-        strays = ldcache.strays(before, directory, names)
-        after = ldcache.with_libraries(before, directory, names)
+        after = before
+        for lead in leads:
+            directory = b"/" + lead.directory.encode()
+            sonames = tuple(name.encode() for name in lead.sonames)
+            if lead.flags == ldcache.FLAGS_X86_64 or lead.required:
+                strays += ldcache.strays(before, directory, sonames, lead.flags)
+            after = ldcache.with_libraries(after, directory, sonames, lead.flags)
         content = ldcache.write(after)
     except ldcache.CacheError as e:
-        if not any(name in cache for name in names):
+        if not required and not any(name in cache for name in names):
             return None
         raise ImageError(
-            f"/etc/ld.so.cache in the image is damaged ({show(e)}) and names driver libraries",
+            f"/etc/ld.so.cache in the image is damaged ({show(e)})"
+            + (", 32-bit libraries are found by it" if required else " and names driver libraries"),
             hint="run ldconfig in the image",
         ) from e
     if after.entries == before.entries:
         return None
     return WriteCache(
-        content, cache, tuple(show(path.decode("utf-8", "replace")) for path in strays), len(names)
+        content,
+        tuple(show(path.decode("utf-8", "replace")) for path in strays),
+        len(names),
+        required,
     )
 
 
-def plan_container(manifest: Manifest, mirror_set: MirrorSet, grant: Grant, image: Image) -> Plan:
-    """Plan one container."""
-    directory = manifest.directory
+def _no_compat32(reason: str) -> ImageError:
+    return ImageError(
+        reason,
+        hint="install 32-bit glibc in the image and run ldconfig in it, or leave compat32 out of"
+        " tidegate.gpu/capabilities",
+    )
+
+
+def _choose_target(place: Place, image: Image, taken: list[str]) -> PlacePlan:
+    """Decide on the directory for a place, and on one mount for all of it or one for each file.
+
+    Files that the image has in a directory stay visible: it is covered only when it is empty.
+    """
+    reasons: list[str] = []
+    full: list[tuple[str, int]] = []  # where single files could go, and how many reasons were then
+
+    def result(how: Literal["directory", "files", "skipped"], target: str, n: int) -> PlacePlan:
+        return PlacePlan(place, how, target, tuple(reasons[:n]))
+
+    absent = ""
+    for raw in place.targets:
+        target = image.place(raw)
+        look = image.looks[target]
+        if any(f"{target}/".startswith(f"{t}/") or f"{t}/".startswith(f"{target}/") for t in taken):
+            reasons.append(f"/{target}: other driver files are mounted there")
+        elif look.state == "unusable":
+            reasons.append(f"/{target}: {look.reason}")
+        elif look.state == "empty" or (look.state == "absent" and place.looks == "all"):
+            return result("directory", target, len(reasons))
+        elif look.state == "full":
+            if place.looks == "one":
+                return result("files", target, len(reasons))
+            full.append((target, len(reasons)))
+            reasons.append(f"/{target}: the image has files there")
+        else:
+            if not reasons:
+                absent = target  # the first of all; a later one counts only if it exists
+            reasons.append(f"/{target}: the image has no such directory")
+    if full:
+        return result("files", full[0][0], full[0][1])
+    if absent:
+        return result("directory", absent, 0)
+    return result("skipped", "", len(reasons))
+
+
+def _bind_directory(
+    manifest: Manifest, held: str, target: str, *, noexec: bool = False, optional: bool = False
+) -> BindDirectory:
+    """Bind a directory of the generation."""
+    source = f"{manifest.directory}/{held}"
+    return BindDirectory(source, target, held, noexec=noexec, optional=optional)
+
+
+def _bind_file(
+    manifest: Manifest, held: str, target: str, *, noexec: bool = False, optional: bool = False
+) -> BindFile:
+    """Bind a file of the generation."""
+    return BindFile(f"{manifest.directory}/{held}", target, held, noexec, optional)
+
+
+def _plan_place(manifest: Manifest, choice: PlacePlan, image: Image) -> list[Operation]:
+    place, target = choice.place, choice.target
+    # what goes below the library directory are modules that programs load
+    noexec = not target.startswith(f"{image.library_dir}/")
+    if choice.how == "directory":
+        return [_bind_directory(manifest, place.source, target, noexec=noexec, optional=True)]
+    if choice.how == "files":
+        return [
+            _bind_file(
+                manifest,
+                f"{place.source}/{name}",
+                f"{target}/{name}",
+                noexec=noexec,
+                optional=True,
+            )
+            for name in place.files
+        ]
+    return []
+
+
+def plan_container(manifest: Manifest, share: Share, grant: Grant, image: Image) -> Plan:
+    """Plan one container; ImageError when it asks for compat32 and the image cannot take it."""
+    mirror_set = share.mirror_set
     operations: list[Operation] = [
-        BindDirectory(f"{directory}/{mirror_set.lib64}", image.target),
+        _bind_directory(manifest, mirror_set.lib64, image.target),
         BindDirectory(grant.directory, "run/tidegate", noexec=True, volumes=True),
     ]
+    leads = [Lead(image.target, share.names64)]
+    skipped: list[str] = []
+    if share.compat32 == "asked" and image.target32 is None:
+        raise _no_compat32(image.reason32)
+    if share.compat32 != "no" and mirror_set.lib32 is not None:
+        if image.target32 is None:
+            skipped.append(f"compat32: {image.reason32}")
+        else:
+            asked = share.compat32 == "asked"
+            operations.append(
+                _bind_directory(manifest, mirror_set.lib32, image.target32, optional=not asked)
+            )
+            leads.append(Lead(image.target32, share.names32, ldcache.FLAGS_I386, required=asked))
     operations += [
-        BindFile(f"{directory}/{program}", f"usr/bin/{program.rpartition('/')[2]}")
-        for program in mirror_set.programs
+        _bind_file(manifest, p.path, f"usr/bin/{p.path.rpartition('/')[2]}") for p in share.programs
     ]
-    # last, because it is the only one that has no clean way back
-    cache = plan_cache(image.cache, image.target, mirror_set.sonames)
+    choices = []
+    taken = [operation.target for operation in operations]
+    for place in share.places:
+        choice = _choose_target(place, image, taken)
+        choices.append(choice)
+        operations += _plan_place(manifest, choice, image)
+        if choice.how == "directory":
+            taken.append(choice.target)
+        if choice.how == "skipped":
+            skipped.append(f"place {place.name}: {'; '.join(choice.others)}")
+    operations += [
+        # WSL's driver store holds libraries, elsewhere these are directories of sockets
+        BindDirectory(
+            b.path, b.path[1:], noexec=manifest.kind != "wsl", optional=True, may_lack=True
+        )
+        for b in share.binds
+    ]
+    # last: it leads to what is mounted by then
+    cache = plan_cache(image.cache, tuple(leads))
     if cache is not None:
         operations.append(cache)
-    return Plan(tuple(operations))
+    return Plan(tuple(operations), tuple(choices), tuple(skipped))

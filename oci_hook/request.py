@@ -14,6 +14,7 @@ from oci_hook.state import PREFIX
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 CAPABILITIES = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")
 STRATEGIES = ("auto", "timeslice", "mps", "passthrough")
+ALL_CAPABILITIES = "all"
 DEFAULT_CAPABILITIES = ("compute", "utility")
 ANNOTATIONS_LIMIT = 32 << 10  # half of what a line of the governor's protocol holds
 
@@ -94,7 +95,9 @@ def _parse_devices(name: str, value: str) -> tuple[str, ...]:
 
 
 def _parse_capabilities(name: str, value: str) -> tuple[str, ...]:
-    accepted = f"a comma-separated list of {', '.join(CAPABILITIES)}"
+    if value == ALL_CAPABILITIES:
+        return (ALL_CAPABILITIES,)
+    accepted = f"all, or a comma-separated list of {', '.join(CAPABILITIES)}"
     hint = "leave it out for compute,utility"
     items = _parse_list(name, value, accepted, hint)
     for item in items:

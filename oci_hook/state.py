@@ -142,10 +142,11 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
     )
 
 
-def read_config(bundle: str) -> bytes:
-    """Read config.json, all of it."""
+def read_config(
+    bundle: str, hint: str = "the runtime that started the hook keeps config.json in the bundle"
+) -> bytes:
+    """Read config.json, all of it; BundleError with `hint` when it is not there to be read."""
     path = f"{bundle}/config.json"
-    hint = "the runtime that started the hook keeps config.json in the bundle"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:

@@ -1,8 +1,7 @@
 """Where the driver is below a root, and which files belong to it.
 
-Looks at names first and opens only what is named like a driver's file. Knows which directories to
-look into (tables.py), nothing about the mirror. 32-bit libraries are seen and left out for now:
-they belong into a generation's `lib32/`, which later work fills.
+Looks at names first and opens only what is named like a driver's file. What is known about names
+and directories is in libraries.toml; this module knows nothing about the mirror.
 """
 
 from __future__ import annotations
@@ -14,55 +13,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vdriver.elf import Library, read_library, version_in_name
+from vdriver.driver import Driver, DriverFile
+from vdriver.elf import read_library, version_in_name
 from vdriver.errors import DriverError, LibraryError
 from vdriver.ldcache import MACHINE_FLAGS, MAX_BYTES, CacheError, parse_cache
-from vdriver.tables import Tables, read_tables
+from vdriver.manifest import Bind
+from vdriver.places import TRIPLETS, alternatives_of, find_data
+from vdriver.reader import Read, Reader
+from vdriver.tables import Tables, read_tables, stem
 from vdriver.tree import Tree
+from vdriver.wsl import find_wsl
 
 CUDA = "libcuda.so."
 NVML = "libnvidia-ml.so."
 SIMULATED_NOTE = ".note.tidegate.simgpu"
 KERNEL_VERSION_FILE = "/proc/driver/nvidia/version"
 MACHINES = ("x86_64", "aarch64")  # those of the manifest's schema
+TRIPLETS32 = ("i386-linux-gnu", "arm-linux-gnueabihf")
+CLASS32 = {"x86_64": "i386", "aarch64": "arm"}
 
 # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
 # modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
 KERNEL_VERSION = re.compile(rb"Kernel Module(?: +for \S+)? +([0-9]+(?:\.[0-9]+){1,3})\s")
 
+# A program is started by the loader that it names, and a container has one in these directories.
+Kind = tuple[int, str]  # class and machine
 
-@dataclass(frozen=True)
-class DriverFile:
-    """One file of the driver: where it is below the driver's root, and what it is."""
-
-    name: str
-    path: str
-    capability: str
-    library: Library
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A file that looks like the driver's and is left out, with the reason."""
-
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Driver:
-    """A complete driver: libcuda, libnvidia-ml and whatever else came with them."""
-
-    root: str
-    version: str
-    kind: str
-    machine: str
-    kernel_version: str | None
-    cuda: DriverFile
-    nvml: DriverFile
-    libraries: tuple[DriverFile, ...]
-    programs: tuple[DriverFile, ...]
-    skipped: tuple[Skipped, ...]
+LOADER = re.compile(r"(/usr)?/lib[^/]*/(\S+-linux-gnu\S*/)?ld-linux[^/]*")
 
 
 @dataclass
@@ -91,23 +68,73 @@ class _Candidate:
         return f"{self.version} in {os.path.dirname(self.cuda.library.path)}"  # noqa: PTH120
 
 
-def find_driver(root: str | Path = "/", directories: Sequence[str | Path] | None = None) -> Driver:
+def find_driver(
+    root: str | Path = "/",
+    directories: Sequence[str | Path] | None = None,
+    *,
+    read: Read = read_library,
+    sockets: bool = False,
+) -> Driver:
     """Return the driver below `root`, looking only into `directories` when they are given.
 
     What is returned is complete, of one version, and the kernel module's if that is loaded.
-    DriverError says what stands against it.
+    DriverError says what stands against it. `read` may remember what it read before; `sockets`
+    adds the directories of the driver's services.
     """
     tables = read_tables()
     tree = Tree(str(root))
+    _require_directories(tree, directories)
+    for board in tables.refused:
+        if tree.regular(board.marker):
+            raise DriverError(
+                f"{tree.host(board.marker)}: this is {board.name}, which Tidegate does not serve",
+                hint=board.hint,
+            )
+    if directories is None and (driver := find_wsl(Reader(tree, read), tables)):
+        return driver
     trees = [tree]
     if directories is None:
         trees += [Tree(tree.host(r)) for t in tables.roots if (r := tree.resolve(t))]
     found = [_scan(t, tables, directories) for t in trees]
-    candidates = [c for f in found for c in _candidates(f, tables)]
+    faults: dict[str, DriverError] = {}
+    candidates = [c for f in found for c in _candidates(f, read, faults)]
+    if not candidates and directories is None:
+        # Packages that were unpacked, and not installed, have no alternatives set.
+        beside = [
+            _scan(t, tables, _alternatives(t, f.directories))
+            for t, f in zip(trees, found, strict=True)
+        ]
+        candidates = [c for f in beside for c in _candidates(f, read, faults)]
+        found = beside if candidates else found
     kernel = next((v for t in trees if (v := read_kernel_version(t))), None)
+    # What is wrong with another version than the one that runs is nobody's business.
+    known = {c.version for c in candidates}
+    for version in sorted(faults.keys() - known, key=_ordered, reverse=True):
+        if not candidates or version == kernel:
+            raise faults[version]
     if not candidates:
         raise _nothing(found)
-    return _complete(_choose(candidates, kernel), tables, kernel)
+    binds = tuple(Bind(p, c) for p, c in tables.sockets.items()) if sockets else ()
+    return _complete(_choose(candidates, kernel), tables, kernel, read, binds)
+
+
+def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -> None:
+    """Refuse a root or a directory that is not there, before anything is said about drivers."""
+    if not os.path.isdir(tree.root):  # noqa: PTH112 - strings throughout
+        raise DriverError(f"{tree.root}: no such directory", hint="name one with --root")
+    for directory in directories or ():
+        real = tree.resolve(str(directory))
+        if real is None or not os.path.isdir(tree.host(real)):  # noqa: PTH112
+            raise DriverError(
+                f"{directory}: no such directory below {tree.root}",
+                hint="--library-dir names a directory as it is called below --root",
+            )
+
+
+def _alternatives(tree: Tree, directories: Sequence[str]) -> list[str]:
+    """Return the directories of Debian's drivers below these, and these themselves."""
+    below = [f"{d}/nvidia/{name}" for d in directories for name in tree.names(f"{d}/nvidia")]
+    return [*below, *directories]
 
 
 def read_kernel_version(tree: Tree) -> str | None:
@@ -164,40 +191,57 @@ def _cached_directories(tree: Tree) -> Iterator[str]:
 def _known_directories(tables: Tables) -> Iterator[str]:
     own = platform.machine()
     machines = sorted(MACHINES, key=lambda m: m != own)
+    triplets = [*(TRIPLETS[m] for m in machines), *TRIPLETS32]
     for directory in tables.directories:
         if "{triplet}" in directory:
-            for machine in machines:
-                yield directory.format(triplet=f"{machine}-linux-gnu")
+            yield from (directory.format(triplet=t) for t in triplets)
         else:
             yield directory
 
 
-def _candidates(found: _Found, tables: Tables) -> Iterator[_Candidate]:
+def _candidates(found: _Found, read: Read, faults: dict[str, DriverError]) -> Iterator[_Candidate]:
+    """Yield the drivers that are complete; of the other versions `faults` gets what is wrong."""
     for version in found.cuda.keys() & found.nvml.keys():
-        cuda = _first(found.tree, found.cuda[version], f"{CUDA}{version}", tables, None)
-        machine = cuda.library.machine
-        nvml = _first(found.tree, found.nvml[version], f"{NVML}{version}", tables, machine)
+        try:
+            cuda = _first(found, found.cuda[version], f"{CUDA}{version}", read, MACHINES)
+            if cuda is None:
+                path = found.tree.host(found.cuda[version][0])
+                raise DriverError(  # noqa: TRY301 - the way out is the same for all
+                    f"{path} is no 64-bit library for {' or '.join(MACHINES)}",
+                    hint="install the driver for this machine",
+                )
+            machine = cuda.library.machine
+            nvml = _first(found, found.nvml[version], f"{NVML}{version}", read, (machine,))
+            if nvml is None:
+                raise _alone(found.tree.host(cuda.path), f"64-bit {NVML}{version}")
+        except DriverError as e:
+            faults.setdefault(version, e)
+            continue
         yield _Candidate(found, version, cuda, nvml)
 
 
 def _first(
-    tree: Tree, paths: Sequence[str], name: str, tables: Tables, machine: str | None
-) -> DriverFile:
-    """Return the first of several copies that a 64-bit process of this machine can load."""
+    found: _Found, paths: Sequence[str], name: str, read: Read, machines: Sequence[str]
+) -> DriverFile | None:
+    """Return the first of several copies that a 64-bit process of these machines can load."""
     error: LibraryError | None = None
     for path in paths:
         try:
-            library = read_library(tree.host(path))
+            library = read(found.tree.host(path))
         except LibraryError as e:
             error = error or e
             continue
-        if library.bits == 64 and library.machine in ((machine,) if machine else MACHINES):
-            return DriverFile(name, path, tables.capability(name), library)
+        if library.bits == 64 and library.machine in machines:
+            return DriverFile(name, path, read_tables().capability(name), library)
     if error is not None:
         raise DriverError(error.message, hint=error.hint) from error
-    raise DriverError(
-        f"{tree.host(paths[0])} is no 64-bit library for {machine or ' or '.join(MACHINES)}",
-        hint="install the driver for this machine",
+    return None
+
+
+def _alone(path: str, other: str) -> DriverError:
+    return DriverError(
+        f"{path} stands alone: no {other} in any directory searched",
+        hint="install the package with the other library of the same version",
     )
 
 
@@ -218,7 +262,7 @@ def _choose(candidates: list[_Candidate], kernel: str | None) -> _Candidate:
         raise DriverError(
             "two driver versions and no kernel module to choose between them: "
             f"{ordered[0].place} and {ordered[-1].place}",
-            hint="remove one, or name the other's directory with --driver-dir",
+            hint="remove one; of two in different directories name one with --library-dir",
         )
     return ordered[0]
 
@@ -235,71 +279,140 @@ def _nothing(found: Sequence[_Found]) -> DriverError:
         ):
             for version in sorted(have.keys() - lack.keys(), key=_ordered, reverse=True):
                 path = one.tree.host(have[version][0])
-                return DriverError(
-                    f"{path} stands alone: no {prefix}{version} in any directory searched",
-                    hint="install the package with the other library of the same version",
-                )
+                return _alone(path, f"{prefix}{version}")
     looked = [one.tree.host(d) for one in found for d in one.directories]
     return DriverError(
         f"no libcuda.so.<version> in {', '.join(looked[:6]) or 'any known directory'}",
-        hint="install the NVIDIA driver, or name its directory with --driver-dir",
+        hint="install the NVIDIA driver, or name its directory with --library-dir",
     )
 
 
-def _complete(chosen: _Candidate, tables: Tables, kernel: str | None) -> Driver:
-    skipped: list[Skipped] = []
-    libraries: dict[str, DriverFile] = {}
-    tree = chosen.found.tree
+def _complete(
+    chosen: _Candidate, tables: Tables, kernel: str | None, read: Read, binds: tuple[Bind, ...]
+) -> Driver:
+    reader = Reader(chosen.found.tree, read)
     machine = chosen.cuda.library.machine
-    for directory in chosen.found.directories:
-        for name in tree.names(directory):
-            if name in libraries or name in (chosen.cuda.name, chosen.nvml.name):
-                continue
-            if not tables.is_driver_file(name, chosen.version):
-                continue
-            file = _read(tree, f"{directory}/{name}", tables.capability(name), machine, skipped)
-            if file is not None:
-                libraries[name] = file
-    programs: dict[str, DriverFile] = {}
-    for directory in (*chosen.found.directories, *tables.program_directories):
-        for name, capability in tables.programs.items():
-            if name not in programs and tree.regular(f"{directory}/{name}"):
-                file = _read(tree, f"{directory}/{name}", capability, machine, skipped)
-                if file is not None:
-                    programs[name] = file
+    # Where libcuda is, its companions are; the other directories are asked for what it lacks.
+    own = os.path.dirname(chosen.cuda.path)  # noqa: PTH120
+    directories = tuple(dict.fromkeys((own, *chosen.found.directories)))
+    libraries = _libraries(reader, directories, chosen.version, tables)
+    programs = _programs(reader, directories, machine, tables)
+    taken = {chosen.cuda.name, chosen.nvml.name}
+    ours = {n: f for (m, n), f in libraries.items() if m == (64, machine) and n not in taken}
+    stems = {stem(n) for n in ours}
+    data = find_data(
+        reader, tables.places, chosen.version, machine, directories=directories, libraries=stems
+    )
+    kind32 = (32, CLASS32[machine])
+    ours32 = {n: f for (m, n), f in libraries.items() if m == kind32}
+    for (m, _), file in libraries.items():
+        if m not in ((64, machine), kind32):
+            reader.skip(file.path, f"{m[0]}-bit {m[1]}")
     return Driver(
-        root=tree.root,
+        root=chosen.found.tree.root,
         version=chosen.version,
         kind="simulated" if chosen.simulated else "nvidia",
         machine=machine,
         kernel_version=None if chosen.simulated else kernel,
         cuda=chosen.cuda,
         nvml=chosen.nvml,
-        libraries=tuple(libraries[n] for n in sorted(libraries)),
+        libraries=tuple(ours[n] for n in sorted(ours)),
+        libraries32=tuple(ours32[n] for n in sorted(ours32)),
         programs=tuple(programs[n] for n in sorted(programs)),
+        data=data,
+        binds=binds,
         # A wrapper script in /usr/bin matters only where no program of its name was found.
         skipped=tuple(
             s
-            for s in sorted(skipped, key=lambda s: s.path)
-            if os.path.basename(s.path) not in {**libraries, **programs}  # noqa: PTH119
+            for s in sorted(set(reader.skipped), key=lambda s: s.path)
+            if os.path.basename(s.path) not in programs  # noqa: PTH119
         ),
+        others=_others(reader.tree.names(own), chosen.version, tables),
     )
 
 
-def _read(
-    tree: Tree, path: str, capability: str, machine: str, skipped: list[Skipped]
-) -> DriverFile | None:
-    """Read one optional file; what is wrong with it leaves it out and never fails a refresh."""
-    real = tree.regular(path)
-    if real is None:
-        skipped.append(Skipped(path, "not a regular file below the root"))
-        return None
-    try:
-        library = read_library(tree.host(real))
-    except LibraryError as e:
-        skipped.append(Skipped(path, e.message.removeprefix(f"{tree.host(real)}: ")))
-        return None
-    if library.bits != 64 or library.machine != machine:
-        skipped.append(Skipped(path, f"{library.bits}-bit {library.machine}"))
-        return None
-    return DriverFile(os.path.basename(path), real, capability, library)  # noqa: PTH119
+def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ...]:
+    """Return the other versions that libraries of drivers among these names have, newest first."""
+    found = {
+        v
+        for n in names
+        if tables.knows(n) and not tables.is_companion(n) and (v := version_in_name(n))
+    }
+    # A soname's 1.0 or 4.0.0 is no driver's version: those have three digits in front since 2012.
+    found = {
+        v
+        for v in found
+        if v != version and len(v.partition(".")[0]) == len(version.partition(".")[0])
+    }
+    return tuple(sorted(found, key=_ordered, reverse=True))
+
+
+def _libraries(
+    reader: Reader, directories: Sequence[str], version: str, tables: Tables
+) -> dict[tuple[Kind, str], DriverFile]:
+    """Return what belongs to the driver of this version, by class and machine, and file name."""
+    libraries: dict[tuple[Kind, str], DriverFile] = {}
+    companions: dict[tuple[Kind, str], list[tuple[str, DriverFile]]] = {}
+    ending = f".so.{version}"
+    for directory in directories:
+        for name in reader.tree.names(directory):
+            own = name.endswith(ending)
+            if not own and not tables.is_companion(name):
+                continue
+            read = reader.library(f"{directory}/{name}")
+            if read is None:
+                continue
+            path, library = read
+            file = DriverFile(name, path, tables.capability(name), library)
+            kind = (library.bits, library.machine)
+            if own:
+                libraries.setdefault((kind, name), file)
+            elif os.path.basename(path) == name:  # noqa: PTH119 - a link is no file of its own
+                companions.setdefault((kind, stem(name)), []).append((directory, file))
+    for (kind, name), files in companions.items():
+        chosen = None
+        # Beside the driver's own of that name it is what an older branch left.
+        if not any(k == kind and stem(n) == name for k, n in libraries):
+            chosen = _companion(reader.tree, files)
+            libraries[kind, chosen.name] = chosen
+        for _, file in files:
+            if chosen is None or file.path != chosen.path:
+                reader.skip(file.path, "another version of it belongs to this driver")
+    return libraries
+
+
+def _companion(tree: Tree, files: Sequence[tuple[str, DriverFile]]) -> DriverFile:
+    """Return the file that its soname's link leads to, the newest where there is no link."""
+    for directory, file in files:
+        if tree.regular(f"{directory}/{file.library.soname}") == file.path:
+            return file
+    return max((f for _, f in files), key=lambda f: _ordered(f.library.version or "0"))
+
+
+def _programs(
+    reader: Reader, directories: Sequence[str], machine: str, tables: Tables
+) -> dict[str, DriverFile]:
+    programs: dict[str, DriverFile] = {}
+    where = [*directories]
+    for directory in tables.program_directories:
+        if "{alternative}" in directory:
+            where += [directory.format(alternative=a) for a in alternatives_of(directories)]
+        else:
+            where.append(directory)
+    for directory in where:
+        for name, capability in tables.programs.items():
+            path = f"{directory}/{name}"
+            if name in programs or not reader.tree.regular(path):
+                continue
+            read = reader.library(path)
+            if read is None:
+                continue
+            real, library = read
+            loader = library.interpreter
+            if (library.bits, library.machine) != (64, machine):
+                reader.skip(path, f"{library.bits}-bit {library.machine}")
+            elif loader is not None and not LOADER.fullmatch(loader):
+                reader.skip(path, f"its loader {loader} is this host's own")
+            else:
+                programs[name] = DriverFile(name, real, capability, library)
+    return programs

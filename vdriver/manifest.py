@@ -9,7 +9,7 @@ from typing import Any
 
 from vdriver.errors import MirrorError
 
-SCHEMA = 1
+SCHEMA = 2
 SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 NAME = "manifest.json"
 
@@ -22,7 +22,9 @@ class File:
     role: str
     capability: str | None = None
     soname: str | None = None
+    build_id: str | None = None
     size: int | None = None
+    mtime_ns: int | None = None
     sha256: str | None = None
     target: str | None = None
     source: str | None = None
@@ -30,19 +32,49 @@ class File:
 
 @dataclass(frozen=True)
 class CapabilitySet:
-    """What a container gets for a set of capabilities."""
+    """Directories of libraries for a container that asks for these capabilities."""
 
     capabilities: tuple[str, ...]
     lib64: str
-    bin: tuple[str, ...]
+    names64: tuple[str, ...]
     lib32: str | None = None
+    names32: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program that goes to /usr/bin."""
+
+    path: str
+    capability: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Files that programs look for in fixed directories; what `looks` means is in the schema."""
+
+    name: str
+    source: str
+    capability: str
+    targets: tuple[str, ...]
+    looks: str
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bind:
+    """A directory of the host that a container gets under the same path, where it exists."""
+
+    path: str
+    capability: str
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A file whose change makes the generation stale."""
+    """A file whose change makes the generation stale; its role is `driver` or `control`."""
 
     path: str
+    role: str
     size: int
     mtime_ns: int
 
@@ -56,6 +88,9 @@ class Manifest:
     kind: str
     machine: str
     sets: tuple[CapabilitySet, ...]
+    programs: tuple[Program, ...]
+    places: tuple[Place, ...]
+    binds: tuple[Bind, ...]
     files: tuple[File, ...]
     root: str
     watch: tuple[Watched, ...]
@@ -67,8 +102,10 @@ class Manifest:
             "generation": self.generation,
             "driver": {"version": self.version, "kind": self.kind},
             "machine": self.machine,
-            "sets": [_present(s, listed=("capabilities", "bin")) for s in self.sets],
-            "files": [_present(f) for f in self.files],
+            **{
+                name: [_present(value) for value in getattr(self, name)]
+                for name in ("sets", "programs", "places", "binds", "files")
+            },
             "source": {"root": self.root, "watch": [_present(w) for w in self.watch]},
         }
 
@@ -83,7 +120,7 @@ def read_manifest(path: str | Path) -> Manifest:
     except OSError as e:
         reason = e.strerror or str(e)
         raise MirrorError(f"{file}: {reason}", hint="run tidegate refresh") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise MirrorError(
             f"{file}: not a manifest ({type(e).__name__}: {e})", hint="run tidegate refresh"
         ) from e
@@ -99,10 +136,10 @@ def parse_manifest(data: bytes) -> Manifest:
         version=doc["driver"]["version"],
         kind=doc["driver"]["kind"],
         machine=doc["machine"],
-        sets=tuple(
-            CapabilitySet(tuple(s["capabilities"]), s["lib64"], tuple(s["bin"]), s.get("lib32"))
-            for s in doc["sets"]
-        ),
+        sets=tuple(CapabilitySet(**_tuples(s)) for s in doc["sets"]),
+        programs=tuple(Program(**p) for p in doc["programs"]),
+        places=tuple(Place(**_tuples(p)) for p in doc["places"]),
+        binds=tuple(Bind(**b) for b in doc["binds"]),
         files=tuple(File(**f) for f in doc["files"]),
         root=doc["source"]["root"],
         watch=tuple(Watched(**w) for w in doc["source"]["watch"]),
@@ -124,6 +161,12 @@ def validate(document: dict[str, Any]) -> None:
         )
 
 
-def _present(value: Any, listed: tuple[str, ...] = ()) -> dict[str, Any]:
+def _present(value: Any) -> dict[str, Any]:
     """Return a dataclass's fields as JSON, those that are None left out."""
-    return {k: list(v) if k in listed else v for k, v in vars(value).items() if v is not None}
+    return {
+        k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items() if v is not None
+    }
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}

@@ -5,65 +5,138 @@ and only then does `current` move to it, by rename too. Ending this process anyw
 former generation in force; what it left behind goes with the next run. One run at a time has the
 output directory's lock.
 
-File content is reflinked where the file system can, and copied elsewhere. Hard links would cost
-as little, but a package manager or installer that rewrites the driver's file in place would
-rewrite the mirror of a running container with it.
+File content is shared where the file system can: with the former generation, by a reflink of the
+driver's file, or by a hard link to it. A hard link is made only to a file that nobody but root may
+write, and it is content that counts: whoever rewrites the driver's file in place - package managers
+do not, they rename - changes the mirror with it: `tidegate verify` says so, and so does the next
+refresh, which makes another generation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
 import json
 import os
-import shutil
 import stat
-import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from vdriver import manifest as manifests
 from vdriver.errors import MirrorError
-from vdriver.manifest import CapabilitySet, File, Manifest, Watched
-from vdriver.plan import CAPABILITIES, DIRECTORIES, LIB64, Copy, Link, MirrorPlan
+from vdriver.manifest import File, Manifest, Watched
+from vdriver.plan import LIB32, LIB64, ORIGIN, Copy, Link, MirrorPlan
 
 FICLONE = 0x40049409  # include/uapi/linux/fs.h
 CHUNK = 1 << 20
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2  # include/uapi/linux/fs.h
 CURRENT = "current"
 TEMPORARY = ".tmp-"
 DAMAGED = ".damaged"
 
 
+Progress = Callable[[int, int], None]
+
+
 @dataclass(frozen=True)
 class Applied:
-    """The generation now in force, the one before it, and whether anything was written."""
+    """The generation now in force, the one before it, and whether anything was written.
+
+    `how` counts files by the way their content came: shared (with the former generation, or within
+    this one), reflinked, hard-linked, copied. `aside` is where a damaged generation was moved to.
+    """
 
     manifest: Manifest
     previous: Manifest | None
     changed: bool
+    how: dict[str, int]
+    aside: Path | None = None
 
 
-def apply_mirror(plan: MirrorPlan, output: str | Path) -> Applied:
-    """Make the plan's generation and put it in force; when it already is, change nothing."""
+@contextlib.contextmanager
+def exclusive(output: str | Path) -> Iterator[Path]:
+    """Make the generations' directory if it is not there, and be the only run that writes to it.
+
+    Nobody but its owner may look into it: whoever may open a directory may lock it, and would hold
+    up refreshes and starting containers. MirrorError explains what the system refuses inside.
+    """
     directory = Path(output)
     try:
-        with _locked(directory):
-            _remove_stale(directory)
-            previous = current_manifest(directory)
-            if previous is not None and is_fresh(plan, directory, previous):
-                return Applied(previous, previous, changed=False)
-            made, written = _materialise(plan, directory)
-            _switch(directory, made.generation)
-            same = previous is not None and previous.generation == made.generation
-            return Applied(made, previous, changed=written or not same)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(directory) as fd:
+            status = os.fstat(fd)
+            if status.st_mode & 0o077 and status.st_uid == os.geteuid():
+                os.fchmod(fd, 0o700)
+            yield directory
     except OSError as e:
-        raise MirrorError(
-            f"{e.filename or directory}: {e.strerror or e}",
-            hint=f"make room and give root write access to {directory}, then run it again",
-        ) from e
+        raise _explain(e, directory) from e
+
+
+def apply_mirror(
+    plan: MirrorPlan,
+    directory: Path,
+    *,
+    repair: bool = False,
+    hard_links: bool = True,
+    progress: Progress | None = None,
+) -> Applied:
+    """Make the plan's generation and put it in force; when it already is, change nothing.
+
+    To be called within `exclusive`. With `repair` the content of the generation in force is read,
+    and what somebody changed is set aside. `progress` is told bytes done and bytes in all.
+    """
+    _remove_stale(directory)
+    previous = current_manifest(directory)
+    if previous is not None and not repair and is_fresh(plan, directory, previous):
+        return Applied(previous, previous, changed=False, how={})
+    writer = _Writer(plan, directory, previous, hard_links=hard_links, progress=progress)
+    try:
+        made, written = writer.materialise()
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _full(e, plan, directory) from e
+        raise
+    _switch(directory, made.generation)
+    same = previous is not None and previous.generation == made.generation
+    if repair and previous is not None and not same:
+        former = directory / previous.generation
+        if not _intact(former, previous):
+            writer.aside = _free_name(former)
+            former.rename(writer.aside)
+    return Applied(made, previous, written or not same, dict(writer.how), writer.aside)
+
+
+def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
+    import shutil
+
+    free = shutil.disk_usage(directory).free >> 20
+    return MirrorError(
+        f"{e.filename or directory}: {e.strerror}; the mirror has {plan.size >> 20} MiB, "
+        f"{free} MiB are free",
+        hint=f"make room in {directory} (tidegate gc removes generations that nobody uses), "
+        "then run tidegate refresh",
+    )
+
+
+def _explain(e: OSError, directory: Path) -> MirrorError:
+    """Say what stands against writing the mirror, and what mends that."""
+    message = f"{e.filename or directory}: {e.strerror or e}"
+    if e.errno == errno.EROFS:
+        hint = "mount it writable, or name another directory with --output"
+    elif e.errno in (errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+        hint = "move it away, or name another directory with --output"
+    elif e.errno in (errno.EACCES, errno.EPERM):
+        hint = f"run tidegate refresh as root; {directory} has to be root's to write"
+    else:
+        hint = f"see what is wrong with {directory}, then run tidegate refresh"
+    return MirrorError(message, hint=hint)
 
 
 def current_manifest(output: str | Path) -> Manifest | None:
@@ -72,22 +145,28 @@ def current_manifest(output: str | Path) -> Manifest | None:
         manifest = manifests.read_manifest(Path(output) / CURRENT)
     except MirrorError:
         return None
-    return manifest if Path(output, CURRENT).resolve().name == manifest.generation else None
+    where = Path(output).resolve() / manifest.generation
+    return manifest if Path(output, CURRENT).resolve() == where else None
 
 
 def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
     """Say whether `manifest` is what `plan` would make, and its files are all still there.
 
-    Decided by names, sizes and times: a mirrored file keeps its source's time, and the control
-    libraries and the two drivers are in `watch`. Content is read only when one of them differs.
+    Decided by names, sizes, times and build ids: a mirrored file keeps its source's time, and the
+    control libraries and the two drivers are in `watch`. Content is read only when one of them
+    differs.
     """
     if manifest != _manifest(plan, manifest.generation, manifest.files):
         return False
+    base = Path(output, manifest.generation)
     files = {f.path: f for f in manifest.files}
-    return len(files) == len(plan.operations) and all(
-        (file := files.get(o.path)) is not None
-        and _same(o, file, Path(output, manifest.generation, o.path))
-        for o in plan.operations
+    return (
+        len(files) == len(plan.operations)
+        and all(
+            (file := files.get(o.path)) is not None and _same(o, file, base / o.path)
+            for o in plan.operations
+        )
+        and all(_names(base / directory) == names for directory, names in _directories(plan))
     )
 
 
@@ -102,81 +181,298 @@ def _same(operation: Copy | Link, file: File, made: Path) -> bool:
             )
     except OSError:
         return False
+    content = operation.content
     return (
         file == _copy_entry(operation, file.sha256)
+        and (content is None or file.sha256 == hashlib.sha256(content).hexdigest())
         and stat.S_ISREG(status.st_mode)
-        and stat.S_IMODE(status.st_mode) == operation.mode
-        and (status.st_size, status.st_mtime_ns)
-        == (operation.source.size, operation.source.mtime_ns)
+        and _usable(operation, status)
+        and (status.st_size, status.st_mtime_ns) == (operation.size, operation.mtime_ns)
     )
 
 
-def _materialise(plan: MirrorPlan, output: Path) -> tuple[Manifest, bool]:
-    """Write a generation; the flag says whether it is new, false where an intact one was there."""
-    work = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=output))
+def _usable(operation: Copy, status: os.stat_result) -> bool:
+    """Say whether containers' users may read or run a file, and nobody but root or us write it."""
+    wanted = 0o555 if operation.role == "program" else 0o444
+    ours = status.st_uid in (0, os.geteuid())
+    return ours and status.st_mode & 0o7022 == 0 and status.st_mode & wanted == wanted
+
+
+def _directories(plan: MirrorPlan | Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Return each directory of a set, and the names that have to be in it."""
+    for s in plan.sets:
+        yield s.lib64, tuple(sorted((*s.names64, ORIGIN)))
+        if s.lib32 is not None and s.names32 is not None:
+            yield s.lib32, s.names32
+
+
+def _names(directory: Path) -> tuple[str, ...]:
     try:
-        for name in DIRECTORIES:
-            (work / name).mkdir()
-            (work / name).chmod(0o755)
-        files = tuple(
-            _link(o, work) if isinstance(o, Link) else _copy(o, work) for o in plan.operations
-        )
-        generation = f"{plan.driver.version}-{digest(files)}"
-        manifest = _manifest(plan, generation, files)
-        document = manifest.to_json()
-        manifests.validate(document)
-        _write(work / manifests.NAME, json.dumps(document, indent=1).encode() + b"\n")
-        work.chmod(0o755)
-        for name in (*reversed(DIRECTORIES), "."):
-            _sync(work / name)
-        final = output / generation
-        written = not final.exists() or not _adopt(work, final, plan, manifest)
-        if written:
-            work.rename(final)
-        _sync(output)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    return manifest, written
+        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208 - names, not paths
+    except OSError:
+        return ()
 
 
-def _adopt(work: Path, final: Path, plan: MirrorPlan, manifest: Manifest) -> bool:
-    """Keep the generation of this name that is there already, if its content is what it says.
+class _Writer:
+    """Writes one generation."""
 
-    Containers may have it mounted, so an intact one stays and gets the new times and manifest. One
-    that somebody changed is moved aside, and `work` has to take its place: False.
+    def __init__(
+        self,
+        plan: MirrorPlan,
+        output: Path,
+        previous: Manifest | None,
+        *,
+        hard_links: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.plan = plan
+        self.output = output
+        self.hard_links = hard_links
+        self.progress = progress or (lambda _done, _total: None)
+        self.done = 0
+        self.how: Counter[str] = Counter()
+        self.aside: Path | None = None
+        self.written: dict[str, tuple[Path, str]] = {}  # by host file: where it is, and its hash
+        self.previous: dict[tuple[str | None, int | None, str | None, str], tuple[Path, File]] = {}
+        if previous is not None:
+            base = output / previous.generation
+            self.previous = {
+                (f.source, f.size, f.build_id, f.role): (base / f.path, f)
+                for f in previous.files
+                if f.sha256 is not None
+            }
+
+    def materialise(self) -> tuple[Manifest, bool]:
+        """Write it; the flag says whether it is new, false where an intact one was there."""
+        plan, output = self.plan, self.output
+        import shutil
+
+        work = output / f"{TEMPORARY}{os.getpid()}"  # ours alone: the lock is held
+        work.mkdir(mode=0o700)
+        try:
+            directories = _parents(plan)
+            for name in directories:
+                (work / name).mkdir()
+                (work / name).chmod(0o755)
+            files = tuple(
+                _link(o, work) if isinstance(o, Link) else self._copy(o, work)
+                for o in plan.operations
+            )
+            self._fill_sets(work)
+            unnamed = _manifest(plan, f"{plan.driver.version}-{'0' * 12}", files)
+            generation = f"{plan.driver.version}-{digest(unnamed)}"
+            manifest = _manifest(plan, generation, files)
+            document = manifest.to_json()
+            manifests.validate(document)
+            _write(work / manifests.NAME, json.dumps(document, indent=1).encode() + b"\n")
+            work.chmod(0o755)
+            for name in (*reversed(directories), "."):
+                _sync(work / name)
+            final = output / generation
+            written = not _intact(final, manifest)
+            if not written:
+                _adopt(work, final, plan)
+            elif os.path.lexists(final):
+                self.aside = _exchange(work, final)
+            else:
+                work.rename(final)
+            _sync(output)
+        except BaseException:
+            shutil.rmtree(work, ignore_errors=True)
+            raise
+        return manifest, written
+
+    def _copy(self, operation: Copy, work: Path) -> File:
+        """Put one file's content there, with its time, and return its entry.
+
+        The hash is of what is there. A source that changed since it was found fails the run: a
+        package is being upgraded, and half of each version would be worse than either.
+        """
+        target = work / operation.path
+        host = operation.host
+        if operation.content is not None:
+            _write(target, operation.content)
+            os.utime(target, ns=(operation.mtime_ns, operation.mtime_ns))
+            self._count("copied", operation)
+            return _copy_entry(operation, hashlib.sha256(operation.content).hexdigest())
+        if host in self.written and self._linked(self.written[host][0], target):
+            self._count("shared", operation)
+            return _copy_entry(operation, self.written[host][1])
+        sha256 = self._keep(operation, target) or self._read(operation, target)
+        self.written[host] = target, sha256
+        return _copy_entry(operation, sha256)
+
+    def _keep(self, operation: Copy, target: Path) -> str | None:
+        """Share the file with the former generation, if it is what it was there; its hash."""
+        source = None if operation.role == "control" else operation.below_root
+        key = (source, operation.size, operation.build_id, operation.role)
+        if source is None or key not in self.previous:
+            return None
+        path, file = self.previous[key]
+        try:
+            status = path.lstat()
+            if (status.st_size, status.st_mtime_ns) != (operation.size, operation.mtime_ns):
+                return None
+            _require_unchanged(operation, os.lstat(operation.host))
+            if not (stat.S_ISREG(status.st_mode) and _usable(operation, status)):
+                return None
+            with path.open("rb") as content:
+                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
+                    return None
+        except OSError:
+            return None
+        if not self._linked(path, target):
+            return None
+        self._count("shared", operation)
+        return file.sha256
+
+    def _read(self, operation: Copy, target: Path) -> str:
+        try:
+            read = os.open(operation.host, READ)
+        except FileNotFoundError as e:
+            raise _changed(operation) from e
+        with os.fdopen(read, "rb", buffering=0) as reader:
+            status = os.fstat(reader.fileno())
+            _require_unchanged(operation, status)
+            with target.open("xb+", buffering=0) as writer:
+                how = "reflinked" if _reflink(reader.fileno(), writer.fileno()) else "copied"
+                if how == "copied" and self._hard_link(operation, status, target):
+                    how = "hard-linked"
+                elif how == "copied":
+                    _transfer(reader.fileno(), writer.fileno())
+                if how == "hard-linked":
+                    os.fsync(reader.fileno())
+                else:
+                    os.fchmod(writer.fileno(), operation.mode)
+                    os.utime(writer.fileno(), ns=(operation.mtime_ns, operation.mtime_ns))
+                    os.fsync(writer.fileno())
+            with target.open("rb") as made:
+                sha256 = hashlib.file_digest(made, "sha256").hexdigest()
+            _require_unchanged(operation, os.fstat(reader.fileno()))
+            if target.lstat().st_size != operation.size:
+                raise _changed(operation)
+        self._count(how, operation)
+        return sha256
+
+    def _hard_link(self, operation: Copy, status: os.stat_result, target: Path) -> bool:
+        """Take the driver's own file, where that is as good as a copy."""
+        if not self.hard_links or operation.role == "control":
+            return False
+        if status.st_uid != 0 or not _usable(operation, status):
+            return False
+        link = target.with_name(f"{TEMPORARY}{target.name}")
+        try:
+            # By name, as linkat(2) by descriptor wants a privilege; the inode says what it was.
+            os.link(operation.host, link, follow_symlinks=False)
+        except OSError:
+            return False  # another file system, or one without links
+        if not os.path.samestat(link.lstat(), status):
+            link.unlink()
+            raise _changed(operation)
+        link.replace(target)
+        return True
+
+    def _linked(self, path: Path, target: Path) -> bool:
+        try:
+            os.link(path, target)
+        except OSError:
+            return False
+        return True
+
+    def _fill_sets(self, work: Path) -> None:
+        """Make the directories of the narrower sets, of links to what is in lib64 and lib32."""
+        import shutil
+
+        origin = tuple(f"{ORIGIN}/{n}" for n in _names(work / LIB64 / ORIGIN))
+        made = {LIB64, LIB32}
+        for s in self.plan.sets:
+            for full, directory, names in (
+                (LIB64, s.lib64, (*s.names64, *origin)),
+                (LIB32, s.lib32, s.names32),
+            ):
+                if directory is None or names is None or directory in made:
+                    continue
+                made.add(directory)
+                for name in names:
+                    source, target = work / full / name, work / directory / name
+                    if source.is_symlink():
+                        target.symlink_to(source.readlink())
+                    elif not self._linked(source, target):
+                        shutil.copy2(source, target)
+                        _sync(target)
+
+    def _count(self, how: str, operation: Copy) -> None:
+        self.how[how] += 1
+        self.done += operation.size
+        self.progress(self.done, self.plan.size)
+
+
+def _parents(plan: MirrorPlan) -> tuple[str, ...]:
+    """Return every directory of a generation, each after the one that it is in."""
+    leaves = {o.path.rpartition("/")[0] for o in plan.operations}
+    for s in plan.sets:
+        leaves |= {s.lib64, f"{s.lib64}/{ORIGIN}", *((s.lib32,) if s.lib32 else ())}
+    every = {"/".join(d.split("/")[:n]) for d in leaves for n in range(1, d.count("/") + 2)}
+    return tuple(sorted(every))
+
+
+def _require_unchanged(operation: Copy, status: os.stat_result) -> None:
+    if (status.st_size, status.st_mtime_ns) != (operation.size, operation.mtime_ns):
+        raise _changed(operation)
+
+
+def _changed(operation: Copy) -> MirrorError:
+    return MirrorError(
+        f"{operation.host} changed while it was being read",
+        hint="wait for the driver's installation to end, then run tidegate refresh",
+    )
+
+
+def _adopt(work: Path, final: Path, plan: MirrorPlan) -> None:
+    """Keep the intact generation that is there already, and give it the new times and manifest.
+
+    Containers may have it mounted.
     """
-    if not _intact(final, manifest):
-        aside = (Path(f"{final}{DAMAGED}-{n}") for n in itertools.count())
-        final.rename(next(p for p in aside if not p.exists()))
-        return False
+    import shutil
+
     for operation in plan.operations:
         if isinstance(operation, Copy):
-            time = operation.source.mtime_ns
-            os.utime(final / operation.path, ns=(time, time))
+            os.utime(final / operation.path, ns=(operation.mtime_ns, operation.mtime_ns))
     (work / manifests.NAME).replace(final / manifests.NAME)
     _sync(final)
     shutil.rmtree(work)
-    return True
+
+
+def _free_name(final: Path) -> Path:
+    """Return a name for a damaged generation: a container that has it mounted keeps it."""
+    names = (Path(f"{final}{DAMAGED}-{n}") for n in itertools.count())
+    return next(p for p in names if not os.path.lexists(p))
+
+
+def _exchange(work: Path, final: Path) -> Path:
+    """Put `work` in a damaged generation's place in one step; return where that is then."""
+    import ctypes
+
+    aside = _free_name(final)
+    work.rename(aside)
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(aside), os.fsencode(final)
+    if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) != 0:
+        # A file system without it: for a moment nothing has the name, and no container starts.
+        beside = _free_name(final)
+        final.rename(beside)
+        aside.rename(final)
+        return beside
+    return aside
 
 
 def _intact(final: Path, manifest: Manifest) -> bool:
-    """Say whether the generation holds exactly the content that its name stands for."""
-    for file in manifest.files:
-        path = final / file.path
-        try:
-            if file.target is not None:
-                if str(path.readlink()) != file.target:
-                    return False
-                continue
-            if not stat.S_ISREG(path.lstat().st_mode):
-                return False
-            with path.open("rb") as content:
-                if hashlib.file_digest(content, "sha256").hexdigest() != file.sha256:
-                    return False
-        except OSError:
-            return False
-    return True
+    """Say whether a generation is exactly what its manifest says: as `tidegate verify` does."""
+    from vdriver.verify import check_content
+
+    if final.is_symlink() or not final.is_dir():
+        return False
+    return next(check_content(final, manifest), None) is None
 
 
 def _switch(output: Path, generation: str) -> None:
@@ -190,71 +486,57 @@ def _switch(output: Path, generation: str) -> None:
     _sync(output)
 
 
-def digest(files: tuple[File, ...]) -> str:
-    """Return what names a generation: the first 12 hex digits of a SHA-256 over all its content."""
-    total = hashlib.sha256()
-    for file in sorted(files, key=lambda f: f.path):
-        kind, content = ("link", file.target) if file.target else ("file", file.sha256)
-        total.update(f"{file.path}\0{kind}\0{content}\n".encode())
-    return total.hexdigest()[:12]
+def digest(manifest: Manifest) -> str:
+    """Return what names a generation: the first 12 hex digits of a SHA-256 over all its content.
+
+    That is its manifest, less the name itself and what says where the content came from and when.
+    """
+    document = manifest.to_json()
+    del document["generation"], document["source"]
+    for file in document["files"]:
+        for field in ("source", "mtime_ns"):
+            file.pop(field, None)
+    document["files"].sort(key=lambda f: f["path"])
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _manifest(plan: MirrorPlan, generation: str, files: tuple[File, ...]) -> Manifest:
     driver = plan.driver
-    watched = (driver.cuda.library, driver.nvml.library, plan.control.cuda, plan.control.nvml)
+    watched = (
+        *(("driver", f.library) for f in (driver.cuda, driver.nvml)),
+        *(("control", library) for library in (plan.control.cuda, plan.control.nvml)),
+    )
     return Manifest(
         generation=generation,
         version=driver.version,
         kind=driver.kind,
         machine=driver.machine,
-        sets=(CapabilitySet(CAPABILITIES, LIB64, plan.programs),),
+        sets=plan.sets,
+        programs=plan.programs,
+        places=plan.places,
+        binds=plan.binds,
         files=files,
         root=str(Path(driver.root).absolute()),
-        watch=tuple(Watched(os.path.realpath(w.path), w.size, w.mtime_ns) for w in watched),
+        watch=tuple(
+            Watched(os.path.realpath(w.path), role, w.size, w.mtime_ns) for role, w in watched
+        ),
     )
 
 
-def _copy(operation: Copy, work: Path) -> File:
-    """Copy one file's content, with its time, and return its entry.
-
-    The hash is of what was written. A source that changed since it was found fails the run: a
-    package is being upgraded, and half of each version would be worse than either.
-    """
-    source = operation.source
-    target = work / operation.path
-    read = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(read, "rb") as reader, target.open("xb+", buffering=0) as writer:
-        sha256 = _transfer(reader.fileno(), writer.fileno())
-        status = os.fstat(reader.fileno())
-        written = os.fstat(writer.fileno()).st_size
-        if (status.st_size, status.st_mtime_ns, written) != (
-            source.size,
-            source.mtime_ns,
-            source.size,
-        ):
-            raise MirrorError(
-                f"{source.path} changed while it was being read",
-                hint="wait for the driver's installation to end, then run tidegate refresh",
-            )
-        os.fchmod(writer.fileno(), operation.mode)
-        os.utime(writer.fileno(), ns=(source.mtime_ns, source.mtime_ns))
-        os.fsync(writer.fileno())
-    return _copy_entry(operation, sha256)
-
-
-def _transfer(reader: int, writer: int) -> str:
+def _reflink(reader: int, writer: int) -> bool:
     try:
         fcntl.ioctl(writer, FICLONE, reader)
     except OSError:  # another file system, or one without shared extents
-        while data := os.read(reader, CHUNK):
-            view = memoryview(data)
-            while view:
-                view = view[os.write(writer, view) :]
-    total = hashlib.sha256()
-    os.lseek(writer, 0, os.SEEK_SET)
-    while data := os.read(writer, CHUNK):
-        total.update(data)
-    return total.hexdigest()
+        return False
+    return True
+
+
+def _transfer(reader: int, writer: int) -> None:
+    while data := os.read(reader, CHUNK):
+        view = memoryview(data)
+        while view:
+            view = view[os.write(writer, view) :]
 
 
 def _link(operation: Link, work: Path) -> File:
@@ -267,8 +549,10 @@ def _copy_entry(operation: Copy, sha256: str | None) -> File:
         path=operation.path,
         role=operation.role,
         capability=operation.capability,
-        soname=operation.source.soname,
-        size=operation.source.size,
+        soname=operation.soname,
+        build_id=operation.build_id,
+        size=operation.size,
+        mtime_ns=operation.mtime_ns,
         sha256=sha256,
         source=operation.below_root,
     )
@@ -284,23 +568,32 @@ def _link_entry(operation: Link) -> File:
 
 
 @contextlib.contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    output.mkdir(mode=0o755, parents=True, exist_ok=True)
-    fd = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def locked(directory: Path) -> Iterator[int]:
+    """Hold the lock of the generations' directory; gives its descriptor."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield fd
     finally:
         os.close(fd)
 
 
 def _remove_stale(output: Path) -> None:
-    """Remove what an interrupted run left; the lock says that no other run is using it."""
-    for path in output.glob(f"{TEMPORARY}*"):
+    """Remove what an interrupted run left; the lock says that no other run is using it.
+
+    What cannot be removed (a hard link to a file that was made immutable) stays, and harms nobody.
+    """
+    for name in os.listdir(output):  # noqa: PTH208 - names, not paths
+        if not name.startswith(TEMPORARY):
+            continue
+        import shutil
+
+        path = output / name
         if path.is_symlink() or not path.is_dir():
-            path.unlink()
+            with contextlib.suppress(OSError):
+                path.unlink()
         else:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -312,8 +605,8 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Make a directory's names durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make a file's content, or a directory's names, durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -1,47 +1,60 @@
 """From a driver and the control libraries to the list of what a generation holds.
 
-Pure: takes what was found, reads nothing. Every operation says in words what it does. There is one
-set for now, for `compute` and `utility`; a library of another capability stays out of it.
+Pure: takes what was found, reads nothing. Every operation says in words what it does.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from vdriver.control import ControlLibraries
-from vdriver.discover import Driver, DriverFile
+from vdriver.driver import DataFile, Driver, DriverFile
 from vdriver.elf import Library
 from vdriver.errors import MirrorError
+from vdriver.manifest import Bind, CapabilitySet, Place, Program
+from vdriver.tables import Tables, read_tables, stem
 
-CAPABILITIES = ("compute", "utility")
 LIB64 = "lib64"
-ORIGIN = "lib64/origin"
+LIB32 = "lib32"
+ORIGIN = "origin"  # below lib64, where only the control library looks
 BIN = "bin"
-DIRECTORIES = (LIB64, ORIGIN, BIN)
+DATA = "data"
+SETS = "sets"
 
-LINKED = re.compile(r"(lib.+\.so)\.[0-9]+")  # a soname whose development link is customary
+SONAME = re.compile(r"(lib.+\.so)\.[0-9.]+")  # what a development link leaves the number from
+# There is no control library of 32 bit, and these without one would be a way around every quota.
+UNGOVERNED = ("libcuda", "libnvidia-ml")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A file whose content goes into the generation."""
+    """A file whose content goes into the generation; `content` where that is not the source's."""
 
     path: str
-    source: Library
-    role: Literal["library", "control", "origin", "program"]
+    host: str
+    size: int
+    mtime_ns: int
+    role: Literal["library", "control", "origin", "program", "data"]
     capability: str
     below_root: str | None
+    soname: str | None = None
+    build_id: str | None = None
+    content: bytes | None = None
 
     @property
     def mode(self) -> int:
-        """The permission bits that the file gets, whatever the source has."""
+        """The permission bits that a copy gets, whatever the source has."""
         return 0o755 if self.role == "program" else 0o644
 
     def describe(self) -> str:
         """Say the operation as an operator would."""
-        return f"copy {self.source.path} -> {self.path} ({self.role}, {self.capability})"
+        how = (
+            "mirror" if self.content is None else "write" if self.below_root is None else "rewrite"
+        )
+        return f"{how} {self.host} -> {self.path} ({self.role}, {self.capability})"
 
 
 @dataclass(frozen=True)
@@ -67,20 +80,28 @@ class MirrorPlan:
     driver: Driver
     control: ControlLibraries
     operations: tuple[Operation, ...]
+    sets: tuple[CapabilitySet, ...]
+    programs: tuple[Program, ...]
+    places: tuple[Place, ...]
+    binds: tuple[Bind, ...]
     left_out: tuple[str, ...]
+    notes: tuple[str, ...]
 
     def describe(self) -> tuple[str, ...]:
         """Return one line for each operation, in the order in which they are made."""
         return tuple(o.describe() for o in self.operations)
 
     @property
-    def programs(self) -> tuple[str, ...]:
-        """Paths of the programs, relative to the generation."""
-        return tuple(o.path for o in self.operations if isinstance(o, Copy) and o.role == "program")
+    def size(self) -> int:
+        """Bytes of all content."""
+        return sum(o.size for o in self.operations if isinstance(o, Copy))
 
 
-def plan_mirror(driver: Driver, control: ControlLibraries) -> MirrorPlan:
+def plan_mirror(
+    driver: Driver, control: ControlLibraries, tables: Tables | None = None
+) -> MirrorPlan:
     """Return the generation for `driver`, with `control` answering libcuda's and NVML's names."""
+    tables = tables or read_tables()
     for library in (control.cuda, control.nvml):
         if (library.bits, library.machine) != (64, driver.machine):
             raise MirrorError(
@@ -91,28 +112,43 @@ def plan_mirror(driver: Driver, control: ControlLibraries) -> MirrorPlan:
     builder = _Builder()
     _answer(builder, driver.cuda, control.cuda, driver.version, "libcuda")
     _answer(builder, driver.nvml, control.nvml, driver.version, "libnvidia-ml")
-    # What carries the driver's version goes first: a companion with a version of its own (an
-    # older branch's leftover) does not take a name from it.
-    ending = f".so.{driver.version}"
-    for file in sorted(driver.libraries, key=lambda f: (not f.name.endswith(ending), f.name)):
-        if file.capability in CAPABILITIES:
-            _library(builder, file)
-        else:
-            builder.left_out.append(f"{file.name}: {file.capability}")
+    _libraries(builder, LIB64, driver.libraries, driver.version)
+    governed = [f for f in driver.libraries32 if stem(f.name) not in UNGOVERNED]
+    _libraries(builder, LIB32, governed, driver.version)
+    builder.left_out += [
+        f"{f.name} of 32 bit: no control library would govern it"
+        for f in driver.libraries32
+        if f not in governed
+    ]
+    programs = []
     for file in driver.programs:
-        if file.capability in CAPABILITIES:
-            builder.add(
-                Copy(f"{BIN}/{file.name}", file.library, "program", file.capability, file.path)
-            )
-    return MirrorPlan(driver, control, tuple(builder.operations.values()), tuple(builder.left_out))
+        path = f"{BIN}/{file.name}"
+        builder.add(_copy(path, file, "program"))
+        programs.append(Program(path, file.capability))
+    places = _places(builder, driver.data, driver.version, tables)
+    return MirrorPlan(
+        driver=driver,
+        control=control,
+        operations=tuple(builder.operations.values()),
+        sets=_sets(builder, driver, programs, places, tables),
+        programs=tuple(programs),
+        places=places,
+        binds=driver.binds,
+        left_out=tuple(builder.left_out),
+        notes=(*_missing(driver), *_unknown(driver, tables)),
+    )
 
 
 @dataclass
 class _Builder:
-    """Operations by path. The first to claim a path has it, so the control library's names hold."""
+    """Operations by path. The first to claim a path has it, so the control library's names hold.
+
+    `names` says which library each name in lib64 and lib32 stands for.
+    """
 
     operations: dict[str, Operation] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    names: dict[str, dict[str, Library]] = field(default_factory=lambda: {LIB64: {}, LIB32: {}})
 
     def add(self, operation: Operation) -> bool:
         first = self.operations.setdefault(operation.path, operation)
@@ -120,23 +156,166 @@ class _Builder:
             self.left_out.append(f"{operation.describe()}: taken by {first.describe()}")
         return first == operation
 
+    def add_name(self, directory: str, name: str, operation: Operation, library: Library) -> bool:
+        if name == ORIGIN:  # a directory's
+            self.left_out.append(f"{operation.describe()}: not a name for a library")
+            return False
+        if not self.add(operation):
+            return False
+        self.names[directory][name] = library
+        return True
 
-def _answer(builder: _Builder, file: DriverFile, control: Library, version: str, stem: str) -> None:
+
+def _copy(path: str, file: DriverFile, role: Literal["library", "origin", "program"]) -> Copy:
+    library = file.library
+    return Copy(
+        path,
+        library.path,
+        library.size,
+        library.mtime_ns,
+        role,
+        file.capability,
+        file.path,
+        library.soname,
+        library.build_id,
+    )
+
+
+def _answer(builder: _Builder, file: DriverFile, control: Library, version: str, name: str) -> None:
     """Put the control library under every name of a driver's library, and that one aside."""
-    builder.add(Copy(f"{LIB64}/{stem}.so.1", control, "control", file.capability, None))
-    for name in (f"{stem}.so", f"{stem}.so.{version}"):
-        builder.add(Link(f"{LIB64}/{name}", f"{stem}.so.1", file.capability))
-    origin = f"{ORIGIN}/{stem}-origin.so.1"
-    builder.add(Copy(origin, file.library, "origin", file.capability, file.path))
+    soname = f"{name}.so.1"
+    copy = Copy(
+        f"{LIB64}/{soname}",
+        control.path,
+        control.size,
+        control.mtime_ns,
+        "control",
+        file.capability,
+        None,
+        control.soname,
+        control.build_id,
+    )
+    builder.add_name(LIB64, soname, copy, file.library)
+    for other in dict.fromkeys((f"{name}.so", f"{name}.so.{version}", file.name)):
+        if other != soname:
+            link = Link(f"{LIB64}/{other}", soname, file.capability)
+            builder.add_name(LIB64, other, link, file.library)
+    builder.add(_copy(f"{LIB64}/{ORIGIN}/{name}-origin.so.1", file, "origin"))
 
 
-def _library(builder: _Builder, file: DriverFile) -> None:
-    path = f"{LIB64}/{file.name}"
-    if not builder.add(Copy(path, file.library, "library", file.capability, file.path)):
-        return
-    soname = file.library.soname
-    if soname is None or soname == file.name:
-        return
-    linked = builder.add(Link(f"{LIB64}/{soname}", file.name, file.capability))
-    if linked and (match := LINKED.fullmatch(soname)):
-        builder.add(Link(f"{LIB64}/{match[1]}", soname, file.capability))
+def _libraries(
+    builder: _Builder, directory: str, files: Iterable[DriverFile], version: str
+) -> None:
+    # What carries the driver's version goes first: a companion with a version of its own (an
+    # older branch's leftover) does not take a name from it.
+    ending = f".so.{version}"
+    for file in sorted(files, key=lambda f: (not f.name.endswith(ending), f.name)):
+        copy = _copy(f"{directory}/{file.name}", file, "library")
+        if not builder.add_name(directory, file.name, copy, file.library):
+            continue
+        soname = file.library.soname or file.name
+        if soname != file.name:
+            link = Link(f"{directory}/{soname}", file.name, file.capability)
+            if not builder.add_name(directory, soname, link, file.library):
+                continue
+        if match := SONAME.fullmatch(soname):
+            link = Link(f"{directory}/{match[1]}", soname, file.capability)
+            builder.add_name(directory, match[1], link, file.library)
+
+
+def _places(
+    builder: _Builder, data: Sequence[DataFile], version: str, tables: Tables
+) -> tuple[Place, ...]:
+    places = []
+    for rule in tables.places:
+        files = [f for f in data if f.place == rule.name]
+        for file in files:
+            builder.add(
+                Copy(
+                    f"{DATA}/{rule.name}/{file.name}",
+                    file.host,
+                    file.size if file.content is None else len(file.content),
+                    file.mtime_ns,
+                    "data",
+                    rule.capability,
+                    file.path,
+                    build_id=file.library.build_id if file.library else None,
+                    content=file.content,
+                )
+            )
+        if files:
+            targets = tuple(t.replace("{version}", version) for t in rule.container)
+            names = tuple(f.name for f in files)
+            source = f"{DATA}/{rule.name}"
+            places.append(Place(rule.name, source, rule.capability, targets, rule.looks, names))
+    return tuple(places)
+
+
+def _sets(
+    builder: _Builder,
+    driver: Driver,
+    programs: Sequence[Program],
+    places: Sequence[Place],
+    tables: Tables,
+) -> tuple[CapabilitySet, ...]:
+    """Return what a container gets for each combination of the capabilities that there are."""
+    files = (driver.cuda, driver.nvml, *driver.libraries, *driver.libraries32)
+    offered = {f.capability for f in files}
+    offered |= {p.capability for p in programs} | {p.capability for p in places}
+    made: dict[tuple[tuple[str, ...], tuple[str, ...]], CapabilitySet] = {}
+    sets = []
+    for capabilities in tables.combinations(offered):
+        names64 = _chosen(builder.names[LIB64], capabilities, tables)
+        names32 = _chosen(builder.names[LIB32], capabilities, tables)
+        # Where a capability brings no library, as display does not, the directory is the same.
+        same = made.get((names64, names32))
+        if same is None:
+            below = f"{SETS}/{'+'.join(capabilities)}"
+            all64 = len(names64) == len(builder.names[LIB64])
+            all32 = len(names32) == len(builder.names[LIB32])
+            same = made[names64, names32] = CapabilitySet(
+                capabilities,
+                LIB64 if all64 else f"{below}/{LIB64}",
+                names64,
+                (LIB32 if all32 else f"{below}/{LIB32}") if names32 else None,
+                names32 or None,
+            )
+        sets.append(CapabilitySet(capabilities, same.lib64, same.names64, same.lib32, same.names32))
+    return tuple(sets)
+
+
+def _chosen(
+    names: Mapping[str, Library], capabilities: Sequence[str], tables: Tables
+) -> tuple[str, ...]:
+    """Return the names of libraries with these capabilities, and of those that they need."""
+    todo = [n for n in names if tables.capability(n) in capabilities]
+    chosen: set[str] = set()
+    while todo:
+        library = names[todo.pop()]
+        if library.path not in chosen:
+            chosen.add(library.path)
+            todo += [n for n in library.needed if n in names]
+    return tuple(sorted(n for n, library in names.items() if library.path in chosen))
+
+
+def _missing(driver: Driver) -> list[str]:
+    """Say which of the driver's own libraries are needed by another and not installed."""
+    notes = []
+    ending = f".so.{driver.version}"
+    for files in ((driver.cuda, driver.nvml, *driver.libraries), driver.libraries32):
+        here = {f.name for f in files} | {f.library.soname for f in files}
+        notes += [
+            f"{f.path} needs {needed}, which is not installed"
+            for f in files
+            for needed in f.library.needed
+            if needed.endswith(ending) and needed not in here
+        ]
+    return notes
+
+
+def _unknown(driver: Driver, tables: Tables) -> list[str]:
+    """Name the libraries whose capability is a guess."""
+    names = dict.fromkeys(
+        f.name for f in (*driver.libraries, *driver.libraries32) if not tables.knows(f.name)
+    )
+    return [f"{n} is not in libraries.toml and counts as compute" for n in names]

@@ -5,15 +5,22 @@ The story of `tidegate refresh`: find, plan, apply. Says what changed, prints no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vdriver.control import read_control
-from vdriver.discover import Skipped, find_driver
+from vdriver.discover import find_driver
+from vdriver.driver import Skipped
+from vdriver.errors import MirrorError
 from vdriver.manifest import Manifest
-from vdriver.mirror import apply_mirror, current_manifest, is_fresh
-from vdriver.plan import MirrorPlan, plan_mirror
+from vdriver.mirror import Progress, apply_mirror, current_manifest, exclusive, is_fresh
+from vdriver.plan import DATA, Copy, MirrorPlan, plan_mirror
+from vdriver.readings import Readings
+
+DRIVERS = ("origin", "library", "program", "data")  # roles of files that a driver's packages bring
+READINGS = "readings.json"  # beside the generations: what the driver's files said when last read
 
 
 @dataclass(frozen=True)
@@ -21,7 +28,9 @@ class RefreshResult:
     """What a refresh did, or would do.
 
     `manifest` is the generation in force afterwards; after a dry run that is the one from before,
-    if any, and `changed` says whether a real run would make another.
+    if any, and `changed` says whether a real run would make another. `how` counts the files by the
+    way their content came, `aside` is where a damaged generation was moved to. `rewritten` names
+    files of the driver whose content changed and whose build id did not, as no package does it.
     """
 
     plan: MirrorPlan
@@ -33,6 +42,9 @@ class RefreshResult:
     removed: tuple[str, ...]
     replaced: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+    how: dict[str, int]
+    aside: Path | None
+    rewritten: tuple[str, ...]
 
 
 def refresh(
@@ -41,24 +53,51 @@ def refresh(
     control: str | Path,
     *,
     driver_directories: Sequence[str | Path] | None = None,
+    sockets: bool = False,
     dry_run: bool = False,
+    repair: bool = False,
+    accept_loss: bool = False,
+    hard_links: bool = True,
+    progress: Progress | None = None,
 ) -> RefreshResult:
     """Put the mirror of the driver below `root` in force in `output`.
 
-    `control` is the directory of the two control libraries. With `dry_run` nothing is written.
+    `control` is the directory of the two control libraries; `sockets` gives containers the
+    directories of the driver's services. With `dry_run` nothing is written; with `repair` the
+    content of what is in force is not taken on trust; with `accept_loss` a driver may lack what its
+    mirror has. Without `hard_links` no file is shared with the host. `progress` is told bytes done
+    and bytes in all.
     """
-    driver = find_driver(root, driver_directories)
-    plan = plan_mirror(driver, read_control(control))
+
+    def look() -> MirrorPlan:
+        driver = find_driver(root, driver_directories, read=readings.read, sockets=sockets)
+        plan = plan_mirror(driver, read_control(control, readings.read))
+        if not accept_loss:
+            _require_whole(plan, current_manifest(output))
+        return plan
+
+    readings = Readings(Path(output, READINGS))
+    how: dict[str, int] = {}
+    aside: Path | None = None
     if dry_run:
+        plan = look()
         before = after = current_manifest(output)
         changed = before is None or not is_fresh(plan, output, before)
         # What the content would be is known after a copy only, so nothing counts as replaced.
         old = dict.fromkeys((f.path for f in before.files) if before else (), "")
         new = dict.fromkeys((o.path for o in plan.operations), "")
     else:
-        applied = apply_mirror(plan, output)
-        before, after, changed = applied.previous, applied.manifest, applied.changed
-        old, new = _content(before), _content(after)
+        # Looked at with the lock held: of two runs the later one has seen the later driver.
+        with exclusive(output) as directory:
+            plan = look()
+            applied = apply_mirror(
+                plan, directory, repair=repair, hard_links=hard_links, progress=progress
+            )
+            before, after, changed = applied.previous, applied.manifest, applied.changed
+            old, new = _content(before), _content(after)
+            how, aside = applied.how, applied.aside
+            with contextlib.suppress(OSError):  # the next run reads all files again, no more
+                readings.save()
     return RefreshResult(
         plan=plan,
         manifest=after,
@@ -68,10 +107,55 @@ def refresh(
         added=tuple(sorted(new.keys() - old.keys())),
         removed=tuple(sorted(old.keys() - new.keys())),
         replaced=tuple(p for p in sorted(new.keys() & old.keys()) if new[p] != old[p]),
-        skipped=driver.skipped,
+        skipped=plan.driver.skipped,
+        how=how,
+        aside=aside,
+        rewritten=_rewritten(before, after) if not dry_run else (),
     )
+
+
+def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
+    """Refuse a driver that is half replaced: containers would start with half of it until a reboot.
+
+    A package manager replaces one package after the other. While the version is the same as that
+    of the generation in force, a library that is gone, and a changed file beside libraries of
+    another version, say that it is at work.
+    """
+    driver = plan.driver
+    if previous is None or previous.version != driver.version:
+        return
+    had = {f.path: (f.size, f.build_id) for f in previous.files if f.role in DRIVERS}
+    has = {
+        o.path: (o.size, o.build_id)
+        for o in plan.operations
+        if isinstance(o, Copy) and o.role in DRIVERS
+    }
+    lost = sorted(p for p in had.keys() - has.keys() if not p.startswith(f"{DATA}/"))
+    what = None
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        what = f"no longer has {lost[0]}{more}, which the mirror has"
+    elif driver.others and had != has:
+        what = f"has other files than its mirror, and libraries of {driver.others[0]} beside them"
+    if what is not None:
+        raise MirrorError(
+            f"driver {driver.version} below {driver.root} {what}",
+            hint="wait for the driver's installation to end; if it is meant, "
+            "run tidegate refresh --accept-loss",
+        )
 
 
 def _content(manifest: Manifest | None) -> dict[str, str]:
     files = manifest.files if manifest else ()
     return {f.path: f.target or f.sha256 or "" for f in files}
+
+
+def _rewritten(before: Manifest | None, after: Manifest | None) -> tuple[str, ...]:
+    known = {(f.source, f.build_id): f.sha256 for f in (before.files if before else ())}
+    return tuple(
+        f.source
+        for f in (after.files if after else ())
+        if f.source is not None
+        and f.build_id is not None
+        and known.get((f.source, f.build_id), f.sha256) != f.sha256
+    )

@@ -1,56 +1,253 @@
-"""`libraries.toml`, read once: which capability a driver file serves, and where drivers are."""
+"""`libraries.toml`, read once: which capability a driver file serves, and where drivers are.
+
+tools/driver_tables.py holds the document against libraries.schema.json. Here only what is missing,
+or of another type than it is used as, is an error: jsonschema takes 60 ms to import.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
+from vdriver.errors import DriverError
+
+FILE = Path(__file__).with_name("libraries.toml")
 UNKNOWN = "compute"
+COMPAT32 = "compat32"  # a capability that names a class of libraries, not a use
+
+
+@dataclass(frozen=True)
+class PlaceRule:
+    """Files that belong into fixed directories: where a host has them, and where they go."""
+
+    name: str
+    capability: str
+    files: tuple[str, ...]
+    host: tuple[str, ...]
+    container: tuple[str, ...]
+    looks: str
+    library: str | None
+    otherwise: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Wsl:
+    """Where Windows' driver shows in WSL 2."""
+
+    marker: str
+    directory: str
+    libraries: tuple[str, ...]
+    programs: tuple[str, ...]
+    stores: str
+    store: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A system with a driver of another kind, known by a file."""
+
+    marker: str
+    name: str
+    hint: str
 
 
 @dataclass(frozen=True)
 class Tables:
     """What is known about driver files before looking at any."""
 
-    libraries: dict[str, str]
-    programs: dict[str, str]
+    libraries: Mapping[str, str]
+    programs: Mapping[str, str]
+    base: tuple[str, ...]
+    implies: Mapping[str, tuple[str, ...]]
     companions: tuple[str, ...]
     directories: tuple[str, ...]
     below: tuple[str, ...]
     program_directories: tuple[str, ...]
     roots: tuple[str, ...]
+    places: tuple[PlaceRule, ...]
+    sockets: Mapping[str, str]
+    wsl: Wsl
+    refused: tuple[Refused, ...]
+
+    def knows(self, file_name: str) -> bool:
+        """Say whether a library of this name has its capability from the data."""
+        return stem(file_name) in self.libraries
 
     def capability(self, file_name: str) -> str:
         """Return the capability of a library by its file name; `compute` for an unknown one."""
-        return self.libraries.get(file_name.partition(".so")[0], UNKNOWN)
+        return self.libraries.get(stem(file_name), UNKNOWN)
 
-    def is_driver_file(self, file_name: str, version: str) -> bool:
-        """Say whether a file of this name belongs to the driver of this version."""
-        return file_name.endswith(f".so.{version}") or any(
-            fnmatchcase(file_name, p) for p in self.companions
-        )
+    def is_companion(self, file_name: str) -> bool:
+        """Say whether a file of this name belongs to a driver whose version it does not carry."""
+        return any(fits(file_name, p) for p in self.companions)
+
+    def is_optional(self, file_name: str) -> bool:
+        """Say whether a library of this name may be missing from a whole driver."""
+        return stem(file_name) in {stem(p) for p in self.companions}
+
+    def closed(self, capabilities: Iterable[str]) -> tuple[str, ...]:
+        """Return these capabilities with those that they imply and those of every container."""
+        todo, done = [*self.base, *capabilities], set[str]()
+        while todo:
+            capability = todo.pop()
+            if capability not in done:
+                done.add(capability)
+                todo += self.implies.get(capability, ())
+        return tuple(sorted(done))
+
+    def combinations(self, offered: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+        """Return every set of capabilities that a container may get, smallest first."""
+        optional = sorted(set(offered) - set(self.base))
+        sets = {
+            self.closed(chosen)
+            for n in range(len(optional) + 1)
+            for chosen in itertools.combinations(optional, n)
+        }
+        return tuple(sorted(sets, key=lambda s: (len(s), s)))
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Say whether a file name fits a shell pattern.
+
+    Few do, and what stands before the star tells: a regular expression takes longer to make than
+    a whole directory to go through.
+    """
+    head, star, _ = pattern.partition("*")
+    return name.startswith(head) and fnmatchcase(name, pattern) if star else name == pattern
+
+
+def stem(file_name: str) -> str:
+    """Return what stands before `.so` in a library's file name."""
+    return file_name.partition(".so")[0]
 
 
 @functools.cache
-def read_tables() -> Tables:
-    """Read the data file that is installed beside this module."""
-    path = Path(__file__).with_name("libraries.toml")
-    data = tomllib.loads(path.read_text(encoding="utf-8"))
+def read_tables(path: Path = FILE) -> Tables:
+    """Read the data file; DriverError says in one line what is wrong with it, and where."""
+    try:
+        return parse_tables(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as e:  # ValueError: no UTF-8, or no TOML
+        reason = e.strerror if isinstance(e, OSError) else str(e)
+        raise _fault(reason or "cannot be read") from e
+
+
+def parse_tables(data: Mapping[str, Any]) -> Tables:
+    """Return the tables in a document like `libraries.toml`.
+
+    DriverError names the first key that is missing or has a value of another type.
+    """
+    document = _Table("", data)
     libraries: dict[str, str] = {}
     programs: dict[str, str] = {}
-    for capability, entry in data["capability"].items():
-        libraries |= dict.fromkeys(entry["libraries"], capability)
-        programs |= dict.fromkeys(entry.get("programs", ()), capability)
-    search = data["search"]
+    for capability, entry in document.table("capability").tables():
+        libraries |= dict.fromkeys(entry.texts("libraries"), capability)
+        programs |= dict.fromkeys(entry.texts("programs", ()), capability)
+    capabilities = document.table("capabilities")
+    implies = capabilities.table("implies")
+    layouts = document.array("layout")
+    search = document.table("search")
+    wsl = document.table("wsl")
     return Tables(
         libraries=libraries,
         programs=programs,
-        companions=tuple(data["companions"]["patterns"]),
-        directories=tuple(search["directories"]),
-        below=tuple(search["below"]),
-        program_directories=tuple(search["programs"]),
-        roots=tuple(search["roots"]),
+        base=capabilities.texts("base"),
+        implies={k: implies.texts(k) for k in implies.content},
+        companions=document.table("companions").texts("patterns"),
+        directories=_each_once(d for one in layouts for d in one.texts("libraries")),
+        below=search.texts("below"),
+        program_directories=_each_once(d for one in layouts for d in one.texts("programs")),
+        roots=search.texts("roots"),
+        places=tuple(_place(p) for p in document.array("place")),
+        sockets={s.text("path"): s.text("capability") for s in document.array("socket")},
+        wsl=Wsl(
+            wsl.text("marker"),
+            wsl.text("directory"),
+            wsl.texts("libraries"),
+            wsl.texts("programs"),
+            wsl.text("stores"),
+            wsl.text("store"),
+        ),
+        refused=tuple(
+            Refused(r.text("marker"), r.text("name"), r.text("hint"))
+            for r in document.array("refused")
+        ),
     )
+
+
+def _place(place: _Table) -> PlaceRule:
+    otherwise = place.table("otherwise") if "otherwise" in place.content else None
+    return PlaceRule(
+        place.text("name"),
+        place.text("capability"),
+        place.texts("files"),
+        place.texts("host"),
+        place.texts("container"),
+        place.text("looks"),
+        place.text("library") if "library" in place.content else None,
+        {k: otherwise.text(k) for k in otherwise.content} if otherwise else {},
+    )
+
+
+class _Table:
+    """A table of the document; what it lacks, or holds of another type, is a DriverError."""
+
+    def __init__(self, name: str, content: Mapping[str, Any]) -> None:
+        self.name = name  # as the file writes it: [wsl], [[place]] number 3
+        self.content = content
+
+    def text(self, key: str) -> str:
+        value = self._get(key)
+        if not isinstance(value, str):
+            raise self._other(key, "a string")
+        return value
+
+    def texts(self, key: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        if default is not None and key not in self.content:
+            return default
+        value = self._get(key)
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise self._other(key, "a list of strings")
+        return tuple(value)
+
+    def table(self, key: str) -> _Table:
+        value = self._get(key)
+        if not isinstance(value, Mapping):
+            raise self._other(key, "a table")
+        if self.name.endswith("]"):
+            return _Table(f"{self.name[:-1]}.{key}]", value)
+        return _Table(f"{self.name}, {key}" if self.name else f"[{key}]", value)
+
+    def tables(self) -> tuple[tuple[str, _Table], ...]:
+        return tuple((key, self.table(key)) for key in self.content)
+
+    def array(self, key: str) -> tuple[_Table, ...]:
+        value = self._get(key)
+        if not isinstance(value, list) or not all(isinstance(v, Mapping) for v in value):
+            raise self._other(key, f"tables, each under [[{key}]]")
+        return tuple(_Table(f"[[{key}]] number {i}", v) for i, v in enumerate(value, 1))
+
+    def _get(self, key: str) -> Any:
+        if key not in self.content:
+            raise _fault(f"{self.name or 'the file'} has no {key}")
+        return self.content[key]
+
+    def _other(self, key: str, kind: str) -> DriverError:
+        where = f"{self.name}, {key}" if self.name else key
+        return _fault(f"{where}: {kind} is needed, found {self.content[key]!r:.40}")
+
+
+def _fault(what: str) -> DriverError:
+    return DriverError(
+        f"vdriver/libraries.toml: {what}",
+        hint="correct it as vdriver/libraries.schema.json says, or install Tidegate anew",
+    )
+
+
+def _each_once(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 MAX_LINKS = 40  # the kernel's own limit, include/linux/namei.h MAXSYMLINKS
@@ -20,13 +20,16 @@ class Tree:
     """The tree at `root`; paths given to its methods are absolute below that root."""
 
     root: str
+    # What is known of a path below the root: a link's text, or None for anything else. All look at
+    # the same few directories.
+    _links: dict[str, str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def resolve(self, path: str) -> str | None:
         """Return where `path` really is, below the root and without links; None if nowhere.
 
         Loops, missing components and directories that cannot be searched are all "nowhere".
         """
-        todo = [p for p in reversed(PurePosixPath(path).parts) if p != "/"]
+        todo = [p for p in reversed(PurePosixPath(path).parts) if p.strip("/")]
         done: list[str] = []
         links = 0
         while todo:
@@ -36,32 +39,44 @@ class Tree:
                 continue
             here = "/" + "/".join([*done, part])
             try:
-                mode = os.lstat(self.host(here)).st_mode
-                if not stat.S_ISLNK(mode):
-                    done.append(part)
-                    continue
-                target = os.readlink(self.host(here))  # noqa: PTH115 - strings throughout
+                target = self._link(here)
             except (OSError, ValueError):
                 return None
+            if target is None:
+                done.append(part)
+                continue
             links += 1
             if links > MAX_LINKS:
                 return None
             if target.startswith("/"):
                 done = []
-            todo += [p for p in reversed(PurePosixPath(target).parts) if p != "/"]
+            todo += [p for p in reversed(PurePosixPath(target).parts) if p.strip("/")]
         return "/" + "/".join(done)
+
+    def _link(self, path: str) -> str | None:
+        """Return a link's text, None for what is no link; OSError for what is not there."""
+        if path not in self._links:
+            host = self.host(path)
+            is_link = stat.S_ISLNK(os.lstat(host).st_mode)
+            self._links[path] = os.readlink(host) if is_link else None  # noqa: PTH115
+        return self._links[path]
 
     def host(self, path: str) -> str:
         """Return the name by which this process opens a resolved `path`."""
         return os.path.join(self.root, path.lstrip("/"))  # noqa: PTH118 - strings throughout
 
     def names(self, directory: str) -> tuple[str, ...]:
-        """Return the sorted names in `directory`, none if it is not a directory."""
+        """Return the sorted names in `directory`, none if it is not a directory.
+
+        Names that cannot be printed are left out: no driver has one, and a line of ours that had
+        a line feed or an escape in it would not be ours.
+        """
         real = self.resolve(directory)
         try:
-            return tuple(sorted(os.listdir(self.host(real)))) if real else ()  # noqa: PTH208
+            names = os.listdir(self.host(real)) if real else []  # noqa: PTH208
         except OSError:
             return ()
+        return tuple(sorted(n for n in names if n.isprintable()))
 
     def regular(self, path: str) -> str | None:
         """Return the resolved path of the regular file at `path`, None for anything else."""

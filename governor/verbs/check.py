@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from governor.client import ask
 from governor.config import Config, describe, read_config
-from governor.errors import ConfigError, TidegateError
-from vdriver.errors import VdriverError
-from vdriver.manifest import Manifest, read_manifest
+from governor.errors import TidegateError
+from oci_hook.errors import HookError
 
 SUMMARY = "check a configuration file, or this node"
 
@@ -45,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     for name, look in (("mirror", _look_at_mirror), ("governor", _look_at_governor)):
         try:
             findings[name] = look(config)
-        except (TidegateError, VdriverError) as e:
-            findings[name] = f"{e.code}: {e}"
+        except (TidegateError, HookError) as e:
+            findings[name] = f"{e.message}; {e.hint}"
             status = status or e.status
     if args.json:
         print(json.dumps(findings, indent=2))
@@ -58,23 +56,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _look_at_mirror(config: Config) -> str:
-    manifest = read_manifest((Path(config.driver_dir) / "current").resolve())
-    _refuse_stale(manifest)
-    return f"driver {manifest.version} ({manifest.kind}), generation {manifest.generation}"
+    """Ask what the hook asks before it serves a container from the mirror."""
+    from oci_hook.manifest import changed_files, check_fresh, module_version, read_manifest
 
-
-def _refuse_stale(manifest: Manifest) -> None:
-    for watched in manifest.watch:
-        try:
-            found = Path(watched.path).stat()
-        except OSError as e:
-            raise ConfigError(
-                f"the mirror is stale: {watched.path}: {e.strerror}", hint="run tidegate refresh"
-            ) from e
-        if (found.st_size, found.st_mtime_ns) != (watched.size, watched.mtime_ns):
-            raise ConfigError(
-                f"the mirror is stale: {watched.path} has changed", hint="run tidegate refresh"
-            )
+    manifest = read_manifest(config.driver_dir)
+    check_fresh(manifest, module_version())
+    text = f"driver {manifest.version} ({manifest.kind}), generation {manifest.generation}"
+    for _, changed in changed_files(manifest):
+        return f"{text}; it serves containers, but {changed}: run tidegate refresh"
+    return text
 
 
 def _look_at_governor(config: Config) -> str:

@@ -7,17 +7,21 @@ up to the point where the governor would be asked. It asks nobody and changes no
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from oci_hook.image import Image
-    from oci_hook.manifest import Manifest, MirrorSet
+    from oci_hook.manifest import Bind, Manifest, Share
+    from oci_hook.plan import PlacePlan, Plan
     from oci_hook.request import Request
 
 SUMMARY = "Say what a container would get, and why"
+WIDTH = 110
 KEY = "<key>"  # the governor chooses it when it admits the container
 
 
@@ -41,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where generations of the driver's mirror are (default %(default)s)",
     )
+    parser.add_argument(
+        "--module-version",
+        default="/proc/driver/nvidia/version",
+        metavar="FILE",
+        help="where the kernel module says its version (default %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,36 +64,56 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     from oci_hook.errors import DriverError, UnservedImageError
     from oci_hook.request import check_request, parse_annotations
 
-    annotations, root = _container(args)
-    if not annotations:
+    container = _container(args)
+    if not container.annotations:
         yield "no annotation below tidegate.gpu/: the container is left alone"
         return
-    request = parse_annotations(annotations)
-    check_request(request, annotations)
-    yield "request"
-    yield from (f"  {line}" for line in _request(request))
+    request = parse_annotations(container.annotations)
+    check_request(request, container.annotations)
+    rootfd = None if container.root is None else _open_root(container.root)
     try:
-        yield from _prepared(args.driver_dir, root, request)
-    except (DriverError, UnservedImageError) as e:
-        if not request.optional:
-            raise
-        yield "result"
-        yield f"  starts without a GPU, as tidegate.gpu/driver is optional: {e.message}"
+        yield "request"
+        yield from (f"  {line}" for line in _request(request))
+        try:
+            yield from _prepared(args, rootfd, container.volumes, request)
+        except (DriverError, UnservedImageError) as e:
+            if not request.optional:
+                raise
+            yield "result"
+            yield f"  starts without a GPU, as tidegate.gpu/driver is optional: {e.message}"
+    finally:
+        if rootfd is not None:
+            os.close(rootfd)
 
 
-def _container(args: argparse.Namespace) -> tuple[dict[str, str], str | None]:
-    """Return the annotations that count and the root file system, None when none was named."""
+class _Container(NamedTuple):
+    """A container, as far as the command line describes it."""
+
+    annotations: dict[str, str]  # those that count
+    root: str | None  # its root file system; None when none was named
+    volumes: tuple[str, ...]  # where the bundle mounts something, relative to the root
+
+
+def _container(args: argparse.Namespace) -> _Container:
+    """Return the container; the hook's errors for a bundle, RequestError for the options."""
     from governor.errors import RequestError
+    from oci_hook.request import PARSERS
     from oci_hook.state import PREFIX, State, our_annotations, parse_config, read_config
 
     annotations: dict[str, str] = {}
+    volumes: tuple[str, ...] = ()
     root = args.rootfs
     if args.bundle is not None:
         directory = str(Path(args.bundle).absolute())
-        bundle = parse_config(read_config(directory), directory)
+        config = read_config(
+            directory,
+            hint="name a bundle with --bundle, or give --rootfs and --annotation instead",
+        )
+        bundle = parse_config(config, directory)
         annotations = our_annotations(
             State(ident="", pid=0, bundle=directory, annotations={}), bundle
         )
+        volumes = tuple(_volumes(json.loads(config)))
         root = root or bundle.root
     for given in args.annotation:
         name, equals, value = given.partition("=")
@@ -93,7 +123,41 @@ def _container(args: argparse.Namespace) -> tuple[dict[str, str], str | None]:
             )
         if name.startswith(PREFIX):
             annotations[name] = value
-    return annotations, root
+        elif name in PARSERS:
+            raise RequestError(
+                f"--annotation {given} is not below {PREFIX}",
+                hint=f"did you mean {PREFIX}{name}?",
+            )
+    return _Container(annotations, root, volumes)
+
+
+def _volumes(config: dict[str, Any]) -> Iterator[str]:
+    """Name the directories that a config.json mounts on; whether it is right is not asked here."""
+    mounts = config.get("mounts")
+    for mount in mounts if isinstance(mounts, list) else []:
+        destination = mount.get("destination") if isinstance(mount, dict) else None
+        if isinstance(destination, str):
+            yield os.path.normpath(f"/{destination}").strip("/")
+
+
+def _open_root(root: str) -> int:
+    """Open a root file system; RequestError when it is not there, BundleError for the host's."""
+    from governor.errors import RequestError
+    from oci_hook.errors import BundleError
+
+    try:
+        rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise RequestError(
+            f"root file system {root}: {e.strerror}", hint="name its directory with --rootfs"
+        ) from e
+    if os.path.samestat(os.fstat(rootfd), Path("/").stat()):
+        os.close(rootfd)
+        raise BundleError(
+            f"root file system {root} is the host's own root",
+            hint="name the container's with --rootfs",
+        )
+    return rootfd
 
 
 def _request(request: Request) -> Iterator[str]:
@@ -121,56 +185,179 @@ def _request(request: Request) -> Iterator[str]:
     yield f"driver        {'optional' if request.optional else 'required'}"
 
 
-def _prepared(driver_dir: str, root: str | None, request: Request) -> Iterator[str]:
+def _prepared(
+    args: argparse.Namespace, rootfd: int | None, volumes: tuple[str, ...], request: Request
+) -> Iterator[str]:
     from oci_hook.client import Grant
-    from oci_hook.manifest import check_fresh, choose_set, read_manifest
+    from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
     from oci_hook.plan import plan_container
 
-    manifest = read_manifest(driver_dir)
-    check_fresh(manifest)
-    mirror_set = choose_set(manifest, request.capabilities)
+    manifest = read_manifest(args.driver_dir)
+    module = module_version(args.module_version)
+    check_fresh(manifest, module)
+    share = choose_share(manifest, request.capabilities)
     yield "driver"
-    yield from (f"  {line}" for line in _driver(manifest, mirror_set))
-    if root is None:
+    yield from (f"  {line}" for line in _driver(manifest, share, module, request.capabilities))
+    yield "libraries"
+    yield from (f"  {line}" for line in _libraries(manifest, share))
+    if rootfd is None:
+        yield from _unplaced(share)
         yield "result"
         yield "  name the image's files with --rootfs or --bundle to see the mounts"
         return
-    image = _inspect(root, manifest.machine)
+    image = _inspect(rootfd, volumes, manifest, share)
+    grant = Grant(
+        KEY, f"/run/tidegate/containers/{KEY}", (), request.memory or 0, request.compute or 0
+    )
     yield "image"
     yield f"  /{image.library_dir} holds its C library"
     yield f"  /{image.target} is where its loader looks first"
     yield f"  {'has an' if image.cache is not None else 'has no'} ld.so.cache"
-    grant = Grant(
-        KEY, f"/run/tidegate/containers/{KEY}", (), request.memory or 0, request.compute or 0
-    )
+    if image.target32 is not None:
+        yield f"  /{image.target32} is where 32-bit libraries go, which ld.so.cache leads to"
+    elif share.compat32 == "offered":  # where they were asked for, the error says it
+        yield f"  takes no 32-bit libraries: {image.reason32}"
+    plan = plan_container(manifest, share, grant, image)
+    yield from _section("places", [line for p in plan.places for line in _place(p)])
+    yield from _section("directories of this host", map(_bind, share.binds))
     yield "result, if the governor admits it"
-    for line in plan_container(manifest, mirror_set, grant, image).describe():
-        yield f"  {line}"
+    yield from (f"  {line}" for line in _operations(plan))
 
 
-def _driver(manifest: Manifest, mirror_set: MirrorSet) -> Iterator[str]:
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    """Give a section, nothing where it would be empty."""
+    found = list(lines)
+    if found:
+        yield title
+        yield from (f"  {line}" for line in found)
+
+
+def _driver(
+    manifest: Manifest, share: Share, module: str | None, asked: tuple[str, ...]
+) -> Iterator[str]:
     yield f"{manifest.version} ({manifest.machine}), generation {manifest.generation}"
-    yield f"{len(mirror_set.sonames)} names of libraries for {', '.join(mirror_set.capabilities)}"
-    if mirror_set.programs:
-        yield f"programs {', '.join(p.rpartition('/')[2] for p in mirror_set.programs)}"
+    if module is not None and manifest.kind == "nvidia":
+        yield f"the kernel module is {module} too"
+    has = ", ".join(share.mirror_set.capabilities)
+    if asked == ("all",):
+        yield f"set of libraries for {has}: the largest"
+    else:
+        wanted = ", ".join(c for c in asked if c != "compat32")
+        yield f"set of libraries for {has}: the smallest that has {wanted or 'any'}"
+    match share.compat32:
+        case "asked":
+            yield "32-bit libraries, as compat32 is asked for"
+        case "offered":
+            yield "32-bit libraries where the image has a 32-bit C library"
+    if share.programs:
+        names = (f"{p.path.rpartition('/')[2]} ({p.capability})" for p in share.programs)
+        yield from _wrapped("programs ", names)
 
 
-def _inspect(root: str, machine: str) -> Image:
-    from governor.errors import RequestError
-    from oci_hook.image import inspect_image
+def _libraries(manifest: Manifest, share: Share) -> Iterator[str]:
+    """List the set's libraries by the reason why they are in it."""
+    from vdriver.manifest import read_manifest
 
-    try:
-        rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as e:
-        raise RequestError(
-            f"root file system {root}: {e.strerror}", hint="name its directory with --rootfs"
-        ) from e
+    files = read_manifest(manifest.directory).files
+    for directory, names, title in (
+        ("lib64", share.mirror_set.names64, ""),
+        ("lib32", share.mirror_set.names32 if share.compat32 != "no" else frozenset(), "32-bit "),
+    ):
+        groups: dict[str, list[str]] = {}
+        for file in files:
+            parent, _, name = file.path.rpartition("/")
+            if parent != directory or name not in names or file.role == "link":
+                continue
+            if file.role == "control":
+                group = "control"
+            elif file.capability in share.mirror_set.capabilities:
+                group = str(file.capability)
+            else:
+                group = "needed by these"
+            groups.setdefault(group, []).append(file.soname or name)
+        order = [*sorted(groups.keys() - {"control", "needed by these"}), "needed by these"]
+        for group in ["control", *order]:
+            if group in groups:
+                found = sorted(groups[group])
+                yield from _wrapped(f"{title + group:<15} {len(found):>3}: ", found)
+
+
+def _wrapped(title: str, words: Iterable[str]) -> list[str]:
+    """Join words by commas, on as many lines as they take."""
+    return textwrap.wrap(
+        ", ".join(words),
+        WIDTH,
+        initial_indent=title,
+        subsequent_indent=" " * len(title),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _unplaced(share: Share) -> Iterator[str]:
+    """Say where places could go, as long as no image decides."""
+    yield from _section(
+        "places", (f"{p.name}: {' or '.join(map(_shown, p.targets))}" for p in share.places)
+    )
+    yield from _section("directories of this host", map(_bind, share.binds))
+
+
+def _shown(target: str) -> str:
+    from oci_hook.manifest import LIBDIR
+
+    return target if target.startswith(LIBDIR) else f"/{target}"
+
+
+def _place(choice: PlacePlan) -> Iterator[str]:
+    place = choice.place
+    title = f"{place.name} ({place.capability}): "
+    files = ", ".join(place.files)
+    match choice.how:
+        case "directory":
+            yield f"{title}/{choice.target}, the whole directory: {files}"
+        case "files":
+            yield f"{title}/{choice.target}, single files beside the image's: {files}"
+        case "skipped":
+            yield f"{title}left out"
+    yield from (f"  not {reason}" for reason in choice.others)
+
+
+def _is_here(path: str) -> bool:
+    return Path(path).is_dir() and not Path(path).is_symlink()
+
+
+def _bind(bind: Bind) -> str:
+    here = "" if _is_here(bind.path) else ": not there now, left out"
+    return f"{bind.path} ({bind.capability}){here}"
+
+
+def _operations(plan: Plan) -> Iterator[str]:
+    from oci_hook.plan import BindDirectory
+
+    for operation in plan.operations:
+        match operation:
+            case BindDirectory(may_lack=True) if not _is_here(operation.source):
+                continue
+            case _:
+                yield operation.describe()
+
+
+def _inspect(rootfd: int, volumes: tuple[str, ...], manifest: Manifest, share: Share) -> Image:
+    """Look into the image as the hook does, and at what the bundle is going to mount in it."""
+    from oci_hook.image import VOLUME, Look, inspect_image, look_at_places
+
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        return inspect_image(rootfd, procfd, machine)
+        image = inspect_image(rootfd, procfd, manifest.machine, compat32=share.compat32 != "no")
     finally:
         os.close(procfd)
-        os.close(rootfd)
+    image = look_at_places(rootfd, image, share)
+    mounted = {
+        path: Look("unusable", VOLUME)
+        for path in image.looks
+        if any(f"{path}/".startswith(f"{volume}/") for volume in volumes)
+    }
+    return image._replace(looks=image.looks | mounted)
 
 
 def _bytes(value: int) -> str:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vdriver.manifest import CapabilitySet
     from vdriver.refresh import RefreshResult
+
+FEW = 12  # changes that are listed without being asked for
 
 SUMMARY = "Mirror the host's driver, with the control library in its place"
 
@@ -25,63 +29,129 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--control-dir",
-        default=f"/usr/lib/tidegate/{platform.machine()}-linux-gnu",
+        default=_control_dir(),
         metavar="DIR",
         help="holds the control libraries libcuda.so.1 and libnvidia-ml.so.1 (default %(default)s)",
     )
     parser.add_argument(
-        "--driver-dir",
+        "--library-dir",
         action="append",
         metavar="DIR",
         help="search only this directory below the root; may be repeated",
     )
     parser.add_argument(
+        "--sockets",
+        action="store_true",
+        help="give containers the sockets of nvidia-persistenced and nv-fabricmanager, to which "
+        "a container's root is root",
+    )
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="read the generation in force as well, and make it anew if its content is damaged",
+    )
+    parser.add_argument(
+        "--accept-loss",
+        action="store_true",
+        help="mirror a driver that lacks libraries which its mirror in force has",
+    )
+    parser.add_argument(
+        "--no-hard-links",
+        action="store_true",
+        help="share no file with the host, where the file system has no reflinks: copy",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="write nothing, list what would be made"
     )
+    parser.add_argument("--verbose", action="store_true", help="list every name that changed")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def _control_dir() -> str:
+    """Return where the package has the control libraries, or a checkout that was built."""
+    installed = Path(f"/usr/lib/tidegate/{platform.machine()}-linux-gnu")
+    built = Path(__file__).parents[2] / "build/meson/libcontrol"
+    return str(built if not installed.is_dir() and built.is_dir() else installed)
 
 
 def run(args: argparse.Namespace) -> int:
     """Refresh, and say what changed."""
     from vdriver.refresh import refresh
 
-    directories = args.driver_dir and [str(Path(d).absolute()) for d in args.driver_dir]
+    directories = args.library_dir and [str(Path(d).absolute()) for d in args.library_dir]
     result = refresh(
         args.root,
         args.output,
         args.control_dir,
         driver_directories=directories,
+        sockets=args.sockets,
         dry_run=args.dry_run,
+        repair=args.repair,
+        accept_loss=args.accept_loss,
+        hard_links=not args.no_hard_links,
+        progress=_show if sys.stderr.isatty() and not args.json else None,
     )
     if args.json:
         print(json.dumps(_document(result, args.output), indent=1))
     else:
-        print("\n".join(_lines(result)))
+        print("\n".join(_lines(result, verbose=args.verbose)))
     return 0
 
 
-def _lines(result: RefreshResult) -> list[str]:
-    driver = result.plan.driver
+def _show(done: int, total: int) -> None:
+    """Keep one line of progress on a terminal: a driver is a gigabyte where files are copied."""
+    end = "\n" if done >= total else ""
+    text = f"\rmirroring: {done >> 20:5} of {total >> 20} MiB{end}"
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _lines(result: RefreshResult, *, verbose: bool) -> list[str]:
+    """Say the outcome first, then what somebody has to look at, then what it consists of."""
+    driver, plan = result.plan.driver, result.plan
     lines = [f"driver {driver.version} ({driver.kind}, {driver.machine}) below {driver.root}"]
-    generation = result.manifest.generation if result.manifest else "none"
-    if result.dry_run:
-        lines += result.plan.describe()
-    if not result.changed:
-        lines.append(f"generation {generation}: nothing to do")
-    elif result.dry_run:
-        lines.append(f"generation {generation} would be replaced; nothing was written")
-    else:
-        before = result.previous.generation if result.previous else "none"
-        lines.append(f"generation {generation} is in force (before: {before})")
-        for sign, paths in (("+", result.added), ("-", result.removed), ("~", result.replaced)):
-            lines += [f"{sign} {p}" for p in paths]
-    left_out = result.plan.left_out
-    if result.dry_run:
-        lines += [f"left out {reason}" for reason in left_out]
-    elif left_out:
-        lines.append(f"left out {len(left_out)} libraries (--dry-run says which and why)")
+    lines.append(_outcome(result))
+    if result.aside is not None:
+        lines.append(f"the one before was damaged, and is set aside as {result.aside.name}")
+    lines += [
+        f"warning: {path} has the build id that it had and other content: reinstall its package"
+        for path in result.rewritten
+    ]
+    lines += [f"note: {note}" for note in plan.notes]
     lines += [f"skipped {s.path}: {s.reason}" for s in result.skipped]
-    return lines
+    if result.dry_run:
+        lines += [f"set {'+'.join(s.capabilities)}: {_counts(s)}" for s in plan.sets]
+        lines += [f"left out {reason}" for reason in plan.left_out]
+        return [*lines, *plan.describe()]
+    if not result.changed:
+        return lines
+    lines.append("files " + ", ".join(f"{how} {n}" for how, n in sorted(result.how.items())))
+    changes = [
+        f"{sign} {path}"
+        for sign, paths in (("+", result.added), ("-", result.removed), ("~", result.replaced))
+        for path in paths
+    ]
+    if verbose or len(changes) <= FEW:
+        return lines + changes
+    counts = (len(result.added), len(result.removed), len(result.replaced))
+    words = "{} names added, {} removed, {} with other content".format(*counts)
+    return [*lines, f"{words} (--verbose lists them)"]
+
+
+def _outcome(result: RefreshResult) -> str:
+    generation = result.manifest.generation if result.manifest else None
+    if not result.changed:
+        return f"generation {generation}: nothing to do"
+    if result.dry_run:
+        size = f"{len(result.plan.operations)} names, {result.plan.size >> 20} MiB"
+        instead = f" in place of {generation}" if generation else ""
+        return f"a generation of {size} would be made{instead}; nothing was written"
+    before = result.previous.generation if result.previous else "none"
+    return f"generation {generation} is in force (before: {before})"
+
+
+def _counts(s: CapabilitySet) -> str:
+    more = f", {len(s.names32)} of 32 bit in {s.lib32}" if s.names32 else ""
+    return f"{len(s.names64)} names in {s.lib64}{more}"
 
 
 def _document(result: RefreshResult, output: str) -> dict[str, Any]:
@@ -103,6 +173,11 @@ def _document(result: RefreshResult, output: str) -> dict[str, Any]:
         "added": list(result.added),
         "removed": list(result.removed),
         "replaced": list(result.replaced),
+        "how": result.how,
+        "aside": str(result.aside) if result.aside else None,
+        "rewritten": list(result.rewritten),
+        "size": result.plan.size,
+        "notes": list(result.plan.notes),
         "left_out": list(result.plan.left_out),
         "skipped": [{"path": s.path, "reason": s.reason} for s in result.skipped],
         "operations": list(result.plan.describe()),

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vdriver.manifest import validate
+
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = ROOT / "oci_hook" / "tidegate-hook"
 LIBDIR = "usr/lib/x86_64-linux-gnu"
@@ -61,81 +63,164 @@ def _tools(cache: Path) -> Path:
     return cache
 
 
-def make_library(path: Path, soname: str, who: str) -> Path:
+def make_library(path: Path, soname: str, who: str, *flags: str) -> Path:
     """Build a small library that says who it is."""
     source = f'const char *tidegate_test_who(void) {{ return "{who}"; }}'
-    return compile_c(source, path, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}")
+    return compile_c(source, path, "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{soname}", *flags)
+
+
+PLACES = (
+    ("vulkan-icd", ["/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d"], "all", "nvidia_icd.json"),
+    (
+        "egl-vendor",
+        ["/usr/share/glvnd/egl_vendor.d", "/etc/glvnd/egl_vendor.d"],
+        "all",
+        "10_nvidia.json",
+    ),
+    ("gbm", ["{libdir}/gbm"], "one", "nvidia-drm_gbm.so"),
+    ("profiles", ["/usr/share/nvidia", "/etc/nvidia"], "one", "nvidia-application-profiles-rc"),
+)
+
+
+class _Mirror:
+    """A generation in the making."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self.files: list[dict[str, Any]] = []
+
+    def add(self, path: Path, role: str, **fields: str) -> None:
+        data = path.read_bytes()
+        digest = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        where = str(path.relative_to(self.work))
+        self.files.append({"path": where, "role": role, **fields, **digest})
+
+    def link(self, path: str, target: str) -> None:
+        (self.work / path).symlink_to(target)
+        self.files.append({"path": path, "role": "link", "target": target})
+
+    def library(self, directory: str, stem: str, soname: str, capability: str) -> None:
+        name = f"{stem}.so.{VERSION}"
+        bits = "-m32" if directory == "lib32" else "-m64"
+        path = make_library(self.work / directory / name, soname, f"tidegate's {stem}", bits)
+        self.add(path, "library", soname=soname, capability=capability)
+        self.link(f"{directory}/{soname}", name)
+        self.link(f"{directory}/{stem}.so", name)
+
+    def restrict(self, directory: str, into: str, without: set[str]) -> list[str]:
+        """Make a set's directory: the same entries, some of them left out."""
+        (self.work / into).mkdir(parents=True)
+        for entry in (self.work / directory).iterdir():
+            copy = self.work / into / entry.name
+            if entry.is_dir():
+                shutil.copytree(entry, copy, copy_function=os.link)
+            elif entry.name.partition(".so")[0] not in without:
+                os.link(entry, copy, follow_symlinks=False)
+        return self.names(into)
+
+    def names(self, directory: str) -> list[str]:
+        return sorted(p.name for p in (self.work / directory).iterdir() if p.name != "origin")
 
 
 def make_mirror(driver_dir: Path) -> Path:
-    """Build a generation with a manifest, and a driver that it watches; gives the generation."""
+    """Build a generation with a manifest, and a driver that it watches; gives the generation.
+
+    It has a set for compute and utility, and one with graphics besides, to which places and a directory of this host
+    belong, `host-sockets` beside the driver's directory.
+    """
     host = driver_dir.parent / "host-driver"
+    sockets = driver_dir.parent / "host-sockets"
+    sockets.mkdir()
+    (sockets / "socket").touch()
     work = driver_dir / "making"
+    mirror = _Mirror(work)
     lib64 = work / "lib64"
-    files: list[dict[str, Any]] = []
     watch = []
 
-    def digest(path: Path) -> dict[str, Any]:
-        data = path.read_bytes()
-        return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    def watched(path: Path, role: str) -> None:
+        stat = path.stat()
+        watch.append(
+            {"path": str(path), "role": role, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        )
 
-    def link(name: str, target: str) -> None:
-        (lib64 / name).symlink_to(target)
-        files.append({"path": f"lib64/{name}", "role": "link", "target": target})
-
-    for stem in ("libcuda", "libnvidia-ml"):
+    for stem, capability in (("libcuda", "compute"), ("libnvidia-ml", "utility")):
         soname = f"{stem}.so.1"
         path = make_library(lib64 / soname, soname, f"tidegate's {stem}")
-        files.append(
-            {"path": f"lib64/{soname}", "role": "control", "soname": soname, **digest(path)}
-        )
-        link(f"{stem}.so", soname)
-        link(f"{stem}.so.{VERSION}", soname)
+        mirror.add(path, "control", soname=soname, capability=capability)
+        mirror.link(f"lib64/{stem}.so", soname)
+        mirror.link(f"lib64/{stem}.so.{VERSION}", soname)
         origin = make_library(
             lib64 / "origin" / f"{stem}-origin.so.1", f"{stem}-origin.so.1", f"origin {stem}"
         )
         source = make_library(host / f"{stem}.so.{VERSION}", soname, f"driver's {stem}")
-        files.append(
-            {
-                "path": f"lib64/origin/{origin.name}",
-                "role": "origin",
-                "source": str(source),
-                **digest(origin),
-            }
-        )
-        stat = source.stat()
-        watch.append({"path": str(source), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns})
-    for stem in ("libnvidia-ptxjitcompiler", "libnvidia-nvvm"):
-        name, soname = f"{stem}.so.{VERSION}", f"{stem}.so.1"
-        path = make_library(lib64 / name, soname, f"tidegate's {stem}")
-        files.append(
-            {
-                "path": f"lib64/{name}",
-                "role": "library",
-                "soname": soname,
-                "capability": "compute",
-                **digest(path),
-            }
-        )
-        link(soname, name)
-        link(f"{stem}.so", soname)
+        mirror.add(origin, "origin", source=str(source), capability=capability)
+        watched(source, "driver")
+        control = host / "control" / soname
+        control.parent.mkdir(exist_ok=True)
+        shutil.copy(path, control)
+        watched(control, "control")
+    mirror.library("lib64", "libnvidia-ptxjitcompiler", "libnvidia-ptxjitcompiler.so.1", "compute")
+    mirror.library("lib64", "libnvidia-nvvm", "libnvidia-nvvm.so.1", "compute")
+    mirror.library("lib64", "libGLX_nvidia", "libGLX_nvidia.so.0", "graphics")
+    mirror.library("lib32", "libnvidia-ptxjitcompiler", "libnvidia-ptxjitcompiler.so.1", "compute")
+    mirror.library("lib32", "libGLX_nvidia", "libGLX_nvidia.so.0", "graphics")
     smi = work / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text("#!/bin/sh\necho tidegate test smi\n")
     smi.chmod(0o755)
-    files.append({"path": "bin/nvidia-smi", "role": "program", **digest(smi)})
+    mirror.add(smi, "program", capability="utility")
+    places = []
+    for name, targets, looks, file in PLACES:
+        path = work / "data" / name / file
+        if name == "gbm":
+            make_library(path, file, "tidegate's gbm")
+        else:
+            path.parent.mkdir(parents=True)
+            path.write_text(f"the driver's {file}\n")
+        mirror.add(path, "data", capability="graphics")
+        places.append(
+            {
+                "name": name,
+                "source": f"data/{name}",
+                "capability": "graphics",
+                "targets": targets,
+                "looks": looks,
+                "files": [file],
+            }
+        )
+    small = "sets/compute,utility"
     name = f"{VERSION}-0123456789ab"
     manifest = {
-        "schema": 1,
+        "schema": 2,
         "generation": name,
         "driver": {"version": VERSION, "kind": "nvidia"},
         "machine": "x86_64",
         "sets": [
-            {"capabilities": ["compute", "utility"], "lib64": "lib64", "bin": ["bin/nvidia-smi"]}
+            {
+                "capabilities": ["compute", "graphics", "utility"],
+                "lib64": "lib64",
+                "names64": mirror.names("lib64"),
+                "lib32": "lib32",
+                "names32": mirror.names("lib32"),
+            },
+            {
+                "capabilities": ["compute", "utility"],
+                "lib64": f"{small}/lib64",
+                "names64": mirror.restrict("lib64", f"{small}/lib64", {"libGLX_nvidia"}),
+                "lib32": f"{small}/lib32",
+                "names32": mirror.restrict("lib32", f"{small}/lib32", {"libGLX_nvidia"}),
+            },
         ],
-        "files": files,
+        "programs": [{"path": "bin/nvidia-smi", "capability": "utility"}],
+        "places": places,
+        "binds": [
+            {"path": str(sockets), "capability": "graphics"},
+            {"path": str(sockets.with_name("host-lacks-it")), "capability": "graphics"},
+        ],
+        "files": mirror.files,
         "source": {"root": "/", "watch": watch},
     }
+    validate(manifest)
     (work / "manifest.json").write_text(json.dumps(manifest))
     generation = driver_dir / name
     work.rename(generation)

@@ -59,6 +59,8 @@ class Node:
             str(self.base / "run"),
             "--driver-dir",
             str(self.driver_dir),
+            "--module-version",
+            str(self.base / "module-version"),
             "--log",
             str(self.log),
             "--timeout",

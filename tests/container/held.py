@@ -17,8 +17,17 @@ from tests.container.bundles import Bundle
 class Held:
     """`with Held(bundle) as held`: `held.hook(argv)` runs the hook on it."""
 
-    def __init__(self, bundle: Bundle, *, propagation: str = "private", mount: str = "") -> None:
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        propagation: str = "private",
+        mount: str = "",
+        host: Held | None = None,
+    ) -> None:
+        """`host` is another one whose namespace stands for the host's."""
         self.bundle = bundle
+        self.enter = ["nsenter", "-m", "-t", str(host.process.pid)] if host else []
         self.mount = mount or 'mount --bind "$1" "$1"'
         self.propagation = propagation
 
@@ -28,6 +37,7 @@ class Held:
         script = f'{self.mount} && mount --make-$2 "$1" && echo ready && exec sleep 60'
         self.process = subprocess.Popen(
             [
+                *self.enter,
                 "unshare",
                 "-m",
                 "--propagation",
@@ -79,7 +89,7 @@ class Held:
     ) -> subprocess.CompletedProcess[str]:
         """Run the hook."""
         return subprocess.run(
-            [*argv, stage],
+            [*self.enter, *argv, stage],
             input=(self.state() if stdin is None else stdin).decode("utf-8", "surrogateescape"),
             errors="surrogateescape",
             capture_output=True,

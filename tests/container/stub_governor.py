@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ class StubGovernor:
     """Listens on <runtime_dir>/governor.sock.
 
     `mode` says how it answers: grant, refuse, silent, close, garbage, deny-confirm.  `admitted` holds the admissions that
-    live now, `confirmed` those that were confirmed.
+    live now, `confirmed` those that were confirmed.  `before_admit` runs before an admission is answered.
     """
 
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
         self.mode = "grant"
+        self.before_admit: Callable[[], None] = lambda: None
         self.schema = json.loads((ROOT / "governor" / "protocol.schema.json").read_text())
         self.requests: list[dict[str, Any]] = []
         self.misfits: list[str] = []
@@ -89,6 +91,7 @@ class StubGovernor:
                         self.requests.append(request)
                     if request["op"] == "admit":
                         mine = request["id"]
+                        self.before_admit()
                     answer = self._answer(request, mine)
                     if answer is None:
                         if self.mode == "close":

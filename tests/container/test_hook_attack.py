@@ -115,6 +115,132 @@ def test_a_link_whose_target_exists_inside_is_followed_inside(
     attack(node, bundle)
 
 
+GRAPHICS = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "graphics"}
+DIRECTORIES = [
+    "etc/vulkan",
+    "etc/vulkan/icd.d",
+    "usr/share",
+    "usr/share/vulkan/icd.d",
+    "usr/share/nvidia",
+    f"{LIBDIR}/gbm",
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/etc",
+        "{victim}",
+        "../../../../../../../../../..",
+        "/proc/1/root{victim}",
+        "/nowhere/at/all",
+        "{name}",
+        "../" * 60 + "{name}",
+    ],
+)
+@pytest.mark.parametrize("place", DIRECTORIES)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_link_where_files_of_the_driver_go_costs_at_most_these_files(
+    node: Node, victim: Path, place: str, text: str, *, inside: bool
+) -> None:
+    """A place is a convenience: the container starts, whatever is there, and the host has not changed."""
+    bundle = node.bundle("true", annotations=GRAPHICS)
+    if inside:
+        shutil.copytree(victim, bundle.rootfs / str(victim).lstrip("/"))
+    replace_by_link(
+        bundle.rootfs / place, text.format(victim=victim, name=(bundle.rootfs / place).name)
+    )
+    assert attack(node, bundle) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo", "device", "full of links"])
+@pytest.mark.parametrize("place", DIRECTORIES)
+def test_odd_files_where_files_of_the_driver_go(
+    node: Node, victim: Path, place: str, kind: str
+) -> None:
+    bundle = node.bundle("true", annotations=GRAPHICS)
+    path = bundle.rootfs / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "file":
+            path.touch()
+        case "fifo":
+            os.mkfifo(path)
+        case "device":
+            os.mknod(path, 0o020666, os.makedev(1, 5))
+        case "full of links":
+            path.mkdir()
+            for name in ("nvidia_icd.json", "nvidia-application-profiles-rc", "vulkan"):
+                (path / name).symlink_to(victim / "file")
+    assert attack(node, bundle) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["link inside", "link outside", "fifo", "directory", "file"])
+def test_a_single_file_is_bound_over_a_regular_one_only(
+    node: Node, victim: Path, kind: str
+) -> None:
+    """The image has files in both directories, and something under the driver's own name in the first."""
+    bundle = node.bundle("true", annotations=GRAPHICS)
+    for directory in ("etc/vulkan/icd.d", "usr/share/vulkan/icd.d"):
+        (bundle.rootfs / directory).mkdir(parents=True)
+        (bundle.rootfs / directory / "other.json").touch()
+    path = bundle.rootfs / "etc/vulkan/icd.d/nvidia_icd.json"
+    match kind:
+        case "link inside":
+            path.symlink_to("/etc/ld.so.cache")
+        case "link outside":
+            path.symlink_to(victim / "file")
+        case "fifo":
+            os.mkfifo(path)
+        case "directory":
+            path.mkdir()
+        case "file":
+            path.write_text("the image's")
+    with Held(bundle) as held:
+        assert held.hook(node.hook).returncode == 0
+        at = f"/{path.relative_to(bundle.rootfs)}"
+        assert (at in held.mounts()) == (kind == "file")
+        assert "/etc/ld.so.cache" not in held.mounts()
+    skipped = node.events()[0].get("skipped", [])
+    assert [s.partition(":")[0] for s in skipped] == ([] if kind == "file" else [at])
+
+
+@pytest.mark.parametrize("inside", ["nothing", "an empty directory", "files"])
+@pytest.mark.parametrize("second", ["nothing", "an empty directory", "files", "a volume"])
+def test_a_volume_where_files_of_the_driver_go_is_left_alone(
+    node: Node, victim: Path, inside: str, second: str
+) -> None:
+    """It is the user's: nothing is made in it and nothing mounted on it.  The next directory serves."""
+    bundle = node.bundle("true", annotations=GRAPHICS)
+    etc, share = "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"
+    volume = victim / "run"
+    for directory, content in ((bundle.rootfs / share, second), (volume / "icd.d", inside)):
+        if content != "nothing":
+            directory.mkdir(parents=True)
+        if content == "files":
+            (directory / "other.json").touch()
+    volumes = ["etc/vulkan"] + (["usr/share/vulkan"] if second == "a volume" else [])
+    with Held(bundle) as held:
+        for place in volumes:
+            (bundle.rootfs / place).mkdir(parents=True, exist_ok=True)
+            command = ["mount", "--bind", str(volume), str(bundle.rootfs / place)]
+            subprocess.run(["nsenter", "-m", "-t", str(held.process.pid), *command], check=True)
+        assert held.hook(node.hook).returncode == 0
+        found = [m for m in held.mounts() if "vulkan" in m]
+    if inside != "nothing":
+        assert [p.name for p in (volume / "icd.d").iterdir()] == (
+            ["other.json"] if inside == "files" else []
+        )
+        shutil.rmtree(volume / "icd.d")
+    at = {"files": [f"/{share}/nvidia_icd.json"], "a volume": ["/usr/share/vulkan"]}
+    assert found == ["/etc/vulkan", *at.get(second, [f"/{share}"])]
+    assert node.events()[0].get("skipped", []) == (
+        [f"place vulkan-icd: /{etc}: it is on a volume; /{share}: it is on a volume"]
+        if second == "a volume"
+        else []
+    )
+
+
 @pytest.mark.parametrize(
     "place", ["usr/lib", LIBDIR, TARGET, "run/tidegate", "etc", "usr/bin/nvidia-smi"]
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, make_library
+from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c, make_library
 from tests.container.conftest import Node
 from tests.container.held import Held
 from tests.container.test_hook_start import host_mounts, tree
@@ -122,8 +122,8 @@ def test_no_mirror(node: Node) -> None:
 
 
 def test_capabilities_without_a_set(node: Node) -> None:
-    bundle = node.bundle("true", annotations={"tidegate.gpu/capabilities": "video"})
-    refuse(node, bundle, 69, "nothing for capabilities video, it has compute,utility")
+    bundle = node.bundle("true", annotations={"tidegate.gpu/capabilities": "compute,video"})
+    refuse(node, bundle, 69, "has nothing for video, it has compute,graphics,utility")
 
 
 def test_a_stale_mirror_names_the_file(node: Node) -> None:
@@ -189,6 +189,89 @@ def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:
     """All mounts were made and the cache written: all of it goes, the old cache comes back."""
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
+
+
+def everything(path: Path) -> tuple[object, ...]:
+    """What can be told of a file but its inode's number and the time of the last change to that."""
+    s = path.lstat()
+    content = path.readlink() if path.is_symlink() else path.read_bytes()
+    attributes = {n: os.getxattr(path, n, follow_symlinks=False) for n in os.listxattr(path)}
+    return s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_mtime_ns, content, attributes
+
+
+NO_EXCHANGE_C = r"""
+#include <errno.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+/* Runs a program that renameat2 answers as on a file system that cannot exchange names. */
+int main(int argc, char **argv) {
+        struct sock_filter filter[] = {
+                BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+                BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_renameat2, 0, 1),
+                BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
+                BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        };
+        struct sock_fprog program = {4, filter};
+        if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) < 0)
+                return 99;
+        execv(argv[1], argv + 1);
+        return 98;
+}
+"""
+
+
+@pytest.mark.parametrize("root", ["bind", "overlay", "no exchange"])
+@pytest.mark.parametrize("kind", ["link", "mode, owner and time", "hard link"])
+def test_a_cache_that_comes_back_is_the_very_one(node: Node, kind: str, root: str) -> None:
+    """An overlay knows no hard links between its layers, so there it is a file that its upper layer has."""
+    node.governor.mode = "deny-confirm"
+    bundle = node.bundle("true")
+    etc = bundle.rootfs / "etc"
+    cache, other = etc / "ld.so.cache", etc / "other"
+    match kind:
+        case "link":
+            cache.rename(other)
+            cache.symlink_to("other")
+        case "mode, owner and time":
+            os.chown(cache, 7, 8)
+            cache.chmod(0o600)
+            os.setxattr(cache, "user.note", b"kept")
+            os.utime(cache, ns=(1, 1))
+        case "hard link":
+            other.hardlink_to(cache)
+    mount = ""
+    if root == "overlay":
+        layers = {f"{name}dir": node.base / name for name in ("lower", "upper", "work")}
+        bundle.rootfs.rename(layers["lowerdir"])
+        for directory in (layers["upperdir"], layers["workdir"], bundle.rootfs):
+            directory.mkdir()
+        options = ",".join(f"{name}={directory}" for name, directory in layers.items())
+        mount = f'mount -t overlay -o {options} none "$1"'
+        if kind == "hard link":
+            mount += ' && ln -f "$1/etc/ld.so.cache" "$1/etc/other"'
+    argv = node.hook
+    if root == "no exchange":
+        argv = [str(compile_c(NO_EXCHANGE_C, node.base / "no-exchange")), *argv]
+    with Held(bundle, mount=mount) as host, Held(bundle, host=host) as held:
+        seen = Path(f"/proc/{held.process.pid}/root{etc}")
+        before = {path.name: everything(path) for path in seen.iterdir()}
+        done = held.hook(argv)
+        assert (done.returncode, "the admission is gone" in done.stderr) == (77, True), done.stderr
+        assert {path.name: everything(path) for path in seen.iterdir()} == before
+    assert "left_behind" not in node.events()[0]
+
+
+def test_a_file_system_that_cannot_exchange_names_gets_the_new_cache(node: Node) -> None:
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        no_exchange = compile_c(NO_EXCHANGE_C, node.base / "no-exchange")
+        assert held.hook([str(no_exchange), *node.hook]).returncode == 0
+    (cache,) = (bundle.rootfs / "etc").iterdir()
+    assert f"/{TARGET}/libcuda.so.1\0".encode() in cache.read_bytes()
 
 
 def test_a_failure_half_way_takes_back_what_was_made(node: Node) -> None:
@@ -270,7 +353,7 @@ def test_a_read_only_root_that_was_prepared_is_served(node: Node) -> None:
         done = held.hook(node.hook)
         assert (done.returncode, done.stderr) == (0, "")
         assert held.mounts() == ["", "/run/tidegate", f"/{TARGET}"]
-    assert node.events()[0]["skipped"] == ["/usr/bin/nvidia-smi"]
+    assert node.events()[0]["skipped"] == ["/usr/bin/nvidia-smi: Read-only file system"]
 
 
 def test_no_mount_namespace(node: Node) -> None:

@@ -128,6 +128,24 @@ def test_a_user_namespace_is_served(node: Node, runtime: Runtime) -> None:
     assert ran.stdout == f"{FOUND}0 /{LIBDIR}/glibc-hwcaps\n0 /etc/ld.so.cache\n4096\n"
 
 
+def test_a_user_namespace_is_served_from_directories_of_root_alone(
+    node: Node, runtime: Runtime
+) -> None:
+    """The driver's directory has mode 0700: nobody but the hook walks to what it mounts."""
+    node.own_mirror()
+    node.driver_dir.chmod(0o700)
+    bundle = node.bundle(
+        f"{PROBE}; nvidia-smi; cat /etc/vulkan/icd.d/*",
+        annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "graphics"},
+    )
+    add_user_namespace(bundle)
+    for directory in [bundle.path, *bundle.path.parents][:-2]:
+        directory.chmod(directory.stat().st_mode | 0o011)
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stderr) == (0, "")
+    assert ran.stdout == f"{FOUND}tidegate test smi\nthe driver's nvidia_icd.json\n"
+
+
 def test_a_cache_that_leads_elsewhere_is_corrected(node: Node, runtime: Runtime) -> None:
     """An image with a libcuda of its own and a cache that maps it: ours is found, the other entries stay."""
     bundle = node.bundle("probe libcuda.so.1 libother.so.1; ldconfig -p")
@@ -290,9 +308,10 @@ def test_ldconfig_in_the_container_still_works(node: Node, runtime: Runtime) -> 
 
 def test_what_a_killed_run_left_is_cleaned_up(node: Node, runc: Runtime) -> None:
     bundle = node.bundle(PROBE)
-    (bundle.rootfs / "etc/.ld.so.cache.tidegate").write_bytes(b"half a cache")
+    for name in (".ld.so.cache.tidegate", ".ld.so.cache.tidegate-aside"):
+        (bundle.rootfs / "etc" / name).write_bytes(b"half a cache")
     assert runc.run(bundle).stdout == FOUND
-    assert not (bundle.rootfs / "etc/.ld.so.cache.tidegate").exists()
+    assert [p.name for p in (bundle.rootfs / "etc").iterdir()] == ["ld.so.cache"]
 
 
 IDMAP_C = r"""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -234,6 +235,71 @@ def test_counts_that_promise_too_much_are_refused() -> None:
         parse(huge)
     with pytest.raises(CacheError, match="larger than"):
         parse(ldcache.NEW_MAGIC + bytes(ldcache.CACHE_LIMIT))
+
+
+def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
+    """A cache whose entries all have the same names, each of which is in the file once."""
+    start = ldcache.HEADER.size + count * ldcache.ENTRY.size
+    strings = soname + b"\0" + path + b"\0"
+    row = ldcache.ENTRY.pack(0x303, start, start + len(soname) + 1, 0, 0)
+    header = ldcache.HEADER.pack(ldcache.NEW_MAGIC, count, len(strings), 2, 0)
+    return header + row * count + strings
+
+
+@pytest.mark.parametrize(
+    ("count", "soname", "path"),
+    [(174000, b"s", b"p" * 4095), (87000, b"s" * 255, b"p"), (174000, b"s", b"p")],
+)
+def test_entries_that_share_long_names_do_not_fill_the_memory(
+    tmp_path: Path, count: int, soname: bytes, path: bytes
+) -> None:
+    """A file of 4 MiB took 1.4 GiB.  What a process had at most is in its status, from its exec on."""
+    (tmp_path / "cache").write_bytes(shared(count, soname=soname, path=path) + b"liba.so.1")
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from oci_hook.errors import ImageError
+from oci_hook.plan import Lead, plan_cache
+with open({str(tmp_path / "cache")!r}, "rb") as f:
+    data = f.read()
+try:
+    plan_cache(data, (Lead("usr/lib/x", ("liba.so.1",)),))
+except ImageError as e:
+    print(e.line())
+with open("/proc/self/status") as f:
+    print(*[int(line.split()[1]) >> 10 for line in f if line.startswith("VmHWM:")])
+"""
+    done = subprocess.run(
+        [sys.executable, "-ISE", "-c", code], capture_output=True, text=True, check=True
+    )
+    *lines, peak = done.stdout.splitlines()
+    assert int(peak) < 128  # MiB
+    damaged = (
+        "tidegate: /etc/ld.so.cache in the image is damaged (names are out of all proportion) and"
+        " names driver libraries; run ldconfig in the image"
+    )
+    assert lines == ([] if len(path) == len(soname) else [damaged])
+
+
+def test_names_longer_than_a_file_can_have_are_damage() -> None:
+    assert parse(shared(1, soname=b"s" * 255, path=b"p" * 4095)) is not None
+    for soname, path in ((b"s" * 256, b"p"), (b"s", b"p" * 4097)):
+        with pytest.raises(CacheError, match="has no end"):
+            parse(shared(1, soname=soname, path=path))
+
+
+def test_sections_that_repeat_are_not_copied_one_by_one() -> None:
+    """A quarter of a million of them, each the whole file, took 25 s."""
+    extension = ldcache.HEADER.size
+    header = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0, 0, 2, extension)
+    for count in (2, 17):
+        directory = ldcache.EXTENSION.pack(ldcache.EXTENSION_MAGIC, count)
+        data = header + directory + ldcache.SECTION.pack(ldcache.TAG_GENERATOR, 0, 0, 4) * count
+        if count == 2:
+            assert parse(data) == Cache((), None, b"glib")
+        else:
+            with pytest.raises(CacheError, match="the extension is damaged"):
+                parse(data)
 
 
 def test_a_cache_of_the_old_format_alone_is_left_alone() -> None:

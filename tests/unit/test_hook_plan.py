@@ -2,144 +2,629 @@
 
 from __future__ import annotations
 
+import copy
+import fcntl
 import json
+import os
+import subprocess
+import sys
+import threading
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oci_hook import ldcache
 from oci_hook.client import Grant
 from oci_hook.errors import DriverError, ImageError, MirrorError
-from oci_hook.image import Image
-from oci_hook.manifest import check_fresh, choose_set, parse_manifest, read_manifest
-from oci_hook.plan import BindDirectory, BindFile, WriteCache, plan_cache, plan_container
+from oci_hook.image import Image, Look, inspect_image, look_at
+from oci_hook.manifest import (
+    changed_files,
+    check_fresh,
+    choose_share,
+    hold_generation,
+    module_version,
+    parse_manifest,
+    read_manifest,
+)
+from oci_hook.plan import (
+    BindDirectory,
+    BindFile,
+    Lead,
+    Plan,
+    WriteCache,
+    plan_cache,
+    plan_container,
+)
+from vdriver.manifest import validate
 
-TARGET = "usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
-DOCUMENT = {
-    "schema": 1,
-    "generation": "580.159.04-0123456789ab",
-    "driver": {"version": "580.159.04", "kind": "nvidia"},
+ROOT = Path(__file__).parents[2]
+LIBDIR = "usr/lib/x86_64-linux-gnu"
+TARGET = f"{LIBDIR}/glibc-hwcaps/x86-64-v2"
+TARGET32 = "usr/lib/i386-linux-gnu/tidegate"
+V = "580.159.04"
+SMALL = ["libcuda.so", "libcuda.so.1", f"libcuda.so.{V}", "libnvidia-nvvm.so.4"]
+NVVM = f"libnvidia-nvvm.so.{V}"
+GLX = f"libGLX_nvidia.so.{V}"
+DOCUMENT: dict[str, Any] = {
+    "schema": 2,
+    "generation": f"{V}-0123456789ab",
+    "driver": {"version": V, "kind": "nvidia"},
     "machine": "x86_64",
-    "sets": [{"capabilities": ["compute", "utility"], "lib64": "lib64", "bin": ["bin/nvidia-smi"]}],
+    "sets": [
+        {
+            "capabilities": ["compute", "display", "graphics", "utility"],
+            "lib64": "lib64",
+            "names64": [*SMALL, NVVM, GLX, "libGLX_nvidia.so.0", "libodd.so.580.159.04"],
+            "lib32": "lib32",
+            "names32": [GLX, "libGLX_nvidia.so.0"],
+        },
+        {
+            "capabilities": ["compute", "graphics", "utility"],
+            "lib64": "sets/compute,graphics,utility/lib64",
+            "names64": [*SMALL, NVVM, GLX, "libGLX_nvidia.so.0"],
+        },
+        {
+            "capabilities": ["compute", "utility"],
+            "lib64": "sets/compute,utility/lib64",
+            "names64": [*SMALL, NVVM],
+        },
+    ],
+    "programs": [
+        {"path": "bin/nvidia-smi", "capability": "utility"},
+        {"path": "bin/nvidia-ngx-updater", "capability": "graphics"},
+    ],
+    "places": [
+        {
+            "name": "vulkan-icd",
+            "source": "data/vulkan-icd",
+            "capability": "graphics",
+            "targets": ["/etc/vulkan/icd.d", "/usr/share/vulkan/icd.d"],
+            "looks": "all",
+            "files": ["nvidia_layers.json", "nvidia_icd.json"],
+        },
+        {
+            "name": "gbm",
+            "source": "data/gbm",
+            "capability": "display",
+            "targets": ["{libdir}/gbm"],
+            "looks": "one",
+            "files": ["nvidia-drm_gbm.so"],
+        },
+    ],
+    "binds": [
+        {"path": "/run/nvidia-persistenced", "capability": "utility"},
+        {"path": "/tmp/nvidia-mps", "capability": "video"},
+    ],
     "files": [
         {"path": "lib64/libcuda.so.1", "role": "control", "soname": "libcuda.so.1"},
         {"path": "lib64/libcuda.so", "role": "link", "target": "libcuda.so.1"},
-        {"path": "lib64/libcuda.so.580.159.04", "role": "link", "target": "libcuda.so.1"},
-        {
-            "path": "lib64/libnvidia-nvvm.so.580.159.04",
-            "role": "library",
-            "soname": "libnvidia-nvvm.so.4",
-        },
-        {
-            "path": "lib64/libnvidia-nvvm.so.4",
-            "role": "link",
-            "target": "libnvidia-nvvm.so.580.159.04",
-        },
-        {"path": "lib64/libodd.so.580.159.04", "role": "library", "soname": "libodd.so.1"},
+        {"path": f"lib64/libcuda.so.{V}", "role": "link", "target": "libcuda.so.1"},
+        {"path": f"lib64/{NVVM}", "role": "library", "soname": "libnvidia-nvvm.so.4"},
+        {"path": "lib64/libnvidia-nvvm.so.4", "role": "link", "target": NVVM},
+        {"path": f"lib64/libodd.so.{V}", "role": "library", "soname": "libodd.so.1"},
+        {"path": f"lib64/{GLX}", "role": "library", "soname": "libGLX_nvidia.so.0"},
+        {"path": "lib64/libGLX_nvidia.so.0", "role": "link", "target": GLX},
+        {"path": f"lib32/{GLX}", "role": "library", "soname": "libGLX_nvidia.so.0"},
+        {"path": "lib32/libGLX_nvidia.so.0", "role": "link", "target": GLX},
         {"path": "lib64/origin/libcuda-origin.so.1", "role": "origin", "soname": "libcuda.so.1"},
         {"path": "bin/nvidia-smi", "role": "program"},
     ],
     "source": {
         "root": "/",
-        "watch": [{"path": "/usr/lib/libcuda.so.580.159.04", "size": 1, "mtime_ns": 2}],
+        "watch": [
+            {
+                "path": "/usr/lib/libcuda.so.580.159.04",
+                "role": "driver",
+                "size": 1,
+                "mtime_ns": 2,
+            }
+        ],
     },
 }
-GENERATION = "/var/lib/tidegate/driver/580.159.04-0123456789ab"
+GENERATION = f"/var/lib/tidegate/driver/{V}-0123456789ab"
 MANIFEST = parse_manifest(json.dumps(DOCUMENT).encode(), GENERATION)
+DEFAULT = choose_share(MANIFEST, ("compute", "utility"))
 GRANT = Grant("k1", "/run/tidegate/containers/k1", ("GPU-x",), 1, 50)
 
 
-def cache_of(**libraries: str) -> bytes:
-    entries = tuple(ldcache.Entry(0x303, n.encode(), p.encode()) for n, p in libraries.items())
+def changed(**change: Any) -> Any:
+    return parse_manifest(json.dumps({**DOCUMENT, **change}).encode(), GENERATION)
+
+
+def cache_of(*, flags: int = 0x303, **libraries: str) -> bytes:
+    entries = tuple(ldcache.Entry(flags, n.encode(), p.encode()) for n, p in libraries.items())
     return ldcache.write(ldcache.Cache(entries))
 
 
-def test_the_sample_follows_the_schema() -> None:
-    import jsonschema
-
-    schema = json.loads(
-        (Path(__file__).parents[2] / "vdriver" / "manifest.schema.json").read_text()
+def image_of(cache: bytes | None = None, **looks: str) -> Image:
+    """An image in Debian's layout; a look is a state, or why it is unusable."""
+    states = {
+        "etc/vulkan/icd.d": "absent",
+        "usr/share/vulkan/icd.d": "absent",
+        f"{LIBDIR}/gbm": "absent",
+        **looks,
+    }
+    return Image(
+        LIBDIR,
+        TARGET,
+        cache,
+        looks={
+            path: Look(state) if state in ("absent", "empty", "full") else Look("unusable", state)  # type: ignore[arg-type]
+            for path, state in states.items()
+        },
     )
-    jsonschema.Draft202012Validator(schema).validate(DOCUMENT)
+
+
+def plan_of(*capabilities: str, image: Image) -> Plan:
+    return plan_container(MANIFEST, choose_share(MANIFEST, capabilities), GRANT, image)
+
+
+def test_the_sample_follows_the_schema() -> None:
+    validate(DOCUMENT)
 
 
 def test_a_plan_reads_as_an_operator_would_say_it() -> None:
     cache = cache_of(**{"libcuda.so.1": "/opt/cuda/libcuda.so.1"})
-    plan = plan_container(
-        MANIFEST, MANIFEST.sets[0], GRANT, Image("usr/lib/x86_64-linux-gnu", TARGET, cache)
-    )
+    plan = plan_of("compute", "utility", image=Image(LIBDIR, TARGET, cache))
     assert plan.describe() == [
-        f"bind {GENERATION}/lib64 -> /{TARGET} [ro,nosuid,nodev]",
+        f"bind {GENERATION}/sets/compute,utility/lib64 -> /{TARGET} [ro,nosuid,nodev]",
         "bind /run/tidegate/containers/k1 -> /run/tidegate [ro,nosuid,nodev,noexec]",
         f"bind {GENERATION}/bin/nvidia-smi -> /usr/bin/nvidia-smi [ro,nosuid,nodev,file]",
+        "bind /run/nvidia-persistenced -> /run/nvidia-persistenced [ro,nosuid,nodev,noexec]",
         "write /etc/ld.so.cache [3 libraries, required]",
     ]
+    assert (plan.places, plan.skipped) == ((), ())
 
 
 def test_sources_are_of_the_host_and_targets_of_the_container() -> None:
-    plan = plan_container(MANIFEST, MANIFEST.sets[0], GRANT, Image("lib64", "lib64/tls", None))
-    for operation in plan.operations:
+    for operation in plan_of("all", image=image_of()).operations:
         assert isinstance(operation, BindDirectory | BindFile)
         assert operation.source.startswith(
-            ("/var/lib/tidegate/driver/", "/run/tidegate/containers/")
+            ("/var/lib/tidegate/driver/", "/run/tidegate/containers/", "/run/nvidia-persistenced")
         )
         assert not operation.target.startswith("/")
 
 
+def test_what_is_of_the_generation_is_opened_below_it() -> None:
+    """By the directory that the hook holds; its name may lead to another generation meanwhile."""
+    image = image_of(cache_of(), **{ETC: "full", SHARE: "full"})._replace(target32=TARGET32)
+    binds = [
+        operation
+        for operation in plan_of("all", image=image).operations
+        if isinstance(operation, BindDirectory | BindFile)
+    ]
+    assert [operation.held for operation in binds] == [
+        "lib64",
+        "",
+        "lib32",
+        "bin/nvidia-smi",
+        "bin/nvidia-ngx-updater",
+        "data/vulkan-icd/nvidia_icd.json",
+        "data/vulkan-icd/nvidia_layers.json",
+        "data/gbm",
+        "",
+    ]
+    for operation in binds:
+        own = operation.source.startswith(f"{GENERATION}/")
+        assert operation.source == f"{GENERATION}/{operation.held}" if own else not operation.held
+
+
 def test_the_cache_gets_sonames_and_development_links_that_exist() -> None:
-    assert MANIFEST.sets[0].sonames == ("libcuda.so", "libcuda.so.1", "libnvidia-nvvm.so.4")
+    assert DEFAULT.names64 == ("libcuda.so", "libcuda.so.1", "libnvidia-nvvm.so.4")
+    assert choose_share(MANIFEST, ("graphics",)).names64 == (
+        "libGLX_nvidia.so.0",
+        "libcuda.so",
+        "libcuda.so.1",
+        "libnvidia-nvvm.so.4",
+    )
 
 
 def test_a_cache_that_says_it_already_is_left_alone() -> None:
-    operation = plan_cache(cache_of(), TARGET, ("liba.so.1",))
+    leads = (Lead(TARGET, ("liba.so.1",)), Lead(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386))
+    operation = plan_cache(cache_of(), leads)
     assert isinstance(operation, WriteCache)
-    assert operation.strays == ()
-    assert plan_cache(operation.content, TARGET, ("liba.so.1",)) is None
+    assert (operation.strays, operation.compat32, operation.added) == ((), False, 2)
+    assert plan_cache(operation.content, leads) is None
 
 
 @pytest.mark.parametrize("cache", [None, b"", b"no cache", b"\x7fELF" * 100])
 def test_what_a_loader_ignores_is_left_alone(cache: bytes | None) -> None:
-    assert plan_cache(cache, TARGET, ("liba.so.1",)) is None
+    assert plan_cache(cache, (Lead(TARGET, ("liba.so.1",)),)) is None
 
 
 def test_a_damaged_cache_matters_only_if_it_names_ours() -> None:
     broken = ldcache.NEW_MAGIC + b"\xff" * 60
-    assert plan_cache(broken, TARGET, ("liba.so.1",)) is None
+    lead = Lead(TARGET, ("liba.so.1",))
+    assert plan_cache(broken, (lead,)) is None
     with pytest.raises(ImageError, match="is damaged"):
-        plan_cache(broken + b"liba.so.1\0", TARGET, ("liba.so.1",))
+        plan_cache(broken + b"liba.so.1\0", (lead,))
 
 
-def test_a_set_is_chosen_by_exactly_its_capabilities() -> None:
-    assert choose_set(MANIFEST, ("compute", "utility")).lib64 == "lib64"
-    with pytest.raises(DriverError, match="nothing for capabilities video, it has compute,utility"):
-        choose_set(MANIFEST, ("video",))
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (None, "the image has no ld.so.cache"),
+        (b"no cache", "the image has no ld.so.cache"),
+        (ldcache.NEW_MAGIC + b"\xff" * 60, "is damaged .*, 32-bit libraries are found by it"),
+        (ldcache.OLD_HEADER.pack(ldcache.OLD_MAGIC, 0), "a format from before glibc 2.2"),
+    ],
+)
+def test_compat32_needs_a_cache(cache: bytes | None, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        plan_cache(cache, (Lead(TARGET32, ("liba.so.1",), ldcache.FLAGS_I386, required=True),))
 
 
-def make_node(tmp_path: Path) -> Path:
-    driver = tmp_path / "libcuda.so.580.159.04"
-    driver.write_bytes(b"driver")
-    stat = driver.stat()
-    watch = [{"path": str(driver), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}]
-    generation = tmp_path / "driver" / "580.159.04-0123456789ab"
-    generation.mkdir(parents=True)
-    (generation / "manifest.json").write_text(
-        json.dumps({**DOCUMENT, "source": {"root": "/", "watch": watch}})
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        (("compute", "utility"), "sets/compute,utility/lib64"),
+        (("utility",), "sets/compute,utility/lib64"),
+        (("graphics",), "sets/compute,graphics,utility/lib64"),
+        (("compute", "graphics"), "sets/compute,graphics,utility/lib64"),
+        (("display",), "lib64"),
+        (("compat32", "display"), "lib64"),
+        (("all",), "lib64"),
+    ],
+)
+def test_the_smallest_set_that_has_all_is_chosen(asked: tuple[str, ...], chosen: str) -> None:
+    assert choose_share(MANIFEST, asked).mirror_set.lib64 == chosen
+
+
+def test_the_set_decides_on_programs_places_and_binds() -> None:
+    """Asked for graphics alone: utility is in the set, so its program and its sockets come too."""
+    share = choose_share(MANIFEST, ("graphics",))
+    assert [p.path for p in share.programs] == ["bin/nvidia-smi", "bin/nvidia-ngx-updater"]
+    assert [p.name for p in share.places] == ["vulkan-icd"]
+    assert [b.path for b in share.binds] == ["/run/nvidia-persistenced"]
+    assert [p.name for p in choose_share(MANIFEST, ("all",)).places] == ["vulkan-icd", "gbm"]
+    assert (DEFAULT.places, [p.path for p in DEFAULT.programs]) == ((), ["bin/nvidia-smi"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        (
+            ("graphics", "ngx", "video"),
+            (
+                f"tidegate: this node's driver {V} has nothing for ngx,video, it has compute,display,graphics,utility;"
+                " ask for these in tidegate.gpu/capabilities, or run `tidegate refresh` after installing the rest of"
+                " the driver"
+            ),
+        ),
+        (
+            ("compat32", "graphics"),
+            (
+                f"tidegate: this node's driver {V} has no 32-bit libraries; install them and run `tidegate refresh`, or"
+                " leave compat32 out of tidegate.gpu/capabilities"
+            ),
+        ),
+    ],
+)
+def test_what_the_driver_lacks_is_said(asked: tuple[str, ...], line: str) -> None:
+    with pytest.raises(DriverError) as caught:
+        choose_share(MANIFEST, asked)
+    assert caught.value.line() == line
+
+
+def test_sets_that_have_each_but_not_both_are_no_answer() -> None:
+    sets = copy.deepcopy(DOCUMENT["sets"])[1:]
+    sets[1]["capabilities"] = ["compute", "utility", "video"]
+    with pytest.raises(DriverError, match="has nothing for graphics,video together, it has"):
+        choose_share(changed(sets=sets), ("graphics", "video"))
+
+
+def test_all_takes_32_bit_libraries_only_where_driver_and_image_have_them() -> None:
+    assert choose_share(MANIFEST, ("all",)).compat32 == "offered"
+    only64 = [s for s in DOCUMENT["sets"] if "lib32" not in s]
+    assert choose_share(changed(sets=only64), ("all",)).compat32 == "no"
+    cache = cache_of()
+    plan = plan_of("all", image=image_of(cache)._replace(reason32="the image has no 32-bit glibc"))
+    assert plan.skipped == ("compat32: the image has no 32-bit glibc",)
+    plan = plan_of("all", image=image_of(cache)._replace(target32=TARGET32))
+    assert f"bind {GENERATION}/lib32 -> /{TARGET32} [ro,nosuid,nodev]" in plan.describe()
+    assert plan.describe()[-1] == "write /etc/ld.so.cache [5 libraries]"
+
+
+def test_compat32_that_the_image_cannot_take_is_refused() -> None:
+    """It was asked for by name."""
+    with pytest.raises(ImageError) as caught:
+        plan_of("compat32", "display", image=image_of()._replace(reason32="the image has none"))
+    assert caught.value.line() == (
+        "tidegate: the image has none; install 32-bit glibc in the image and run ldconfig in it, or leave compat32"
+        " out of tidegate.gpu/capabilities"
     )
+
+
+def test_the_cache_leads_each_width_to_its_own_directory() -> None:
+    cache = cache_of(**{"libGLX_nvidia.so.0": "/old/libGLX_nvidia.so.0"}, flags=0x3)
+    plan = plan_of("compat32", "display", image=image_of(cache)._replace(target32=TARGET32))
+    write = plan.operations[-1]
+    assert isinstance(write, WriteCache)
+    assert (write.strays, write.compat32) == (("/old/libGLX_nvidia.so.0",), True)
+    after = ldcache.parse(write.content)
+    assert after is not None
+    assert [(e.flags, e.path.decode()) for e in after.entries if b"GLX" in e.soname] == [
+        (0x303, f"/{TARGET}/libGLX_nvidia.so.0"),
+        (0x3, f"/{TARGET32}/libGLX_nvidia.so.0"),
+    ]
+
+
+ETC, SHARE = "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"
+
+
+@pytest.mark.parametrize(
+    ("etc", "share", "how", "target", "others"),
+    [
+        ("absent", "full", "directory", ETC, ()),
+        ("empty", "absent", "directory", ETC, ()),
+        ("full", "absent", "directory", SHARE, (f"/{ETC}: the image has files there",)),
+        ("full", "empty", "directory", SHARE, (f"/{ETC}: the image has files there",)),
+        ("full", "full", "files", ETC, ()),
+        ("a file", "empty", "directory", SHARE, (f"/{ETC}: a file",)),
+        ("a file", "full", "files", SHARE, (f"/{ETC}: a file",)),
+        ("full", "a file", "files", ETC, ()),
+        ("a file", "a loop", "skipped", "", (f"/{ETC}: a file", f"/{SHARE}: a loop")),
+    ],
+)
+def test_a_place_whose_reader_looks_everywhere(
+    etc: str, share: str, how: str, target: str, others: tuple[str, ...]
+) -> None:
+    """The first directory where the image has nothing to lose; single files where it has in each."""
+    plan = plan_of("graphics", image=image_of(**{ETC: etc, SHARE: share}))
+    (choice,) = plan.places
+    assert (choice.how, choice.target, choice.others) == (how, target, others)
+    made = [o.describe() for o in plan.operations if "data/" in o.describe()]
+    source = f"{GENERATION}/data/vulkan-icd"
+    expected = {
+        "directory": [f"bind {source} -> /{target} [ro,nosuid,nodev,noexec]"],
+        "files": [
+            f"bind {source}/{name} -> /{target}/{name} [ro,nosuid,nodev,noexec,file]"
+            for name in ("nvidia_icd.json", "nvidia_layers.json")
+        ],
+        "skipped": [],
+    }
+    assert made == expected[how]
+    reason = f"place vulkan-icd: /{ETC}: a file; /{SHARE}: a loop"
+    assert plan.skipped == ((reason,) if how == "skipped" else ())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "how", "target"),
+    [
+        ("absent", "absent", "directory", "etc/a"),
+        ("empty", "empty", "directory", "etc/a"),
+        ("absent", "empty", "directory", "usr/b"),
+        ("absent", "full", "files", "usr/b"),
+        ("full", "empty", "files", "etc/a"),
+        ("a file", "full", "files", "usr/b"),
+        ("absent", "a file", "directory", "etc/a"),
+        ("a file", "absent", "skipped", ""),
+    ],
+)
+def test_a_place_whose_reader_looks_into_one(
+    first: str, second: str, how: str, target: str
+) -> None:
+    """The first that exists is the one of the image's distribution."""
+    place = {
+        **DOCUMENT["places"][0],
+        "targets": ["/etc/a", "/usr/b"],
+        "looks": "one",
+        "files": ["f"],
+    }
+    manifest = changed(places=[place])
+    image = image_of(**{"etc/a": first, "usr/b": second})
+    (choice,) = plan_container(manifest, choose_share(manifest, ("graphics",)), GRANT, image).places
+    assert (choice.how, choice.target) == (how, target)
+
+
+def test_what_lies_below_the_library_directory_may_be_executed() -> None:
+    """It is mapped as code; everything else is data."""
+    plan = plan_of("all", image=image_of())
+    assert [o.describe() for o in plan.operations if "data/" in o.describe()] == [
+        f"bind {GENERATION}/data/vulkan-icd -> /etc/vulkan/icd.d [ro,nosuid,nodev,noexec]",
+        f"bind {GENERATION}/data/gbm -> /{LIBDIR}/gbm [ro,nosuid,nodev]",
+    ]
+
+
+def test_two_places_do_not_cover_each_other() -> None:
+    other = {
+        **DOCUMENT["places"][0],
+        "name": "below",
+        "targets": ["/etc/vulkan", "/etc/vulkan/icd.d/deep", "/usr/share/vulkan/icd.d"],
+    }
+    manifest = changed(places=[DOCUMENT["places"][0], other])
+    image = image_of(**{"etc/vulkan": "empty", "etc/vulkan/icd.d/deep": "absent"})
+    plan = plan_container(manifest, choose_share(manifest, ("graphics",)), GRANT, image)
+    assert [c.target for c in plan.places] == ["etc/vulkan/icd.d", "usr/share/vulkan/icd.d"]
+    assert plan.places[1].others == (
+        "/etc/vulkan: other driver files are mounted there",
+        "/etc/vulkan/icd.d/deep: other driver files are mounted there",
+    )
+
+
+def test_the_driver_store_of_wsl_may_be_executed() -> None:
+    manifest = changed(
+        driver={"version": V, "kind": "wsl"},
+        binds=[{"path": "/usr/lib/wsl/drivers", "capability": "compute"}],
+    )
+    plan = plan_container(manifest, choose_share(manifest, ("compute",)), GRANT, image_of())
+    assert plan.describe()[-1] == (
+        "bind /usr/lib/wsl/drivers -> /usr/lib/wsl/drivers [ro,nosuid,nodev]"
+    )
+
+
+def put(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "empty":
+            path.mkdir()
+        case "full":
+            path.mkdir()
+            (path / "x").touch()
+        case "file":
+            path.touch()
+        case "fifo":
+            os.mkfifo(path)
+        case "dangling":
+            path.symlink_to("/nowhere/at/all")
+        case "loop":
+            path.symlink_to(path.name)
+        case "host":
+            path.symlink_to("/proc/self/root/etc")
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "reason"),
+    [
+        ("absent", "absent", ""),
+        ("empty", "empty", ""),
+        ("full", "full", ""),
+        ("file", "unusable", "/etc/place is not a directory"),
+        ("fifo", "unusable", "/etc/place is not a directory"),
+        ("dangling", "unusable", "/etc/place is not a directory"),
+        ("loop", "unusable", "/etc/place is not a directory"),
+        ("host", "unusable", "/etc/place is not a directory"),
+    ],
+)
+@pytest.mark.parametrize("below", ["", "/deep/er"])
+def test_a_look_says_what_is_there_or_in_the_way(
+    tmp_path: Path, kind: str, state: str, reason: str, below: str
+) -> None:
+    (tmp_path / "etc").mkdir()
+    put(tmp_path / "etc/place", kind)
+    rootfd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    look = look_at(rootfd, f"etc/place{below}")
+    os.close(rootfd)
+    if below and state in ("empty", "full"):
+        state = "absent"  # the way to it is free
+    assert look == Look(state, reason)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "found"),
+    [(1, 1, "0"), (3, 1, "0, 1, 2"), (9000, 200, r"[0-9]{117}\.\.\., \.\.\.")],
+)
+def test_a_directory_with_many_entries_is_not_read_to_its_end(
+    tmp_path: Path, count: int, width: int, found: str
+) -> None:
+    """Ours to mount on, and the image has files in it: a few names are enough to say so."""
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
+    target = tmp_path / TARGET
+    target.mkdir(parents=True)
+    (tmp_path / LIBDIR / "libc.so.6").touch()
+    for i in range(count):
+        (target / f"{i:0{width}}").touch()
+    rootfd, procfd = (os.open(p, os.O_PATH | os.O_DIRECTORY) for p in (tmp_path, "/proc"))
+    tracemalloc.start()
+    with pytest.raises(ImageError, match=rf"/{TARGET} in the image is not empty \({found}\), "):
+        inspect_image(rootfd, procfd, "x86_64")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    os.close(rootfd)
+    os.close(procfd)
+    assert peak < 1_500_000  # bytes; the loader is read in pieces of 1 MiB, 9000 names take 2 MiB
+
+
+def make_node(tmp_path: Path, kind: str = "nvidia") -> tuple[Path, Path]:
+    """A generation in force; gives a file of the driver and a control library that it watches."""
+    watch = []
+    for role in ("driver", "control"):
+        file = tmp_path / role
+        file.write_bytes(b"as it was")
+        stat = file.stat()
+        watch.append(
+            {"path": str(file), "role": role, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        )
+    generation = tmp_path / "drivers" / f"{V}-0123456789ab"
+    generation.mkdir(parents=True)
+    document = {
+        **DOCUMENT,
+        "driver": {"version": V, "kind": kind},
+        "source": {"root": "/", "watch": watch},
+    }
+    validate(document)
+    (generation / "manifest.json").write_text(json.dumps(document))
     (generation.parent / "current").symlink_to(generation.name)
-    return driver
+    return tmp_path / "driver", tmp_path / "control"
 
 
-def test_a_fresh_mirror_passes_and_a_changed_driver_does_not(tmp_path: Path) -> None:
-    driver = make_node(tmp_path)
-    manifest = read_manifest(str(tmp_path / "driver"))
-    assert manifest.directory == str(tmp_path / "driver" / "580.159.04-0123456789ab")
-    check_fresh(manifest)
-    driver.write_bytes(b"newer driver")
-    with pytest.raises(MirrorError, match=f"is stale: {driver} has changed"):
-        check_fresh(manifest)
+@pytest.mark.parametrize("which", ["driver", "control"])
+def test_a_fresh_mirror_passes_and_a_changed_host_does_not(tmp_path: Path, which: str) -> None:
+    """Where no kernel module says its version."""
+    make_node(tmp_path)
+    file = tmp_path / which
+    manifest = read_manifest(str(tmp_path / "drivers"))
+    assert manifest.directory == str(tmp_path / "drivers" / f"{V}-0123456789ab")
+    check_fresh(manifest, None)
+    file.write_bytes(b"newer")
+    with pytest.raises(MirrorError, match=f"is stale: {file} has changed"):
+        check_fresh(manifest, None)
+    file.unlink()
+    with pytest.raises(MirrorError, match=f"is stale: {file}: No such file"):
+        check_fresh(manifest, None)
+
+
+def test_an_upgraded_package_does_not_matter_while_the_same_module_runs(tmp_path: Path) -> None:
+    """The mirror still has what matches the module, the control libraries that it was made with among it."""
+    driver, control = make_node(tmp_path)
+    manifest = read_manifest(str(tmp_path / "drivers"))
     driver.unlink()
-    with pytest.raises(MirrorError, match=f"is stale: {driver}: No such file"):
-        check_fresh(manifest)
+    control.write_bytes(b"newer")
+    check_fresh(manifest, V)
+    assert list(changed_files(manifest)) == [
+        ("driver", f"{driver}: No such file or directory"),
+        ("control", f"{control} has changed since it was made"),
+    ]
+
+
+def test_a_module_of_another_version_is_refused_whatever_the_files_say(tmp_path: Path) -> None:
+    make_node(tmp_path)
+    with pytest.raises(MirrorError) as caught:
+        check_fresh(read_manifest(str(tmp_path / "drivers")), "580.126.09")
+    assert caught.value.line() == (
+        f"tidegate: mirror {V}-0123456789ab is of driver {V}, the kernel module is 580.126.09; reboot or reload the"
+        " module after a driver update, then run `tidegate refresh`"
+    )
+
+
+@pytest.mark.parametrize("kind", ["simulated", "wsl"])
+def test_a_driver_without_a_kernel_module_does_not_ask_for_its_version(
+    tmp_path: Path, kind: str
+) -> None:
+    """A host may have a real module besides."""
+    driver, _ = make_node(tmp_path, kind)
+    manifest = read_manifest(str(tmp_path / "drivers"))
+    check_fresh(manifest, "580.126.09")
+    driver.write_bytes(b"newer")
+    with pytest.raises(MirrorError, match="has changed"):
+        check_fresh(manifest, V)
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        (
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun  9 17:42:14 UTC 2025\n",
+            "535.261.03",
+        ),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n",
+            "580.159.04",
+        ),
+        ("NVRM version: something else\n", None),
+        ("", None),
+    ],
+)
+def test_the_module_says_its_version(tmp_path: Path, text: str, version: str | None) -> None:
+    (tmp_path / "version").write_text(text)
+    assert module_version(str(tmp_path / "version")) == version
+    assert module_version(str(tmp_path / "absent")) is None
+    assert module_version(str(tmp_path / "version" / "below")) is None
+    with pytest.raises(MirrorError, match="Is a directory"):
+        module_version(str(tmp_path))
 
 
 def test_no_mirror_says_what_to_do(tmp_path: Path) -> None:
@@ -151,23 +636,107 @@ def test_no_mirror_says_what_to_do(tmp_path: Path) -> None:
     )
 
 
+SET = DOCUMENT["sets"][2]
+PLACE = DOCUMENT["places"][0]
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        {"schema": 2},
+        {"schema": 1},
+        {"schema": 3},
         {"sets": None},
         {"sets": [{}]},
-        {"sets": [{"capabilities": [], "lib64": "../../etc", "bin": []}]},
-        {"sets": [{"capabilities": [], "lib64": "/etc", "bin": []}]},
-        {"sets": [{"capabilities": [], "lib64": "lib64", "bin": ["bin/../../x"]}]},
+        {"sets": [{**SET, "lib64": "../../etc"}]},
+        {"sets": [{**SET, "lib64": "/etc"}]},
+        {"sets": [{**SET, "lib32": "a//b", "names32": []}]},
+        {"sets": [{**SET, "lib32": "lib32"}]},
+        {"sets": [{**SET, "names64": ["libcuda.so.1", ".."]}]},
+        {"sets": [{**SET, "names64": ["../libcuda.so.1"]}]},
+        {"sets": [{**SET, "names64": [7]}]},
+        {"programs": [{"path": "bin/../../x", "capability": "utility"}]},
+        {"places": [{**PLACE, "source": "/etc"}]},
+        {"places": [{**PLACE, "targets": ["etc/x"]}]},
+        {"places": [{**PLACE, "targets": ["/etc/../x"]}]},
+        {"places": [{**PLACE, "targets": ["{libdir}/../x"]}]},
+        {"places": [{**PLACE, "targets": ["{libdir}"]}]},
+        {"places": [{**PLACE, "targets": ["/"]}]},
+        {"places": [{**PLACE, "targets": []}]},
+        {"places": [{**PLACE, "looks": "some"}]},
+        {"places": [{**PLACE, "files": ["../x"]}]},
+        {"places": [{**PLACE, "files": []}]},
+        {"binds": [{"path": "run/x", "capability": "utility"}]},
+        {"binds": [{"path": "/run/../etc", "capability": "utility"}]},
+        {"binds": [{"path": "/", "capability": "utility"}]},
         {"files": [{}]},
         {"source": {"watch": [{"path": "/x"}]}},
+        {"source": {"watch": [{"path": "/x", "role": "other", "size": 1, "mtime_ns": 1}]}},
         {"driver": "x"},
+        {"driver": {"version": V, "kind": "amd"}},
     ],
 )
 def test_a_damaged_manifest_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     make_node(tmp_path)
-    path = tmp_path / "driver" / "current" / "manifest.json"
+    path = tmp_path / "drivers" / "current" / "manifest.json"
     path.write_text(json.dumps({**DOCUMENT, **change}))
     with pytest.raises(MirrorError, match="is not a manifest"):
-        read_manifest(str(tmp_path / "driver"))
+        read_manifest(str(tmp_path / "drivers"))
+
+
+def lock_of_another_process(directory: Path) -> bool:
+    """Whether another process could take a generation away now, as `tidegate gc` would ask."""
+    code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(directory)], check=False, stderr=subprocess.DEVNULL
+    )
+    return done.returncode == 0
+
+
+def test_a_generation_is_held_while_it_is_read(tmp_path: Path) -> None:
+    make_node(tmp_path)
+    generation = tmp_path / "drivers" / f"{V}-0123456789ab"
+    assert lock_of_another_process(generation)
+    manifest = read_manifest(str(tmp_path / "drivers"))
+    assert not lock_of_another_process(generation)
+    assert not os.get_inheritable(manifest.hold)
+    read_manifest(str(tmp_path / "drivers"))  # hooks do not exclude each other
+    os.close(manifest.hold)
+
+
+def test_a_generation_that_goes_in_between_is_not_used(tmp_path: Path) -> None:
+    """A collector has the lock, another generation comes into force, the old one goes: the new one is read."""
+    make_node(tmp_path)
+    drivers = tmp_path / "drivers"
+    old, new = drivers / f"{V}-0123456789ab", drivers / f"{V}-abababababab"
+    new.mkdir()
+    lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.append(hold_generation(str(drivers))[0]))
+    reader.start()
+    wait_for_a_waiter(old)
+    assert got == []
+    (drivers / "next").symlink_to(new.name)
+    (drivers / "next").rename(drivers / "current")
+    old.rename(drivers / "trash")
+    os.close(lock)
+    reader.join(10)
+    assert got == [str(new)]
+
+
+def wait_for_a_waiter(directory: Path) -> None:
+    """Wait until somebody waits for the lock of a directory; the kernel marks waiters by an arrow."""
+    inode = f":{directory.stat().st_ino} "
+    for _ in range(1000):
+        lines = Path("/proc/locks").read_text().splitlines()
+        if any("->" in line and inode in line for line in lines):
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("nobody waits for the lock")
+
+
+def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) -> None:
+    make_node(tmp_path)
+    (tmp_path / "drivers" / f"{V}-0123456789ab").rename(tmp_path / "trash")
+    with pytest.raises(MirrorError, match="which is gone"):
+        read_manifest(str(tmp_path / "drivers"))

@@ -42,6 +42,7 @@ ACCEPTED: list[tuple[dict[str, str], Request]] = [
     ({"strategy": "passthrough"}, Request(strategy="passthrough")),
     ({"capabilities": "utility,compute"}, Request()),
     ({"capabilities": "video"}, Request(capabilities=("video",))),
+    ({"capabilities": "all"}, Request(capabilities=("all",))),
     ({"driver": "optional"}, Request(optional=True)),
     ({"driver": "required"}, Request()),
 ]
@@ -100,7 +101,11 @@ REJECTED: list[dict[str, str]] = [
     {"devices": UUID.upper()},
     {"strategy": "Auto"},
     {"strategy": ""},
-    {"capabilities": "all"},
+    {"capabilities": "all,compute"},
+    {"capabilities": "compute,all"},
+    {"capabilities": "all,all"},
+    {"capabilities": "All"},
+    {"capabilities": "all\n"},
     {"capabilities": ""},
     {"capabilities": "compute,,utility"},
     {"capabilities": "compute,compute"},
@@ -153,9 +158,9 @@ VALUES = st.one_of(
     st.tuples(
         st.integers(0, 10**16).map(str), st.sampled_from(["", "Ki", "Mi", "Gi", "Ti", "K"])
     ).map("".join),
-    st.lists(st.sampled_from([*CAPABILITIES, "0", "1", "63", "64", UUID, ""]), max_size=4).map(
-        ",".join
-    ),
+    st.lists(
+        st.sampled_from([*CAPABILITIES, "all", "0", "1", "63", "64", UUID, ""]), max_size=4
+    ).map(",".join),
     st.sampled_from(["auto", "mps", "required", "optional", "100"]),
 )
 

@@ -163,7 +163,8 @@ DESCRIPTORS = {
     "os.fchown": {"fd"},
     "os.fchmod": {"fd"},
     "os.write": {"fd"},
-    "os.listdir": {"fd"},
+    "os.scandir": {"fd"},
+    "os.read": {"readable"},
     "os.pidfd_open": {"pid"},
     "os.path.sameopenfile": {"self.mntns", "fd"},
 }

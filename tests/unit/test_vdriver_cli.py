@@ -19,6 +19,7 @@ def host(tmp_path):
     put_driver(tmp_path / "root/usr/lib64", V)
     put(tmp_path / f"root/usr/lib64/libnvcuvid.so.{V}", elf("libnvcuvid.so.1"))
     put(tmp_path / "root/usr/bin/nvidia-smi", elf(program=True), 0o755)
+    put(tmp_path / f"root/usr/lib64/libnvidia-cfg.so.{V}", b"broken")
     put_control(tmp_path / "control")
     return tmp_path
 
@@ -45,7 +46,8 @@ def put_image(root, *, loader=b"\x7fELF glibc-hwcaps"):
 
 
 def explain(host, *more):
-    return cli.main(["explain", "--driver-dir", f"{host}/out", *more])
+    options = ("--driver-dir", f"{host}/out", "--module-version", f"{host}/no-module")
+    return cli.main(["explain", *options, *more])
 
 
 def test_refresh_says_what_is_in_force_and_what_changed(host, capsys):
@@ -53,21 +55,38 @@ def test_refresh_says_what_is_in_force_and_what_changed(host, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"driver {V} (nvidia, x86_64) below {host}/root"
     assert re.fullmatch(rf"generation {V}-[0-9a-f]{{12}} is in force \(before: none\)", lines[1])
-    assert "+ lib64/libcuda.so.1" in lines
-    assert lines[-1] == "left out 1 libraries (--dry-run says which and why)"
+    assert lines[2] == f"skipped /usr/lib64/libnvidia-cfg.so.{V}: not an ELF file"
+    assert lines[3].startswith("files copied ")
+    assert "+ lib64/libcuda.so.1" in lines[4:]
     assert refresh(host) == 0
     assert re.fullmatch(r"generation \S+: nothing to do", capsys.readouterr().out.splitlines()[1])
-
-
-def test_a_dry_run_prints_the_plan(host, capsys):
-    assert refresh(host, "--dry-run") == 0
-    out = capsys.readouterr().out
+    put(host / f"root/usr/lib64/libnvidia-tls.so.{V}", elf(f"libnvidia-tls.so.{V}"))
+    assert refresh(host) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "+ lib64/libnvidia-tls.so",
+        f"+ lib64/libnvidia-tls.so.{V}",
+    ]
+    for n in range(5):
+        put(host / f"root/usr/lib64/libnvidia-{n}.so.{V}", elf(f"libnvidia-{n}.so.1"))
+    assert refresh(host) == 0
     assert (
-        f"copy {host}/root/usr/lib64/libcuda.so.{V} -> lib64/origin/libcuda-origin.so.1 (origin, compute)"
-        in out
+        "15 names added, 0 removed, 0 with other content (--verbose lists them)"
+        in capsys.readouterr().out
     )
-    assert f"left out libnvcuvid.so.{V}: video" in out
-    assert "nothing was written" in out
+
+
+def test_a_dry_run_says_the_outcome_first_and_prints_the_plan(host, capsys):
+    assert refresh(host, "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"a generation of 12 names, 0 MiB would be made; nothing was written", lines[1]
+    )
+    assert (
+        f"mirror {host}/root/usr/lib64/libcuda.so.{V} -> lib64/origin/libcuda-origin.so.1 (origin, compute)"
+        in lines
+    )
+    assert "set compute+utility: 6 names in sets/compute+utility/lib64" in lines
+    assert "set compute+utility+video: 9 names in lib64" in lines
     assert not (host / "out").exists()
 
 
@@ -88,7 +107,7 @@ def test_refresh_speaks_json(host, capsys):
 
 def test_a_directory_that_is_named_is_the_only_one_searched(host, capsys):
     put_driver(host / "root/sim", "999.10.1", simulated=True)
-    assert refresh(host, "--driver-dir", "/sim") == 0
+    assert refresh(host, "--library-dir", "/sim") == 0
     assert capsys.readouterr().out.startswith("driver 999.10.1 (simulated, x86_64)")
 
 
@@ -99,54 +118,9 @@ def test_an_error_is_one_line_on_stderr_and_its_classs_status(host, capsys):
     assert captured.out == ""
     assert captured.err.startswith("tidegate: no control library: ")
     assert captured.err.count("\n") == 1
+    (host / "empty").mkdir()
     assert cli.main(["refresh", "--root", f"{host}/empty"]) == 69
     assert "install the NVIDIA driver" in capsys.readouterr().err
-
-
-def test_explain_prints_the_hooks_own_plan(host, capsys):
-    refresh(host)
-    (generation,) = (p.name for p in (host / "out").iterdir() if not p.is_symlink())
-    capsys.readouterr()
-    image = put_image(host / "image")
-    assert (
-        explain(
-            host,
-            "--rootfs",
-            str(image),
-            "--annotation",
-            "tidegate.gpu/memory=8Gi",
-            "--annotation",
-            "tidegate.gpu/compute=30",
-            "--annotation",
-            "tidegate.gpu/compute-limit=60",
-            "--annotation",
-            "org.example/other=1",
-        )
-        == 0
-    )
-    target = "/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
-    assert capsys.readouterr().out.splitlines() == [
-        "request",
-        "  memory        8Gi of each GPU",
-        "  compute       30 % of each GPU's time, guaranteed",
-        "  compute-limit 60 %: idle time is lent up to it",
-        "  devices       1, chosen by the governor",
-        "  strategy      auto",
-        "  capabilities  compute, utility",
-        "  driver        required",
-        "driver",
-        f"  {V} (x86_64), generation {generation}",
-        "  4 names of libraries for compute, utility",
-        "  programs nvidia-smi",
-        "image",
-        "  /usr/lib/x86_64-linux-gnu holds its C library",
-        f"  {target} is where its loader looks first",
-        "  has no ld.so.cache",
-        "result, if the governor admits it",
-        f"  bind {host}/out/{generation}/lib64 -> {target} [ro,nosuid,nodev]",
-        "  bind /run/tidegate/containers/<key> -> /run/tidegate [ro,nosuid,nodev,noexec]",
-        f"  bind {host}/out/{generation}/bin/nvidia-smi -> /usr/bin/nvidia-smi [ro,nosuid,nodev,file]",
-    ]
 
 
 def test_explain_reads_a_bundle(host, capsys):

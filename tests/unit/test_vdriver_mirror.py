@@ -17,6 +17,7 @@ from vdriver import mirror
 from vdriver.errors import MirrorError
 from vdriver.manifest import read_manifest, validate
 from vdriver.refresh import refresh
+from vdriver.verify import check_content
 
 V = "535.261.03"
 
@@ -26,7 +27,7 @@ def host(tmp_path):
     """A host with a small driver, control libraries, and room for the mirror."""
     lib = tmp_path / "root/usr/lib64"
     put_driver(lib, V)
-    put(lib / f"libnvidia-nvvm.so.{V}", elf("libnvidia-nvvm.so.4"), 0o755)
+    put(lib / f"libnvidia-nvvm.so.{V}", elf("libnvidia-nvvm.so.4"))
     put(tmp_path / "root/usr/bin/nvidia-smi", elf(program=True), 0o700)
     put_control(tmp_path / "control")
     return tmp_path
@@ -34,6 +35,11 @@ def host(tmp_path):
 
 def run(host, **kwargs):
     return refresh(host / "root", host / "out", host / "control", **kwargs)
+
+
+def apply(plan, out):
+    with mirror.exclusive(out) as directory:
+        return mirror.apply_mirror(plan, directory)
 
 
 def upgrade(host, version="550.54.14"):
@@ -47,7 +53,7 @@ def require_whole(output):
     manifest = read_manifest(output / "current")
     assert str((output / "current").readlink()) == manifest.generation
     validate(manifest.to_json())
-    assert mirror.digest(manifest.files) == manifest.generation.rpartition("-")[2]
+    assert mirror.digest(manifest) == manifest.generation.rpartition("-")[2]
     base = output / manifest.generation
     for entry in manifest.files:
         path = base / entry.path
@@ -101,15 +107,27 @@ def test_the_manifest_names_what_makes_it_stale_and_where_content_came_from(host
     document = json.loads((host / "out/current/manifest.json").read_text())
     assert document["driver"] == {"version": V, "kind": "nvidia"}
     assert document["sets"] == [
-        {"capabilities": ["compute", "utility"], "lib64": "lib64", "bin": ["bin/nvidia-smi"]}
+        {
+            "capabilities": ["compute", "utility"],
+            "lib64": "lib64",
+            "names64": sorted(
+                p.name for p in (host / "out/current/lib64").iterdir() if p.name != "origin"
+            ),
+        }
     ]
+    assert document["programs"] == [{"path": "bin/nvidia-smi", "capability": "utility"}]
     assert document["source"]["root"] == str(host / "root")
     lib = host / "root/usr/lib64"
-    watched = [lib / f"libcuda.so.{V}", lib / f"libnvidia-ml.so.{V}"]
-    watched += [host / "control/libcuda.so.1", host / "control/libnvidia-ml.so.1"]
+    watched = [("driver", lib / f"libcuda.so.{V}"), ("driver", lib / f"libnvidia-ml.so.{V}")]
+    watched += [("control", host / f"control/{n}.so.1") for n in ("libcuda", "libnvidia-ml")]
     assert document["source"]["watch"] == [
-        {"path": str(p), "size": p.stat().st_size, "mtime_ns": p.stat().st_mtime_ns}
-        for p in watched
+        {
+            "path": str(p),
+            "role": role,
+            "size": p.stat().st_size,
+            "mtime_ns": p.stat().st_mtime_ns,
+        }
+        for role, p in watched
     ]
     (origin,) = (f for f in document["files"] if f["path"] == "lib64/origin/libcuda-origin.so.1")
     assert origin["source"] == f"/usr/lib64/libcuda.so.{V}"
@@ -124,17 +142,20 @@ def test_the_name_of_a_generation_follows_from_its_content_alone(host):
     one = run(host).manifest
     other = refresh(host / "root", host / "elsewhere", host / "control").manifest
     assert one.generation == other.generation
-    total = hashlib.sha256()
-    for f in sorted(one.files, key=lambda f: f.path):
-        kind, content = ("link", f.target) if f.target else ("file", f.sha256)
-        total.update(f"{f.path}\0{kind}\0{content}\n".encode())
-    assert one.generation == f"{V}-{total.hexdigest()[:12]}"
+    document = json.loads((host / "elsewhere/current/manifest.json").read_text())
+    del document["generation"], document["source"]
+    for file in document["files"]:
+        file.pop("source", None)
+        file.pop("mtime_ns", None)
+    document["files"].sort(key=lambda f: f["path"])
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    assert one.generation == f"{V}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def test_a_second_run_without_changes_writes_and_reads_nothing(host, monkeypatch):
     first = run(host)
     before = {p: p.lstat() for p in (host / "out").rglob("*")}
-    monkeypatch.setattr(mirror, "_transfer", lambda *_: pytest.fail("content was read"))
+    monkeypatch.setattr(mirror._Writer, "materialise", lambda _: pytest.fail("content was read"))
     second = run(host)
     assert (first.changed, second.changed) == (True, False)
     assert second.manifest == first.manifest
@@ -170,7 +191,7 @@ def test_an_upgrade_switches_and_keeps_the_old_generation(host):
 
 def test_a_new_control_library_makes_a_new_generation(host):
     first = run(host).manifest
-    put(host / "control/libcuda.so.1", elf("libcuda.so.1", tag="newer"))
+    put(host / "control/libcuda.so.1", elf("libcuda.so.1", ("libcuda-origin.so.1",), tag="newer"))
     second = run(host)
     assert second.manifest.generation != first.generation
     assert second.replaced == ("lib64/libcuda.so.1",)
@@ -203,35 +224,149 @@ def test_a_generation_that_somebody_changed_is_made_again_beside_the_damaged_one
     ).read_bytes() == b"something else"
 
 
-def test_a_source_that_changes_while_it_is_copied_fails_the_run(host, monkeypatch):
-    transfer = mirror._transfer
+def test_content_that_changed_unseen_is_found_when_asked_for(host):
+    first = run(host).manifest
+    damaged = host / "out" / first.generation / "lib64/libcuda.so.1"
+    status = damaged.stat()
+    content = damaged.read_bytes()
+    put(damaged, content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(damaged, ns=(status.st_mtime_ns, status.st_mtime_ns))
+    assert not run(host).changed
+    assert run(host, repair=True).changed
+    assert require_whole(host / "out").generation == first.generation
+    assert (host / f"out/{first.generation}.damaged-0/lib64/libcuda.so.1").exists()
+    assert not run(host, repair=True).changed
 
-    def slow(reader, writer):
-        digest = transfer(reader, writer)
+
+def test_a_source_that_changes_while_it_is_copied_fails_the_run(host, monkeypatch):
+    def slow(reader, _):
         os.utime(reader, ns=(1, 1))
-        return digest
+        return False
 
     first = run(host).manifest
     upgrade(host)
-    monkeypatch.setattr(mirror, "_transfer", slow)
+    monkeypatch.setattr(mirror, "_reflink", slow)
     with pytest.raises(MirrorError, match="changed while it was being read"):
         run(host)
     assert require_whole(host / "out") == first
     assert sorted(p.name for p in (host / "out").iterdir()) == [first.generation, "current"]
 
 
-def test_a_rewritten_driver_file_leaves_the_mirror_alone(host):
-    manifest = run(host).manifest
-    with (host / f"root/usr/lib64/libcuda.so.{V}").open("r+b") as file:
-        file.write(b"overwritten in place")
+def test_content_is_shared_where_the_file_system_can_and_copied_elsewhere(host, monkeypatch):
+    lib, other = host / "root/usr/lib64", host / f"root/usr/lib64/libnvidia-nvvm.so.{V}"
+    other.chmod(0o664)  # somebody besides root may write it
+    result = run(host)
+    base = host / "out" / result.manifest.generation
+    origin = base / "lib64/origin/libcuda-origin.so.1"
+    assert not (base / f"lib64/libnvidia-nvvm.so.{V}").samefile(other)
+    if os.getuid() == 0 and "reflinked" not in result.how:
+        assert origin.samefile(lib / f"libcuda.so.{V}")
+        assert result.how == {"hard-linked": 2, "copied": 4}
+    monkeypatch.setattr(os, "link", lambda *_, **__: (_ for _ in ()).throw(OSError(1, "no links")))
+    elsewhere = refresh(host / "root", host / "elsewhere", host / "control")
+    assert set(elsewhere.how) <= {"reflinked", "copied"}
+    assert elsewhere.manifest.generation == result.manifest.generation
+    require_whole(host / "elsewhere")
+
+
+def test_a_new_generation_shares_what_did_not_change_with_the_one_before(host):
+    first = run(host).manifest
+    put(host / "control/libcuda.so.1", elf("libcuda.so.1", ("libcuda-origin.so.1",), tag="newer"))
+    second = run(host)
+    assert second.how["shared"] == 4  # both originals, nvvm, nvidia-smi
+    for name in ("lib64/origin/libcuda-origin.so.1", f"lib64/libnvidia-nvvm.so.{V}"):
+        old, new = (host / "out" / g / name for g in (first.generation, second.manifest.generation))
+        assert old.samefile(new)
+
+
+def test_a_damaged_generation_gives_nothing_to_the_next(host):
+    first = run(host).manifest
+    damaged = host / "out" / first.generation / f"lib64/libnvidia-nvvm.so.{V}"
+    time = damaged.stat().st_mtime_ns
+    content = damaged.read_bytes()
+    damaged.unlink()
+    put(damaged, b"\0" * len(content))
+    os.utime(damaged, ns=(time, time))
+    put(host / "control/libcuda.so.1", elf("libcuda.so.1", ("libcuda-origin.so.1",), tag="newer"))
+    run(host)
     require_whole(host / "out")
-    mirrored = host / "out" / manifest.generation / "lib64/origin/libcuda-origin.so.1"
-    assert mirrored.stat().st_nlink == 1
+
+
+def test_a_driver_file_that_was_rewritten_in_place_makes_another_generation(host):
+    first = run(host).manifest
+    with (host / f"root/usr/lib64/libnvidia-nvvm.so.{V}").open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(b"appended in place")
+    second = run(host)
+    assert second.changed
+    assert second.manifest.generation != first.generation
+    require_whole(host / "out")
+
+
+def test_a_driver_file_that_was_rewritten_in_place_at_the_same_size_is_noticed_and_told(host):
+    path = host / f"root/usr/lib64/libnvidia-nvvm.so.{V}"
+    first = run(host).manifest
+    content = bytearray(path.read_bytes())
+    at = content.index(b"GCC: ")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"XXX")
+    second = run(host)
+    assert second.manifest.generation != first.generation
+    assert second.rewritten == (f"/usr/lib64/libnvidia-nvvm.so.{V}",)
+    require_whole(host / "out")
+    assert run(host).rewritten == ()
+
+
+def test_repair_sets_the_generation_before_aside_when_its_content_is_another(host):
+    """The hard link to the driver's file has changed with it, whatever the name says."""
+    first = run(host).manifest
+    with (host / "out/current/lib64" / f"libnvidia-nvvm.so.{V}").open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(b"more")
+    second = run(host, repair=True)
+    assert second.aside == host / f"out/{first.generation}.damaged-0"
+    assert second.aside.is_dir()
+    require_whole(host / "out")
+
+
+def test_narrower_sets_are_directories_of_the_same_files(host):
+    lib = host / "root/usr/lib64"
+    put(lib / f"libnvcuvid.so.{V}", elf("libnvcuvid.so.1"))
+    manifest = require_whole_sets(host, run(host).manifest)
+    compute, everything = manifest.sets
+    assert (compute.lib64, everything.lib64) == ("sets/compute+utility/lib64", "lib64")
+    base = host / "out" / manifest.generation
+    assert not (base / compute.lib64 / "libnvcuvid.so.1").exists()
+    assert (base / compute.lib64 / "origin/libcuda-origin.so.1").samefile(
+        base / "lib64/origin/libcuda-origin.so.1"
+    )
+    assert not run(host).changed
+    (base / compute.lib64 / "libcuda.so").unlink()
+    assert run(host).changed
+    require_whole_sets(host, require_whole(host / "out"))
+
+
+def require_whole_sets(host, manifest):
+    """Each set's directory has its names, and each stands for what it stands for in lib64."""
+    base = host / "out" / manifest.generation
+    for s in manifest.sets:
+        names = {p.name for p in (base / s.lib64).iterdir()} - {"origin"}
+        assert names == set(s.names64)
+        for name in names:
+            here, there = base / s.lib64 / name, base / "lib64" / name
+            assert here.is_symlink() == there.is_symlink()
+            if here.is_symlink():
+                assert here.readlink() == there.readlink()
+            assert here.resolve(strict=True).read_bytes() == there.read_bytes()
+    return manifest
 
 
 def test_an_output_that_cannot_be_written_is_one_line(host):
     put(host / "out", b"a file")
-    with pytest.raises(MirrorError, match=r"out: File exists; make room"):
+    with pytest.raises(
+        MirrorError, match=r"out: File exists; move it away, or name another directory"
+    ):
         run(host)
 
 
@@ -242,6 +377,127 @@ def test_a_control_library_under_a_wrong_name_is_refused(host):
     (host / "control/libcuda.so.1").unlink()
     with pytest.raises(MirrorError, match=r"no control library: .*libcuda\.so\.1.*--control-dir"):
         run(host)
+
+
+def test_a_drivers_own_library_is_no_control_library(host):
+    for stem in ("libcuda", "libnvidia-ml"):
+        shutil.copy(host / f"root/usr/lib64/{stem}.so.{V}", host / f"control/{stem}.so.1")
+    with pytest.raises(
+        MirrorError, match=r"libcuda\.so\.1 is no control library of Tidegate's: .*--control-dir"
+    ):
+        run(host)
+
+
+def upgrade_some(host, *names):
+    """What a package manager has done when it is half through: some libraries are the next version's."""
+    lib = host / "root/usr/lib64"
+    for name in names:
+        (lib / f"{name}.so.{V}").unlink()
+        put(lib / f"{name}.so.550.54.14", elf(f"{name}.so.1", tag="550"))
+
+
+def test_a_driver_that_is_half_replaced_is_refused_and_its_mirror_stays(host):
+    first = run(host).manifest
+    upgrade_some(host, "libnvidia-nvvm")
+    with pytest.raises(
+        MirrorError,
+        match=r"no longer has lib64/libnvidia-nvvm\.so\.535\.261\.03, which the mirror has; "
+        r"wait for the driver's installation to end; .*--accept-loss",
+    ):
+        run(host)
+    with pytest.raises(MirrorError, match="no longer has"):
+        run(host, dry_run=True)
+    assert require_whole(host / "out") == first
+    assert f"lib64/libnvidia-nvvm.so.{V}" in run(host, accept_loss=True).removed
+
+
+def test_a_program_that_is_replaced_before_its_libraries_is_refused_too(host):
+    first = run(host).manifest
+    put(host / "root/usr/bin/nvidia-smi", elf(program=True, tag="550"), 0o755)
+    put(host / "root/usr/lib64/libnvidia-ptxjitcompiler.so.550.54.14", elf("x.so.1"))
+    with pytest.raises(
+        MirrorError, match=r"has other files .* libraries of 550\.54\.14 beside them"
+    ):
+        run(host)
+    assert require_whole(host / "out") == first
+
+
+def test_what_an_older_driver_left_behind_stands_in_nobodys_way(host):
+    put(host / "root/usr/lib64/libnvidia-compiler.so.470.256.02", elf("x.so.1"))
+    run(host)
+    put(host / "control/libcuda.so.1", elf("libcuda.so.1", ("libcuda-origin.so.1",), tag="newer"))
+    assert run(host).replaced == ("lib64/libcuda.so.1",)
+
+
+def test_nobody_but_root_may_open_and_so_lock_the_directory(host):
+    (host / "out").mkdir(mode=0o755)
+    run(host)
+    assert stat.S_IMODE((host / "out").stat().st_mode) == 0o700
+
+
+def test_repair_mends_all_that_verify_finds(host):
+    put(host / f"root/usr/lib64/libnvcuvid.so.{V}", elf("libnvcuvid.so.1"))
+    put(host / "root/etc/OpenCL/vendors/nvidia.icd", b"/opt/libnvidia-opencl.so.1")
+    first = run(host).manifest
+    base = host / "out" / first.generation
+    compute = base / "sets/compute+utility/lib64"
+    for damage in (
+        (compute / "origin/libcuda-origin.so.1").unlink,
+        lambda: put(base / "data/opencl/more.icd", b"libevil.so"),
+        lambda: (base / "lib64").chmod(0o777),
+        lambda: (base / "bin/nvidia-smi").chmod(0o644),
+        lambda: ((compute / "libcuda.so.1").unlink(), put(compute / "libcuda.so.1", b"else")),
+    ):
+        damage()
+        assert list(check_content(base, first)) != []
+        result = run(host, repair=True)
+        assert result.manifest.generation == first.generation
+        assert result.aside is not None
+        assert list(check_content(base, result.manifest)) == []
+
+
+def test_a_damaged_generation_is_replaced_in_one_step(host, monkeypatch):
+    first = run(host).manifest
+    base = host / "out" / first.generation
+    (base / "lib64/libcuda.so").unlink()
+    seen = []
+
+    def look(*arguments):
+        assert (base / "manifest.json").exists()
+        seen.append(arguments)
+        return rename(*arguments)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", look)
+    fsync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: fsync(fd) if (base / "manifest.json").exists() else 1 / 0
+    )
+    assert run(host, repair=True).aside == host / f"out/{first.generation}.damaged-0"
+    assert [Path(a[1]).name for a in seen] == [f"{first.generation}.damaged-0"]
+    require_whole(host / "out")
+
+
+def test_a_current_that_leads_out_of_the_directory_is_put_right(host):
+    first = run(host).manifest
+    shutil.move(host / "out" / first.generation, host / first.generation)
+    (host / "out/current").unlink()
+    (host / "out/current").symlink_to(f"../{first.generation}")
+    assert run(host).changed
+    assert str((host / "out/current").readlink()) == first.generation
+
+
+def test_text_of_the_same_size_and_time_is_compared(host):
+    icd = put(host / "root/etc/OpenCL/vendors/nvidia.icd", b"/opt/libnvidia-opencl.so.1")
+    os.utime(icd, ns=(1, 1))
+    run(host)
+    put(icd, b"/opt/libnvidia-opencl.so.2")
+    os.utime(icd, ns=(1, 1))
+    assert run(host).replaced == ("data/opencl/nvidia.icd",)
+
+
+def test_no_file_is_shared_with_the_host_where_that_is_asked_for(host):
+    assert "hard-linked" not in run(host, hard_links=False).how
 
 
 def test_everything_is_durable_before_it_is_named(host, monkeypatch):
@@ -331,6 +587,12 @@ def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, c
 
     template, out = host / "template", host / "out"
     template.mkdir()
+    # a second set, a file that is mirrored twice, and one that is rewritten
+    lib = host / "root/usr/lib64"
+    put(lib / f"libvdpau_nvidia.so.{V}", elf("libvdpau_nvidia.so.1"))
+    (lib / "libvdpau_nvidia.so.1").symlink_to(f"libvdpau_nvidia.so.{V}")
+    put(host / "root/etc/OpenCL/vendors/nvidia.icd", b"/opt/libnvidia-opencl.so.1")
+    put(lib / f"libEGL_nvidia.so.{V}", elf("libEGL_nvidia.so.0"))
     before = None
     if case != "first":
         before = refresh(host / "root", template, host / "control").manifest
@@ -350,7 +612,7 @@ def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, c
     while killed:
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(template, out, symlinks=True)
-        killed = killed_at(step, lambda: mirror.apply_mirror(plan, out))
+        killed = killed_at(step, lambda: apply(plan, out))
         step += 1
         if (out / "current").exists() or before is not None or not killed:
             after = require_whole(out)
@@ -359,7 +621,7 @@ def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, c
                 or after.generation == before.generation
                 or after.version == "550.54.14"
             )
-        mirror.apply_mirror(plan, out)
+        apply(plan, out)
         assert require_whole(out).version == plan.driver.version
         assert not [p.name for p in out.iterdir() if p.name.startswith(".tmp-")]
     assert step > 20

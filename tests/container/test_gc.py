@@ -1,0 +1,707 @@
+"""`tidegate gc` on a machine with containers: what one has mounted stays, whichever way it is mounted, and goes after."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from governor import cli
+from tests.conftest import need
+from tests.container.bundles import Bundle, Runtime, base_config
+from tests.unit.vdriver_generation import (
+    put_control_with_origin,
+    put_generation,
+    small_driver,
+    switch,
+)
+from vdriver import generations, namespaces
+from vdriver.generations import PROC_PID_INIT_INO
+
+OLD, NEW = "550.163.01", "580.159.04"
+ROOT = Path(__file__).resolve().parents[2]
+# In a container of its own the tests run in another PID namespace than the machine's.
+NESTED = (
+    [] if os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO else ["--nested"]  # noqa: PTH116
+)
+BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
+
+
+class Driver:
+    """A directory with two generations, the newer one in force."""
+
+    def __init__(self, base: Path) -> None:
+        self.path = base / "driver dir"
+        control = put_control_with_origin(base / "control")
+        self.old = put_generation(self.path, OLD, small_driver(OLD), control)
+        self.new = put_generation(self.path, NEW, small_driver(NEW), control)
+        self.target = base / "target"
+        self.target.mkdir()
+
+    def gc(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
+        """Run it, and give the reason by name; `removed: ` in front where that is so."""
+        assert cli.main(["gc", "--driver-dir", str(self.path), *NESTED, *more, "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        return {
+            g["name"]: ("removed: " if g["removed"] else "") + g["reason"]
+            for g in document["generations"]
+        }
+
+
+@pytest.fixture(params=["the kernel's list", "proc"])
+def driver(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Driver:
+    """Namespaces are found in either way; kernels before 6.12 have no list."""
+    need("gcc", "unshare")
+    if request.param == "proc":
+        monkeypatch.setattr(namespaces._Search, "_read_listed", lambda _: False)
+    elif not kernel_lists():
+        pytest.skip("this kernel does not list mount namespaces, or not to this process")
+    return Driver(tmp_path)
+
+
+def kernel_lists() -> bool:
+    fd = os.open("/proc/self/ns/mnt", os.O_RDONLY)
+    try:
+        following = namespaces._next_namespace(fd, namespaces.NS_MNT_GET_NEXT)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    if following is not None:
+        os.close(following)
+    return os.stat("/proc/self/ns/user").st_ino == namespaces.PROC_USER_INIT_INO  # noqa: PTH116
+
+
+def is_gone(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait()
+
+
+@contextlib.contextmanager
+def namespace(*command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a mount namespace of its own, which has said that it is ready."""
+    process = subprocess.Popen(
+        ["unshare", "-m", "--propagation", "private", *command], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        is_gone(process)
+
+
+def shell(script: str, *arguments: Path) -> list[str]:
+    return ["sh", "-c", script, "sh", *map(str, arguments)]
+
+
+def test_a_containers_generation_is_kept_until_it_ends(
+    driver: Driver,
+    runc: Runtime,
+    made_once: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "bundle"
+    path.mkdir()
+    subprocess.run(["cp", "-a", str(made_once / "rootfs"), str(path / "rootfs")], check=True)
+    bundle = Bundle(path, path / "rootfs", base_config("echo ready; exec sleep 60"))
+    bundle.config["mounts"].append(
+        {
+            "destination": "/driver",
+            "type": "bind",
+            "source": str(driver.old / "lib64"),
+            "options": ["bind", "ro"],
+        }
+    )
+    bundle.write()
+    name = f"tidegate-gc-{os.getpid()}"
+    switch(driver.path, driver.old.name)
+    container = subprocess.Popen(
+        runc.command("run", "--bundle", str(path), name),
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        assert container.stdout is not None
+        assert container.stdout.readline() == b"ready\n"
+        switch(driver.path, driver.new.name)
+        state = json.loads(subprocess.check_output(runc.command("state", name)))
+        assert driver.gc(capsys) == {
+            driver.old.name: f"mounted in 1 namespace, e.g. pid {state['pid']} (sleep)",
+            driver.new.name: "in force",
+        }
+        assert (driver.old / "lib64/libcuda.so.1").exists()
+    finally:
+        subprocess.run(runc.command("kill", name, "KILL"), check=False)
+        container.wait(30)
+        assert container.stdout is not None
+        container.stdout.close()
+    assert driver.gc(capsys) == {
+        driver.old.name: "removed: not in use",
+        driver.new.name: "in force",
+    }
+    assert sorted(p.name for p in driver.path.iterdir()) == [driver.new.name, "current"]
+
+
+def test_a_starting_containers_lock_keeps_its_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fd = os.open(driver.old, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    assert (
+        driver.gc(capsys)[driver.old.name]
+        == "locked by a starting container, or by tidegate verify"
+    )
+    os.close(fd)
+    assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
+def test_a_removal_waits_for_a_refresh_to_end(driver: Driver) -> None:
+    fd = os.open(driver.path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    command = [sys.executable, "-m", "governor.cli", "gc", "--driver-dir", str(driver.path)]
+    with subprocess.Popen([*command, *NESTED], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        deadline = time.monotonic() + 20
+        while f" {os.stat(driver.path).st_ino} " not in _waiting_for_locks():  # noqa: PTH116
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert driver.old.exists()
+        os.close(fd)
+        assert process.wait(20) == 0
+    assert not driver.old.exists()
+
+
+def _waiting_for_locks() -> str:
+    lines = Path("/proc/locks").read_text().splitlines()
+    return " ".join(line.replace(":", " ") + " " for line in lines if "->" in line)
+
+
+def test_a_dry_run_says_the_same_and_removes_nothing(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["gc", "--driver-dir", str(driver.path), *NESTED]
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    would = capsys.readouterr().out.splitlines()
+    assert would[0].startswith(f"{driver.old.name}  would be removed: not in use, ")
+    assert would[1] == f"{driver.new.name}  kept: in force"
+    assert driver.old.exists()
+    assert cli.main(arguments) == 0
+    done = capsys.readouterr().out.splitlines()
+    assert done == [line.replace("would be removed", "removed") for line in would]
+    assert not driver.old.exists()
+
+
+def test_only_generations_and_their_remains_are_removed(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = driver.old.rename(f"{driver.old}.damaged-0")
+    left = driver.path / f".tmp-gc-{driver.old.name}"
+    (left / "lib64").mkdir(parents=True)
+    for name in (".tmp-abcdef", "backup", f"{driver.old.name}.bak"):
+        (driver.path / name).mkdir()
+    (driver.path / "550.1-aaaaaaaaaaaa").write_bytes(b"a file")
+    (driver.path / "550.2-bbbbbbbbbbbb").symlink_to("backup")
+    assert driver.gc(capsys) == {
+        left.name: "removed: not in use",
+        damaged.name: "removed: not in use",
+        driver.new.name: "in force",
+    }
+    assert sorted(p.name for p in driver.path.iterdir()) == [
+        ".tmp-abcdef",
+        "550.1-aaaaaaaaaaaa",
+        f"{driver.old.name}.bak",
+        "550.2-bbbbbbbbbbbb",
+        driver.new.name,
+        "backup",
+        "current",
+    ]
+
+
+def test_a_damaged_generation_is_kept_while_it_is_mounted(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was mounted under its own name; the kernel shows the name that it has now."""
+    with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
+        damaged = driver.old.rename(f"{driver.old}.damaged-0")
+        reason = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[damaged.name] == reason
+    assert driver.gc(capsys)[damaged.name] == "removed: not in use"
+
+
+def test_a_single_file_that_is_mounted_keeps_its_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after the file's name was taken away, when the kernel calls it deleted."""
+    target = driver.target / "file"
+    target.touch()
+    library = driver.old / "lib64/libcuda.so.1"
+    with namespace(*shell(BIND, library, target)) as process:
+        expected = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[driver.old.name] == expected
+        library.unlink()
+        assert driver.gc(capsys)[driver.old.name] == expected
+
+
+def test_a_mount_outside_of_a_processs_root_keeps_its_generation(
+    driver: Driver, made_once: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mountinfo of a process that is in a chroot does not show it."""
+    script = 'mount --bind "$1" "$2" && exec chroot "$3" /bin/sh -c "echo ready; exec sleep 60"'
+    arguments = (driver.old / "lib64", driver.target, made_once / "rootfs")
+    with namespace(*shell(script, *arguments)) as process:
+        assert OLD not in Path(f"/proc/{process.pid}/mountinfo").read_text()
+        expected = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[driver.old.name] == expected
+
+
+def test_a_namespace_of_one_thread_keeps_a_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+import ctypes, subprocess, sys, threading, time
+def hold():
+    libc = ctypes.CDLL(None)
+    assert libc.unshare(0x00020000) == 0  # CLONE_NEWNS, and with it CLONE_FS
+    assert libc.mount(None, b"/", None, 1 << 18 | 1 << 14, None) == 0  # MS_PRIVATE | MS_REC
+    assert libc.mount(sys.argv[1].encode(), sys.argv[2].encode(), None, 1 << 12, None) == 0
+    print("ready", flush=True)
+    time.sleep(60)
+threading.Thread(target=hold, daemon=True).start()
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", script, str(driver.old / "lib64"), str(driver.target)]
+    with namespace(*command) as process:
+        reason = driver.gc(capsys)[driver.old.name]
+        assert reason.startswith(f"mounted in 1 namespace, e.g. pid {process.pid} (python")
+
+
+def test_a_namespace_below_a_user_namespace_keeps_a_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a rootless container."""
+    command = ["unshare", "--user", "--map-root-user", "-m", "--propagation", "private"]
+    script = shell(BIND, driver.old / "lib64", driver.target)
+    with namespace(*command, *script) as process:
+        expected = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[driver.old.name] == expected
+
+
+def test_a_namespace_that_only_a_descriptor_keeps_keeps_a_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with namespace(*shell(BIND, driver.old / "lib64", driver.target)) as process:
+        fd = os.open(f"/proc/{process.pid}/ns/mnt", os.O_RDONLY)
+    assert driver.gc(capsys)[driver.old.name] == (
+        "mounted in 1 namespace, e.g. one without a process, kept by a mount or a descriptor"
+    )
+    os.close(fd)
+    assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
+@contextlib.contextmanager
+def pinned(driver: Driver, pin: Path) -> Iterator[None]:
+    """A namespace that has the old generation mounted and no process, but a mount of its file."""
+    pin.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", pin], check=True)
+    try:
+        subprocess.run(["mount", "--make-private", pin], check=True)
+        (pin / "ns").touch()
+        command = ["unshare", f"--mount={pin}/ns", "--propagation", "private"]
+        bind = ["mount", "--bind", driver.old / "lib64", driver.target]
+        subprocess.run([*command, *bind], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-R", pin], check=True)
+
+
+def test_a_namespace_that_only_a_mount_keeps_keeps_a_generation(
+    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pinned(driver, tmp_path / "pin"):
+        assert driver.gc(capsys)[driver.old.name] == (
+            "mounted in 1 namespace, e.g. one without a process, kept by a mount or a descriptor"
+        )
+    assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
+def test_a_namespace_whose_pin_is_covered_keeps_its_generation(
+    driver: Driver,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    """The kernel's list has it all the same; without that it could have any generation."""
+    with pinned(driver, tmp_path / "pin"):
+        subprocess.run(["mount", "--bind", "/dev/null", tmp_path / "pin/ns"], check=True)
+        reason = driver.gc(capsys)[driver.old.name]
+        if request.node.callspec.params["driver"] == "proc":
+            assert reason.startswith("may be in use: mount namespace ")
+            assert ", uid 0): something else is mounted over it" in reason
+            assert "/pin/ns of mount namespace " in reason
+        else:
+            assert reason.startswith("mounted in 1 namespace, e.g. one without a process")
+        subprocess.run(["umount", tmp_path / "pin/ns"], check=True)
+
+
+def test_a_layer_of_an_overlay_keeps_its_generation(
+    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lower").mkdir()
+    script = 'mount -t overlay overlay -o "lowerdir=$1:$2" "$3" && echo ready && exec sleep 60'
+    arguments = (driver.old / "lib64", tmp_path / "lower", driver.target)
+    with namespace(*shell(script, *arguments)) as process:
+        expected = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[driver.old.name] == expected
+
+
+def test_a_generation_that_something_is_mounted_on_is_kept(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or what is mounted there would be emptied with it."""
+    precious = driver.target / "precious"
+    precious.touch()
+    subprocess.run(["mount", "--bind", driver.target, driver.old / "bin"], check=True)
+    try:
+        assert driver.gc(capsys)[driver.old.name] == "something is mounted on it"
+        assert precious.exists()
+    finally:
+        subprocess.run(["umount", driver.old / "bin"], check=True)
+
+
+def test_a_mount_below_another_name_of_the_file_system_counts(
+    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The directory is reached by a bind mount here, and the generation was mounted by its first name."""
+    other = tmp_path / "other name"
+    other.mkdir()
+    subprocess.run(["mount", "--bind", driver.path, other], check=True)
+    try:
+        with namespace(*shell(BIND, driver.old / "lib64", driver.target)):
+            assert cli.main(["gc", "--driver-dir", str(other), *NESTED]) == 0
+            kept = capsys.readouterr().out.splitlines()[0]
+            assert kept.startswith(f"{driver.old.name}  kept: mounted in 1 namespace")
+    finally:
+        subprocess.run(["umount", other], check=True)
+
+
+def test_in_another_pid_namespace_every_generation_is_kept(driver: Driver) -> None:
+    """Containers may be out of sight there, unless somebody knows that they are not."""
+    command = [
+        *("unshare", "--pid", "--fork", "--mount-proc", "--propagation", "private"),
+        *(sys.executable, "-m", "governor.cli", "gc", "--driver-dir", str(driver.path)),
+    ]
+
+    def run(*more: str) -> str:
+        return subprocess.run(
+            [*command, *more], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()[0]
+
+    assert run() == (
+        f"{driver.old.name}  kept: may be in use: "
+        "processes outside of this PID namespace are out of sight (see --nested)"
+    )
+    assert run("--nested").startswith(f"{driver.old.name}  removed: not in use, ")
+
+
+def test_without_the_right_to_look_every_generation_is_kept(driver: Driver) -> None:
+    need("setpriv")
+    command = [
+        *("setpriv", "--bounding-set", "-sys_admin,-sys_ptrace"),
+        *(sys.executable, "-m", "governor.cli", "gc", "--driver-dir", str(driver.path)),
+    ]
+    done = subprocess.run([*command, *NESTED], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.startswith(f"{driver.old.name}  kept: may be in use: mount namespace ")
+    assert driver.old.exists()
+
+
+def test_a_removal_that_is_interrupted_leaves_nothing_half_under_its_name(
+    driver: Driver, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        (path / "lib64/libcuda.so.1").unlink()
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path / "lib64"))
+
+    left = driver.path / f".tmp-gc-{driver.old.name}"
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    assert cli.main(["gc", "--driver-dir", str(driver.path), *NESTED]) == 72
+    captured = capsys.readouterr()
+    reason = f"cannot be removed: {left}/lib64: Input/output error"
+    assert captured.out.splitlines()[0] == f"{driver.old.name}  kept: {reason}"
+    assert captured.err.startswith(f"tidegate: {driver.old}: {reason}; run tidegate gc as root")
+    assert not driver.old.exists()
+    monkeypatch.undo()
+    assert driver.gc(capsys) == {left.name: "removed: not in use", driver.new.name: "in force"}
+    assert not left.exists()
+
+
+# What hides a mount, and what would keep everything
+
+TENANT = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "unshare", "-Urm"]
+
+
+@contextlib.contextmanager
+def running(*command: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, and what it started, which has said that it is ready."""
+    with subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def python(script: str, *arguments: Path) -> list[str]:
+    head = "import ctypes, os, sys, time\nlibc = ctypes.CDLL(None)\n"
+    return [sys.executable, "-c", head + script, *map(str, arguments)]
+
+
+def test_a_mount_below_one_on_the_root_directory_keeps_its_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who enters the namespace gets to the upper one; the process itself still has the lower."""
+    script = """
+assert libc.mount(sys.argv[1].encode(), sys.argv[2].encode(), None, 1 << 12, None) == 0
+assert libc.mount(b"x", b"/", b"tmpfs", 0, None) == 0
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with namespace(*python(script, driver.old / "lib64", driver.target)) as process:
+        reason = driver.gc(capsys)[driver.old.name]
+        assert reason.startswith(f"mounted in 1 namespace, e.g. pid {process.pid} (python")
+        assert Path(f"/proc/{process.pid}/root{driver.target}/libcuda.so.1").exists()
+    assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
+def test_a_process_that_changes_its_namespace_all_the_time_keeps_its_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+assert libc.mount(sys.argv[1].encode(), sys.argv[2].encode(), None, 1 << 12, None) == 0
+print("ready", flush=True)
+while True:
+    libc.unshare(0x00020000)
+"""
+    with namespace(*python(script, driver.old / "lib64", driver.target)):
+        for _ in range(10):
+            reason = driver.gc(capsys, "--dry-run")[driver.old.name]
+            assert reason.startswith(("mounted in ", "may be in use: mount namespace"))
+
+
+def test_a_layer_that_was_named_by_the_link_keeps_every_generation(
+    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link led to the old generation when it was mounted."""
+    (tmp_path / "lower").mkdir()
+    switch(driver.path, driver.old.name)
+    script = (
+        'mount -t overlay o -o "lowerdir=$1/current/lib64:$2" "$3" && echo ready && exec sleep 60'
+    )
+    arguments = (driver.path, tmp_path / "lower", driver.target)
+    with namespace(*shell(script, *arguments)) as process:
+        switch(driver.path, driver.new.name)
+        expected = f"mounted in 1 namespace, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[driver.old.name] == expected
+
+
+def test_a_layer_elsewhere_of_the_same_name_keeps_nothing(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need("setpriv")
+    script = (
+        "mount -t tmpfs x /mnt && mkdir -p /mnt/$1 /mnt/b /mnt/m && "
+        "mount -t overlay o -o lowerdir=/mnt/$1:/mnt/b /mnt/m && echo ready && exec sleep 60"
+    )
+    with running(*TENANT, *shell(script, Path(driver.old.name))):
+        assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
+def test_a_detached_mount_keeps_its_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+assert libc.syscall(428, -100, sys.argv[1].encode(), 1) >= 0  # open_tree, OPEN_TREE_CLONE
+print("ready", flush=True)
+time.sleep(60)
+"""
+    with running(*python(script, driver.old / "lib64")) as process:
+        reason = driver.gc(capsys)[driver.old.name]
+        assert reason.startswith(f"open in 1 process, e.g. pid {process.pid} (python")
+    assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+
+
+def test_a_mount_that_was_taken_away_from_a_process_in_it_keeps_its_generation(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = 'mount --bind "$1" "$2" && cd "$2" && umount -l "$2" && echo ready && exec sleep 60'
+    with namespace(*shell(script, driver.old, driver.target)) as process:
+        expected = f"open in 1 process, e.g. pid {process.pid} (sleep)"
+        assert driver.gc(capsys)[driver.old.name] == expected
+
+
+def test_a_tenants_covered_pin_does_not_stop_the_removal(
+    driver: Driver, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """Where the kernel has no list, it is said who keeps the generations."""
+    need("setpriv")
+    script = (
+        "mount -t tmpfs x /mnt && touch /mnt/p; unshare -m sleep 60 & c=$!; "
+        'until [ "$(readlink /proc/$c/ns/mnt)" != "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.02; done; '
+        "mount --bind /proc/$c/ns/mnt /mnt/p && mount --bind /etc/hostname /mnt/p && "
+        "kill $c && wait $c; echo ready; exec sleep 60"
+    )
+    with running(*TENANT, *shell(script)):
+        reason = driver.gc(capsys)[driver.old.name]
+        if request.node.callspec.params["driver"] == "proc":
+            assert reason.startswith("may be in use: mount namespace ")
+            assert reason.endswith(", uid 65534): something else is mounted over it")
+            assert " at /mnt/p of mount namespace " in reason
+        else:
+            assert reason == "removed: not in use"
+
+
+def test_descriptors_that_many_processes_share_are_looked_at_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a log of what is looked at: 20 processes with one table of 5000 descriptors."""
+    script = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (6000, 6000))
+for n in range(3, 5000):
+    os.dup2(0, n)
+for _ in range(20):
+    if libc.syscall(56, 0x400 | 17, 0, 0, 0, 0) == 0:  # clone, CLONE_FILES | SIGCHLD
+        time.sleep(60)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    log = driver.target / "log"
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    look = namespaces._Search._look_at_open
+
+    def look_and_say(self, pid, path, kind, **more):
+        if more.get("fd", -1) >= 0:
+            os.write(fd, f"{pid}\n".encode())  # the path is not there in other namespaces
+        look(self, pid, path, kind, **more)
+
+    monkeypatch.setattr(namespaces._Search, "_look_at_open", look_and_say)
+    with running(*python(script)) as process:
+        assert cli.main(["gc", "--driver-dir", str(driver.path), *NESTED]) == 0
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.close(fd)
+    assert len(children) == 20
+    looked = log.read_text().split()
+    assert looked.count(str(process.pid)) >= 5000
+    assert [looked.count(c) for c in children] == [0] * 20
+
+
+def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: Driver) -> None:
+    found = generations.collect(driver.path, nested=True, seconds=0)
+    assert found.outcomes[0].reason.startswith("may be in use: the search took too long")
+    assert driver.old.exists()
+
+
+def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a file system in user space makes it that does not answer."""
+
+    def hang(self: Any, **_: Any) -> None:
+        self._at("mount namespace 1 of pid 7 (hanging, uid 65534)")
+        time.sleep(60)
+
+    monkeypatch.setattr(namespaces._Search, "_look_at_tasks", hang)
+    found = generations.collect(driver.path, nested=True, seconds=0.5)
+    assert found.outcomes[0].reason == (
+        "may be in use: the search did not come to its end, "
+        "it was at mount namespace 1 of pid 7 (hanging, uid 65534)"
+    )
+
+
+def test_a_generation_that_comes_into_force_during_the_search_is_kept(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The search holds the generation's lock and not the directory's, so a refresh may end."""
+    search = generations.search
+
+    def search_slowly(*arguments: Any, **more: Any) -> namespaces.Found:
+        fd = os.open(driver.path, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        switch(driver.path, driver.old.name)
+        os.close(fd)
+        lock = os.open(driver.old, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.close(lock)
+        return search(*arguments, **more)
+
+    monkeypatch.setattr(generations, "search", search_slowly)
+    assert driver.gc(capsys)[driver.old.name] == "in force"
+    assert driver.old.exists()
+
+
+def test_a_mount_whose_type_is_no_text_is_read_like_any_other(
+    driver: Driver, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file system in user space chooses its own subtype; /dev/fuse is made here, on a tmpfs."""
+    script = """
+assert libc.mount(b"x", sys.argv[1].encode(), b"tmpfs", 0, None) == 0
+os.mknod(sys.argv[1] + "/fuse", 0o20666, os.makedev(10, 229))
+os.mkdir(sys.argv[1] + "/m\\r\\u2028")
+try:
+    fd = os.open(sys.argv[1] + "/fuse", os.O_RDWR)
+    data = f"fd={fd},rootmode=40000,user_id=0,group_id=0".encode()
+    done = libc.mount(b"x", (sys.argv[1] + "/m\\r\\u2028").encode(), b"fuse." + bytes([255]), 6, data)
+except OSError:
+    done = -1
+print("ready" if done == 0 else "absent", flush=True)
+time.sleep(60)
+"""
+    command = ["unshare", "-m", "--propagation", "private", *python(script, driver.target)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                pytest.skip("this kernel has no file systems in user space")
+            assert b"fuse.\xff" in Path(f"/proc/{process.pid}/mountinfo").read_bytes()
+            assert driver.gc(capsys)[driver.old.name] == "removed: not in use"
+        finally:
+            process.kill()
+
+
+def test_descriptors_that_there_is_no_time_for_are_told(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Any user can have millions; they keep nothing where namespaces are complete without them."""
+
+    def too_many(self: Any, pid: int, *_: Any, **__: Any) -> None:
+        self.last = self._who(pid)
+        raise namespaces._LateError
+
+    monkeypatch.setattr(namespaces._Search, "_look_at_descriptors", too_many)
+    found = generations.collect(driver.path, nested=True)
+    if request.node.callspec.params["driver"] == "proc":
+        reason = found.outcomes[0].reason
+        assert reason.startswith("may be in use: the search took too long, it was at pid ")
+    else:
+        assert found.outcomes[0].removed
+        assert found.notes[0].startswith("descriptors, from pid ")
+        assert found.notes[0].endswith(" on: no time left")

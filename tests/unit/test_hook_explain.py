@@ -1,0 +1,255 @@
+"""`tidegate explain` as it is typed: from a generation and an image's files to the words."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from governor import cli
+from tests.unit.test_hook_plan import DOCUMENT, GLX, V
+
+TARGET = "/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """A generation in force, which watches one file, and an image in Debian's layout."""
+    watched = tmp_path / "control"
+    watched.write_bytes(b"as it was")
+    stat = watched.stat()
+    document: dict[str, Any] = copy.deepcopy(DOCUMENT)
+    for file in document["files"]:
+        if file["role"] == "library":
+            file["capability"] = "graphics" if "GLX" in file["path"] else "compute"
+        if "odd" in file["path"]:
+            file["capability"] = "video"
+    document["binds"].append({"path": str(tmp_path / "sockets"), "capability": "utility"})
+    document["source"]["watch"] = [
+        {
+            "path": str(watched),
+            "role": "control",
+            "size": stat.st_size,
+            "mtime_ns": stat.st_mtime_ns,
+        }
+    ]
+    generation = tmp_path / "drivers" / f"{V}-0123456789ab"
+    generation.mkdir(parents=True)
+    (generation / "manifest.json").write_text(json.dumps(document))
+    (generation.parent / "current").symlink_to(generation.name)
+    (tmp_path / "sockets").mkdir()
+    for path, content in {
+        "usr/lib/x86_64-linux-gnu/libc.so.6": b"libc",
+        "lib64/ld-linux-x86-64.so.2": b"\x7fELF glibc-hwcaps",
+        "etc/vulkan/icd.d/intel.json": b"{}",
+    }.items():
+        (tmp_path / "image" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "image" / path).write_bytes(content)
+    return tmp_path
+
+
+def explain(node: Path, capsys: pytest.CaptureFixture[str], *annotations: str) -> list[str]:
+    options = [
+        "--driver-dir",
+        f"{node}/drivers",
+        "--module-version",
+        f"{node}/version",
+        "--rootfs",
+        f"{node}/image",
+    ]
+    for annotation in annotations:
+        options += ["--annotation", f"tidegate.gpu/{annotation}"]
+    assert cli.main(["explain", *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generation = f"{node}/drivers/{V}-0123456789ab"
+    assert explain(node, capsys, "memory=8Gi", "compute=30", "compute-limit=60") == [
+        "request",
+        "  memory        8Gi of each GPU",
+        "  compute       30 % of each GPU's time, guaranteed",
+        "  compute-limit 60 %: idle time is lent up to it",
+        "  devices       1, chosen by the governor",
+        "  strategy      auto",
+        "  capabilities  compute, utility",
+        "  driver        required",
+        "driver",
+        f"  {V} (x86_64), generation {V}-0123456789ab",
+        "  set of libraries for compute, utility: the smallest that has compute, utility",
+        "  programs nvidia-smi (utility)",
+        "libraries",
+        "  control           1: libcuda.so.1",
+        "  compute           1: libnvidia-nvvm.so.4",
+        "image",
+        "  /usr/lib/x86_64-linux-gnu holds its C library",
+        f"  {TARGET} is where its loader looks first",
+        "  has no ld.so.cache",
+        "directories of this host",
+        "  /run/nvidia-persistenced (utility): not there now, left out",
+        f"  {node}/sockets (utility)",
+        "result, if the governor admits it",
+        f"  bind {generation}/sets/compute,utility/lib64 -> {TARGET} [ro,nosuid,nodev]",
+        "  bind /run/tidegate/containers/<key> -> /run/tidegate [ro,nosuid,nodev,noexec]",
+        f"  bind {generation}/bin/nvidia-smi -> /usr/bin/nvidia-smi [ro,nosuid,nodev,file]",
+        f"  bind {node}/sockets -> {node}/sockets [ro,nosuid,nodev,noexec]",
+    ]
+
+
+def test_all_of_it_is_explained(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Why each library is there, where each place goes and why not elsewhere, what is left out."""
+    (node / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {V}  Mon\n")
+    (node / "image/usr/lib/x86_64-linux-gnu/gbm").touch()
+    lines = explain(node, capsys, "capabilities=all")
+    start, end = lines.index("driver"), lines.index("directories of this host")
+    assert lines[start:end] == [
+        "driver",
+        f"  {V} (x86_64), generation {V}-0123456789ab",
+        f"  the kernel module is {V} too",
+        "  set of libraries for compute, display, graphics, utility: the largest",
+        "  32-bit libraries where the image has a 32-bit C library",
+        "  programs nvidia-smi (utility), nvidia-ngx-updater (graphics)",
+        "libraries",
+        "  control           1: libcuda.so.1",
+        "  compute           1: libnvidia-nvvm.so.4",
+        "  graphics          1: libGLX_nvidia.so.0",
+        "  needed by these   1: libodd.so.1",
+        "  32-bit graphics   1: libGLX_nvidia.so.0",
+        "image",
+        "  /usr/lib/x86_64-linux-gnu holds its C library",
+        f"  {TARGET} is where its loader looks first",
+        "  has no ld.so.cache",
+        (
+            "  takes no 32-bit libraries: the image has no 32-bit glibc (no libc.so.6 for i386 in"
+            " /usr/lib/i386-linux-gnu, /lib/i386-linux-gnu, /usr/lib32, /lib32, /usr/lib, /lib)"
+        ),
+        "places",
+        "  vulkan-icd (graphics): /usr/share/vulkan/icd.d, the whole directory: nvidia_icd.json, nvidia_layers.json",
+        "    not /etc/vulkan/icd.d: the image has files there",
+        "  gbm (display): left out",
+        "    not /usr/lib/x86_64-linux-gnu/gbm: /usr/lib/x86_64-linux-gnu/gbm is not a directory",
+    ]
+
+
+def test_without_an_image_places_are_named(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--driver-dir", f"{node}/drivers", "--module-version", f"{node}/version"]
+    annotation = ["--annotation", "tidegate.gpu/capabilities=display"]
+    assert cli.main(["explain", *arguments, *annotation]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "  vulkan-icd: /etc/vulkan/icd.d or /usr/share/vulkan/icd.d\n  gbm: {libdir}/gbm\n" in out
+    )
+    assert (
+        "libraries for compute, display, graphics, utility: the smallest that has display\n" in out
+    )
+    assert GLX not in out
+
+
+def test_it_fails_as_the_hook_would(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--driver-dir", f"{node}/drivers", "--module-version", f"{node}/version"]
+    annotation = ["--annotation", "tidegate.gpu/capabilities=compat32,display"]
+    assert cli.main(["explain", *arguments, "--rootfs", f"{node}/image", *annotation]) == 76
+    assert "the image has no 32-bit glibc" in capsys.readouterr().err
+    (node / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  1.2.3  Mon\n")
+    assert cli.main(["explain", *arguments, *annotation]) == 72
+    assert f"is of driver {V}, the kernel module is 1.2.3" in capsys.readouterr().err
+
+
+def fail(node: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    """How `explain` ends for a container that asks for graphics, and what it says by then."""
+    arguments = ["--driver-dir", f"{node}/drivers", "--module-version", f"{node}/version"]
+    annotation = ["--annotation", "tidegate.gpu/capabilities=graphics"]
+    status = cli.main(["explain", *arguments, *annotation, *options])
+    return status, *capsys.readouterr()
+
+
+def test_a_root_that_is_not_there_is_said_first(
+    node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fail(node, capsys, "--rootfs", f"{node}/nowhere") == (
+        65,
+        "",
+        (
+            f"tidegate: root file system {node}/nowhere: No such file or directory; name its directory"
+            " with --rootfs\n"
+        ),
+    )
+
+
+@pytest.mark.parametrize("root", ["/", "/proc/self/root", "//", "/usr/.."])
+def test_the_hosts_own_root_is_refused_as_by_the_hook(
+    node: Path, capsys: pytest.CaptureFixture[str], root: str
+) -> None:
+    line = f"tidegate: root file system {root} is the host's own root; name the container's with --rootfs\n"
+    assert fail(node, capsys, "--rootfs", root) == (66, "", line)
+
+
+def test_a_bundle_without_config_says_what_its_user_can_do(
+    node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fail(node, capsys, "--bundle", f"{node}/image") == (
+        66,
+        "",
+        (
+            f"tidegate: {node}/image/config.json: No such file or directory; name a bundle with --bundle,"
+            " or give --rootfs and --annotation instead\n"
+        ),
+    )
+
+
+def test_32_bit_libraries_that_are_missed_are_said_once(
+    node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    annotation = ("--annotation", "tidegate.gpu/capabilities=compat32,display")
+    status, out, err = fail(node, capsys, "--rootfs", f"{node}/image", *annotation)
+    assert (status, "32-bit glibc" in out, err.count("the image has no 32-bit glibc")) == (
+        76,
+        False,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mounts", "shown"),
+    [
+        ([], "/usr/share/vulkan/icd.d, the whole directory"),
+        ([{"destination": "/usr/share/vulkan"}], "/etc/vulkan/icd.d, single files"),
+        ([{"destination": "usr//share/vulkan/icd.d/"}], "/etc/vulkan/icd.d, single files"),
+        (
+            [{"destination": "/usr/share/vul"}, {"destination": 7}, 7],
+            "/usr/share/vulkan/icd.d, the whole",
+        ),
+        ([{"destination": "/usr/share"}, {"destination": "/etc"}], "left out"),
+        ({"destination": "/usr/share"}, "/usr/share/vulkan/icd.d, the whole directory"),
+    ],
+)
+def test_volumes_of_a_bundle_are_no_place_for_the_drivers_files(
+    node: Path, capsys: pytest.CaptureFixture[str], mounts: object, shown: str
+) -> None:
+    """The image has files in the first directory."""
+    config = {"root": {"path": "image"}, "mounts": mounts}
+    (node / "config.json").write_text(json.dumps(config))
+    status, out, err = fail(node, capsys, "--bundle", str(node))
+    assert (status, err) == (0, "")
+    assert f"  vulkan-icd (graphics): {shown}" in out
+    assert out.count(": it is on a volume\n") == (2 if shown == "left out" else 0)
+
+
+def test_many_names_take_several_lines(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = node / "drivers" / "current" / "manifest.json"
+    document = json.loads(path.read_text())
+    names = [f"libnvidia-number-{i:02}.so.1" for i in range(12)]
+    document["sets"][2]["names64"] += names
+    document["files"] += [
+        {"path": f"lib64/{name}", "role": "library", "capability": "compute", "soname": name}
+        for name in names
+    ]
+    path.write_text(json.dumps(document))
+    lines = explain(node, capsys, "capabilities=compute")
+    at = next(i for i, line in enumerate(lines) if line.startswith("  compute          "))
+    assert lines[at].startswith("  compute          13: libnvidia-number-00.so.1, ")
+    assert lines[at + 1].startswith(" " * 23 + "libnvidia-number-")
+    assert max(map(len, lines[at : at + 4])) <= 112

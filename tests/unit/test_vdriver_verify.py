@@ -1,0 +1,503 @@
+"""`tidegate verify`: every way in which a generation can be wrong is told, and a whole one loads."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from governor import cli
+from tests.unit import test_vdriver_debian as debian
+from tests.unit.vdriver_generation import (
+    put_control_with_origin,
+    put_generation,
+    small_driver,
+    write_manifest,
+)
+from tests.unit.vdriver_trees import elf, put
+from vdriver import verify
+from vdriver.errors import MirrorError
+from vdriver.manifest import read_manifest
+
+driver_root = debian.driver_root
+
+V = "550.163.01"
+NVML = ("libnvidia-ml.so.1", "libnvidia-ml.so", f"libnvidia-ml.so.{V}")
+
+
+@pytest.fixture(autouse=True)
+def no_32_bit_loader(monkeypatch):
+    """As on most hosts; what a loader says is asked of this machine's own below."""
+    monkeypatch.setattr(verify, "LOADER32", Path("/nowhere/ld-linux.so.2"))
+
+
+@pytest.fixture
+def control(tmp_path):
+    return put_control_with_origin(tmp_path / "control")
+
+
+@pytest.fixture
+def generation(tmp_path, control):
+    return put_generation(
+        tmp_path / "driver",
+        V,
+        small_driver(V),
+        control,
+        libraries32={f"libnvidia-encode.so.{V}": elf("libnvidia-encode.so.1", bits=32)},
+        sets={("utility",): NVML},
+        programs={"nvidia-smi": b"#!/bin/sh\n"},
+        places={"vulkan": {"nvidia_icd.json": b"{}"}},
+    )
+
+
+def run(generation, *more):
+    return cli.main(["verify", "--driver-dir", str(generation.parent), *more])
+
+
+def faults(generation):
+    report = verify.verify(generation, load=False)
+    return {f"{f.path}: {f.reason}" for f in report.faults}
+
+
+def outcomes(generation):
+    report = verify.verify(generation)
+    assert report.content == ()
+    return {x.path: (x.outcome, x.detail) for x in report.libraries}
+
+
+def compiled(tmp_path, source, *flags):
+    """A library from C, linked with the C library."""
+    made = tmp_path / "compiled.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", made, *flags],
+        input=source.encode(),
+        check=True,
+    )
+    return made.read_bytes()
+
+
+def test_a_whole_generation_is_in_order_and_loads(generation, capsys):
+    assert run(generation) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.splitlines() == [
+        f"generation  {generation.name} (nvidia, x86_64)",
+        "content     9 files, 10 links, 2 sets, 1 places: as in the manifest",
+        "libraries   4 loaded, 1 not loaded here, 0 failed",
+        f"  lib32/libnvidia-encode.so.{V} not loaded here: the host has no 32-bit loader (/nowhere/ld-linux.so.2)",
+    ]
+
+
+def test_json_says_what_came_along_with_each_library(generation, capsys):
+    assert run(generation, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["generation"], document["intact"], document["faults"]) == (
+        generation.name,
+        True,
+        [],
+    )
+    assert {x["path"]: x["mapped"] for x in document["libraries"]} == {
+        f"lib32/libnvidia-encode.so.{V}": [],
+        "lib64/libcuda.so.1": ["lib64/libcuda.so.1", "lib64/origin/libcuda-origin.so.1"],
+        f"lib64/libnvcuvid.so.{V}": [f"lib64/libnvcuvid.so.{V}"],
+        f"lib64/libnvidia-encode.so.{V}": [
+            f"lib64/libnvcuvid.so.{V}",
+            f"lib64/libnvidia-encode.so.{V}",
+        ],
+        "lib64/libnvidia-ml.so.1": [
+            "lib64/libnvidia-ml.so.1",
+            "lib64/origin/libnvidia-ml-origin.so.1",
+        ],
+    }
+
+
+def test_a_generation_is_named_or_the_one_in_force(generation, capsys):
+    assert run(generation, generation.name, "--no-load") == 0
+    assert run(generation, str(generation), "--no-load") == 0
+    assert "libraries   not asked for" in capsys.readouterr().out
+    assert run(generation, "550.1-000000000000") == 72
+    assert "no such generation; name one of those in" in capsys.readouterr().err
+    (generation.parent / "current").unlink()
+    assert run(generation) == 72
+    assert "no generation is in force; run tidegate refresh" in capsys.readouterr().err
+
+
+def replaced(path, content):
+    """Give a file another content, under a new inode so that no set shares it."""
+    path.unlink()
+    put(path, content)
+
+
+LIBRARY = f"lib64/libnvcuvid.so.{V}"
+
+
+@pytest.mark.parametrize(
+    ("damage", "path", "reason"),
+    [
+        (lambda g: (g / LIBRARY).unlink(), LIBRARY, "is not there"),
+        (
+            lambda g: os.truncate(g / "data/vulkan/nvidia_icd.json", 1),
+            "data/vulkan/nvidia_icd.json",
+            "has 1 bytes, the manifest 2",
+        ),
+        (
+            lambda g: (g / "data/vulkan/nvidia_icd.json").write_bytes(b"[]"),
+            "data/vulkan/nvidia_icd.json",
+            "has the SHA-256 4f53cda18c2b..., the manifest 44136fa355b3...",
+        ),
+        (
+            lambda g: (g / LIBRARY).chmod(0o664),
+            LIBRARY,
+            "has mode 0664: readable by all, writable by its owner is right",
+        ),
+        (
+            lambda g: (g / LIBRARY).chmod(0o640),
+            LIBRARY,
+            "has mode 0640: readable by all, writable by its owner is right",
+        ),
+        (
+            lambda g: (g / "bin/nvidia-smi").chmod(0o4755),
+            "bin/nvidia-smi",
+            "has mode 4755: readable by all, writable by its owner is right",
+        ),
+        (
+            lambda g: (g / "bin/nvidia-smi").chmod(0o644),
+            "bin/nvidia-smi",
+            "has mode 0644, not everybody can execute it",
+        ),
+        (
+            lambda g: (g / "lib64").chmod(0o775),
+            "lib64",
+            "has mode 0775: readable by all, writable by its owner is right",
+        ),
+        (
+            lambda g: g.chmod(0o700),
+            ".",
+            "has mode 0700: readable by all, writable by its owner is right",
+        ),
+        (lambda g: put(g / "bin/more", b""), "bin/more", "is not in the manifest"),
+        (
+            lambda g: (g / "bin/pipe").mkdir(),
+            "bin/pipe",
+            "is a directory that the manifest does not name",
+        ),
+        (
+            lambda g: put(g / "lib64/libmore.so", b""),
+            "lib64/libmore.so",
+            "is not among the manifest's names of lib64",
+        ),
+        (
+            lambda g: put(g / "data/vulkan/more.json", b""),
+            "data/vulkan/more.json",
+            "is not among the manifest's names of data/vulkan",
+        ),
+        (
+            lambda g: (g / "sets/utility/lib64/libnvidia-ml.so.1").unlink(),
+            "sets/utility/lib64/libnvidia-ml.so.1",
+            "is not there",
+        ),
+        (
+            lambda g: (g / "sets/utility/lib64/origin/libnvidia-ml-origin.so.1").unlink(),
+            "sets/utility/lib64/origin/libnvidia-ml-origin.so.1",
+            "is not there, libnvidia-ml.so.1 needs it",
+        ),
+        (
+            lambda g: replaced(g / "sets/utility/lib64/libnvidia-ml.so.1", b"other"),
+            "sets/utility/lib64/libnvidia-ml.so.1",
+            "has another content than lib64/libnvidia-ml.so.1",
+        ),
+        (
+            lambda g: shutil.rmtree(g / "sets/utility"),
+            "sets/utility/lib64",
+            "is not there",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_damage_is_told(generation, damage, path, reason):
+    damage(generation)
+    assert f"{path}: {reason}" in faults(generation)
+
+
+def test_the_other_kind_of_file_is_told(generation):
+    name = generation / LIBRARY
+    name.unlink()
+    name.symlink_to("libcuda.so.1")
+    link = generation / "lib64/libnvcuvid.so.1"
+    link.unlink()
+    link.symlink_to("/etc/passwd")
+    development = generation / "lib64/libnvcuvid.so"
+    development.unlink()
+    development.mkdir()
+    pipe = generation / "bin/nvidia-smi"
+    pipe.unlink()
+    os.mkfifo(pipe)
+    assert faults(generation) >= {
+        f"{LIBRARY}: is a link, the manifest has a file (library)",
+        f"lib64/libnvcuvid.so.1: is a link to /etc/passwd, the manifest has one to libnvcuvid.so.{V}",
+        "lib64/libnvcuvid.so: is a directory, the manifest has a link to libnvcuvid.so.1",
+        "bin/nvidia-smi: is no file, the manifest has a file (program)",
+    }
+
+
+def test_a_copy_in_a_set_is_as_good_as_a_hard_link(generation):
+    path = generation / "sets/utility/lib64/libnvidia-ml.so.1"
+    replaced(path, path.read_bytes())
+    assert path.stat().st_ino != (generation / "lib64/libnvidia-ml.so.1").stat().st_ino
+    assert faults(generation) == set()
+
+
+def test_a_manifest_whose_entries_do_not_make_its_name_is_told(generation):
+    manifest = read_manifest(generation)
+    (generation / "data/vulkan/nvidia_icd.json").write_bytes(b"[]")
+    changed = tuple(
+        replace(f, sha256="4f53cda18c2baa0c0354bb5f9a3ecbe5ed12ab4d8e11ba873c2f11161202b945")
+        if f.role == "data"
+        else f
+        for f in manifest.files
+    )
+    write_manifest(generation, replace(manifest, files=changed), manifest.generation)
+    (fault,) = faults(generation)
+    assert fault.startswith(f"manifest.json: says {generation.name}, its entries make {V}-")
+
+
+def test_another_generations_directory_is_told(generation):
+    other = generation.rename(generation.with_name(f"{V}-000000000000"))
+    assert faults(other) == {f".: its manifest is that of {generation.name}"}
+
+
+def test_a_link_that_leads_nowhere_in_its_set_is_told(tmp_path, control):
+    made = put_generation(
+        tmp_path / "driver", V, small_driver(V), control, sets={("utility",): NVML[1:]}
+    )
+    assert faults(made) == {
+        f"sets/utility/lib64/{name}: is a link to libnvidia-ml.so.1, which is not in the generation"
+        for name in NVML[1:]
+    }
+
+
+def test_the_first_fault_and_their_number_is_the_error(generation, capsys):
+    (generation / "bin/nvidia-smi").unlink()
+    put(generation / "bin/more", b"")
+    assert run(generation) == 72
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[2:] == [
+        "libraries   not loaded: the content is at fault",
+        "fault: bin/nvidia-smi: is not there",
+        "fault: bin/more: is not in the manifest",
+    ]
+    assert captured.err == (
+        f"tidegate: {generation}/bin/nvidia-smi: is not there (and 1 more fault); "
+        "run tidegate refresh --repair\n"
+    )
+
+
+def test_a_generation_that_is_being_removed_is_not_verified(generation, capsys):
+    fd = os.open(generation, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert run(generation) == 72
+    assert "is locked by tidegate gc; wait for it to end" in capsys.readouterr().err
+    os.close(fd)
+    assert run(generation) == 0
+
+
+def test_a_name_of_the_hosts_that_is_lacking_is_no_failure(tmp_path, control, capsys):
+    libraries = small_driver(V)
+    libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", ("libtidegate-absent.so.6",))
+    made = put_generation(tmp_path / "driver", V, libraries, control)
+    assert outcomes(made)[f"lib64/libnvidia-fbc.so.{V}"] == (
+        "not loaded",
+        "needs libtidegate-absent.so.6, which the host lacks",
+    )
+    assert run(made) == 0
+    assert "libraries   4 loaded, 1 not loaded here, 0 failed" in capsys.readouterr().out
+
+
+def test_a_library_of_the_driver_that_is_lacking_is_a_failure(tmp_path, control, capsys):
+    libraries = small_driver(V)
+    del libraries[f"libnvcuvid.so.{V}"]
+    # Needs the absent one by way of another, behind a library that the host lacks as well.
+    needed = ("libtidegate-absent.so.6", "libnvidia-encode.so.1")
+    libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", needed)
+    made = put_generation(tmp_path / "driver", V, libraries, control)
+    failed = ("failed", "needs libnvcuvid.so.1, which is not in the mirror")
+    assert {k: v for k, v in outcomes(made).items() if v[0] == "failed"} == {
+        f"lib64/libnvidia-encode.so.{V}": failed,
+        f"lib64/libnvidia-fbc.so.{V}": failed,
+    }
+    assert run(made) == 72
+    assert capsys.readouterr().err == (
+        f"tidegate: {made}/lib64/libnvidia-encode.so.{V}: needs libnvcuvid.so.1, which is not in "
+        "the mirror (and 1 more fault); reinstall the driver's packages, then run tidegate refresh\n"
+    )
+
+
+def test_an_undefined_symbol_is_a_failure_but_for_a_module_of_the_x_server(tmp_path, control):
+    libraries = small_driver(V)
+    libraries[f"libnvidia-fbc.so.{V}"] = libraries["nvidia_drv.so"] = compiled(
+        tmp_path, "void serverClient(void); void call(void) { serverClient(); }"
+    )
+    made = put_generation(
+        tmp_path / "driver", V, libraries, control, capabilities={"nvidia_drv.so": "display"}
+    )
+    found = outcomes(made)
+    assert found[f"lib64/libnvidia-fbc.so.{V}"] == ("failed", "undefined symbol: serverClient")
+    assert found["lib64/nvidia_drv.so"] == (
+        "not loaded",
+        "needs serverClient, which the X server has",
+    )
+
+
+def test_a_newer_c_library_than_the_hosts_is_no_failure(tmp_path, control):
+    """As for a package of a newer distribution: linked against a stub of tomorrow's libm."""
+    versions, stub = tmp_path / "versions", tmp_path / "libm.so.6"
+    versions.write_text("GLIBC_9.99 { tidegate_new; };")
+    command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-x", "c", "-", "-o", stub]
+    flags = ["-Wl,-soname,libm.so.6", f"-Wl,--version-script={versions}"]
+    subprocess.run([*command, *flags], input=b"void tidegate_new(void) {}", check=True)
+    libraries = small_driver(V)
+    source = "void tidegate_new(void); void f(void) { tidegate_new(); }"
+    libraries[f"libnvidia-fbc.so.{V}"] = compiled(tmp_path, source, "-xnone", str(stub))
+    found = outcomes(put_generation(tmp_path / "driver", V, libraries, control))
+    assert found[f"lib64/libnvidia-fbc.so.{V}"] == (
+        "not loaded",
+        "needs GLIBC_9.99, which the host's libm.so.6 lacks",
+    )
+
+
+def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
+    libraries = small_driver(V)
+    crash = "__attribute__((constructor)) void f(void) { __builtin_trap(); }"
+    libraries[f"libnvidia-fbc.so.{V}"] = compiled(tmp_path, crash)
+    leave = "#include <unistd.h>\n__attribute__((constructor)) void f(void) { _exit(3); }"
+    libraries[f"libnvidia-cfg.so.{V}"] = compiled(tmp_path, leave)
+    found = outcomes(put_generation(tmp_path / "driver", V, libraries, control))
+    assert found[f"lib64/libnvidia-fbc.so.{V}"] == (
+        "failed",
+        "ended its process with signal 4 while it loaded",
+    )
+    assert found[f"lib64/libnvidia-cfg.so.{V}"] == (
+        "failed",
+        "ended its process with status 3 while it loaded",
+    )
+
+
+def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, control):
+    """Found by a run path, as on a host with a second driver: by its file's name, and by its soname alone."""
+    other = tmp_path / "other"
+    put(other / "libnvcuvid.so.1", elf("libnvcuvid.so.1", tag="other"))
+    put(other / "libharmless.so", elf("libnvidia-encode.so.1", tag="other"))
+    libraries = small_driver(V)
+    for name, needed in (("libnvidia-fbc", "libnvcuvid.so.1"), ("libnvidia-cfg", "libharmless.so")):
+        content = elf(f"{name}.so.1", (needed,), runpath=str(other))
+        # RPATH, unlike RUNPATH, is searched before LD_LIBRARY_PATH: the tag is changed in place.
+        libraries[f"{name}.so.{V}"] = content.replace(
+            (29).to_bytes(8, "little"), (15).to_bytes(8, "little"), 1
+        )
+    found = outcomes(put_generation(tmp_path / "driver", V, libraries, control))
+    assert found[f"lib64/libnvidia-fbc.so.{V}"] == (
+        "failed",
+        f"maps {other}/libnvcuvid.so.1, which is not of the mirror",
+    )
+    assert found[f"lib64/libnvidia-cfg.so.{V}"] == (
+        "failed",
+        f"maps {other}/libharmless.so, which is not of the mirror",
+    )
+
+
+def test_a_control_library_without_the_drivers_own_is_a_failure(tmp_path):
+    control = tmp_path / "control"
+    for stem in ("libcuda", "libnvidia-ml"):
+        put(control / f"{stem}.so.1", elf(f"{stem}.so.1", tag="alone"))
+    found = outcomes(put_generation(tmp_path / "driver", V, small_driver(V), control))
+    assert found["lib64/libcuda.so.1"] == (
+        "failed",
+        "does not load lib64/origin/libcuda-origin.so.1",
+    )
+
+
+def test_the_environment_of_the_caller_does_not_reach_the_libraries(
+    generation, tmp_path, monkeypatch
+):
+    put(tmp_path / "libnvcuvid.so.1", elf("libnvcuvid.so.1", tag="environment"))
+    monkeypatch.setenv("LD_PRELOAD", str(tmp_path / "libnvcuvid.so.1"))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    report = verify.verify(generation)
+    assert [x.path for x in report.libraries if x.outcome == "failed"] == []
+
+
+def test_a_driver_of_another_machine_is_not_loaded(tmp_path, control):
+    made = put_generation(tmp_path / "driver", V, small_driver(V), control, machine="aarch64")
+    assert f"{LIBRARY}: is 64-bit x86_64, which does not belong there" in faults(made)
+
+
+def test_a_path_that_the_loader_would_split_is_refused(tmp_path, control):
+    made = put_generation(tmp_path / "driver:s", V, small_driver(V), control)
+    with pytest.raises(MirrorError, match="takes no path with ':'"):
+        verify.verify(made)
+    assert verify.verify(made, load=False).faults == ()
+
+
+def test_a_32_bit_library_whose_driver_names_are_lacking_is_a_failure(tmp_path, control):
+    lib32 = {
+        f"libnvidia-encode.so.{V}": elf("libnvidia-encode.so.1", ("libnvcuvid.so.1",), bits=32)
+    }
+    made = put_generation(tmp_path / "driver", V, small_driver(V), control, libraries32=lib32)
+    assert outcomes(made)[f"lib32/libnvidia-encode.so.{V}"] == (
+        "failed",
+        "needs libnvcuvid.so.1, which is not in the mirror",
+    )
+
+
+@pytest.mark.parametrize(
+    ("needed", "expected"),
+    [
+        (("libnvcuvid.so.1", "libc.so.6"), ("loaded", "")),
+        (
+            ("libtidegate-absent.so.6",),
+            ("not loaded", "needs libtidegate-absent.so.6, which the host lacks"),
+        ),
+    ],
+)
+def test_a_loader_lists_what_it_would_map(tmp_path, control, needed, expected):
+    """The way of 32-bit libraries, walked with this machine's own loader and libraries."""
+    libraries = small_driver(V)
+    libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", needed)
+    made = put_generation(tmp_path / "driver", V, libraries, control)
+    known = verify._read_libraries(made, read_manifest(made), "lib64")
+    loader = Path("/lib64/ld-linux-x86-64.so.2")
+    found = verify.list_needed(loader, f"lib64/libnvidia-fbc.so.{V}", known)
+    assert (found.outcome, found.detail) == expected
+
+
+def test_a_loader_lists_an_undefined_symbol_as_a_failure(tmp_path, control):
+    libraries = small_driver(V)
+    libraries[f"libnvidia-fbc.so.{V}"] = compiled(
+        tmp_path, "void absent(void); void call(void) { absent(); }"
+    )
+    made = put_generation(tmp_path / "driver", V, libraries, control)
+    known = verify._read_libraries(made, read_manifest(made), "lib64")
+    loader = Path("/lib64/ld-linux-x86-64.so.2")
+    found = verify.list_needed(loader, f"lib64/libnvidia-fbc.so.{V}", known)
+    assert (found.outcome, found.detail) == ("failed", "undefined symbol: absent")
+
+
+@pytest.mark.slow
+def test_every_library_of_a_real_driver_loads_with_the_real_control_libraries(
+    driver_root, build_dir, tmp_path
+):
+    """Without a GPU, each alone: none wants another loaded first."""
+    libraries = {p.name: p for p in debian.libraries(driver_root)}
+    (cuda,) = (name for name in libraries if name.startswith("libcuda.so."))
+    made = put_generation(
+        tmp_path / "driver", cuda.removeprefix("libcuda.so."), libraries, build_dir / "libcontrol"
+    )
+    found = outcomes(made)
+    assert len(found) == len(libraries) >= 2
+    assert set(found.values()) == {("loaded", "")}

@@ -1,0 +1,285 @@
+"""Finds the generations that no container uses any more, and removes them.
+
+In use is what is mounted, in any mount namespace of the machine, and what a process has a directory
+of open (`vdriver.namespaces` finds both). What cannot be looked at keeps every generation that it
+could hide. The looking may take a minute, and happens under the generations' own locks alone: a
+refresh does not wait for it. The driver directory's lock is taken for the removal.
+
+A library that is only mapped (by a process whose mount was taken away) does not count: removing a
+file takes it from nobody who has it open, and finding out means to read the maps of every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vdriver.errors import MirrorError
+from vdriver.mirror import CURRENT, DAMAGED, TEMPORARY, locked
+from vdriver.namespaces import Location, Sought, Use, locate, parse_mountinfo, search
+
+# `tidegate refresh` removes what begins like this, so a removal that was interrupted is ended.
+REMOVING = f"{TEMPORARY}gc-"
+NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REMOVING}.+")
+
+PROC_PID_INIT_INO = 0xEFFFFFFC  # include/linux/proc_ns.h: the first PID namespace
+LOCKED = "locked by a starting container, or by tidegate verify"
+CHANGED = "moved by a refresh meanwhile"
+SEARCH_TIME = 60.0  # seconds; then what was not looked at keeps the generations
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a generation, or would: `freed` is in bytes, 0 for one that is kept.
+
+    `failed` says that it should have been removed and was not.
+    """
+
+    name: str
+    removed: bool
+    reason: str
+    freed: int = 0
+    uses: tuple[Use, ...] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Collection:
+    """What `collect` did, or would do, by name; `notes` are what it could not look at."""
+
+    directory: Path
+    dry_run: bool
+    outcomes: tuple[Outcome, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def freed(self) -> int:
+        """Bytes of all generations that were removed."""
+        return sum(o.freed for o in self.outcomes)
+
+    def require_removed(self) -> None:
+        """MirrorError when a generation could not be removed."""
+        for outcome in self.outcomes:
+            if outcome.failed:
+                raise MirrorError(
+                    f"{self.directory / outcome.name}: {outcome.reason}",
+                    hint="run tidegate gc as root, on a file system that is writable",
+                )
+
+
+def collect(
+    driver_dir: str | Path,
+    *,
+    dry_run: bool = False,
+    nested: bool = False,
+    seconds: float = SEARCH_TIME,
+) -> Collection:
+    """Remove every generation in `driver_dir` that is neither in force nor in use.
+
+    Generations that were set aside as damaged and what a former run left go the same way; nothing
+    else is touched. `nested` says that all containers are in this PID namespace though it is not
+    the machine's first. The search for uses takes `seconds` at most. MirrorError when the directory
+    is not there or nothing is in force.
+    """
+    directory = Path(driver_dir).resolve()
+    given = os.path.abspath(driver_dir)  # noqa: PTH100 - a link in it is a name of its own
+    seen = _Seen()
+    outcomes: dict[str, Outcome] = {}
+    try:
+        with contextlib.ExitStack() as stack:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            names = sorted(
+                e.name
+                for e in os.scandir(directory)
+                if NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
+            )
+            candidates: dict[str, int] = {}
+            in_force = _in_force(directory) if names else ""
+            for name in names:
+                if name == in_force:
+                    outcomes[name] = Outcome(name, False, "in force")
+                elif (lock := _lock(fd, name, stack)) is None:
+                    outcomes[name] = Outcome(name, False, LOCKED)
+                else:
+                    candidates[name] = lock
+            if candidates:
+                paths = {str(directory), given}
+                seen = _look(directory, paths, fd, candidates, nested=nested, seconds=seconds)
+                # From before the search until here the generations' locks kept the hook away.
+                stack.enter_context(locked(directory))
+                in_force = _in_force(directory)
+            for name, lock in candidates.items():
+                if name in seen.kept:
+                    uses = tuple(seen.uses.get(name, ()))
+                    outcomes[name] = Outcome(name, False, seen.kept[name], uses=uses)
+                elif name == in_force:
+                    outcomes[name] = Outcome(name, False, "in force")
+                elif not _is_at(directory / name, lock):
+                    outcomes[name] = Outcome(name, False, CHANGED)
+                else:
+                    outcomes[name] = _remove(directory, name, dry_run=dry_run)
+    except OSError as e:
+        raise MirrorError(
+            f"{e.filename or directory}: {e.strerror or e}",
+            hint="run tidegate refresh first, and tidegate gc as root",
+        ) from e
+    return Collection(
+        directory, dry_run, tuple(outcomes[n] for n in sorted(outcomes)), tuple(seen.notes)
+    )
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _in_force(directory: Path) -> str:
+    current = directory / CURRENT
+    generation = Path(os.path.realpath(current))  # Path.resolve raises for a loop of links
+    # Without it all generations would go: somebody removed the link, or restores a backup.
+    if generation.parent != directory or not generation.is_dir():
+        raise MirrorError(f"{current}: no generation is in force", hint="run tidegate refresh")
+    return generation.name
+
+
+def _lock(directory: int, name: str, stack: contextlib.ExitStack) -> int | None:
+    """Lock a generation until the end, against the hook; None when it is being mounted."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, dir_fd=directory)
+    stack.callback(os.close, fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    return fd
+
+
+def _remove(directory: Path, name: str, *, dry_run: bool) -> Outcome:
+    path = directory / name
+    try:
+        freed = blocks(path)
+        if dry_run:
+            return Outcome(name, True, "not in use", freed)
+        if not name.startswith(REMOVING):
+            aside = (directory / f"{REMOVING}{name}{n}" for n in ("", *_suffixes()))
+            path = path.rename(next(p for p in aside if not os.path.lexists(p)))
+        shutil.rmtree(path)
+    except OSError as e:
+        reason = f"cannot be removed: {e.filename or path}: {e.strerror or e}"
+        return Outcome(name, False, reason, failed=True)
+    return Outcome(name, True, "not in use", freed)
+
+
+def _suffixes() -> Iterator[str]:
+    return (f"-{n}" for n in range(1, 1000))
+
+
+def blocks(directory: Path) -> int:
+    """Return the bytes on disk that removing a directory frees.
+
+    A file counts when all of its hard links are in there. Extents that a file shares with another
+    (reflinks) count in full, so on btrfs and XFS it may be less.
+    """
+    total = 0
+    links: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(directory):
+        total += os.lstat(parent).st_blocks
+        # Links to directories are among the directories that os.walk gives, and take no block.
+        for name in names:
+            status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 - strings throughout
+            key = (status.st_dev, status.st_ino)
+            links[key] = links.get(key, 0) + 1
+            if links[key] == status.st_nlink:
+                total += status.st_blocks
+    return total * 512
+
+
+# What is in use
+
+
+@dataclass
+class _Seen:
+    """Why generations are kept, by name, who uses them, and what could not be looked at."""
+
+    kept: dict[str, str] = field(default_factory=dict)
+    uses: dict[str, list[Use]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def _look(
+    directory: Path,
+    paths: set[str],
+    fd: int,
+    candidates: dict[str, int],
+    *,
+    nested: bool,
+    seconds: float,
+) -> _Seen:
+    seen = _Seen()
+    mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_bytes(), seen.notes)
+    own = _mount_id(fd)
+    mount = next((m for m in mounts if m.ident == own), None)
+    if mount is None or os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115
+        faults = ["/proc is not this process's own"]
+        mount = None
+    elif os.stat("/proc/self/ns/pid").st_ino != PROC_PID_INIT_INO and not nested:  # noqa: PTH116
+        faults = ["processes outside of this PID namespace are out of sight (see --nested)"]
+    else:
+        faults = []
+    opened: dict[str, list[Use]] = {}
+    if mount is not None:
+        base = locate(mount, str(directory))
+        sought = Sought(
+            base,
+            tuple(sorted(paths)),
+            {n: Location(base.device, f"{base.path}/{n}") for n in candidates},
+            _directories(directory, candidates),
+        )
+        found = search(sought, seconds=seconds)
+        faults += found.faults
+        seen.notes += found.notes
+        seen.uses, opened = found.mounted, found.opened
+    for name, lock in candidates.items():
+        below = f"{directory}/{name}"
+        users = seen.uses.get(name)
+        if _mount_id(lock) != own or any(f"{m.point}/".startswith(f"{below}/") for m in mounts):
+            seen.kept[name] = "something is mounted on it"
+        elif users:
+            plural = "s" if len(users) > 1 else ""
+            seen.kept[name] = (
+                f"mounted in {len(users)} namespace{plural}, e.g. {users[0].describe()}"
+            )
+        elif name in opened:
+            seen.uses[name] = opened[name]
+            plural = "es" if len(opened[name]) > 1 else ""
+            seen.kept[name] = (
+                f"open in {len(opened[name])} process{plural}, e.g. {opened[name][0].describe()}"
+            )
+        elif faults:
+            seen.kept[name] = f"may be in use: {faults[0]}"
+    seen.notes += faults
+    return seen
+
+
+def _directories(directory: Path, names: dict[str, int]) -> dict[tuple[int, int], str]:
+    """Return every directory in the generations, as NAME/PATH by (st_dev, st_ino)."""
+    found = {}
+    for name in names:
+        for parent, _, _ in os.walk(directory / name):
+            status = os.lstat(parent)
+            found[status.st_dev, status.st_ino] = os.path.relpath(parent, directory)
+    return found
+
+
+def _mount_id(fd: int) -> int:
+    text = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
+    return int(dict(line.split(":", 1) for line in text.splitlines())["mnt_id"])

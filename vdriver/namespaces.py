@@ -1,0 +1,742 @@
+"""Finds who has a directory of the driver's mirror mounted or open, on the whole machine.
+
+Mount namespaces are listed by the kernel (since 6.12); before that they are those of the threads
+in /proc, those that an open descriptor keeps, and those that are pinned by a mount. Each is entered
+and its mounts read there, because /proc/PID/mountinfo leaves out what a chroot hides from that
+process. What a mount on / hides from those who enter is read from outside, through every process
+whose root is elsewhere. A directory that a process has open, or is in, counts as well: that is how
+a mount without a namespace shows (open_tree, umount --lazy).
+
+What is not seen: a mount that is hidden below another one on / where no process has its root; a
+directory whose only descriptor is under way in a socket; a layer of an overlay that was named by a
+relative path, or by one of another name of the driver's directory that is mounted no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import posixpath
+import re
+import resource
+import select
+import signal
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+CLONE_NEWNS = 0x00020000  # include/uapi/linux/sched.h
+PROC_USER_INIT_INO = 0xEFFFFFFD  # include/linux/proc_ns.h: the first user namespace
+NS_MNT_GET_NEXT = 0x8010B70B  # include/uapi/linux/nsfs.h
+NS_MNT_GET_PREV = 0x8010B70C
+CAP_SYS_ADMIN = 21
+SYS_KCMP = {"x86_64": 312, "aarch64": 272}
+KCMP_FILES = 2  # include/uapi/linux/kcmp.h
+AT_STATX_DONT_SYNC = 0x4000  # include/uapi/linux/stat.h
+STATX_INO = 0x100
+STATX_MNT_ID = 0x1000
+
+ESCAPE = re.compile(rb"\\([0-7]{3})")
+NAMESPACE = re.compile(r"mnt:\[(\d+)\]")
+LAYERS = re.compile(r"(?:lowerdir|datadir|upperdir|workdir)\+?=(.*)", re.DOTALL)
+GONE = (FileNotFoundError, ProcessLookupError)
+ROUNDS = 5
+FAULTS = 20  # that many are told
+ANSWER = 64 << 20  # bytes; what the search may have to say
+MOUNTS = 2_000_000  # ids that are remembered, some 200 MB
+BIG_TABLE = 1024  # descriptors; a smaller table is read again rather than compared
+
+
+class Mount(NamedTuple):
+    """A line of mountinfo, unescaped: `device` is major:minor, `root` a path in its file system."""
+
+    ident: int
+    device: str
+    root: str
+    point: str
+    type: str
+    options: tuple[str, ...]
+
+
+class Location(NamedTuple):
+    """Where a directory is: the device, and the path in that file system, as mountinfo says it."""
+
+    device: str
+    path: str
+
+
+class Identity(NamedTuple):
+    """What a file is: `mount` is the id of its mount, None before Linux 5.8."""
+
+    device: int
+    inode: int
+    mount: int | None
+
+
+@dataclass(frozen=True)
+class Use:
+    """A mount namespace that has a generation mounted, and the processes in it, lowest first.
+
+    `inode` is 0 where it is a process that has a directory of it open.
+    """
+
+    inode: int
+    pids: tuple[int, ...]
+    command: str
+
+    def describe(self) -> str:
+        """Say who, as an operator would."""
+        if not self.pids:
+            return "one without a process, kept by a mount or a descriptor"
+        return f"pid {self.pids[0]} ({self.command})"
+
+
+@dataclass(frozen=True)
+class Sought:
+    """What to look for.
+
+    `driver` is where the driver directory is and `paths` what it is called; `places` are the
+    generations by name, and `directories` what is in them, as NAME/PATH by (st_dev, st_ino).
+    """
+
+    driver: Location
+    paths: tuple[str, ...]
+    places: dict[str, Location]
+    directories: dict[tuple[int, int], str]
+
+
+@dataclass
+class Found:
+    """Who uses what, by generation: `mounted` by namespace, `opened` by process.
+
+    `faults` make these lists incomplete; `notes` are what else was not looked at.
+    """
+
+    mounted: dict[str, list[Use]] = field(default_factory=dict)
+    opened: dict[str, list[Use]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+# Lines of mountinfo
+
+
+def parse_mountinfo(data: bytes, faults: list[str] | None = None) -> list[Mount]:
+    """Return the mounts in the content of a mountinfo file, proc_pid_mountinfo(5).
+
+    A line that is none is left out, and told to `faults`; ValueError without such a list.
+    """
+    mounts = []
+    for line in data.split(b"\n"):  # a carriage return may be part of a name
+        if not line:
+            continue
+        try:
+            mounts.append(_parse_line(line))
+        except (ValueError, IndexError) as e:
+            text = f"no line of mountinfo: {show(os.fsdecode(line[:200]))}"
+            if faults is None:
+                raise ValueError(text) from e
+            faults.append(text)
+    return mounts
+
+
+def _parse_line(line: bytes) -> Mount:
+    fields = line.split(b" ")
+    end = fields.index(b"-", 6)
+    return Mount(
+        int(fields[0]),
+        os.fsdecode(fields[2]),
+        _unescape(fields[3]),
+        _unescape(fields[4]),
+        _unescape(fields[end + 1]),
+        # A comma in a value is escaped, those between options are not.
+        tuple(_unescape(o) for o in b" ".join(fields[end + 3 :]).split(b",")),
+    )
+
+
+def _unescape(text: bytes) -> str:
+    return os.fsdecode(ESCAPE.sub(lambda m: bytes([int(m[1], 8) & 0xFF]), text))
+
+
+def show(text: str) -> str:
+    """Return text that somebody else chose, without what a terminal would obey."""
+    safe = os.fsencode(text).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else "?" for c in safe)
+
+
+def locate(mount: Mount, path: str) -> Location:
+    """Return where `path`, which is on `mount`, is in the file system itself."""
+    below = posixpath.relpath(path, mount.point)
+    return Location(mount.device, posixpath.normpath(posixpath.join(mount.root, below)))
+
+
+def layers(options: tuple[str, ...]) -> list[str]:
+    """Return the absolute paths among the layers in an overlay's options, normalised."""
+    found = []
+    for option in options:
+        match = LAYERS.fullmatch(option)
+        for part in re.findall(r"(?:\\.|[^:\\])+", match[1], re.DOTALL) if match else ():
+            path = re.sub(r"\\(.)", r"\1", part, flags=re.DOTALL)
+            if path.startswith("/"):
+                found.append("/" + posixpath.normpath(path).lstrip("/"))
+    return found
+
+
+def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
+    """Return the generations whose directory, or something in it, is the root of one of `mounts`.
+
+    An overlay is on another device, and shows its layers as they were named to it. One below the
+    driver directory that names a generation keeps that one; any other (`current`, which leads
+    elsewhere by now, or the directory as a whole) keeps all.
+    """
+    used: set[str] = set()
+    driver = sought.driver
+    aliases = {
+        _join(m.point, posixpath.relpath(driver.path, m.root))
+        for m in mounts
+        if m.device == driver.device and f"{driver.path}/".startswith(f"{m.root.rstrip('/')}/")
+    }
+    for mount in mounts:
+        if mount.type == "overlay":
+            for layer in layers(mount.options):
+                for path in {*sought.paths, *aliases}:
+                    if f"{layer}/".startswith(f"{path}/"):
+                        used |= _named(layer[len(path) + 1 :].partition("/")[0], sought.places)
+        root = f"{mount.root}/"  # of a deleted one it is PATH//deleted, which lies below PATH
+        for name, (device, path) in sought.places.items():
+            if mount.device == device and root.startswith(f"{path}/"):
+                used.add(name)
+    return used
+
+
+def _join(point: str, below: str) -> str:
+    return posixpath.normpath(posixpath.join(point, below))
+
+
+def _named(entry: str, places: dict[str, Location]) -> set[str]:
+    if not re.fullmatch(r"[0-9A-Za-z.]+-[0-9a-f]{12}(\..+)?|\.tmp-.+", entry):
+        return set(places)
+    # It may have been renamed since: set aside as damaged, or a removal was interrupted.
+    return {n for n in places if n == entry or n.startswith(f"{entry}.") or f"-{entry}" in n}
+
+
+# The search, in a child: it enters namespaces and does not come back
+
+
+def search(sought: Sought, *, seconds: float) -> Found:
+    """Look into every mount namespace, and at what processes have open, for `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.close(reader)
+            with os.fdopen(writer, "w", encoding="ascii") as file:
+                _Search(sought, deadline, os.getppid(), file).run()
+        except BaseException:  # noqa: BLE001 - the parent's handlers and buffers are not ours
+            os._exit(1)
+        os._exit(0)
+    os.close(writer)
+    try:
+        # A file system in user space may never answer; the child is stopped a little later than
+        # it would stop by itself.
+        data = _read_all(reader, deadline + 1)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return _merge(data)
+
+
+def _read_all(fd: int, deadline: float) -> bytes:
+    data = bytearray()
+    while len(data) < ANSWER:
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([fd], [], [], left)[0]:
+            break
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        data += part
+    return bytes(data)
+
+
+def _merge(data: bytes) -> Found:
+    """Put the child's lines together; what it was at when it ended is a fault, or a note."""
+    found = Found()
+    at, complete, ended = "", False, False
+    for line in data.splitlines():
+        try:
+            document: dict[str, Any] = json.loads(line)
+        except ValueError:
+            break
+        at = document.get("at", at)
+        complete = complete or "mounted" in document
+        ended = ended or "end" in document
+        for key, into in (("mounted", found.mounted), ("opened", found.opened)):
+            for name, uses in document.get(key, {}).items():
+                into[name] = [Use(u[0], tuple(u[1]), u[2]) for u in uses]
+        found.faults += document.get("faults", ())
+        found.notes += document.get("notes", ())
+    if not ended:
+        (found.notes if complete else found.faults).append(
+            f"the search did not come to its end, it was at {at or 'its beginning'}"
+        )
+    return found
+
+
+class _LateError(Exception):
+    """The deadline has passed."""
+
+
+class _Search:
+    """The child.
+
+    `read` are the namespaces that were read, each with a descriptor that keeps it: an inode's
+    number is given again to the next namespace once this one has ended.
+    """
+
+    def __init__(self, sought: Sought, deadline: float, parent: int, out: Any) -> None:
+        self.sought, self.deadline, self.out = sought, deadline, out
+        self.parent = parent
+        self.proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        home = os.stat("self/ns/mnt", dir_fd=self.proc)
+        self.nsfs = home.st_dev
+        self.read: dict[int, int] = {}
+        self.names: dict[int, set[str]] = {}
+        self.pids: dict[int, set[int]] = {}
+        self.opened: dict[str, set[int]] = {}
+        self.idents: set[int] = set()
+        self.roots: set[Identity] = set()
+        self.hidden: dict[int, None] = {}
+        self.faults: dict[str, None] = {}
+        self.notes: dict[str, None] = {}
+        self.basenames = {"", *(posixpath.basename(p) for p in sought.directories.values())}
+        self.quiet = True
+        self.last = ""
+        self.big: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            listed = self._read_listed()
+            for _ in range(ROUNDS):
+                self.quiet = True
+                self._look_at_tasks(listed=listed)
+                if self.quiet:
+                    break
+            else:
+                self._fault(f"mount namespaces change all the time, last that of {self.last}")
+            self._check_hidden(listed=listed)
+            if listed:
+                # Namespaces are complete without the descriptors, so the time that looking at
+                # these takes, which any user can prolong, keeps nothing.
+                self._tell()
+        except _LateError:
+            self._fault(f"the search took too long, it was at {self.last}")
+            self._tell()
+        else:
+            if listed:
+                with contextlib.suppress(_LateError):
+                    self._look_at_descriptors_of_all()
+                    self.last = ""
+                if self.last:
+                    self.notes = {f"descriptors, from {self.last} on: no time left": None}
+                self._tell_opened()
+            else:
+                self._tell()
+        self._say(end=True)
+
+    # What it says
+
+    def _say(self, **document: Any) -> None:
+        self.out.write(json.dumps(document) + "\n")
+        self.out.flush()
+
+    def _at(self, what: str) -> None:
+        self._say(at=what)
+
+    def _tell(self) -> None:
+        mounted: dict[str, list[Any]] = {}
+        for inode in sorted(self.names):
+            pids = sorted(self.pids.get(inode, ()))[:1000]
+            for name in sorted(self.names[inode]):
+                use = (inode, pids, self._command(pids[0]) if pids else "")
+                mounted.setdefault(name, []).append(use)
+        faults = list(self.faults)
+        more = [f"{len(faults) - FAULTS} more"] if len(faults) > FAULTS else []
+        self._say(mounted=mounted, faults=faults[:FAULTS] + more, notes=list(self.notes)[:FAULTS])
+        self.notes = {}
+        self._tell_opened()
+
+    def _tell_opened(self) -> None:
+        opened = {
+            name: [(0, [pid], self._command(pid)) for pid in sorted(pids)[:1000]]
+            for name, pids in self.opened.items()
+        }
+        self._say(opened=opened, notes=list(self.notes)[:FAULTS])
+
+    def _fault(self, text: str) -> None:
+        if len(self.faults) < FAULTS * 10:
+            self.faults[text] = None
+
+    def _check(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise _LateError
+
+    # Namespaces
+
+    def _read_listed(self) -> bool:
+        """Read the namespaces that the kernel lists; False where it does not list them all."""
+        try:
+            status = self._file("self/status", 1 << 16)
+            effective = int(re.findall(rb"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16)
+            first = os.stat("self/ns/user", dir_fd=self.proc).st_ino == PROC_USER_INIT_INO
+            if not (first and effective >> CAP_SYS_ADMIN & 1):
+                return False
+            fd = os.open("self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
+            while (before := _next_namespace(fd, NS_MNT_GET_PREV)) is not None:
+                os.close(fd)
+                fd = before
+        except OSError:
+            return False
+        following: int | None = fd
+        while following is not None:
+            self._check()
+            fd = following
+            inode = os.fstat(fd).st_ino
+            if inode not in self.read:
+                self._enter(fd, inode, f"mount namespace {inode}")
+            try:
+                following = _next_namespace(fd, NS_MNT_GET_NEXT)
+            except OSError as e:
+                self._fault(f"list of mount namespaces, after {inode}: {e.strerror}")
+                return False
+        return True
+
+    def _enter(self, fd: int, inode: int, what: str) -> list[Mount]:
+        """Read a namespace, and keep its descriptor; gives its mounts."""
+        self.read[inode] = fd
+        self.last = what
+        self._at(what)
+        try:
+            _setns(fd, CLONE_NEWNS)
+            mounts = self._mounts("self/mountinfo", what)
+        except OSError as e:
+            self._fault(f"{what}: {e.strerror}")
+            return []
+        self._note_mounts(inode, mounts)
+        return mounts
+
+    def _note_mounts(self, inode: int, mounts: list[Mount]) -> None:
+        names = names_in_use(mounts, self.sought)
+        if names:
+            self.names.setdefault(inode, set()).update(names)
+        self.idents.update(m.ident for m in mounts)
+        if len(self.idents) > MOUNTS:
+            self._fault(f"more than {MOUNTS} mounts, the last in {self.last}")
+            raise _LateError
+
+    def _mounts(self, path: str, what: str) -> list[Mount]:
+        faults: list[str] = []
+        mounts = parse_mountinfo(self._file(path), faults)
+        for fault in faults:
+            self._fault(f"{what}: {fault}")
+        return mounts
+
+    def _enter_at(self, path: str, inode: int, what: str) -> None:
+        """Read the namespace that a link below /proc leads to.
+
+        Another one by now is unread: its process is looked at again in the next round.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
+        except GONE:
+            return
+        except OSError as e:
+            self._fault(f"{what}: {e.strerror}")
+            return
+        status = os.fstat(fd)
+        if (status.st_dev, status.st_ino) != (self.nsfs, inode):
+            os.close(fd)
+            return
+        for mount in self._enter(fd, inode, what):
+            pinned = _inode(mount.root) if mount.type == "nsfs" else None
+            if pinned is None or pinned in self.read:
+                continue
+            # By the path that it has here.
+            where = f"mount namespace {pinned} at {show(mount.point)} of {what}"
+            self._at(where)
+            try:
+                _setns(self.read[inode], CLONE_NEWNS)
+                fd = _open_pinned(mount.point, (self.nsfs, pinned))
+            except OSError as e:
+                self._fault(f"{where}: {e.strerror}")
+                continue
+            self._enter_at(f"self/fd/{fd}", pinned, where)
+            os.close(fd)
+
+    # Processes
+
+    def _tasks(self) -> Iterator[tuple[int, int]]:
+        for pid in sorted(int(n) for n in os.listdir(self.proc) if n.isdigit()):  # noqa: PTH208
+            if pid != os.getpid():
+                # By thread: one may have a namespace of its own, and the first may have ended.
+                for task in self._names(f"{pid}/task"):
+                    self._check()
+                    yield pid, int(task)
+
+    def _look_at_tasks(self, *, listed: bool) -> None:
+        scanned: dict[int, list[int]] = {}
+        for pid, task in self._tasks():
+            path = f"{pid}/task/{task}"
+            try:
+                inode = _inode(os.readlink(f"{path}/ns/mnt", dir_fd=self.proc))
+            except GONE:
+                continue
+            except OSError:
+                self.hidden[task] = None
+                continue
+            if inode is None:
+                continue
+            known = inode in self.read
+            if not known and not listed:
+                self.quiet = False
+                self.last = self._who(pid)
+                self._enter_at(f"{path}/ns/mnt", inode, f"mount namespace {inode} of {self.last}")
+            self.pids.setdefault(inode, set()).add(pid)
+            self._look_at_root(path, pid, inode, follow=known or not listed)
+            self._look_at_open(pid, f"{path}/cwd", "cwd")
+            if not listed:
+                self.last = self._who(pid)
+                self._look_at_descriptors(pid, task, scanned.setdefault(pid, []), holders=True)
+
+    def _look_at_root(self, path: str, pid: int, inode: int, *, follow: bool) -> None:
+        """Read the mounts that a process sees, where its root is not among those that were read.
+
+        A namespace that is younger than the list has only what others had (`follow` is false).
+        """
+        try:
+            root = self._identity(f"{path}/root")
+            if root.mount in self.idents or root in self.roots:
+                return
+            what = f"mounts of {self._who(pid)}"
+            self._note_open(pid, root)
+            mounts = self._mounts(f"{path}/mountinfo", what)
+            if follow and _inode(os.readlink(f"{path}/ns/mnt", dir_fd=self.proc)) == inode:
+                self.roots.add(root)
+                self.quiet = False
+                self.last = self._who(pid)
+        except GONE:
+            return
+        except OSError as e:
+            # EINVAL is the kernel's answer for a process that has ended and was not waited for.
+            if self._state(pid) != "Z":
+                self._fault(f"root of {self._who(pid)}: {e.strerror}")
+            return
+        self._note_mounts(inode, mounts)
+
+    def _check_hidden(self, *, listed: bool) -> None:
+        """Say which threads are in a namespace that was not read.
+
+        mountinfo needs no right that the link to the namespace needs, and a mount's id is unique
+        on the machine: who has one that was read is in a namespace that was read.
+        """
+        for task in self.hidden:
+            try:
+                mounts = self._mounts(f"{task}/mountinfo", f"mounts of pid {task}")
+            except GONE:
+                continue
+            except OSError as e:
+                if self._state(task) != "Z":
+                    self._fault(f"mounts of {self._who(task)}: {e.strerror}")
+                continue
+            if listed:  # but what a mount on / hides may be theirs
+                self._note_mounts(0, mounts)
+            elif not any(m.ident in self.idents for m in mounts):
+                self._fault(f"mount namespace of {self._who(task)}: not permitted")
+
+    def _look_at_descriptors_of_all(self) -> None:
+        scanned: dict[int, list[int]] = {}
+        for pid, task in self._tasks():
+            self.last = self._who(pid)
+            self._look_at_descriptors(pid, task, scanned.setdefault(pid, []), holders=False)
+
+    def _look_at_descriptors(
+        self, pid: int, task: int, scanned: list[int], *, holders: bool
+    ) -> None:
+        """Look at a thread's descriptors, unless its table is one that was looked at.
+
+        With `holders` namespaces that a descriptor keeps are read.
+        """
+        if any(_share_files(other, task) for other in scanned):
+            return
+        size = self._table_size(task)
+        if size >= BIG_TABLE:
+            for other, _ in (b for b in self.big if b[1] == size):
+                self._check()
+                if _share_files(other, task):
+                    return
+        try:
+            fd = os.open(
+                f"{pid}/task/{task}/fd",
+                os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC,
+                dir_fd=self.proc,
+            )
+        except GONE:
+            return
+        except OSError as e:
+            self.notes[f"descriptors of {self._who(pid)}: {e.strerror}"] = None
+            return
+        try:
+            with os.scandir(fd) as entries, contextlib.suppress(*GONE):
+                for entry in entries:
+                    self._check()
+                    self._look_at_open(pid, entry.name, "fd", fd=fd, holders=holders)
+        finally:
+            os.close(fd)
+        scanned.append(task)
+        if size >= BIG_TABLE:
+            self.big.append((task, size))
+
+    def _look_at_open(
+        self, pid: int, path: str, kind: str, *, fd: int = -1, holders: bool = False
+    ) -> None:
+        at = self.proc if fd < 0 else fd
+        try:
+            text = os.readlink(path, dir_fd=at)
+            inode = _inode(text)
+            if inode is not None:
+                if holders and inode not in self.read:
+                    self.quiet = False
+                    what = f"mount namespace {inode}, {kind} {path} of {self._who(pid)}"
+                    self._enter_at(f"{pid}/fd/{path}", inode, what)
+            # A file system that does not answer is asked nothing: that needs the name of one of
+            # the directories. A mount without a namespace calls its root "/".
+            elif text[:1] == "/" and posixpath.basename(text) in self.basenames:
+                self._note_open(pid, _identity(at, path))
+        except OSError:  # closed meanwhile, or that of another
+            return
+
+    def _note_open(self, pid: int, identity: Identity) -> None:
+        path = self.sought.directories.get((identity.device, identity.inode))
+        if path is not None and pid != self.parent:  # which holds the generations' locks
+            self.opened.setdefault(path.partition("/")[0], set()).add(pid)
+
+    # /proc
+
+    def _identity(self, path: str) -> Identity:
+        return _identity(self.proc, path)
+
+    def _file(self, path: str, limit: int = 1 << 30) -> bytes:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc), "rb") as file:
+            return file.read(limit)
+
+    def _names(self, path: str) -> list[str]:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.proc)
+        except OSError:
+            return []
+        try:
+            return os.listdir(fd)  # noqa: PTH208
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+
+    def _table_size(self, task: int) -> int:
+        try:
+            match = re.search(rb"^FDSize:\s*(\d+)", self._file(f"{task}/status"), re.MULTILINE)
+        except OSError:
+            return 0
+        return int(match[1]) if match else 0
+
+    def _state(self, pid: int) -> str:
+        try:
+            text = self._file(f"{pid}/stat")
+        except OSError:
+            return "Z"
+        return chr(text.rpartition(b") ")[2][0])
+
+    def _command(self, pid: int) -> str:
+        """A process's name; it chose that itself."""
+        try:
+            return show(os.fsdecode(self._file(f"{pid}/comm").removesuffix(b"\n")))
+        except OSError:
+            return "ended"
+
+    def _who(self, pid: int) -> str:
+        """Name a process so that an administrator can act."""
+        try:
+            uid = f", uid {os.stat(str(pid), dir_fd=self.proc).st_uid}"
+        except OSError:
+            uid = ""
+        return f"pid {pid} ({self._command(pid)}{uid})"
+
+
+# Kernel calls that Python has not
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _next_namespace(fd: int, request: int) -> int | None:
+    """Open the mount namespace beside that of `fd`; None at the end of the list."""
+    try:
+        following: int = fcntl.ioctl(fd, request, bytearray(16))
+    except FileNotFoundError:
+        return None
+    return following
+
+
+def _setns(fd: int, kind: int) -> None:
+    if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns is Python 3.12's
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _identity(directory: int, path: str) -> Identity:
+    """Say what a link leads to, from what the kernel has in memory: nobody else is asked."""
+    buffer = ctypes.create_string_buffer(256)
+    if libc.statx(
+        directory, os.fsencode(path), AT_STATX_DONT_SYNC, STATX_INO | STATX_MNT_ID, buffer
+    ):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
+    (mask,) = struct.unpack_from("I", buffer, 0)
+    (inode,) = struct.unpack_from("Q", buffer, 32)
+    major, minor, mount = struct.unpack_from("IIQ", buffer, 136)
+    return Identity(os.makedev(major, minor), inode, mount if mask & STATX_MNT_ID else None)
+
+
+def _share_files(one: int, other: int) -> bool:
+    """Whether two threads have one table of descriptors; False where the kernel does not say."""
+    number = SYS_KCMP.get(os.uname().machine)
+    return number is not None and libc.syscall(number, one, other, KCMP_FILES, 0, 0) == 0
+
+
+def _inode(text: str) -> int | None:
+    match = NAMESPACE.fullmatch(text)
+    return int(match[1]) if match else None
+
+
+def _open_pinned(point: str, identity: tuple[int, int]) -> int:
+    """Give a descriptor of the namespace mounted at `point`; OSError when something else is.
+
+    The namespace may be a hostile container's, so nothing is opened before it is known what it is.
+    """
+    fd = os.open(point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) != identity or not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise OSError(0, "something else is mounted over it")
+    return fd

@@ -1,0 +1,137 @@
+"""The driver's files that belong into fixed directories: configuration, modules, firmware.
+
+All of them are optional. Knows the rules of libraries.toml; what is found is a DataFile each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from vdriver.driver import DataFile
+from vdriver.reader import Reader
+from vdriver.tables import PlaceRule, fits
+
+TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
+ALTERNATIVE = re.compile(r"/nvidia/([^/]+)$")
+TABLE = "libraries.toml"  # where a file comes from that the host lacks
+MAX_TEXT = 1 << 20  # the largest that is known has 7 KiB
+
+
+def find_data(
+    reader: Reader,
+    rules: Sequence[PlaceRule],
+    version: str,
+    machine: str,
+    *,
+    directories: Sequence[str],
+    libraries: Collection[str],
+) -> tuple[DataFile, ...]:
+    """Return the files of each place, the first of each name; what cannot be used is skipped.
+
+    `libraries` are the names of those that the driver has, as far as their `.so`.
+    """
+    found: dict[tuple[str, str], DataFile] = {}
+    words = {"version": version, "triplet": TRIPLETS[machine]}
+    alternatives = alternatives_of(directories)
+    for rule in rules:
+        patterns = [p.format(version=version) for p in rule.files]
+        for directory in _expanded(rule.host, words, directories, alternatives):
+            for name in reader.tree.names(directory):
+                if (rule.name, name) in found or not any(fits(name, p) for p in patterns):
+                    continue
+                file = _file(reader, rule.name, f"{directory}/{name}", machine)
+                if file is not None:
+                    found[rule.name, name] = file
+        if rule.library in libraries and not any(place == rule.name for place, _ in found):
+            for name, text in rule.otherwise.items():
+                content = text.encode() + b"\n"
+                found[rule.name, name] = DataFile(
+                    rule.name, name, None, TABLE, len(content), 0, None, content
+                )
+    return tuple(found[key] for key in sorted(found))
+
+
+def alternatives_of(directories: Sequence[str]) -> tuple[str, ...]:
+    """Return what Debian calls the drivers in these directories: `current`, `tesla-470`."""
+    return tuple(dict.fromkeys(m[1] for d in directories if (m := ALTERNATIVE.search(d))))
+
+
+def _expanded(
+    templates: Sequence[str],
+    words: dict[str, str],
+    directories: Sequence[str],
+    alternatives: Sequence[str],
+) -> Iterator[str]:
+    for template in templates:
+        if "{libraries}" in template:
+            yield from (template.format(libraries=d, **words) for d in directories)
+        elif "{alternative}" in template:
+            yield from (template.format(alternative=a, **words) for a in alternatives)
+        else:
+            yield template.format(**words)
+
+
+def _file(reader: Reader, place: str, path: str, machine: str) -> DataFile | None:
+    tree = reader.tree
+    name = os.path.basename(path)  # noqa: PTH119 - a name, not a file
+    library = content = None
+    if ".so" in name:
+        read = reader.library(path)
+        if read is None:
+            return None
+        real, library = read
+        if library.bits != 64 or library.machine != machine:
+            return None  # the other class has its own directories, and no places
+    else:
+        regular = reader.regular(path)
+        if regular is None:
+            return None
+        real = regular
+        if name.endswith((".json", ".icd")):
+            text = tree.read(real, MAX_TEXT)
+            content = None if text is None else portable(name, text)
+    host = tree.host(real)
+    try:
+        status = os.lstat(host)
+    except OSError as e:
+        reader.skip(path, e.strerror or str(e))
+        return None
+    return DataFile(place, name, real, host, status.st_size, status.st_mtime_ns, library, content)
+
+
+def portable(name: str, text: bytes) -> bytes | None:
+    """Return a text that names libraries by their sonames; None where it does so already.
+
+    On NixOS and in some clouds these files name libraries by paths that no container has.
+    """
+    try:
+        if name.endswith(".icd"):
+            lines = text.decode().splitlines()
+            changed = [_base(line) for line in lines]
+            return None if changed == lines else ("\n".join(changed) + "\n").encode()
+        document = json.loads(text)
+        changed_document = _relative(document)
+    except (ValueError, RecursionError):
+        return None  # not what we know; it goes as it is
+    if changed_document == document:
+        return None
+    return json.dumps(changed_document, indent=4).encode() + b"\n"
+
+
+def _relative(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            k: _base(v) if k == "library_path" and isinstance(v, str) else _relative(v)
+            for k, v in value.items()
+        }
+    if isinstance(value, list):
+        return [_relative(v) for v in value]
+    return value
+
+
+def _base(path: str) -> str:
+    return path.rpartition("/")[2] if path.startswith("/") else path

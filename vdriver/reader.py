@@ -1,0 +1,46 @@
+"""Reads a driver's optional files below a root: what is wrong with one leaves it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from vdriver.driver import Skipped
+from vdriver.elf import Library
+from vdriver.errors import LibraryError
+from vdriver.tree import Tree
+
+Read = Callable[[str], Library]
+
+
+@dataclass
+class Reader:
+    """One tree, a way to read libraries, and the list of what was left out."""
+
+    tree: Tree
+    read: Read
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def skip(self, path: str, reason: str) -> None:
+        """Remember why the file at `path` is left out."""
+        self.skipped.append(Skipped(path, reason))
+
+    def regular(self, path: str) -> str | None:
+        """Return where the regular file at `path` really is; None, and a reason, for others."""
+        real = self.tree.regular(path)
+        if real is None:
+            nowhere = self.tree.resolve(path) is None
+            self.skip(path, "a link that leads nowhere" if nowhere else "not a regular file")
+        return real
+
+    def library(self, path: str) -> tuple[str, Library] | None:
+        """Return where the library at `path` really is, and what it is; None, and a reason."""
+        real = self.regular(path)
+        if real is None:
+            return None
+        host = self.tree.host(real)
+        try:
+            return real, self.read(host)
+        except LibraryError as e:
+            self.skip(path, e.message.removeprefix(f"{host}: "))
+            return None

@@ -1,0 +1,121 @@
+"""The units and the udev rule of packaging/, read by systemd's own tools and by what they have to agree with."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
+UNITS = PACKAGING / "systemd"
+SERVICES = ["tidegate-refresh.service", "tidegate-driver-changed.service", "tidegate-gc.service"]
+
+
+def settings(unit: str, key: str) -> list[str]:
+    """The values of a key, in order."""
+    text = (UNITS / unit).read_text()
+    return re.findall(rf"^{key}=(.*)$", text, re.MULTILINE)
+
+
+@pytest.fixture
+def host(tmp_path):
+    """A root with the units and what they name, as systemd-analyze looks at it."""
+    units = tmp_path / "usr/lib/systemd/system"
+    shutil.copytree(UNITS, units)
+    for name in ("sysinit", "basic", "paths", "shutdown", "multi-user", "local-fs", "umount"):
+        (units / f"{name}.target").write_text("[Unit]\nDefaultDependencies=no\n")
+    for name in ("tidegate", "sleep", "systemctl"):
+        program = tmp_path / "usr/bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    return tmp_path
+
+
+def verify(host):
+    """What systemd-analyze has against the units below a root."""
+    names = [p.name for p in UNITS.iterdir() if p.suffix != ".preset" and "@" not in p.name]
+    done = subprocess.run(
+        ["systemd-analyze", f"--root={host}", "--man=no", "verify", *names],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_systemd_has_nothing_against_the_units(require, host):
+    require("systemd-analyze")
+    assert verify(host) == (0, "")
+
+
+def test_systemd_would_say_what_is_wrong_with_a_unit(require, host):
+    require("systemd-analyze")
+    unit = host / "usr/lib/systemd/system/tidegate-refresh.service"
+    unit.write_text(unit.read_text().replace("Restart=on-failure", "Restart=always"))
+    assert verify(host)[0] != 0
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_is_exposed_to_two_points_at_most(require, service):
+    require("systemd-analyze")
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=20", UNITS / service],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_mismatch_status_is_no_success_and_is_not_tried_again():
+    assert settings("tidegate-refresh.service", "SuccessExitStatus") == ["SIGTERM"]
+    prevented = settings("tidegate-refresh.service", "RestartPreventExitStatus")[0].split()
+    assert "69" in prevented  # docs/reference/errors.md: the driver
+    assert "72" not in prevented  # a file changed while it was being read
+
+
+def test_each_watched_place_is_an_instance_of_the_watch(require):
+    require("systemd-escape")
+    instances = [w for w in settings("tidegate-refresh.path", "Wants") if "@" in w]
+    places = subprocess.run(
+        ["systemd-escape", "--unescape", "--template=tidegate-watch@.path", "--path", *instances],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert places == [
+        "/usr/lib/x86_64-linux-gnu/nvidia/current",
+        "/usr/lib/aarch64-linux-gnu/nvidia/current",
+        "/usr/local/nvidia/lib64",
+        "/run/nvidia/driver",
+        "/run/nvidia/validations",
+        "/usr/lib/tidegate/x86_64-linux-gnu",
+        "/usr/lib/tidegate/aarch64-linux-gnu",
+    ]
+
+
+def test_a_module_that_appears_starts_a_unit_that_is_packaged():
+    (rule,) = (
+        line
+        for line in (PACKAGING / "udev/70-tidegate.rules").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    match, keys = rule.split(", TAG")
+    assert match == 'ACTION=="add", SUBSYSTEM=="module", KERNEL=="nvidia"'
+    wanted = re.findall(r'ENV\{SYSTEMD_WANTS\}\+="([^"]+)"', keys)
+    assert wanted == ["tidegate-driver-changed.service"]
+    assert (UNITS / wanted[0]).is_file()
+    assert keys.startswith('+="systemd", ')
+
+
+def test_the_preset_enables_what_can_be_enabled():
+    lines = (UNITS / "80-tidegate.preset").read_text().splitlines()
+    enabled = [line.split()[1] for line in lines if line.startswith("enable ")]
+    assert enabled == ["tidegate-refresh.service", "tidegate-refresh.path"]
+    assert [settings(unit, "WantedBy") for unit in enabled] == [["multi-user.target"]] * 2

@@ -38,6 +38,16 @@ containers, in percentage points.
 """
 
 
+MIRROR = """\
+## The mirror of a driver
+
+`python -m bench.mirror` holds every library and program of a node's driver against readelf,
+mirrors it from nothing and asks again, each time as the whole command `tidegate refresh`, has
+`tidegate verify` load each library with the mirror alone on the search path, and starts containers
+that have no driver but the mirror. Times are medians.
+"""
+
+
 class Page:
     """The page's text so far, and the figures beside it by name."""
 
@@ -118,7 +128,33 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(where(result))
 
 
-SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {"shares": add_shares}
+def add_mirror(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A table for each run."""
+    page.add(MIRROR)
+    for result in results.values():
+        gpu, found = result["gpu"], result["summary"]
+        how = ", ".join(
+            f"{n} {word}" for word, n in sorted(result["raw"]["refresh"]["how"].items())
+        )
+        page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
+        rows = (
+            ("files that readelf reads the same", f"{found['files']} of {found['files']}"),
+            ("names in the mirror", f"{found['names']}, {size(found['bytes'])} ({how})"),
+            ("first refresh", f"{found['first_s']:.2f} s"),
+            ("a refresh without changes", f"{found['again_s'] * 1000:.0f} ms"),
+            ("verify: content and loading", f"{found['verify_s']:.2f} s"),
+            ("libraries that load from it", f"{found['loaded']} of {found['libraries']}"),
+            ("EGL in a container draws with", found["renderer"]),
+            ("Vulkan in a container lists", ", ".join(found["vulkan"])),
+        )
+        page.table(("", ""), rows, "ll")
+        page.add(where(result))
+
+
+SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
+    "shares": add_shares,
+    "mirror": add_mirror,
+}
 
 
 def build_page(results: Mapping[str, dict[str, Any]]) -> Page:

@@ -11,10 +11,12 @@ import argparse
 import json
 import pathlib
 import re
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.mirror import faults
 from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
 from bench.report import WINDOWS, sampled_shares
@@ -88,7 +90,43 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SUITES: dict[str, Suite] = {"shares": shares}
+def mirror(options: argparse.Namespace) -> dict[str, Any]:
+    """A driver mirrored, verified and used, from the directory of a run of bench.mirror."""
+    report = read_json(options.source / "report.json")
+    run = report.pop("run")
+    if options.commit and run["commit"] == UNKNOWN:
+        run["commit"] = options.commit
+    wrong = faults(report)
+    if wrong:
+        raise ResultError(f"the run failed: {', '.join(wrong)}")
+    containers = report["containers"]
+    libraries = report["verify"]["libraries"]
+    return {
+        "suite": "mirror",
+        **run,
+        "gpu": {
+            "kind": "nvidia",
+            "name": containers["torch"]["device"],
+            "driver": report["readelf"]["version"],
+        },
+        "configuration": {},
+        "raw": report,
+        "summary": {
+            "files": report["readelf"]["files"],
+            "names": report["refresh"]["names"],
+            "bytes": report["refresh"]["bytes"],
+            "first_s": statistics.median(report["refresh"]["first_s"]),
+            "again_s": statistics.median(report["refresh"]["again_s"]),
+            "verify_s": report["verify"]["seconds"],
+            "loaded": sum(one["outcome"] == "loaded" for one in libraries),
+            "libraries": len(libraries),
+            "renderer": containers["graphics"]["egl"]["renderer"],
+            "vulkan": containers["graphics"]["vulkan"]["devices"],
+        },
+    }
+
+
+SUITES: dict[str, Suite] = {"mirror": mirror, "shares": shares}
 
 
 def validate(result: Mapping[str, Any]) -> None:
@@ -126,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="default: bench/results/<...>.json")
     parser.add_argument(
         "--from", dest="source", type=pathlib.Path, default=ROOT / "build" / "demo",
-        metavar="DIR", help="shares: the directory that a demo run wrote",
+        metavar="DIR", help="the directory that the run wrote",
     )  # fmt: skip
     parser.add_argument("--commit", help="where a run on a copy of the tree does not know it")
     options = parser.parse_args(arguments)

@@ -8,7 +8,7 @@ import pytest
 
 from bench import report_docs, run
 from bench.progress import NS_PER_MS, Profile, Progress, Stamp
-from bench.provenance import describe_machine, find_commit, publishable
+from bench.provenance import describe_machine, describe_run, find_commit, publishable
 from bench.report import Container, Gpu, Refused, build_report, write_report
 
 GIB = 1 << 30
@@ -148,3 +148,65 @@ def test_the_machine_is_described():
 )
 def test_no_path_of_a_machine_is_published(argument, published):
     assert publishable(argument, Path("/tree")) == published
+
+
+def ran(name, **more):
+    return {"status": 0, "output": name, **more}
+
+
+@pytest.fixture
+def mirrored(tmp_path):
+    egl = {"renderer": "NVIDIA H200/PCIe/SSE2", "pixel": [255, 0, 255, 255]}
+    graphics = ran("graphics", egl=egl, vulkan={"devices": ["NVIDIA H200"]})
+    report = {
+        "run": describe_run() | {"commit": "unknown"},
+        "readelf": {"version": "580.159.04", "files": 34, "differ": {}},
+        "refresh": {
+            "first_s": [3.0, 2.0, 4.0],
+            "again_s": [0.09, 0.08, 0.1],
+            "how": {"copied": 38, "shared": 2},
+            "bytes": 3 * GIB,
+            "names": 84,
+        },
+        "verify": {"status": 0, "seconds": 0.8, "libraries": [{"outcome": "loaded"}] * 26},
+        "containers": {
+            "smi": ran("smi"),
+            "torch": ran("torch", device="NVIDIA H200"),
+            "graphics": graphics,
+            "all": graphics,
+            "without": {"status": 2},
+        },
+    }
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    return report, tmp_path / "report.json"
+
+
+def keep_mirror(path, *more):
+    arguments = ["--suite", "mirror", "--from", str(path.parent), *more]
+    return run.main([*arguments, "--out", str(path.with_name("r.json"))])
+
+
+def test_a_mirror_run_becomes_one_result_and_a_table(mirrored):
+    _, path = mirrored
+    assert keep_mirror(path, "--commit", "c" * 40) == 0
+    result = json.loads(path.with_name("r.json").read_text())
+    assert result["summary"]["first_s"] == 3.0
+    assert result["commit"] == "c" * 40
+    text = report_docs.build_page({"r": result}).text
+    assert "| names in the mirror | 84, 3 GiB (38 copied, 2 shared) |" in text
+    assert "| a refresh without changes | 90 ms |" in text
+    assert "| libraries that load from it | 26 of 26 |" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"readelf": {"version": "1.2", "files": 1, "differ": {"/x": ["soname"]}}}, "readelf"),
+        ({"verify": {"status": 72, "seconds": 1, "libraries": []}}, "verify"),
+    ],
+)
+def test_a_mirror_run_that_failed_is_no_result(mirrored, change, word, capsys):
+    report, path = mirrored
+    path.write_text(json.dumps(report | change))
+    assert keep_mirror(path) == 1
+    assert f"the run failed: {word}" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -69,11 +70,16 @@ class GraphicsNode(Nvidia):
 
 
 def tidegate(*arguments: str) -> tuple[float, int, dict[str, Any]]:
-    """Run the command; seconds, status, and what it answered."""
+    """Run the command; seconds, status, and what it answered.
+
+    An installed command has its bytecode, so a machine that forbids to write any is asked not to.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "governor.cli", *arguments, "--json"],
         cwd=ROOT,
+        env=environment,
         capture_output=True,
         text=True,
         check=False,

@@ -60,6 +60,12 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
             )
 
 
+def name_commit(run: dict[str, Any], commit: str | None) -> None:
+    """Say which commit a copy of the tree was, where the run could not know."""
+    if commit and (run["commit"] == UNKNOWN or run["commit"].endswith("-dirty")):
+        run["commit"] = commit
+
+
 def shares(options: argparse.Namespace) -> dict[str, Any]:
     """Shares delivered under quotas, from the directory of a demo run."""
     report = read_json(options.source / "report.json")
@@ -68,8 +74,7 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
     run = detail.pop("run", None)
     if run is None:
         raise ResultError("report.json does not say where it was run (detail.run): run it again")
-    if options.commit and run["commit"] == UNKNOWN:
-        run["commit"] = options.commit
+    name_commit(run, options.commit)
     gpu = report.pop("gpu")
     check_samples(report, samples)
     counters = {
@@ -94,11 +99,11 @@ def mirror(options: argparse.Namespace) -> dict[str, Any]:
     """A driver mirrored, verified and used, from the directory of a run of bench.mirror."""
     report = read_json(options.source / "report.json")
     run = report.pop("run")
-    if options.commit and run["commit"] == UNKNOWN:
-        run["commit"] = options.commit
+    name_commit(run, options.commit)
     wrong = faults(report)
     if wrong:
         raise ResultError(f"the run failed: {', '.join(wrong)}")
+    report["verify"].pop("path", None)  # of a machine that nobody else has
     containers = report["containers"]
     libraries = report["verify"]["libraries"]
     return {

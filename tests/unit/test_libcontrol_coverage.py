@@ -1,0 +1,68 @@
+"""What is known of the driver API's functions, held against libraries that export them."""
+
+import json
+import subprocess
+
+import pytest
+
+from libcontrol import coverage
+from libcontrol.api import CUDA
+from tests.unit.test_vdriver_debian import alone, branch, driver_root  # noqa: F401 - fixtures
+from tests.unit.vdriver_trees import put
+from vdriver.discover import find_driver
+
+
+@pytest.mark.parametrize(
+    ("name", "effect"),
+    [
+        ("cuMemAlloc_v2", "takes"),
+        ("cuMemAllocAsync_ptsz", "takes"),
+        ("cuMemFree_v2", "gives"),
+        ("cuMemcpyDtoDAsync_v2_ptsz", "works"),
+        ("cuMemcpyHtoD_v2_ptds", "transfers"),
+        ("cuMemSetAccess", "plain"),
+        ("cuMemsetD8_v2", "works"),
+        ("cuGraphInstantiateWithParams_ptsz", "takes"),
+        ("cuStreamGetCaptureInfo_v3", "plain"),
+        ("cuMemAllocFromTheFuture", None),
+    ],
+)
+def test_every_form_of_a_function_does_what_the_function_does(name, effect):
+    assert coverage.effect_of(name, coverage.read_effects()) == effect
+
+
+def test_what_the_control_library_takes_is_known_and_no_function_is_there_twice():
+    effects = coverage.read_effects()
+    assert {fn.name for fn in CUDA if coverage.effect_of(fn.name, effects) is None} == set()
+    text = coverage.FUNCTIONS.read_text()
+    named = [word for word in text.split('"') if word.startswith("cu")]
+    assert sorted(named) == sorted(effects)
+
+
+def test_a_function_that_takes_memory_past_us_or_that_nobody_knows_is_told(tmp_path, capsys):
+    source = put(
+        tmp_path / "a.c",
+        b"void cuInit(void) {} void cuMemAlloc_v2(void) {} void cuMemCreate(void) {}\n"
+        b"void cuOfTomorrow(void) {} void cuCtxGetCurrent(void) {} void other(void) {}\n",
+    )
+    made = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-nostdlib", source, "-o", made], check=True)
+    assert coverage.main(["--driver", str(made)]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "5 functions: 2 hooked, 1 forwarded, 1 ungoverned, 1 unknown",
+        "ungoverned, takes: cuMemCreate",
+        "unknown: cuOfTomorrow",
+    ]
+    assert coverage.main(["--driver", str(made), "--json"]) == 1
+    functions = json.loads(capsys.readouterr().out)["functions"]
+    assert [f["name"] for f in functions if f["ungoverned"]] == ["cuMemCreate"]
+    assert coverage.main(["--driver", str(source)]) == 65
+    assert "not an ELF file" in capsys.readouterr().err
+
+
+def test_no_function_of_a_real_driver_is_unknown(driver_root):  # noqa: F811 - the fixture
+    """Fix by naming it in libcontrol/functions.toml, under what it does."""
+    driver = find_driver(driver_root)
+    functions = coverage.cover(coverage.read_exports(driver.cuda.library.path))
+    assert len(functions) > 250
+    assert [f.name for f in functions if f.effect is None] == []

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vdriver.errors import MirrorError
-from vdriver.mirror import CURRENT, DAMAGED, TEMPORARY, locked
+from vdriver.manifest import CURRENT
+from vdriver.mirror import DAMAGED, TEMPORARY, locked
 from vdriver.namespaces import Location, Sought, Use, locate, parse_mountinfo, search
 
 # `tidegate refresh` removes what begins like this, so a removal that was interrupted is ended.

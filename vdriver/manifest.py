@@ -12,6 +12,7 @@ from vdriver.errors import MirrorError
 SCHEMA = 2
 SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 NAME = "manifest.json"
+CURRENT = "current"  # the link beside the generations that leads to the one in force
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vdriver import manifest as manifests
+from vdriver.content import check_content, digest
 from vdriver.errors import MirrorError
-from vdriver.manifest import File, Manifest, Watched
+from vdriver.manifest import CURRENT, File, Manifest, Watched
 from vdriver.plan import LIB32, LIB64, ORIGIN, Copy, Link, MirrorPlan
 
 FICLONE = 0x40049409  # include/uapi/linux/fs.h
@@ -37,7 +38,6 @@ CHUNK = 1 << 20
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2  # include/uapi/linux/fs.h
-CURRENT = "current"
 TEMPORARY = ".tmp-"
 DAMAGED = ".damaged"
 
@@ -468,8 +468,6 @@ def _exchange(work: Path, final: Path) -> Path:
 
 def _intact(final: Path, manifest: Manifest) -> bool:
     """Say whether a generation is exactly what its manifest says: as `tidegate verify` does."""
-    from vdriver.verify import check_content
-
     if final.is_symlink() or not final.is_dir():
         return False
     return next(check_content(final, manifest), None) is None
@@ -484,21 +482,6 @@ def _switch(output: Path, generation: str) -> None:
     link.symlink_to(generation)
     link.replace(current)
     _sync(output)
-
-
-def digest(manifest: Manifest) -> str:
-    """Return what names a generation: the first 12 hex digits of a SHA-256 over all its content.
-
-    That is its manifest, less the name itself and what says where the content came from and when.
-    """
-    document = manifest.to_json()
-    del document["generation"], document["source"]
-    for file in document["files"]:
-        for field in ("source", "mtime_ns"):
-            file.pop(field, None)
-    document["files"].sort(key=lambda f: f["path"])
-    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _manifest(plan: MirrorPlan, generation: str, files: tuple[File, ...]) -> Manifest:

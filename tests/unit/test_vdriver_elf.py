@@ -125,6 +125,7 @@ def test_a_file_without_permission_is_refused(tmp_path):
     code = f"""
 import os, sys
 sys.path[:0] = {[p for p in sys.path if p]!r}
+import elftools.elf.elffile  # read_library imports it, and nobody else may read the checkout
 from vdriver.elf import read_library
 from vdriver.errors import LibraryError
 os.chdir({str(tmp_path)!r})

@@ -14,10 +14,10 @@ import pytest
 
 from tests.unit.vdriver_trees import elf, put, put_control, put_driver, tree
 from vdriver import mirror
+from vdriver.content import check_content, digest
 from vdriver.errors import MirrorError
 from vdriver.manifest import read_manifest, validate
 from vdriver.refresh import refresh
-from vdriver.verify import check_content
 
 V = "535.261.03"
 
@@ -53,7 +53,7 @@ def require_whole(output):
     manifest = read_manifest(output / "current")
     assert str((output / "current").readlink()) == manifest.generation
     validate(manifest.to_json())
-    assert mirror.digest(manifest) == manifest.generation.rpartition("-")[2]
+    assert digest(manifest) == manifest.generation.rpartition("-")[2]
     base = output / manifest.generation
     for entry in manifest.files:
         path = base / entry.path

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.unit.vdriver_trees import elf, put
 from vdriver import manifest as manifests
-from vdriver import mirror
+from vdriver.content import digest
 from vdriver.elf import read_library
 from vdriver.manifest import CapabilitySet, File, Manifest, Place, Program, Watched
 
@@ -129,7 +129,7 @@ def put_generation(
         root="/",
         watch=(Watched("/nowhere", "driver", 0, 0),),
     )
-    generation = f"{version}-{mirror.digest(manifest)}"
+    generation = f"{version}-{digest(manifest)}"
     write_manifest(work, manifest, generation)
     for directory in (work, *(p for p in work.rglob("*") if p.is_dir() and not p.is_symlink())):
         directory.chmod(0o755)

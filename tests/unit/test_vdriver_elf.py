@@ -223,7 +223,12 @@ def test_a_symbol_that_is_hidden_local_or_a_section_is_not_exported(tmp_path):
 
 def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path):
     content = bytearray(rich_elf(64))
-    _put(content, "note segment", 48, "<Q", 8)
+    # Linkers differ in how many segments they put notes into: here it is one, of these 68 bytes.
+    (table, size), (ours, _) = (elf_parts(content)[p] for p in ("segments", "note segment"))
+    for at in range(table, table + size, 56):
+        if at != ours and struct.unpack_from("<I", content, at) == (4,):
+            struct.pack_into("<I", content, at, 0)
+    _put(content, "note segment", 32, "<QQQ", 68, 68, 8)
     _put(content, "note", 0, "<III4sII", 4, 8, 5, b"GNU", 0xC0000002, 0)
     _put(content, "note", 24, "<III4s4I", 4, 16, 1, b"GNU", 0, 6, 1, 0)
     _put(content, "note", 56, "12x")

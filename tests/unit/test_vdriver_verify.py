@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from governor import cli
-from tests.unit import test_vdriver_debian as debian
 from tests.unit.vdriver_generation import (
     put_control_with_origin,
     put_generation,
@@ -24,8 +23,6 @@ from tests.unit.vdriver_trees import elf, put
 from vdriver import verify
 from vdriver.errors import MirrorError
 from vdriver.manifest import read_manifest
-
-driver_root = debian.driver_root
 
 V = "550.163.01"
 NVML = ("libnvidia-ml.so.1", "libnvidia-ml.so", f"libnvidia-ml.so.{V}")
@@ -486,18 +483,3 @@ def test_a_loader_lists_an_undefined_symbol_as_a_failure(tmp_path, control):
     loader = Path("/lib64/ld-linux-x86-64.so.2")
     found = verify.list_needed(loader, f"lib64/libnvidia-fbc.so.{V}", known)
     assert (found.outcome, found.detail) == ("failed", "undefined symbol: absent")
-
-
-@pytest.mark.slow
-def test_every_library_of_a_real_driver_loads_with_the_real_control_libraries(
-    driver_root, build_dir, tmp_path
-):
-    """Without a GPU, each alone: none wants another loaded first."""
-    libraries = {p.name: p for p in debian.libraries(driver_root)}
-    (cuda,) = (name for name in libraries if name.startswith("libcuda.so."))
-    made = put_generation(
-        tmp_path / "driver", cuda.removeprefix("libcuda.so."), libraries, build_dir / "libcontrol"
-    )
-    found = outcomes(made)
-    assert len(found) == len(libraries) >= 2
-    assert set(found.values()) == {("loaded", "")}

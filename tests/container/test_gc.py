@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from governor import cli
-from tests.conftest import lack, need
+from tests.conftest import need
 from tests.container.bundles import Bundle, Runtime, base_config
 from tests.unit.vdriver_generation import (
     put_control_with_origin,
@@ -326,9 +326,12 @@ def pinned(driver: Driver, pin: Path) -> Iterator[None]:
         (pin / "ns").touch()
         command = ["unshare", f"--mount={pin}/ns", "--propagation", "private"]
         bind = ["mount", "--bind", driver.old / "lib64", driver.target]
-        done = subprocess.run([*command, *bind], check=False, capture_output=True, text=True)
-        if "Invalid argument" in done.stderr:  # seen below a pivoted root in a PID namespace
-            lack(f"needs a root in which a namespace can be pinned ({done.stderr.strip()})")
+        # A namespace can be pinned in an older one only. The kernel tells by their numbers, which
+        # each processor takes from a batch of its own, so that a new one may count as older.
+        for _ in range(100):
+            done = subprocess.run([*command, *bind], check=False, capture_output=True, text=True)
+            if "Invalid argument" not in done.stderr:
+                break
         assert done.returncode == 0, done.stderr
         yield
     finally:
@@ -568,10 +571,11 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
     """Where the kernel has no list, it is said who keeps the generations."""
     need("setpriv")
     script = (
-        "mount -t tmpfs x /mnt && touch /mnt/p; unshare -m sleep 60 & c=$!; "
+        "mount -t tmpfs x /mnt && touch /mnt/p; for try in $(seq 100); do unshare -m sleep 60 & c=$!; "
         'until [ "$(readlink /proc/$c/ns/mnt)" != "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.02; done; '
-        "mount --bind /proc/$c/ns/mnt /mnt/p && mount --bind /etc/hostname /mnt/p && "
-        "kill $c && wait $c; echo ready; exec sleep 60"
+        # See pinned().
+        "mount --bind /proc/$c/ns/mnt /mnt/p 2>/dev/null && break; kill $c; done; "
+        "mount --bind /etc/hostname /mnt/p && kill $c; wait $c; echo ready; exec sleep 60"
     )
     with running(*TENANT, *shell(script)):
         reason = driver.gc(capsys)[driver.old.name]

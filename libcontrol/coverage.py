@@ -1,8 +1,9 @@
 """`python -m libcontrol.coverage --driver FILE`: which functions of a driver are governed.
 
 Holds three things against each other: what a libcuda exports, what is known of its functions
-(functions.toml), and which of them the control library takes (api.py). A function that takes
-memory, gives it back or starts work and is not taken is ungoverned; one that nobody knows may be.
+(functions.toml), and which of them the control library takes (libcontrol.api). A function that
+takes memory, gives it back or starts work and is not taken is ungoverned; one that nobody knows may
+be.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 /*
- * The types of the CUDA driver API and of NVML that the control library passes through, with the
- * values of NVIDIA's cuda.h and nvml.h 13.0. Handles are opaque.
+ * The types of the CUDA driver API that the control library passes through, with the values of
+ * NVIDIA's cuda.h 13.0. Handles are opaque.
  */
 #pragma once
 
@@ -62,19 +62,5 @@ typedef struct CUlaunchConfig_st {
     unsigned int numAttrs;
 } CUlaunchConfig;
 
-typedef struct nvmlDevice_st *nvmlDevice_t;
-typedef int nvmlReturn_t;
-
-#define NVML_SUCCESS                  0
-#define NVML_ERROR_UNINITIALIZED      1
-#define NVML_ERROR_NOT_SUPPORTED      3
-#define NVML_ERROR_FUNCTION_NOT_FOUND 13
-
-typedef struct {
-    unsigned long long total, free, used;
-} nvmlMemory_t;
-
-typedef struct {
-    unsigned int version;
-    unsigned long long total, reserved, free, used;
-} nvmlMemory_v2_t;
+#include "cuda_abi_memory.h"
+#include "cuda_abi_work.h"

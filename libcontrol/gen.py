@@ -108,7 +108,7 @@ def entry(fn: api.Fn) -> str:
 
 def entries_header() -> str:
     """Return entries.gen.h: the driver's own functions, and prototypes of ours."""
-    out = [BANNER.format(source="api.py"), "#pragma once\n", '#include "cuda_abi.h"\n']
+    out = [BANNER.format(source="api"), "#pragma once\n", '#include "cuda_abi.h"\n']
     out.append(
         "/* The driver's own functions, resolved once from the original;"
         " NULL where it lacks one. */"
@@ -132,7 +132,7 @@ def entries_header() -> str:
 
 def entries_source() -> str:
     """Return entries.gen.c."""
-    out = [BANNER.format(source="api.py"), '#include "control.h"\n']
+    out = [BANNER.format(source="api"), '#include "control.h"\n']
     out += [entry(fn) for fn in api.CUDA if fn.method != "custom"]
     out.append("const struct control_hook control_hooks[CONTROL_N_HOOKS] = {")
     out += [
@@ -146,7 +146,7 @@ def entries_source() -> str:
 def version_script(functions: tuple[api.Fn, ...]) -> str:
     """Return a version script that exports exactly the table."""
     names = "\n".join(f"    {fn.name};" for fn in functions)
-    return BANNER.format(source="api.py") + "{\nglobal:\n" + names + "\nlocal:\n    *;\n};\n"
+    return BANNER.format(source="api") + "{\nglobal:\n" + names + "\nlocal:\n    *;\n};\n"
 
 
 def generate() -> dict[str, str]:

@@ -62,7 +62,10 @@ struct grant_device {
     uint64_t start_ns; /* governor, relaxed: when this grant began */
     uint64_t standby_ns; /* governor, release: spin until then: the grant is near */
     uint32_t contended; /* governor, relaxed: another container waits for this GPU */
-    uint8_t pad[100];
+    uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
+    uint64_t reconciled_ns; /* governor, release: when memory_overhead was looked up */
+    uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
+    uint8_t pad[84];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -77,6 +80,9 @@ _Static_assert(offsetof(struct grant_device, signal) == 68, "grant_device.signal
 _Static_assert(offsetof(struct grant_device, start_ns) == 72, "grant_device.start_ns");
 _Static_assert(offsetof(struct grant_device, standby_ns) == 80, "grant_device.standby_ns");
 _Static_assert(offsetof(struct grant_device, contended) == 88, "grant_device.contended");
+_Static_assert(offsetof(struct grant_device, strategy) == 92, "grant_device.strategy");
+_Static_assert(offsetof(struct grant_device, reconciled_ns) == 96, "grant_device.reconciled_ns");
+_Static_assert(offsetof(struct grant_device, utilisation) == 104, "grant_device.utilisation");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes share. */
@@ -116,7 +122,14 @@ struct ledger_device {
     uint64_t markers; /* container, relaxed: events recorded to follow the work */
     uint64_t predicted_ns; /* container, relaxed: work submitted, as predicted, ever */
     uint64_t error_ns; /* container, relaxed: sum of |measured - predicted| */
-    uint8_t pad[72];
+    uint64_t unseen; /* container, relaxed: part of memory that NVML does not attribute */
+    uint64_t provisional; /* container, relaxed: taken by the driver since the last look */
+    uint64_t provisional_ns; /* container, release: only NVML knows what is since */
+    uint64_t transfers; /* container, relaxed: copies between host and device */
+    uint64_t transfer_bytes; /* container, relaxed: what they copied */
+    uint64_t small; /* container, relaxed: device-side copies and fills too small to gate */
+    uint64_t contexts; /* container, relaxed: live contexts */
+    uint8_t pad[16];
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");
@@ -135,6 +148,13 @@ _Static_assert(offsetof(struct ledger_device, refused) == 88, "ledger_device.ref
 _Static_assert(offsetof(struct ledger_device, markers) == 96, "ledger_device.markers");
 _Static_assert(offsetof(struct ledger_device, predicted_ns) == 104, "ledger_device.predicted_ns");
 _Static_assert(offsetof(struct ledger_device, error_ns) == 112, "ledger_device.error_ns");
+_Static_assert(offsetof(struct ledger_device, unseen) == 120, "ledger_device.unseen");
+_Static_assert(offsetof(struct ledger_device, provisional) == 128, "ledger_device.provisional");
+_Static_assert(offsetof(struct ledger_device, provisional_ns) == 136, "ledger_device.provisional_ns");
+_Static_assert(offsetof(struct ledger_device, transfers) == 144, "ledger_device.transfers");
+_Static_assert(offsetof(struct ledger_device, transfer_bytes) == 152, "ledger_device.transfer_bytes");
+_Static_assert(offsetof(struct ledger_device, small) == 160, "ledger_device.small");
+_Static_assert(offsetof(struct ledger_device, contexts) == 168, "ledger_device.contexts");
 _Static_assert(sizeof(struct ledger_device) == 192, "ledger_device");
 
 /* One process; its devices follow at LEDGER_SLOT_DEVICES. */

@@ -83,6 +83,9 @@ GRANT_DEVICE = Struct(
         Field("start_ns", "u64", doc="when this grant began"),
         Field("standby_ns", "u64", order="release", doc="spin until then: the grant is near"),
         Field("contended", "u32", doc="another container waits for this GPU"),
+        Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
+        Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was looked up"),
+        Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
     ),
     "One GPU of the container.",
 )
@@ -122,6 +125,13 @@ LEDGER_DEVICE = Struct(
         Field("markers", "u64", 1, "container", doc="events recorded to follow the work"),
         Field("predicted_ns", "u64", 1, "container", doc="work submitted, as predicted, ever"),
         Field("error_ns", "u64", 1, "container", doc="sum of |measured - predicted|"),
+        Field("unseen", "u64", 1, "container", doc="part of memory that NVML does not attribute"),
+        Field("provisional", "u64", 1, "container", doc="taken by the driver since the last look"),
+        Field("provisional_ns", "u64", 1, "container", "release", "only NVML knows what is since"),
+        Field("transfers", "u64", 1, "container", doc="copies between host and device"),
+        Field("transfer_bytes", "u64", 1, "container", doc="what they copied"),
+        Field("small", "u64", 1, "container", doc="device-side copies and fills too small to gate"),
+        Field("contexts", "u64", 1, "container", doc="live contexts"),
     ),
     "One process on one GPU.",
 )

@@ -4,8 +4,8 @@
  * It reads the grant page only; a monitoring program needs no slot in the ledger. Use is as of the
  * governor's last reconciliation, a quarter of a second old at most.
  */
-#include "cuda_abi.h"
 #include "layout.gen.h"
+#include "nvml_abi.h"
 #include "prim.h"
 
 #include <dlfcn.h>

@@ -1,0 +1,15 @@
+"""The driver API as a table: what the control library does with each function of libcuda.
+
+What the table does not name is forwarded without our help: the control library needs (DT_NEEDED)
+the original, so that every look-up of such a name falls through to it.
+"""
+
+from __future__ import annotations
+
+from libcontrol.api import core, memory, nvml, work
+from libcontrol.api.row import Fn
+
+CUDA: tuple[Fn, ...] = (*core.ROWS, *memory.ROWS, *work.ROWS)
+NVML: tuple[Fn, ...] = nvml.ROWS
+
+__all__ = ["CUDA", "NVML", "Fn"]

@@ -1,0 +1,36 @@
+"""One row of the table: a function of the driver API and its method.
+
+- `gate`     starts work on the GPU: may go while the container holds GPU time. `key` is the
+             expression that identifies the work (its duration is learned under it), `blocks`
+             distinguishes sizes of the same work, `stream` is the stream it goes to.
+- `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names
+             the block afterwards, `settle` (optional) is the size once the driver has answered.
+- `refund`   gives device memory back: `pointer` names the block.
+- `custom`   written by hand in C.
+
+Parameters are as in NVIDIA's cuda.h 13.0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fn(NamedTuple):
+    """One function of the driver API."""
+
+    name: str
+    params: str
+    method: str
+    key: str = ""
+    blocks: str = "1"
+    stream: str = ""
+    size: str = ""
+    settle: str = ""
+    pointer: str = ""
+
+
+def with_ptsz(fn: Fn) -> tuple[Fn, Fn]:
+    """Return the row and its form for the per-thread default stream."""
+    stream = f"gate_ptsz({fn.stream})" if fn.stream else ""
+    return fn, fn._replace(name=fn.name + "_ptsz", stream=stream)

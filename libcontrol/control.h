@@ -32,14 +32,20 @@ struct driver_cuda {
     CUresult (*cuStreamWaitValue32)(CUstream stream, CUdeviceptr address, uint32_t value,
                                     unsigned int flags);
     CUresult (*cuEventCreate)(CUevent *event, unsigned int flags);
-    CUresult (*cuEventDestroy)(CUevent event);
     CUresult (*cuEventRecord)(CUevent event, CUstream stream);
     CUresult (*cuEventQuery)(CUevent event);
     CUresult (*cuEventElapsedTime)(float *ms, CUevent start, CUevent end);
+    CUresult (*cuPointerGetAttribute)(void *data, unsigned int attribute, CUdeviceptr address);
+    CUresult (*cuStreamGetCtx)(CUstream stream, CUcontext *ctx);
+    CUresult (*cuCtxPushCurrent)(CUcontext ctx);
+    CUresult (*cuCtxPopCurrent)(CUcontext *ctx);
+    CUresult (*cuDeviceGetAttribute)(int *value, unsigned int attribute, CUdevice dev);
 };
 
-extern const struct real_cuda *const real;
-extern const struct driver_cuda *const driver;
+extern struct real_cuda origin_real;
+extern struct driver_cuda origin_driver;
+#define real   (&origin_real)
+#define driver (&origin_driver)
 
 /* Returns what an application gets instead of `found`, the driver's answer to a look-up by name. */
 void *origin_replace(void *found);
@@ -60,10 +66,16 @@ struct ledger_device *pages_ledger_device(unsigned index);     /* this process's
 struct ledger_header *pages_ledger(void);
 struct ledger_slot *pages_slot(void);
 unsigned pages_n_devices(void);
+unsigned pages_on_governor_loss(void); /* 0 keep the quota locally, 1 deny, 2 open */
 
 /* The grant's index of a device or of the current context's device; -1 if it is not governed. */
 int pages_index_of(CUdevice dev);
+CUdevice pages_device(unsigned index); /* the other way round; -1 if this process does not see it */
 int pages_index_current(void);
+
+/* This process gets nothing from here on: no context, no memory, no launch. */
+void pages_deny(void);
+bool pages_denied(void);
 
 /* Tells the arbiter that the ledger has news. Never blocks. */
 void pages_poke(void);
@@ -89,6 +101,14 @@ uint64_t account_pitch(uint64_t width, uint64_t height);
 void account_context(CUdevice dev);
 
 /* gate.c: GPU time. */
+struct gate_work {
+    uintptr_t key;     /* what is launched: durations are learned by it */
+    uint64_t blocks;   /* how much of it */
+    uint64_t guess_ns; /* how long it takes, before that is known; 0: no idea */
+    CUstream stream;
+    bool together; /* with work on other GPUs: it cannot be held */
+};
+
 struct gate_ticket {
     int device; /* -1: not governed, nothing to do in gate_leave() */
     bool mark;  /* record a marker behind the call */
@@ -97,11 +117,16 @@ struct gate_ticket {
     uint32_t era;
 };
 
-CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, CUstream stream);
-void gate_leave(struct gate_ticket *ticket, CUresult result);
+CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work);
+void gate_leave(const struct gate_ticket *ticket, CUresult result);
 void gate_note_dependency(void);
 void gate_forget_stream(CUstream stream);
 void gate_forget_context(CUcontext ctx); /* NULL: every context */
+bool gate_capturing(CUstream stream);
+void gate_capture_began(void);
+void gate_capture_failed(void);
+void gate_capture_ended(CUstream stream, bool was);
+void gate_after_fork(void);
 
 static inline uint64_t gate_blocks(unsigned x, unsigned y, unsigned z)
 {
@@ -113,3 +138,29 @@ static inline CUstream gate_ptsz(CUstream stream)
 {
     return stream ? stream : CU_STREAM_PER_THREAD;
 }
+
+/* A launch without a configuration is the driver's to refuse. */
+static inline uint64_t gate_config_blocks(const CUlaunchConfig *config)
+{
+    return config ? gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ) : 0;
+}
+
+static inline CUstream gate_config_stream(const CUlaunchConfig *config)
+{
+    return config ? config->hStream : NULL;
+}
+
+/* copies.c: device-side copies and fills pass the gate, too; other copies are counted. */
+enum copy_flow {
+    COPY_DEVICE, /* within the GPU's memory */
+    COPY_FILL,
+    COPY_HOST,  /* to or from the host */
+    COPY_OTHER, /* not to be told, or nothing is copied */
+};
+
+struct copy {
+    enum copy_flow flow;
+    uint64_t bytes;
+};
+
+CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream stream);

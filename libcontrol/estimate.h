@@ -23,9 +23,20 @@ struct estimate_interval {
     } parts[ESTIMATE_N_PARTS];
 };
 
-uint32_t estimate_kind(uintptr_t key, uint64_t blocks);
-uint64_t estimate_ns(uint32_t kind);
-unsigned estimate_samples(uint32_t kind);
+/* What is known on one GPU. The lock of its gate guards it. */
+struct estimate {
+    struct {
+        uintptr_t key;
+        uint64_t blocks;
+        float ns;
+        uint32_t n_samples;
+    } kinds[ESTIMATE_N_KINDS];
+};
+
+uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns);
+uint64_t estimate_ns(const struct estimate *e, uint32_t kind);
+unsigned estimate_samples(const struct estimate *e, uint32_t kind);
 void estimate_add(struct estimate_interval *interval, uint32_t kind);
-uint64_t estimate_interval_ns(const struct estimate_interval *interval);
-void estimate_learn(const struct estimate_interval *interval, uint64_t measured_ns);
+uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval);
+void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
+                    uint64_t measured_ns);

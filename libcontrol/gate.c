@@ -3,8 +3,8 @@
  * that it ends with the grant.
  *
  * The governor publishes one word, `deadline_ns`: work may start before it. GRANT_OPEN means that
- * nobody else waits and no cap applies; then every launch goes. Otherwise a launch goes if the
- * model of the GPU's queue (queue.h) says that it ends with the grant.
+ * nobody else waits and no cap applies; then every launch goes (pass.h). Otherwise a launch goes if
+ * the model of the GPU's queue (queue.h) says that it ends with the grant.
  *
  * A launch that does not fit goes ahead all the same, to be held on the GPU: its stream first waits
  * for a word of pinned memory to reach the next ticket (cuStreamWaitValue32), which the next grant
@@ -21,24 +21,62 @@
  */
 #include "gate.h"
 
+#include "pass.h"
+
 #include <string.h>
 
 #define GATE_NAP_NS               (250 * NS_PER_US) /* between two looks at a full queue */
+#define GATE_SPIN_NS              (2 * NS_PER_MS)   /* no core is kept busy for longer */
 #define CU_MEMHOSTALLOC_PORTABLE  1
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
 
 struct gate gate_devices[LAYOUT_N_DEVICES];
+struct pass passes[PASS_N];
 
-void gate_relax(CUstreamCaptureMode *mode)
+/* Streams that may be capturing, at least: while there are none nobody has to be asked. */
+static uint32_t n_captures;
+
+/* This thread is in a driver call of ours; what that calls back is let through. */
+static __thread bool visiting;
+
+void gate_visit_begin(struct gate_visit *visit)
 {
-    *mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    driver->cuThreadExchangeStreamCaptureMode(mode);
+    visit->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    visiting = true;
+    driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
 }
 
-static void gate_restore(CUstreamCaptureMode *mode)
+void gate_visit_end(struct gate_visit *visit)
 {
-    driver->cuThreadExchangeStreamCaptureMode(mode);
+    driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
+    visiting = false;
 }
+
+/* ---- captures ---- */
+
+void gate_capture_began(void)
+{
+    atomic_add_relaxed(&n_captures, 1);
+}
+
+void gate_capture_failed(void)
+{
+    atomic_add_relaxed(&n_captures, -1u);
+}
+
+/* `was` is what the stream did before the call that should have ended its capture. */
+void gate_capture_ended(CUstream stream, bool was)
+{
+    if (was && !queue_capturing(stream))
+        atomic_add_relaxed(&n_captures, -1u);
+}
+
+bool gate_capturing(CUstream stream)
+{
+    return unlikely(atomic_load_relaxed(&n_captures)) && queue_capturing(stream);
+}
+
+/* ---- grants ---- */
 
 /* A new grant begins: the books of the last one are closed. */
 void gate_adopt(struct gate *g, const struct grant_device *grant)
@@ -72,9 +110,14 @@ static bool gate_announce(struct gate *g, const struct grant_device *grant,
     return atomic_load_seq_cst(&grant->epoch) == g->epoch;
 }
 
+/* A page that says nonsense is as good as none: a heartbeat from the future, or no page at all. */
 bool gate_lost(uint64_t now)
 {
-    return now >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + GATE_LOST_NS;
+    const struct grant_header *page = pages_grant();
+    uint64_t heartbeat = atomic_load_relaxed(&page->heartbeat_ns);
+
+    return now - heartbeat + GATE_LOST_NS >= 2 * GATE_LOST_NS ||
+           atomic_load_relaxed(&page->magic) != GRANT_MAGIC;
 }
 
 /*
@@ -87,7 +130,7 @@ static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, 
 
     if (likely(!gate_lost(now)))
         return g->released ? 0 : atomic_load_acquire(&grant->deadline_ns);
-    switch (atomic_load_relaxed(&pages_grant()->on_governor_loss)) {
+    switch (pages_on_governor_loss()) {
     case 1:
         return 0;
     case 2:
@@ -101,53 +144,180 @@ static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, 
     }
 }
 
-/* ---- holding work on the GPU ---- */
-
-static uint32_t *hold_word(struct gate *g, CUcontext ctx)
+/* How long to spin for a grant that the governor says is near: never long, whatever it says. */
+uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
 {
-    struct gate_hold *hold = NULL;
-    void *memory;
+    uint64_t standby = atomic_load_acquire(&grant->standby_ns);
 
-    for (unsigned i = 0; i < GATE_N_HOLDS; i++) {
-        if (g->holds[i].word && g->holds[i].ctx == ctx)
-            return g->holds[i].word;
-        if (!g->holds[i].word && !hold)
-            hold = &g->holds[i];
-    }
-    if (!hold || driver->cuMemHostAlloc(&memory, sizeof *hold->word,
-                                        CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP) !=
-                     CUDA_SUCCESS)
-        return NULL;
-    hold->ctx = ctx;
-    hold->word = memory;
-    atomic_store_release(hold->word, g->ticket - 1);
-    return hold->word;
+    return standby < now + GATE_SPIN_NS ? standby : 0;
 }
 
-/* Makes the stream wait for the next ticket. What runs is marked before the first one does. */
-static bool hold_stream(struct gate *g, struct queue_stream *s, struct ledger_device *ledger,
-                        uint64_t now)
-{
-    uint32_t *word;
+/* ---- asking and telling the driver, without the lock ---- */
 
-    if (g->holding && s->held == g->ticket)
-        return true;
-    word = hold_word(g, s->ctx);
-    if (!word)
-        return false;
-    if (!g->holding)
-        queue_mark_tails(&g->queue, s->ctx, ledger, now);
-    if (driver->cuStreamWaitValue32(s->stream, (CUdeviceptr)(uintptr_t)word, g->ticket, 0) !=
-        CUDA_SUCCESS)
-        return false;
-    s->held = g->ticket;
-    if (!g->holding) {
-        g->holding = true;
-        atomic_add_seq_cst(&ledger->want, 1);
-        if (!g->active || g->released)
-            pages_poke();
+static void gate_unlock_for_call(struct gate *g)
+{
+    g->n_calls++;
+    prim_unlock(&g->lock);
+}
+
+static void gate_lock_after_call(struct gate *g)
+{
+    prim_lock(&g->lock);
+    g->n_calls--;
+}
+
+/* Records an event in the stream. The lock is held before and after. */
+static void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint64_t now,
+                      struct ledger_device *ledger)
+{
+    struct queue_mark mark;
+    bool recorded;
+
+    if (!queue_mark_begin(&g->queue, s, era, now, &mark))
+        return;
+    gate_unlock_for_call(g);
+    recorded = (mark.handle || driver->cuEventCreate(&mark.handle, 0) == CUDA_SUCCESS) &&
+               driver->cuEventRecord(mark.handle, mark.handle_of_stream) == CUDA_SUCCESS;
+    gate_lock_after_call(g);
+    queue_mark_end(&g->queue, &mark, recorded, ledger);
+}
+
+/* Marks what runs in the current context's streams. The lock is held before and after. */
+void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger)
+{
+    struct queue_stream *s;
+
+    for (unsigned at = 0; (s = queue_next_tail(&g->queue, ctx, &at));) {
+        CUstream stream = s->stream;
+        uint32_t serial = s->serial;
+        bool capturing;
+
+        gate_unlock_for_call(g);
+        capturing = queue_capturing(stream);
+        gate_lock_after_call(g);
+        if (!capturing && s->used && s->serial == serial)
+            gate_mark(g, s, s->era, prim_now(), ledger);
     }
-    return true;
+}
+
+/* Takes the markers that were reached and corrects the model by them. The lock is held before and
+ * after. */
+void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force)
+{
+    struct queue_look look;
+    bool again = true;
+
+    while (again && !g->retiring && queue_look_begin(&g->queue, now, force, &look)) {
+        g->retiring = true;
+        gate_unlock_for_call(g);
+        look.reached = driver->cuEventQuery(look.event) != CUDA_ERROR_NOT_READY;
+        if (look.reached && look.reference)
+            look.timed = driver->cuEventElapsedTime(&look.since_reference, look.reference,
+                                                    look.event) == CUDA_SUCCESS;
+        if (look.reached && look.before)
+            look.measured =
+                driver->cuEventElapsedTime(&look.length, look.before, look.event) == CUDA_SUCCESS;
+        gate_lock_after_call(g);
+        g->retiring = false;
+        again = queue_look_end(&g->queue, &g->estimate, &look, ledger, now);
+    }
+}
+
+/* ---- the short way ---- */
+
+/* Ends a pass and counts the launches that it let by. */
+static void pass_end(struct pass *p, struct ledger_device *ledger)
+{
+    atomic_store_relaxed(&p->limit, 0);
+    atomic_add_relaxed(&ledger->launches, __atomic_exchange_n(&p->used, 0, __ATOMIC_RELAXED));
+}
+
+/* The lock is held. */
+void gate_stop_passing(struct gate *g, const struct grant_device *grant,
+                       struct ledger_device *ledger)
+{
+    g->passing = false;
+    for (unsigned i = 0; i < PASS_N; i++)
+        if (passes[i].grant == grant && passes[i].limit)
+            pass_end(&passes[i], ledger);
+}
+
+/* A stream's handle alone says where work goes, unless it is one of the names for a default one. */
+static bool pass_fits(CUstream stream)
+{
+    return (uintptr_t)stream > 2 || (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
+                                     pages_ledger_device(0)->contexts <= 1);
+}
+
+/*
+ * A launch under an open grant that came without a pass. Most get the stream a pass; one in a few
+ * hundred is measured instead, which this returns. The lock is held.
+ */
+static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
+                      struct ledger_device *ledger)
+{
+    struct pass *p = pass_of(s->stream);
+
+    s->n_passed += 1 + (p->stream == s->stream ? p->used : 0);
+    pass_end(p, ledger);
+    g->passing = true;
+    g->blind = true;
+    if (s->n_passed > s->sample_at) {
+        /* Never the same distance, so that a program's loop does not always show the same launch.
+         */
+        s->draw = s->draw * 1103515245 + 12345;
+        s->sample_at = 192 + (s->draw >> 16) % 128;
+        s->n_passed = 0;
+        return true;
+    }
+    s->unmarked = true;
+    s->blind = true;
+    s->era = g->queue.era;
+    if (pass_fits(s->stream)) {
+        atomic_store_relaxed(&p->stream, s->stream);
+        atomic_store_relaxed(&p->grant, grant);
+        atomic_store_relaxed(&p->epoch, g->epoch);
+        atomic_store_release(&p->limit, s->sample_at - s->n_passed + 1);
+    }
+    return false;
+}
+
+/* ---- holding work on the GPU ---- */
+
+static uint32_t *hold_find(struct gate *g, CUcontext ctx)
+{
+    for (unsigned i = 0; i < GATE_N_HOLDS; i++)
+        if (g->holds[i].word && g->holds[i].ctx == ctx)
+            return g->holds[i].word;
+    return NULL;
+}
+
+/* Makes the word that the context's streams can wait for, before there is anything to hold. The
+ * lock is held before and after. */
+static cold void hold_prepare(struct gate *g, CUcontext ctx)
+{
+    struct gate_hold *hold = NULL;
+    void *memory = NULL;
+    CUresult result;
+
+    for (unsigned i = 0; i < GATE_N_HOLDS && !hold; i++)
+        if (!g->holds[i].word)
+            hold = &g->holds[i];
+    if (!hold || g->preparing)
+        return;
+    g->preparing = true;
+    gate_unlock_for_call(g);
+    result = driver->cuMemHostAlloc(&memory, sizeof *hold->word,
+                                    CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP);
+    gate_lock_after_call(g);
+    g->preparing = false;
+    if (result != CUDA_SUCCESS) {
+        g->no_holds = true;
+        return;
+    }
+    atomic_store_release((uint32_t *)memory, g->ticket - 1);
+    hold->ctx = ctx;
+    hold->word = memory;
 }
 
 /* Lets what is held run, if the grant has room for it. Returns whether it did. */
@@ -155,11 +325,13 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
                uint64_t now)
 {
     struct queue *q = &g->queue;
-    bool lost = gate_lost(now);
-    uint64_t deadline, left = queue_left(q, now);
+    bool lost;
+    uint64_t deadline, left;
 
     if (!g->holding)
         return false;
+    lost = gate_lost(now);
+    left = queue_left(q, now);
     deadline = gate_deadline(g, grant, now);
     if (now >= deadline)
         return false;
@@ -189,11 +361,10 @@ enum gate_answer {
     GATE_CLOSED, /* wait for a grant */
 };
 
-static enum gate_answer gate_ask(struct gate *g, const struct grant_device *grant, uint64_t now,
+static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now,
                                  uint64_t predicted)
 {
     uint64_t limit = atomic_load_relaxed(&pages_grant()->inflight_ns);
-    uint64_t deadline = gate_deadline(g, grant, now);
     uint64_t queued = queue_left(&g->queue, now);
 
     if (g->holding || now >= deadline)
@@ -209,14 +380,15 @@ static enum gate_answer gate_ask(struct gate *g, const struct grant_device *gran
     return GATE_GO;
 }
 
-/* Waits for the queue, or until the grant may have changed. Called and returns with the lock held.
- */
+/* Waits for the queue, or until the grant may have changed. The lock is held before and after. */
 static cold void gate_wait(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, enum gate_answer answer, uint32_t seen,
                            bool *wantingp)
 {
-    uint64_t patience = gate_lost(prim_now()) ? 2 * NS_PER_MS : 50 * NS_PER_MS;
+    uint64_t now = prim_now();
+    uint64_t patience = gate_lost(now) ? 2 * NS_PER_MS : 50 * NS_PER_MS;
     uint64_t standby;
+    bool poke = false;
 
     if (answer == GATE_FULL) {
         prim_unlock(&g->lock);
@@ -227,21 +399,24 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     if (!*wantingp) {
         *wantingp = true;
         atomic_add_seq_cst(&ledger->want, 1);
-        if (!g->active || g->released)
-            pages_poke();
+        poke = !g->active || g->released;
     }
     if (g->holding) {
         uint32_t turn = atomic_load_acquire(&g->turn);
 
         /* A grant's worth is held: the helper lets it run, and then there is room. */
         prim_unlock(&g->lock);
+        if (poke)
+            pages_poke();
         prim_futex_wait(&g->turn, turn, patience);
         prim_lock(&g->lock);
         return;
     }
-    standby = atomic_load_acquire(&grant->standby_ns);
     prim_unlock(&g->lock);
+    if (poke)
+        pages_poke();
     /* The governor said that the grant is near: a core that sleeps now would answer late. */
+    standby = gate_spin_until(grant, now);
     while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
         prim_relax();
     prim_futex_wait(&grant->signal, seen, patience);
@@ -265,6 +440,8 @@ void gate_note_dependency(void)
     for (unsigned device = 0; device < pages_n_devices(); device++) {
         struct gate *g = &gate_devices[device];
 
+        if (!g->started)
+            continue;
         prim_lock(&g->lock);
         gate_cross(g);
         prim_unlock(&g->lock);
@@ -279,131 +456,237 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint64_t
     if (g->crossed && g->queue.era - g->crossed_era >= GATE_CROSSED)
         g->crossed = false;
     return s && !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
+           hold_find(g, s->ctx) &&
            (!ahead || ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns));
 }
 
-CUresult gate_enter(struct gate_ticket *ticket, uintptr_t key, uint64_t blocks, CUstream stream)
+/* What has to be said to the driver before the launch. The lock is held before and after. */
+static void gate_prepare(struct gate *g, struct queue_stream *s, struct gate_ticket *ticket,
+                         bool first, bool hold, bool mark, struct ledger_device *ledger)
 {
-    int device = pages_n_devices() == 1 && pages_slot() ? 0 : pages_index_current();
+    if (first)
+        gate_mark_tails(g, s->ctx, ledger);
+    if (hold) {
+        uint32_t *word = hold_find(g, s->ctx);
+        uint32_t value = s->held;
+        CUstream stream = s->stream;
+
+        gate_unlock_for_call(g);
+        if (word && driver->cuStreamWaitValue32(stream, (CUdeviceptr)(uintptr_t)word, value, 0) !=
+                        CUDA_SUCCESS)
+            g->no_holds = true;
+        gate_lock_after_call(g);
+    }
+    if (mark && s->used)
+        gate_mark(g, s, ticket->era, prim_now(), ledger);
+}
+
+/* Begins the books of a GPU at the first launch on it. The lock is held; the helper is started
+ * without it. */
+static cold void gate_start(struct gate *g, unsigned device)
+{
+    g->started = true;
+    g->ticket = 1;
+    queue_init(&g->queue);
+    prim_unlock(&g->lock);
+    helper_start(g, device);
+    prim_lock(&g->lock);
+}
+
+CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
+{
     const struct grant_device *grant;
     struct ledger_device *ledger;
     struct queue_stream *s;
     struct gate *g;
-    CUstreamCaptureMode mode;
+    struct gate_visit visit;
     CUcontext ctx = NULL;
-    bool held = false, wanting = false;
+    bool held = false, first = false, wait = false, learn = false, mark = false, wanting = false;
     uint64_t began = 0, now, predicted;
     uint32_t kind;
-    int saved = errno;
+    int saved, device;
 
     ticket->device = -1;
-    if (unlikely(device < 0))
+    if (unlikely(!pages_slot()) || unlikely(visiting) || gate_capturing(work->stream))
         return CUDA_SUCCESS;
-    if (queue_capturing(stream))
+    if (unlikely(pages_denied()))
+        return CUDA_ERROR_SYSTEM_NOT_READY;
+    device = pages_n_devices() == 1 ? 0 : pages_index_current();
+    if (device < 0 || driver->cuCtxGetCurrent(&ctx) != CUDA_SUCCESS || !ctx)
         return CUDA_SUCCESS;
-    driver->cuCtxGetCurrent(&ctx);
+    saved = errno;
     g = &gate_devices[device];
     grant = pages_grant_device((unsigned)device);
     ledger = pages_ledger_device((unsigned)device);
-    gate_relax(&mode);
     prim_lock(&g->lock);
     if (unlikely(!g->started))
-        helper_start(g, (unsigned)device);
-    kind = estimate_kind(key, blocks);
+        gate_start(g, (unsigned)device);
+    kind = estimate_kind(&g->estimate, work->key, work->blocks, work->guess_ns);
     for (;;) {
         uint32_t seen = atomic_load_acquire(&grant->signal);
         enum gate_answer answer;
+        uint64_t deadline;
 
-        predicted = estimate_ns(kind);
         gate_adopt(g, grant);
         now = prim_now();
-        if (!gate_open(g, grant, ledger, now))
-            queue_retire(&g->queue, now, false, ledger);
-        s = queue_find(&g->queue, ctx, stream);
+        s = queue_find(&g->queue, ctx, work->stream);
+        if (unlikely(!g->no_holds && !hold_find(g, ctx)) &&
+            atomic_load_relaxed(&pages_grant()->holds)) {
+            gate_visit_begin(&visit);
+            hold_prepare(g, ctx);
+            gate_visit_end(&visit);
+            if (hold_find(g, ctx))
+                continue;
+        }
+        deadline = gate_deadline(g, grant, now);
+        if (deadline == GRANT_OPEN && !g->holding) {
+            if (!gate_lost(now) && !gate_announce(g, grant, ledger, now))
+                continue;
+            learn = s && gate_pass(g, s, grant, ledger);
+            break;
+        }
+        if (g->passing)
+            gate_stop_passing(g, grant, ledger);
+        if (!gate_open(g, grant, ledger, now) && g->queue.n_markers &&
+            now >= g->queue.markers[g->queue.head].look_at) {
+            gate_visit_begin(&visit);
+            gate_retire(g, ledger, now, false);
+            gate_visit_end(&visit);
+            s = queue_find(&g->queue, ctx, work->stream);
+        }
         if (s != g->only) {
             if (g->only)
                 gate_cross(g);
             g->only = s;
         }
-        answer = gate_ask(g, grant, now, predicted);
+        predicted = estimate_ns(&g->estimate, kind);
+        answer = gate_ask(g, gate_deadline(g, grant, now), now, predicted);
         if (answer == GATE_GO) {
             if (gate_lost(now) || gate_announce(g, grant, ledger, now))
                 break;
             continue;
         }
-        if (answer == GATE_CLOSED && gate_may_hold(g, s, predicted)) {
-            held = hold_stream(g, s, ledger, now);
-            if (held)
-                break;
-            g->no_holds = !g->holding;
+        if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, predicted)) {
+            held = true;
+            first = !g->holding;
+            wait = s->held != g->ticket;
+            s->held = g->ticket;
+            if (first) {
+                g->holding = true;
+                atomic_add_seq_cst(&ledger->want, 1);
+            }
+            break;
         }
         if (!began)
             began = now;
         gate_wait(g, grant, ledger, answer, seen, &wanting);
     }
+    predicted = estimate_ns(&g->estimate, kind);
     if (wanting) {
         atomic_sub_seq_cst(&ledger->want, 1);
         atomic_add_relaxed(&ledger->waits, 1);
     }
     if (began)
         atomic_add_relaxed(&ledger->wait_ns, now - began);
+    ticket->device = device;
+    ticket->stream = work->stream;
+    ticket->ctx = ctx;
     ticket->era = g->queue.era + held;
-    ticket->mark = s && queue_add(&g->queue, s, ticket->era, kind, ledger, now);
-    if (!s && !held) {
-        g->queue.busy_until = now + queue_left(&g->queue, now) + predicted;
-        g->queue.submitted += predicted;
+    ticket->mark = false;
+    if (s && (!g->passing || learn)) {
+        learn = learn || estimate_samples(&g->estimate, kind) < 2;
+        mark = queue_wants_mark_before(&g->queue, s, ticket->era, learn);
     }
+    if (first || wait || mark) {
+        bool poke = first && (!g->active || g->released);
+
+        gate_visit_begin(&visit);
+        gate_prepare(g, s, ticket, first, wait, mark, ledger);
+        gate_visit_end(&visit);
+        s = queue_find(&g->queue, ctx, work->stream);
+        if (poke) {
+            prim_unlock(&g->lock);
+            pages_poke();
+            prim_lock(&g->lock);
+        }
+    }
+    if (s && (!g->passing || learn))
+        ticket->mark = queue_add(&g->queue, s, &g->estimate, ticket->era, kind, now) || learn;
+    else if (!g->passing && !held)
+        queue_add_unseen(&g->queue, predicted, now);
     g->last_launch = now;
     prim_unlock(&g->lock);
-    gate_restore(&mode);
     atomic_add_relaxed(&ledger->launches, 1);
     atomic_add_relaxed(&ledger->predicted_ns, predicted);
-    ticket->device = device;
-    ticket->stream = stream;
-    ticket->ctx = ctx;
     errno = saved;
     return CUDA_SUCCESS;
 }
 
-void gate_leave(struct gate_ticket *ticket, CUresult result)
+void gate_leave(const struct gate_ticket *ticket, CUresult result)
 {
-    CUstreamCaptureMode mode;
+    struct ledger_device *ledger;
+    struct gate_visit visit;
     struct queue_stream *s;
     struct gate *g;
-    int saved = errno;
+    int saved;
 
     if (ticket->device < 0 || !ticket->mark || result != CUDA_SUCCESS)
         return;
+    saved = errno;
     g = &gate_devices[ticket->device];
-    gate_relax(&mode);
+    ledger = pages_ledger_device((unsigned)ticket->device);
+    gate_visit_begin(&visit);
     prim_lock(&g->lock);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
     /* Not if another thread has marked it since, or a hold stands between the work and here. */
-    if (s && s->unmarked && s->era == ticket->era)
-        queue_mark(&g->queue, s, s->era, pages_ledger_device((unsigned)ticket->device), prim_now());
+    if (s && s->unmarked && !s->blind && s->era == ticket->era)
+        gate_mark(g, s, s->era, prim_now(), ledger);
     prim_unlock(&g->lock);
-    gate_restore(&mode);
+    gate_visit_end(&visit);
     errno = saved;
+}
+
+/* ---- what ends ---- */
+
+static void gate_end_passes(unsigned device, CUstream stream)
+{
+    struct pass *p = pass_of(stream);
+
+    if (p->stream == stream && p->grant == pages_grant_device(device))
+        pass_end(p, pages_ledger_device(device));
 }
 
 void gate_forget_stream(CUstream stream)
 {
+    if (!pages_slot())
+        return;
     for (unsigned device = 0; device < pages_n_devices(); device++) {
         struct gate *g = &gate_devices[device];
 
+        if (!g->started)
+            continue;
         prim_lock(&g->lock);
+        gate_end_passes(device, stream);
         queue_forget_stream(&g->queue, stream);
         prim_unlock(&g->lock);
     }
 }
 
-/* The context's events and pinned words go with it. NULL: every context's. */
+/* The context's events and pinned words go with it. NULL: every context's. Nobody is left who uses
+ * them when this returns. */
 void gate_forget_context(CUcontext ctx)
 {
+    int saved = errno;
+
+    if (!pages_slot())
+        return;
     for (unsigned device = 0; device < pages_n_devices(); device++) {
         struct gate *g = &gate_devices[device];
 
+        if (!g->started)
+            continue;
         prim_lock(&g->lock);
+        gate_stop_passing(g, pages_grant_device(device), pages_ledger_device(device));
         queue_forget_context(&g->queue, ctx);
         for (unsigned i = 0; i < GATE_N_HOLDS; i++) {
             if (!g->holds[i].word || (ctx && g->holds[i].ctx != ctx))
@@ -412,6 +695,23 @@ void gate_forget_context(CUcontext ctx)
             atomic_store_release(g->holds[i].word, g->ticket);
             g->holds[i].word = NULL;
         }
+        while (g->n_calls && !visiting) {
+            prim_unlock(&g->lock);
+            prim_sleep(20 * NS_PER_US);
+            prim_lock(&g->lock);
+        }
         prim_unlock(&g->lock);
     }
+    errno = saved;
+}
+
+/* In a forked child: the threads that held locks are not there, nor are the GPU's contexts. */
+void gate_after_fork(void)
+{
+    for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++)
+        if (gate_devices[device].started)
+            memset(&gate_devices[device], 0, sizeof gate_devices[device]);
+    memset(passes, 0, sizeof passes);
+    n_captures = 0;
+    visiting = false;
 }

@@ -1,4 +1,10 @@
-/* The gate's state for one GPU, shared by the launches (gate.c) and the helper thread (helper.c).
+/*
+ * The gate's state for one GPU, shared by the launches (gate.c, pass.c) and the helper thread
+ * (helper.c).
+ *
+ * The lock guards all of it and is never held across a call into the driver: such a call may block
+ * until the helper lets held work run, and may call back into the application (a profiler's
+ * subscriber), which may launch.
  */
 #pragma once
 
@@ -17,11 +23,16 @@ struct gate_hold {
 
 struct gate {
     struct prim_lock lock;
-    bool started; /* the helper runs */
+    bool started;   /* the helper runs */
+    bool active;    /* work was started in this grant */
+    bool released;  /* the grant was given back */
+    bool drained;   /* the tails were marked at its end */
+    bool passing;   /* launches go by without being followed: the grant is open */
+    bool blind;     /* and their ends are not marked yet */
+    bool preparing; /* a thread is making a hold word */
+    bool retiring;  /* a thread is asking the driver about the oldest marker */
     uint32_t epoch;
-    bool active;   /* work was started in this grant */
-    bool released; /* the grant was given back */
-    bool drained;  /* the tails were marked at its end */
+    unsigned n_calls; /* threads in a driver call that uses events of the queue */
     uint64_t last_launch;
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
@@ -34,6 +45,7 @@ struct gate {
     uint32_t turn;                   /* futex word: moves when held work was let run */
     struct gate_hold holds[GATE_N_HOLDS];
     struct queue queue;
+    struct estimate estimate;
 };
 
 extern struct gate gate_devices[LAYOUT_N_DEVICES];
@@ -42,5 +54,18 @@ void gate_adopt(struct gate *g, const struct grant_device *grant);
 bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
                uint64_t now);
 bool gate_lost(uint64_t now);
-void gate_relax(CUstreamCaptureMode *mode);
+void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force);
+void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger);
+void gate_stop_passing(struct gate *g, const struct grant_device *grant,
+                       struct ledger_device *ledger);
+uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now);
 void helper_start(struct gate *g, unsigned device);
+
+/* Around calls into the driver that we add: no capture of the application may be broken by them,
+ * and what they call back is not ours to govern. */
+struct gate_visit {
+    CUstreamCaptureMode mode;
+};
+
+void gate_visit_begin(struct gate_visit *visit);
+void gate_visit_end(struct gate_visit *visit);

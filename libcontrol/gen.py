@@ -66,10 +66,28 @@ def entry(fn: api.Fn) -> str:
     if fn.method == "gate":
         if not fn.key or not fn.stream:
             raise ValueError(f"{fn.name}: a gated function needs key and stream")
+        # The long way is a function of its own, so that the short one needs no stack frame.
+        return (
+            f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
+            f"    struct gate_work work = {{\n"
+            f"        .key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}}};\n"
+            f"    struct gate_ticket ticket;\n"
+            f"    CUresult result = gate_enter(&ticket, &work);\n"
+            f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
+            f"    result = {call};\n"
+            f"    gate_leave(&ticket, result);\n"
+            f"    return result;\n}}\n\n"
+            f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
+            f"    if (likely(pass_launch({fn.stream})))\n"
+            f"        way = real->{fn.name};\n"
+            f"    return way({names});\n}}\n"
+        )
+    if fn.method == "copy":
+        if not fn.copy or not fn.stream:
+            raise ValueError(f"{fn.name}: a copy needs copy and stream")
         return (
             f"{head}    struct gate_ticket ticket;\n"
-            f"    CUresult result = gate_enter(&ticket, (uintptr_t){fn.key}, {fn.blocks},"
-            f" {fn.stream});\n"
+            f"    CUresult result = copy_enter(&ticket, {fn.copy}, {fn.stream});\n"
             f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
             f"    result = {call};\n"
             f"    gate_leave(&ticket, result);\n"
@@ -132,7 +150,12 @@ def entries_header() -> str:
 
 def entries_source() -> str:
     """Return entries.gen.c."""
-    out = [BANNER.format(source="api"), '#include "control.h"\n']
+    out = [
+        BANNER.format(source="api"),
+        '#include "control.h"',
+        '#include "copies.h"',
+        '#include "pass.h"\n',
+    ]
     out += [entry(fn) for fn in api.CUDA if fn.method != "custom"]
     out.append("const struct control_hook control_hooks[CONTROL_N_HOOKS] = {")
     out += [

@@ -12,8 +12,9 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-#define HELPER_ALONE_NS (NS_PER_MS)      /* between two looks while the governor is away */
-#define HELPER_HELD_NS  (50 * NS_PER_MS) /* between looks whether the governor is away */
+#define HELPER_ALONE_NS (NS_PER_MS)       /* between two looks while the governor is away */
+#define HELPER_HELD_NS  (50 * NS_PER_MS)  /* between looks whether the governor is away */
+#define HELPER_OPEN_NS  (200 * NS_PER_MS) /* the same while the grant is open */
 
 static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
@@ -27,7 +28,7 @@ static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_
 }
 
 /* Marks what runs, in every context that the application has used. */
-static void helper_mark_tails(struct gate *g, struct ledger_device *ledger, uint64_t now)
+static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
 {
     CUcontext ctx = NULL;
 
@@ -35,14 +36,28 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger, uint
         return;
     for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
         struct queue_stream *s = &g->queue.streams[i];
+        CUcontext next = s->ctx;
+        bool current;
 
-        if (!s->used || !s->unmarked || s->ctx == ctx)
+        if (!s->used || !s->unmarked || next == ctx)
             continue;
-        if (driver->cuCtxSetCurrent(s->ctx) != CUDA_SUCCESS)
+        g->n_calls++;
+        prim_unlock(&g->lock);
+        current = driver->cuCtxSetCurrent(next) == CUDA_SUCCESS;
+        prim_lock(&g->lock);
+        g->n_calls--;
+        if (!current)
             continue;
-        ctx = s->ctx;
-        queue_mark_tails(&g->queue, ctx, ledger, now);
+        ctx = next;
+        gate_mark_tails(g, ctx, ledger);
     }
+    if (ctx) {
+        /* No context that may end stays behind in this thread. */
+        prim_unlock(&g->lock);
+        driver->cuCtxSetCurrent(NULL);
+        prim_lock(&g->lock);
+    }
+    g->blind = false;
 }
 
 /* Granted, but the thread that asked is slow, or went away. */
@@ -67,12 +82,15 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
 {
     uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
     uint64_t left = queue_left(&g->queue, now);
+    uint32_t epoch = g->epoch;
 
     if (!atomic_load_relaxed(&grant->contended))
         return due;
     if (left || now < g->last_launch + idle)
         return left + idle < due ? left + idle : due;
-    helper_mark_tails(g, ledger, now);
+    helper_mark_tails(g, ledger);
+    if (g->epoch != epoch)
+        return 0;
     if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
         return 50 * NS_PER_US;
     helper_release(g, ledger, now);
@@ -85,13 +103,16 @@ static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
     struct queue *q = &g->queue;
+    uint32_t epoch = g->epoch;
     uint64_t left;
 
     if (!g->drained) {
         g->drained = true;
-        helper_mark_tails(g, ledger, now);
-        /* After an open grant the model knows little: the markers tell. */
-        queue_retire(q, now, true, ledger);
+        helper_mark_tails(g, ledger);
+        gate_retire(g, ledger, now, true);
+        if (g->epoch != epoch)
+            return 0;
+        now = prim_now();
     }
     left = queue_left(q, now);
     if (left > lookahead)
@@ -109,24 +130,36 @@ static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_
     return deadline - now - left;
 }
 
-/* Looks at the grant and the queue, does what is due, and returns how long it may sleep. */
+/* Looks at the grant and the queue, does what is due, and returns how long it may sleep. The lock
+ * is held before and after, and given up around calls into the driver. */
 static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
                             struct ledger_device *ledger)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
     uint64_t now = prim_now();
     uint64_t deadline, end;
+    bool lost;
 
     gate_adopt(g, grant);
     deadline = atomic_load_acquire(&grant->deadline_ns);
     gate_open(g, grant, ledger, now);
-    queue_retire(&g->queue, now, true, ledger);
-    if (unlikely(gate_lost(now)))
+    lost = gate_lost(now);
+    if (g->passing && (lost || deadline != GRANT_OPEN))
+        gate_stop_passing(g, grant, ledger);
+    /* After an open grant the model knows little: the markers tell. */
+    if (g->blind && !g->passing)
+        helper_mark_tails(g, ledger);
+    gate_retire(g, ledger, now, true);
+    /* The lock was given up meanwhile. */
+    gate_adopt(g, grant);
+    deadline = atomic_load_acquire(&grant->deadline_ns);
+    now = prim_now();
+    if (unlikely(lost))
         return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
     if (g->released || (!g->active && now >= deadline))
         return g->holding ? HELPER_HELD_NS : NS_PER_S;
     if (deadline == GRANT_OPEN)
-        return NS_PER_S;
+        return HELPER_OPEN_NS;
     end = now + lookahead < deadline ? deadline - lookahead - now : 0;
     if (!g->active)
         return helper_unused(g, grant, ledger, now, end);
@@ -143,9 +176,9 @@ static void *helper_run(void *argument)
     unsigned device = (unsigned)(uintptr_t)argument;
     struct gate *g = &gate_devices[device];
     const struct grant_device *grant = pages_grant_device(device);
-    CUstreamCaptureMode mode;
+    struct gate_visit visit;
 
-    gate_relax(&mode);
+    gate_visit_begin(&visit); /* for good */
     prctl(PR_SET_NAME, "tidegate");
     prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
     for (;;) {
@@ -154,7 +187,7 @@ static void *helper_run(void *argument)
 
         prim_lock(&g->lock);
         ns = helper_step(g, grant, pages_ledger_device(device));
-        standby = g->holding ? atomic_load_acquire(&grant->standby_ns) : 0;
+        standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
         prim_unlock(&g->lock);
         /* The governor said that the grant is near: a core that sleeps now would answer late. */
         while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
@@ -172,9 +205,6 @@ cold void helper_start(struct gate *g, unsigned device)
     uint64_t all = ~0ull, before = 0;
     pthread_t thread;
 
-    g->started = true;
-    g->ticket = 1;
-    queue_init(&g->queue);
     syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
     if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0) {
         pthread_detach(thread);

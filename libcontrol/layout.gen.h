@@ -16,6 +16,7 @@
 #define LEDGER_SLOT_DEVICES 0x80ull
 #define LEDGER_SIZE 0x41000ull
 #define GRANT_OPEN 0xffffffffffffffffull
+#define STRATEGY_MPS 0x1ull
 
 /* What holds for the whole container. */
 struct grant_header {

@@ -11,10 +11,8 @@
 
 #define ORIGIN_NAME "libcuda-origin.so.1"
 
-static struct real_cuda origin_real;
-static struct driver_cuda origin_driver;
-const struct real_cuda *const real = &origin_real;
-const struct driver_cuda *const driver = &origin_driver;
+struct real_cuda origin_real;
+struct driver_cuda origin_driver;
 
 /* An older driver lacks some functions of the table. It would answer a look-up with "not found". */
 static CUresult origin_missing(void)
@@ -27,7 +25,7 @@ static CUresult origin_missing(void)
  * that we stand in front of, ours is given instead. Open addressing: the table is built once and is
  * at most half full, so a look-up is a multiplication and about one comparison.
  */
-#define ORIGIN_TABLE_BITS 8
+#define ORIGIN_TABLE_BITS 10
 static struct {
     void *theirs;
     void *ours;
@@ -97,9 +95,13 @@ __attribute__((constructor)) static void origin_resolve(void)
     FIND(cuMemHostAlloc, "cuMemHostAlloc");
     FIND(cuStreamWaitValue32, "cuStreamWaitValue32_v2");
     FIND(cuEventCreate, "cuEventCreate");
-    FIND(cuEventDestroy, "cuEventDestroy_v2");
     FIND(cuEventRecord, "cuEventRecord");
     FIND(cuEventQuery, "cuEventQuery");
     FIND(cuEventElapsedTime, "cuEventElapsedTime");
+    FIND(cuPointerGetAttribute, "cuPointerGetAttribute");
+    FIND(cuStreamGetCtx, "cuStreamGetCtx");
+    FIND(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
+    FIND(cuCtxPopCurrent, "cuCtxPopCurrent_v2");
+    FIND(cuDeviceGetAttribute, "cuDeviceGetAttribute");
 #undef FIND
 }

@@ -27,8 +27,16 @@ static int governor_fd = -1;
 static uint64_t governor_inode;
 static int device_index[LAYOUT_N_DEVICES * 4]; /* by CUdevice ordinal: grant index + 1 */
 static unsigned n_devices;
+static unsigned on_governor_loss;
+static bool denied;
 static struct prim_lock start_lock;
 static uint32_t started; /* 0 not yet, 1 ready, 2 no grant */
+
+enum pages_answer {
+    PAGES_JOINED,
+    PAGES_NOBODY,  /* the governor is not there */
+    PAGES_REFUSED, /* it is, and does not want this process */
+};
 
 /* glibc's fstat is a new symbol in 2.33; the system call is the same everywhere. */
 static bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep)
@@ -106,6 +114,8 @@ static int pages_register(int fd, uint32_t *slotp)
         return -1;
     if (recvmsg(fd, &message, MSG_CMSG_CLOEXEC) != (ssize_t)sizeof *slotp)
         return -1;
+    if (*slotp >= LAYOUT_N_SLOTS)
+        return -1;
     header = CMSG_FIRSTHDR(&message);
     if (!header || header->cmsg_type != SCM_RIGHTS ||
         header->cmsg_len != CMSG_LEN(sizeof ledger_fd))
@@ -114,18 +124,19 @@ static int pages_register(int fd, uint32_t *slotp)
     return ledger_fd;
 }
 
-static bool pages_join(void)
+static enum pages_answer pages_join(void)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX,
                                   .sun_path = PAGES_DIRECTORY "/governor.sock"};
     struct ledger_header *mapped;
+    enum pages_answer answer = PAGES_NOBODY;
     uint32_t index = 0;
     int ledger_fd = -1;
     int high;
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
     if (fd < 0)
-        return false;
+        return PAGES_NOBODY;
     /* High numbers keep clear of programs that manage low descriptors themselves. */
     high = fcntl(fd, F_DUPFD_CLOEXEC, 500);
     if (high >= 0) {
@@ -135,7 +146,9 @@ static bool pages_join(void)
     if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0)
         goto fail;
     ledger_fd = pages_register(fd, &index);
-    if (ledger_fd < 0 || index >= LAYOUT_N_SLOTS)
+    if (index >= LAYOUT_N_SLOTS)
+        answer = PAGES_REFUSED;
+    if (ledger_fd < 0)
         goto fail;
     mapped = mmap(NULL, LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd, 0);
     if (mapped == MAP_FAILED)
@@ -146,12 +159,12 @@ static bool pages_join(void)
     slot->pid = (uint32_t)getpid();
     pages_identify(fd, &governor_inode, NULL);
     governor_fd = fd;
-    return true;
+    return PAGES_JOINED;
 fail:
     if (ledger_fd >= 0)
         close(ledger_fd);
     close(fd);
-    return false;
+    return answer;
 }
 
 static bool pages_keep_own_books(void)
@@ -174,11 +187,14 @@ static void pages_after_fork(void)
 {
     if (governor_fd >= 0)
         close(governor_fd);
+    if (ledger)
+        munmap(ledger, LEDGER_SIZE);
     governor_fd = -1;
     ledger = NULL;
     slot = NULL;
     started = 0;
     start_lock.word = 0;
+    gate_after_fork();
 }
 
 extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),
@@ -207,10 +223,17 @@ bool pages_start(void)
                         "the tidegate hook, or with another version of it");
             atomic_store_release(&started, 2);
         } else {
+            enum pages_answer answer;
+
             n_devices = grant->n_devices;
             if (n_devices > LAYOUT_N_DEVICES)
                 n_devices = LAYOUT_N_DEVICES;
-            if (pages_join() || pages_keep_own_books())
+            on_governor_loss = grant->on_governor_loss;
+            answer = pages_join();
+            if (answer == PAGES_REFUSED)
+                control_log("the governor does not take this process: too many processes of this "
+                            "container use the GPU (64 may); end some");
+            if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_books()))
                 atomic_store_release(&started, 1);
             else
                 atomic_store_release(&started, 2);
@@ -266,9 +289,32 @@ struct ledger_slot *pages_slot(void)
     return slot;
 }
 
+unsigned pages_on_governor_loss(void)
+{
+    return on_governor_loss;
+}
+
 unsigned pages_n_devices(void)
 {
     return n_devices;
+}
+
+void pages_deny(void)
+{
+    atomic_store_release(&denied, true);
+}
+
+bool pages_denied(void)
+{
+    return atomic_load_relaxed(&denied);
+}
+
+CUdevice pages_device(unsigned index)
+{
+    for (size_t ordinal = 0; ordinal < sizeof device_index / sizeof(int); ordinal++)
+        if (device_index[ordinal] == (int)index + 1)
+            return (CUdevice)ordinal;
+    return -1;
 }
 
 int pages_index_of(CUdevice dev)

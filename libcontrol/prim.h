@@ -19,7 +19,8 @@
 
 #define likely(x)   __builtin_expect(!!(x), 1)
 #define unlikely(x) __builtin_expect(!!(x), 0)
-#define cold        __attribute__((cold, noinline))
+#define cold        __attribute__((cold, __noinline__))
+#define noinline    __attribute__((__noinline__))
 
 #if defined(__x86_64__)
 #define PRIM_OLDEST "GLIBC_2.2.5"

@@ -20,6 +20,7 @@ void queue_init(struct queue *q)
 
 /* ---- events: made once, used again ---- */
 
+/* Returns a place with a reference; its event may still have to be created. */
 static int event_take(struct queue *q, CUcontext ctx)
 {
     int empty = QUEUE_NO_EVENT;
@@ -34,11 +35,10 @@ static int event_take(struct queue *q, CUcontext ctx)
         if (!q->events[i].event && empty == QUEUE_NO_EVENT)
             empty = i;
     }
-    if (empty == QUEUE_NO_EVENT ||
-        driver->cuEventCreate(&q->events[empty].event, 0) != CUDA_SUCCESS)
-        return QUEUE_NO_EVENT;
-    q->events[empty].ctx = ctx;
-    q->events[empty].n_refs = 1;
+    if (empty != QUEUE_NO_EVENT) {
+        q->events[empty].ctx = ctx;
+        q->events[empty].n_refs = 1;
+    }
     return empty;
 }
 
@@ -48,10 +48,15 @@ static void event_put(struct queue *q, int event)
         q->events[event].n_refs--;
 }
 
+static CUevent event_handle(const struct queue *q, int event)
+{
+    return event == QUEUE_NO_EVENT ? NULL : q->events[event].event;
+}
+
 /* ---- streams ---- */
 
 /* The handle CU_STREAM_PER_THREAD is another stream in each thread. */
-static const void *stream_thread(CUstream stream)
+const void *queue_thread(CUstream stream)
 {
     static __thread char here;
 
@@ -61,7 +66,7 @@ static const void *stream_thread(CUstream stream)
 /* Returns NULL when there are more streams than can be followed. */
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 {
-    const void *thread = stream_thread(stream);
+    const void *thread = queue_thread(stream);
     struct queue_stream *empty = NULL;
 
     for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
@@ -78,6 +83,7 @@ struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
         empty->stream = stream;
         empty->thread = thread;
         empty->ctx = ctx;
+        empty->serial = ++q->serials;
         empty->last = QUEUE_NO_EVENT;
     }
     return empty;
@@ -87,75 +93,51 @@ static void stream_drop(struct queue *q, struct queue_stream *s)
 {
     event_put(q, s->last);
     s->used = false;
+    s->serial = 0;
 }
 
+/* ---- launches ---- */
+
 /*
- * Records an event in the stream; what was launched since the last one is the interval between. It
- * can be measured if the GPU had work from its beginning to its end: both events in one era, and
- * this one recorded before the queue runs dry.
+ * Whether a marker belongs before the next launch: around work that is still unknown, and where an
+ * interval begins without a marker that is still ahead of the GPU.
  */
-void queue_mark(struct queue *q, struct queue_stream *s, uint32_t era, struct ledger_device *ledger,
-                uint64_t now)
+bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s, uint32_t era,
+                             bool learn)
 {
     bool held = era != q->era;
-    struct queue_marker *m;
-    int event;
 
-    if (q->n_markers == QUEUE_N_MARKERS)
-        return;
-    event = event_take(q, s->ctx);
-    if (event == QUEUE_NO_EVENT)
-        return;
-    if (driver->cuEventRecord(q->events[event].event, s->stream) != CUDA_SUCCESS) {
-        event_put(q, event);
-        return;
+    if (s->interval.n_parts && s->era == era && !s->blind)
+        return learn;
+    if (s->last == QUEUE_NO_EVENT || s->last_era != era || s->blind)
+        return true;
+    if (held)
+        return false;
+    /* The model says whether the last marker was reached; it need not be asked. */
+    for (unsigned i = q->n_markers; i-- > 0;) {
+        const struct queue_marker *m = &q->markers[(q->head + i) % QUEUE_N_MARKERS];
+
+        if (m->event == s->last)
+            return false;
     }
-    m = &q->markers[(q->head + q->n_markers++) % QUEUE_N_MARKERS];
-    m->event = event;
-    m->before = QUEUE_NO_EVENT;
-    if (s->interval.n_parts && s->era == era && s->last_era == era && (held || q->busy_until > now))
-        m->before = s->last;
-    if (m->before == QUEUE_NO_EVENT)
-        event_put(q, s->last);
-    m->era = era;
-    m->submitted = q->submitted + (held ? q->ahead_ns : 0);
-    m->expected = q->busy_until;
-    m->look_at = q->busy_until > 10 * NS_PER_US ? q->busy_until - 10 * NS_PER_US : 0;
-    m->interval = s->interval;
-    q->events[event].n_refs++; /* the marker's and the stream's */
-    s->last = event;
-    s->last_era = era;
-    s->unmarked = false;
-    s->pending_ns = 0;
-    s->interval.n_parts = 0;
-    atomic_add_relaxed(&ledger->markers, 1);
+    return true;
 }
 
 /*
  * A launch of `kind` is about to be made in the stream. Returns whether a marker belongs behind it:
- * when enough work was launched since the last one, and around work of a kind that is still
- * unknown.
+ * when enough work was launched since the last one.
  */
-bool queue_add(struct queue *q, struct queue_stream *s, uint32_t era, uint32_t kind,
-               struct ledger_device *ledger, uint64_t now)
+bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
+               uint32_t kind, uint64_t now)
 {
     bool held = era != q->era;
-    bool learn = estimate_samples(kind) < 2;
-    bool fresh = !s->interval.n_parts || s->era != era;
-    uint64_t predicted = estimate_ns(kind);
+    uint64_t predicted = estimate_ns(e, kind);
 
-    if (learn && !fresh) {
-        queue_mark(q, s, era, ledger, now);
-        fresh = true;
-    }
-    if (fresh) {
-        /* It begins with the last marker if that one is still ahead of the GPU, with one of its own
-         * otherwise. */
+    if (s->era != era || s->blind) {
         s->interval.n_parts = 0;
         s->era = era;
-        if (s->last == QUEUE_NO_EVENT || s->last_era != era ||
-            (!held && driver->cuEventQuery(q->events[s->last].event) != CUDA_ERROR_NOT_READY))
-            queue_mark(q, s, era, ledger, now);
+        s->blind = false;
+        s->pending_ns = 0;
     }
     estimate_add(&s->interval, kind);
     s->unmarked = true;
@@ -166,61 +148,151 @@ bool queue_add(struct queue *q, struct queue_stream *s, uint32_t era, uint32_t k
         q->busy_until = (q->busy_until > now ? q->busy_until : now) + predicted;
         q->submitted += predicted;
     }
-    return learn || s->interval.n_parts == ESTIMATE_N_PARTS ||
+    return s->interval.n_parts == ESTIMATE_N_PARTS ||
            s->pending_ns >= atomic_load_relaxed(&pages_grant()->marker_ns);
 }
 
+/* A launch into a stream that is not followed. */
+void queue_add_unseen(struct queue *q, uint64_t predicted, uint64_t now)
+{
+    q->busy_until = now + queue_left(q, now) + predicted;
+    q->submitted += predicted;
+}
+
+/* ---- markers ---- */
+
 /*
- * Marks what runs without a marker behind it in the current context's streams; another thread's
+ * What was launched since the last event in the stream is the interval between. It can be measured
+ * if the GPU had work from its beginning to its end: both events in one era, and this one recorded
+ * before the queue runs dry.
+ */
+bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
+                      struct queue_mark *mark)
+{
+    bool held = era != q->era;
+    struct queue_marker *m = &mark->marker;
+    int event;
+
+    if (q->n_markers == QUEUE_N_MARKERS)
+        return false;
+    event = event_take(q, s->ctx);
+    if (event == QUEUE_NO_EVENT)
+        return false;
+    mark->stream = s;
+    mark->serial = s->serial;
+    mark->event = event;
+    mark->handle = q->events[event].event;
+    mark->ctx = s->ctx;
+    mark->handle_of_stream = s->stream;
+    m->event = event;
+    m->before = QUEUE_NO_EVENT;
+    if (s->interval.n_parts && s->era == era && s->last_era == era && !s->blind &&
+        (held || q->busy_until > now))
+        m->before = s->last;
+    if (m->before == QUEUE_NO_EVENT)
+        event_put(q, s->last);
+    s->last = QUEUE_NO_EVENT;
+    m->era = era;
+    m->submitted = q->submitted + (held ? q->ahead_ns : 0);
+    m->expected = q->busy_until;
+    m->look_at = q->busy_until > 10 * NS_PER_US ? q->busy_until - 10 * NS_PER_US : 0;
+    m->interval = s->interval;
+    s->unmarked = false;
+    s->blind = false;
+    s->pending_ns = 0;
+    s->interval.n_parts = 0;
+    return true;
+}
+
+void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorded,
+                    struct ledger_device *ledger)
+{
+    struct queue_event *event = &q->events[mark->event];
+    struct queue_stream *s = mark->stream;
+    struct queue_marker *m;
+
+    /* The context may have ended meanwhile, and its events with it. */
+    if (event->ctx != mark->ctx || !event->n_refs)
+        return;
+    event->event = mark->handle;
+    if (!recorded || q->n_markers == QUEUE_N_MARKERS) {
+        event_put(q, mark->event);
+        event_put(q, mark->marker.before);
+        return;
+    }
+    m = &q->markers[(q->head + q->n_markers++) % QUEUE_N_MARKERS];
+    *m = mark->marker;
+    m->serial = ++q->serials;
+    if (s->used && s->serial == mark->serial) {
+        event_put(q, s->last);
+        s->last = mark->event;
+        s->last_era = m->era;
+        event->n_refs++; /* the marker's and the stream's */
+    }
+    atomic_add_relaxed(&ledger->markers, 1);
+}
+
+/*
+ * The next stream of a context in which something runs without a marker behind it; another thread's
  * per-thread stream is out of reach. Only while nothing is held: a stream may already have been
  * told to wait for an event behind a hold, and a marker would come behind that.
  */
-void queue_mark_tails(struct queue *q, CUcontext ctx, struct ledger_device *ledger, uint64_t now)
+struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *at)
 {
-    for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
-        struct queue_stream *s = &q->streams[i];
+    for (; *at < QUEUE_N_STREAMS; ++*at) {
+        struct queue_stream *s = &q->streams[*at];
 
         if (!s->used || !s->unmarked || s->era != q->era || s->ctx != ctx)
             continue;
-        if ((s->thread && s->thread != stream_thread(CU_STREAM_PER_THREAD)) ||
-            queue_capturing(s->stream))
+        if (s->thread && s->thread != queue_thread(CU_STREAM_PER_THREAD))
             continue;
-        queue_mark(q, s, q->era, ledger, now);
+        ++*at;
+        return s;
     }
+    return NULL;
+}
+
+/* ---- what the GPU says ---- */
+
+/* Which marker to ask about, if one is due. */
+bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look)
+{
+    const struct queue_marker *m = &q->markers[q->head];
+
+    if (!q->n_markers || m->era == q->era + 1 /* held */ || (!force && now < m->look_at))
+        return false;
+    memset(look, 0, sizeof *look);
+    look->serial = m->serial;
+    look->event = event_handle(q, m->event);
+    look->before = event_handle(q, m->before);
+    if (q->reference != QUEUE_NO_EVENT && q->events[q->reference].ctx == q->events[m->event].ctx)
+        look->reference = event_handle(q, q->reference);
+    return true;
 }
 
 /*
  * GPU time that an interval adds to what is known to be used: streams run at the same time, and a
  * second of two streams is a second of the GPU. Events of one context share a clock.
  */
-static bool marker_measure(struct queue *q, const struct queue_marker *m, uint64_t *addedp)
+static bool marker_measure(struct queue *q, const struct queue_marker *m,
+                           const struct queue_look *look, uint64_t *addedp)
 {
-    CUevent event = q->events[m->event].event;
-    float since_reference = 0, length;
     double end, begin;
 
-    if (q->reference != QUEUE_NO_EVENT &&
-        (q->events[q->reference].ctx != q->events[m->event].ctx ||
-         driver->cuEventElapsedTime(&since_reference, q->events[q->reference].event, event) !=
-             CUDA_SUCCESS)) {
+    if (!look->timed) {
         event_put(q, q->reference);
         q->reference = QUEUE_NO_EVENT;
-    }
-    if (q->reference == QUEUE_NO_EVENT) {
-        since_reference = 0;
         q->covered_until = q->reference_ns;
     }
-    end = q->reference_ns + (double)since_reference * 1e6;
+    end = q->reference_ns + (look->timed ? (double)look->since_reference * 1e6 : 0);
     /* A float of milliseconds is exact over short times only: the reference moves along. */
     event_put(q, q->reference);
     q->reference = m->event;
-    q->reference_ns = end;
     q->events[m->event].n_refs++;
-    if (m->before == QUEUE_NO_EVENT ||
-        driver->cuEventElapsedTime(&length, q->events[m->before].event, event) != CUDA_SUCCESS ||
-        length < 0)
+    q->reference_ns = end;
+    if (!look->measured)
         return false;
-    begin = end - (double)length * 1e6;
+    begin = end - (double)look->length * 1e6;
     if (begin < q->covered_until)
         begin = q->covered_until;
     *addedp = end > begin ? (uint64_t)(end - begin) : 0;
@@ -229,47 +301,38 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m, uint64
     return true;
 }
 
-static void marker_resolve(struct queue *q, struct queue_marker *m, struct ledger_device *ledger)
+/* Corrects the model by the answer. Returns whether the marker was taken: the next may be due. */
+bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
+                    struct ledger_device *ledger, uint64_t now)
 {
-    uint64_t measured;
+    struct queue_marker *m = &q->markers[q->head];
+    uint64_t behind, measured;
 
-    if (marker_measure(q, m, &measured)) {
-        uint64_t predicted = estimate_interval_ns(&m->interval);
+    if (!q->n_markers || m->serial != look->serial)
+        return false;
+    behind = q->submitted > m->submitted ? q->submitted - m->submitted : 0;
+    if (!look->reached) {
+        m->look_at = now + 20 * NS_PER_US;
+        /* Not reached although the model said so: what is behind it is still to come. */
+        if (now > m->expected && q->busy_until < now + behind + 10 * NS_PER_US)
+            q->busy_until = now + behind + 10 * NS_PER_US;
+        return false;
+    }
+    if (q->busy_until > now + behind)
+        q->busy_until = now + behind;
+    if (marker_measure(q, m, look, &measured)) {
+        uint64_t predicted = estimate_interval_ns(e, &m->interval);
 
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        estimate_learn(&m->interval, measured);
+        estimate_learn(e, &m->interval, measured);
     }
     event_put(q, m->before);
     event_put(q, m->event);
-}
-
-/* Takes the markers that were reached and corrects busy_until by them. */
-void queue_retire(struct queue *q, uint64_t now, bool force, struct ledger_device *ledger)
-{
-    while (q->n_markers) {
-        struct queue_marker *m = &q->markers[q->head];
-        uint64_t behind;
-
-        if (m->era != q->era && m->era == q->era + 1)
-            return; /* held */
-        if (!force && now < m->look_at)
-            return;
-        behind = q->submitted > m->submitted ? q->submitted - m->submitted : 0;
-        if (driver->cuEventQuery(q->events[m->event].event) == CUDA_ERROR_NOT_READY) {
-            m->look_at = now + 20 * NS_PER_US;
-            /* Not reached although the model said so: what is behind it is still to come. */
-            if (now > m->expected && q->busy_until < now + behind + 10 * NS_PER_US)
-                q->busy_until = now + behind + 10 * NS_PER_US;
-            return;
-        }
-        if (q->busy_until > now + behind)
-            q->busy_until = now + behind;
-        marker_resolve(q, m, ledger);
-        q->head = (q->head + 1) % QUEUE_N_MARKERS;
-        q->n_markers--;
-    }
+    q->head = (q->head + 1) % QUEUE_N_MARKERS;
+    q->n_markers--;
+    return true;
 }
 
 /* What was held runs from `now` on. */
@@ -288,6 +351,8 @@ void queue_open(struct queue *q, uint64_t now)
         }
     }
 }
+
+/* ---- what ended ---- */
 
 void queue_forget_stream(struct queue *q, CUstream stream)
 {

@@ -4,8 +4,10 @@
  * Each launch adds its predicted duration. Markers, events recorded behind every ~0.25 ms of work,
  * tell when the work before them ended and how long it took; from that the model is corrected and
  * durations are learned. Work is of an era: that of the grant in which it runs, the next one's
- * while it is held. The gate's lock guards everything here; driver calls are made in relaxed
- * capture mode.
+ * while it is held.
+ *
+ * The gate's lock guards everything here, and nothing here calls the driver: what takes a call is
+ * in two halves, one that says which call to make and one that is told what came of it.
  */
 #pragma once
 
@@ -27,14 +29,19 @@ struct queue_event {
 struct queue_stream {
     bool used;
     bool unmarked; /* work was launched after the last marker */
+    bool blind;    /* some of it without our knowing what: the interval cannot be measured */
     CUcontext ctx;
     CUstream stream;
     const void *thread; /* whose per-thread stream it is; NULL for all others */
+    uint32_t serial;    /* which stream of this place it is */
     int last;           /* event of the last marker, or QUEUE_NO_EVENT */
     uint32_t last_era;
     uint32_t era;  /* of the open interval */
     uint32_t held; /* the last ticket that the stream waits for */
     uint64_t pending_ns;
+    uint32_t n_passed;  /* launches by passes since one was measured */
+    uint32_t sample_at; /* how many until the next is */
+    uint32_t draw;
     struct estimate_interval interval;
 };
 
@@ -42,6 +49,7 @@ struct queue_marker {
     int event;
     int before; /* event that began the interval, QUEUE_NO_EVENT: it cannot be measured */
     uint32_t era;
+    uint32_t serial;    /* which marker it is */
     uint64_t submitted; /* predicted work up to here, ever */
     uint64_t expected;  /* when the model says that it will be reached */
     uint64_t look_at;   /* no query before */
@@ -50,6 +58,7 @@ struct queue_marker {
 
 struct queue {
     uint32_t era;         /* of the work that runs; held work is of the next */
+    uint32_t serials;     /* streams and markers so far */
     uint64_t busy_until;  /* when the GPU will have done what is not held */
     uint64_t submitted;   /* predicted work that is not held, ever */
     uint64_t ahead_ns;    /* predicted work that is held */
@@ -62,14 +71,44 @@ struct queue {
     struct queue_event events[QUEUE_N_EVENTS];
 };
 
+/* An event that is to be recorded in a stream: made by queue_mark_begin(), ended by _end(). */
+struct queue_mark {
+    struct queue_stream *stream;
+    uint32_t serial; /* of the stream */
+    int event;       /* place in events[] */
+    CUevent handle;  /* NULL: has to be created first, in `ctx` */
+    CUcontext ctx;
+    CUstream handle_of_stream;
+    struct queue_marker marker;
+};
+
+/* The oldest marker, to be asked about: made by queue_look_begin(), ended by _end(). */
+struct queue_look {
+    uint32_t serial;
+    CUevent event, before, reference; /* NULL: there is none */
+    bool reached;
+    bool timed;            /* since_reference counts */
+    bool measured;         /* length counts */
+    float since_reference; /* ms */
+    float length;          /* ms */
+};
+
 void queue_init(struct queue *q);
+const void *queue_thread(CUstream stream);
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream);
-void queue_mark(struct queue *q, struct queue_stream *s, uint32_t era, struct ledger_device *ledger,
-                uint64_t now);
-bool queue_add(struct queue *q, struct queue_stream *s, uint32_t era, uint32_t kind,
-               struct ledger_device *ledger, uint64_t now);
-void queue_mark_tails(struct queue *q, CUcontext ctx, struct ledger_device *ledger, uint64_t now);
-void queue_retire(struct queue *q, uint64_t now, bool force, struct ledger_device *ledger);
+bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s, uint32_t era,
+                             bool learn);
+bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
+               uint32_t kind, uint64_t now);
+void queue_add_unseen(struct queue *q, uint64_t predicted, uint64_t now);
+bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
+                      struct queue_mark *mark);
+void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorded,
+                    struct ledger_device *ledger);
+struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *at);
+bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look);
+bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
+                    struct ledger_device *ledger, uint64_t now);
 void queue_open(struct queue *q, uint64_t now);
 void queue_forget_stream(struct queue *q, CUstream stream);
 void queue_forget_context(struct queue *q, CUcontext ctx);

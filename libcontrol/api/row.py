@@ -3,6 +3,8 @@
 - `gate`     starts work on the GPU: may go while the container holds GPU time. `key` is the
              expression that identifies the work (its duration is learned under it), `blocks`
              distinguishes sizes of the same work, `stream` is the stream it goes to.
+- `copy`     copies or fills: `copy` says how much and where (copies.h); what is within the GPU's
+             memory and large enough passes the gate, the rest is counted.
 - `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names
              the block afterwards, `settle` (optional) is the size once the driver has answered.
 - `refund`   gives device memory back: `pointer` names the block.
@@ -25,6 +27,7 @@ class Fn(NamedTuple):
     key: str = ""
     blocks: str = "1"
     stream: str = ""
+    copy: str = ""
     size: str = ""
     settle: str = ""
     pointer: str = ""
@@ -34,3 +37,8 @@ def with_ptsz(fn: Fn) -> tuple[Fn, Fn]:
     """Return the row and its form for the per-thread default stream."""
     stream = f"gate_ptsz({fn.stream})" if fn.stream else ""
     return fn, fn._replace(name=fn.name + "_ptsz", stream=stream)
+
+
+def with_ptds(fn: Fn) -> tuple[Fn, Fn]:
+    """Return the row of a call without a stream and its form for the per-thread default stream."""
+    return fn, fn._replace(name=fn.name + "_ptds", stream="CU_STREAM_PER_THREAD")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from libcontrol.api.row import Fn, with_ptsz
+import re
+
+from libcontrol.api.row import Fn, with_ptds, with_ptsz
 
 _LAUNCH = (
     "CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ, "
@@ -10,13 +12,9 @@ _LAUNCH = (
     "unsigned int sharedMemBytes, CUstream hStream, void **kernelParams"
 )
 _GRID = "gate_blocks(gridDimX, gridDimY, gridDimZ)"
-_CONFIG_GRID = "gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ)"
+_OLD_GRID = "gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1)"
 
-ROWS: tuple[Fn, ...] = (
-    Fn("cuStreamDestroy_v2", "CUstream hStream", "custom"),
-    *with_ptsz(
-        Fn("cuStreamWaitEvent", "CUstream hStream, CUevent hEvent, unsigned int Flags", "custom")
-    ),
+_LAUNCHES: tuple[Fn, ...] = (
     *with_ptsz(
         Fn(
             "cuLaunchKernel",
@@ -33,8 +31,8 @@ ROWS: tuple[Fn, ...] = (
             "const CUlaunchConfig *config, CUfunction f, void **kernelParams, void **extra",
             "gate",
             key="f",
-            blocks=_CONFIG_GRID,
-            stream="config->hStream",
+            blocks="gate_config_blocks(config)",
+            stream="gate_config_stream(config)",
         )
     ),
     *with_ptsz(
@@ -56,4 +54,167 @@ ROWS: tuple[Fn, ...] = (
             stream="hStream",
         )
     ),
+    Fn(
+        "cuLaunchCooperativeKernelMultiDevice",
+        "CUDA_LAUNCH_PARAMS *launchParamsList, unsigned int numDevices, unsigned int flags",
+        "custom",
+    ),
+    Fn("cuLaunch", "CUfunction f", "gate", key="f", stream="NULL"),
+    Fn(
+        "cuLaunchGrid",
+        "CUfunction f, int grid_width, int grid_height",
+        "gate",
+        key="f",
+        blocks=_OLD_GRID,
+        stream="NULL",
+    ),
+    Fn(
+        "cuLaunchGridAsync",
+        "CUfunction f, int grid_width, int grid_height, CUstream hStream",
+        "gate",
+        key="f",
+        blocks=_OLD_GRID,
+        stream="hStream",
+    ),
 )
+
+_BYTES = "size_t ByteCount"
+
+
+def _old(fn: Fn) -> Fn:
+    """Return the form of before CUDA 3.2: addresses and sizes of 32 bits."""
+    params = re.sub(r"\bCUdeviceptr\b", "CUdeviceptr_v1", fn.params)
+    params = re.sub(r"\bsize_t\b", "unsigned int", params)
+    params = re.sub(r"\b(CUDA_MEMCPY[23]D)\b", r"\1_v1", params)
+    copy = re.sub(r"\bcopy_([23]d)\b", r"copy_\1_v1", fn.copy)
+    return fn._replace(name=fn.name.removesuffix("_v2"), params=params, copy=copy)
+
+
+def _copy(name: str, params: str, copy: str) -> tuple[Fn, ...]:
+    """Return a copy's forms: with the legacy and the per-thread stream; the oldest with _v2."""
+    if "CUstream hStream" in params:
+        rows = with_ptsz(Fn(name, params, "copy", copy=copy, stream="hStream"))
+    else:
+        rows = with_ptds(Fn(name, params, "copy", copy=copy, stream="NULL"))
+    return (*rows, _old(rows[0])) if name.endswith("_v2") else rows
+
+
+def _both(name: str, params: str, copy: str) -> tuple[Fn, ...]:
+    """Return the forms of a copy that exists with and without a stream."""
+    base = name.removesuffix("_v2")
+    suffix = name[len(base) :]
+    return (
+        *_copy(name, params, copy),
+        *_copy(f"{base}Async{suffix}", params + ", CUstream hStream", copy),
+    )
+
+
+def _fills() -> tuple[Fn, ...]:
+    rows: list[Fn] = []
+    for bits, value in (8, "unsigned char uc"), (16, "unsigned short us"), (32, "unsigned int ui"):
+        width = bits // 8
+        flat = f"CUdeviceptr dstDevice, {value}, size_t N"
+        rows += _copy(f"cuMemsetD{bits}_v2", flat, f"copy_fill(N, {width})")
+        rows += _copy(
+            f"cuMemsetD{bits}Async", flat + ", CUstream hStream", f"copy_fill(N, {width})"
+        )
+        pitched = f"CUdeviceptr dstDevice, size_t dstPitch, {value}, size_t Width, size_t Height"
+        copy = f"copy_fill_2d(Width, Height, {width})"
+        rows += _copy(f"cuMemsetD2D{bits}_v2", pitched, copy)
+        rows += _copy(f"cuMemsetD2D{bits}Async", pitched + ", CUstream hStream", copy)
+    return tuple(rows)
+
+
+_TO_D = "CUdeviceptr dstDevice"
+_FROM_D = "CUdeviceptr srcDevice"
+_TO_A = "CUarray dstArray, size_t dstOffset"
+_FROM_A = "CUarray srcArray, size_t srcOffset"
+_TO_H = "void *dstHost"
+_FROM_H = "const void *srcHost"
+_PEER = (
+    "CUdeviceptr dstDevice, CUcontext dstContext, CUdeviceptr srcDevice, CUcontext srcContext, "
+    "size_t ByteCount"
+)
+_BATCH = (
+    "CUdeviceptr *dsts, CUdeviceptr *srcs, size_t *sizes, size_t count, "
+    "CUmemcpyAttributes *attrs, size_t *attrsIdxs, size_t numAttrs"
+)
+_BATCH_3D = "size_t numOps, CUDA_MEMCPY3D_BATCH_OP *opList"
+
+
+def _batches() -> tuple[Fn, ...]:
+    """Return the calls that make many copies; _v2 lacks the index of what failed."""
+    rows: list[Fn] = []
+    for suffix, failed in ("", ", size_t *failIdx"), ("_v2", ""):
+        rows += with_ptsz(
+            Fn(
+                f"cuMemcpyBatchAsync{suffix}",
+                f"{_BATCH}{failed}, CUstream hStream",
+                "copy",
+                copy="copy_batch(dsts, srcs, sizes, count)",
+                stream="hStream",
+            )
+        )
+        rows += with_ptsz(
+            Fn(
+                f"cuMemcpy3DBatchAsync{suffix}",
+                f"{_BATCH_3D}{failed}, unsigned long long flags, CUstream hStream",
+                "copy",
+                copy="copy_batch_3d(opList, numOps)",
+                stream="hStream",
+            )
+        )
+    return tuple(rows)
+
+
+_COPIES: tuple[Fn, ...] = (
+    *_both(
+        "cuMemcpy", f"CUdeviceptr dst, CUdeviceptr src, {_BYTES}", "copy_any(dst, src, ByteCount)"
+    ),
+    *_both("cuMemcpyPeer", _PEER, "copy_device(ByteCount)"),
+    *_both("cuMemcpyDtoD_v2", f"{_TO_D}, {_FROM_D}, {_BYTES}", "copy_device(ByteCount)"),
+    *_both("cuMemcpyHtoD_v2", f"{_TO_D}, {_FROM_H}, {_BYTES}", "copy_host(ByteCount)"),
+    *_both("cuMemcpyDtoH_v2", f"{_TO_H}, {_FROM_D}, {_BYTES}", "copy_host(ByteCount)"),
+    *_both("cuMemcpyHtoA_v2", f"{_TO_A}, {_FROM_H}, {_BYTES}", "copy_host(ByteCount)"),
+    *_both("cuMemcpyAtoH_v2", f"{_TO_H}, {_FROM_A}, {_BYTES}", "copy_host(ByteCount)"),
+    *_copy("cuMemcpyAtoA_v2", f"{_TO_A}, {_FROM_A}, {_BYTES}", "copy_device(ByteCount)"),
+    *_copy("cuMemcpyAtoD_v2", f"{_TO_D}, {_FROM_A}, {_BYTES}", "copy_device(ByteCount)"),
+    *_copy("cuMemcpyDtoA_v2", f"{_TO_A}, {_FROM_D}, {_BYTES}", "copy_device(ByteCount)"),
+    *_both("cuMemcpy2D_v2", "const CUDA_MEMCPY2D *pCopy", "copy_2d(pCopy)"),
+    *_copy("cuMemcpy2DUnaligned_v2", "const CUDA_MEMCPY2D *pCopy", "copy_2d(pCopy)"),
+    *_both("cuMemcpy3D_v2", "const CUDA_MEMCPY3D *pCopy", "copy_3d(pCopy)"),
+    *_both("cuMemcpy3DPeer", "const CUDA_MEMCPY3D_PEER *pCopy", "copy_3d_peer(pCopy)"),
+    *_batches(),
+    *with_ptsz(
+        Fn(
+            "cuMemBatchDecompressAsync",
+            "CUmemDecompressParams *paramsArray, size_t count, unsigned int flags, "
+            "size_t *errorIndex, CUstream stream",
+            "copy",
+            copy="copy_decompress(paramsArray, count)",
+            stream="stream",
+        )
+    ),
+    *_fills(),
+)
+
+_CAPTURE = (
+    "CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies, "
+    "const CUgraphEdgeData *dependencyData, size_t numDependencies, CUstreamCaptureMode mode"
+)
+
+_STREAMS: tuple[Fn, ...] = (
+    Fn("cuStreamDestroy", "CUstream hStream", "custom"),
+    Fn("cuStreamDestroy_v2", "CUstream hStream", "custom"),
+    *with_ptsz(
+        Fn("cuStreamWaitEvent", "CUstream hStream, CUevent hEvent, unsigned int Flags", "custom")
+    ),
+    *with_ptsz(Fn("cuStreamBeginCapture", "CUstream hStream", "custom")),
+    *with_ptsz(
+        Fn("cuStreamBeginCapture_v2", "CUstream hStream, CUstreamCaptureMode mode", "custom")
+    ),
+    *with_ptsz(Fn("cuStreamBeginCaptureToGraph", _CAPTURE, "custom")),
+    *with_ptsz(Fn("cuStreamEndCapture", "CUstream hStream, CUgraph *phGraph", "custom")),
+)
+
+ROWS: tuple[Fn, ...] = (*_LAUNCHES, *_COPIES, *_STREAMS)

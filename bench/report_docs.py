@@ -47,6 +47,18 @@ mirrors it from nothing and asks again, each time as the whole command `tidegate
 that have no driver but the mirror. Times are medians.
 """
 
+OVERHEAD = """\
+## What a call costs
+
+`python -m bench.overhead` runs one C program natively and in a container with a quota, in turn
+(A B B A), each time as a new process. A run's figure is the median of its batches of calls; the
+difference is the median over the pairs of runs, with the 95 % interval of a bootstrap of the
+pairs. `alloc-1000` is `cuMemAlloc` and `cuMemFree` with 1,000 blocks alive, and so on; `load` is a
+process's `dlopen` of libcuda.so.1; `look-up-ours` is `cuGetProcAddress` of a function that the
+control library replaces. Over the stub, a driver whose functions return at once, the difference is
+the control library's own cost, without a container around it.
+"""
+
 
 class Page:
     """The page's text so far, and the figures beside it by name."""
@@ -151,9 +163,32 @@ def add_mirror(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(where(result))
 
 
+def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A table for each run."""
+    page.add(OVERHEAD)
+    for result in results.values():
+        gpu = result["gpu"]
+        where_run = (
+            "the stub" if gpu["kind"] == "stub" else f"{gpu['name']}, driver {gpu['driver']}"
+        )
+        page.add(f"### {where_run}, {result['date'][:10]}")
+        rows = [
+            (
+                f"{measure}, {'alone' if kind == 'alone' else 'while somebody else waits'}",
+                *(f"{one[key]:,.1f}" for key in ("native_ns", "governed_ns", "difference_ns")),
+                f"{one['low_ns']:,.1f} to {one['high_ns']:,.1f}",
+            )
+            for kind, measures in result["summary"].items()
+            for measure, one in measures.items()
+        ]
+        page.table(("ns", "native", "governed", "difference", "95 %"), rows, "lrrrr")
+        page.add(f"{result['configuration']['pairs']} pairs of runs. {where(result)}")
+
+
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "mirror": add_mirror,
+    "overhead": add_overhead,
 }
 
 

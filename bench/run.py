@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.mirror import faults
+from bench.overhead import summarise
 from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
 from bench.report import WINDOWS, sampled_shares
@@ -131,7 +132,25 @@ def mirror(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SUITES: dict[str, Suite] = {"mirror": mirror, "shares": shares}
+def overhead(options: argparse.Namespace) -> dict[str, Any]:
+    """What a call costs, from the directory of a run of bench.overhead."""
+    report = read_json(options.source / "overhead.json")
+    run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("summary")
+    settings = report.pop("options")
+    name_commit(run, options.commit)
+    if claimed != {kind: summarise(pairs) for kind, pairs in report.items()}:
+        raise ResultError("the samples do not give the figures that the report claims")
+    return {
+        "suite": "overhead",
+        **run,
+        "gpu": gpu,
+        "configuration": settings,
+        "raw": report,
+        "summary": claimed,
+    }
+
+
+SUITES: dict[str, Suite] = {"mirror": mirror, "overhead": overhead, "shares": shares}
 
 
 def validate(result: Mapping[str, Any]) -> None:

@@ -1,0 +1,333 @@
+/*
+ * What calls of the driver API cost the caller, on any libcuda.so.1.
+ *
+ *   overhead MEASURE... [--samples N] [--calls N] [--bytes N] [--leave-file F]
+ *
+ * Measures: launch        cuLaunchKernel of an empty kernel, mean of a batch
+ *           launch-median the same in groups of eight, the median group of a batch: not the calls
+ * that wait alloc-async   cuMemAllocAsync and cuMemFreeAsync alloc         cuMemAlloc and
+ * cuMemFree, with no block of ours alive but that one alloc-1000    the same with 1,000 blocks
+ * alive; alloc-100000 likewise memory-info   cuMemGetInfo look-up-ours  cuGetProcAddress of
+ * cuLaunchKernel look-up       cuGetProcAddress of cuEventQuery load          dlopen of
+ * libcuda.so.1, each in a process of its own
+ *
+ * A sample is the ns that one call (one pair of calls) of a batch of --calls took; a batch's work
+ * is waited for outside of the measured time. Prints one JSON object: a list of --samples numbers
+ * for each measure. Like the burner it needs no toolkit and knows nothing of Tidegate.
+ */
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef void *handle;
+
+static int (*cuInit)(unsigned);
+static int (*cuDeviceGet)(int *, int);
+static int (*cuDevicePrimaryCtxRetain)(handle *, int);
+static int (*cuCtxSetCurrent)(handle);
+static int (*cuModuleLoadData)(handle *, const void *);
+static int (*cuModuleGetFunction)(handle *, handle, const char *);
+static int (*cuStreamCreate)(handle *, unsigned);
+static int (*cuStreamSynchronize)(handle);
+static int (*cuMemAlloc)(unsigned long long *, size_t);
+static int (*cuMemFree)(unsigned long long);
+static int (*cuMemAllocAsync)(unsigned long long *, size_t, handle);
+static int (*cuMemFreeAsync)(unsigned long long, handle);
+static int (*cuMemGetInfo)(size_t *, size_t *);
+static int (*cuGetProcAddress)(const char *, void **, int, uint64_t, int *);
+static int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             unsigned, handle, void **, void **);
+
+/* By a name and with a parameter that a simulated GPU knows as well. */
+static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
+                          ".visible .entry burn(.param .u64 ns)\n{\n  ret;\n}\n";
+
+#define GROUP 8
+static handle stream, empty;
+static unsigned n_samples = 30, n_calls = 200, n_blocks;
+static size_t n_bytes = 65536;
+
+static void check(int result, const char *what)
+{
+    if (result) {
+        fprintf(stderr, "overhead: %s answered %d\n", what, result);
+        exit(1);
+    }
+}
+
+static uint64_t now(void)
+{
+    struct timespec ts;
+
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+static void load(void *library, void *variable, const char *name)
+{
+    void *found = dlsym(library, name);
+
+    if (!found) {
+        fprintf(stderr, "overhead: libcuda.so.1 has no %s\n", name);
+        exit(1);
+    }
+    memcpy(variable, &found, sizeof found);
+}
+
+static void *open_library(void)
+{
+    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+
+    if (!library) {
+        fprintf(stderr, "overhead: %s\n", dlerror());
+        exit(1);
+    }
+    return library;
+}
+
+static void start(void)
+{
+    void *library = open_library();
+    handle context, module;
+    int device;
+
+#define LOAD(variable, name) load(library, (void *)&variable, name)
+    LOAD(cuInit, "cuInit");
+    LOAD(cuDeviceGet, "cuDeviceGet");
+    LOAD(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
+    LOAD(cuCtxSetCurrent, "cuCtxSetCurrent");
+    LOAD(cuModuleLoadData, "cuModuleLoadData");
+    LOAD(cuModuleGetFunction, "cuModuleGetFunction");
+    LOAD(cuStreamCreate, "cuStreamCreate");
+    LOAD(cuStreamSynchronize, "cuStreamSynchronize");
+    LOAD(cuMemAlloc, "cuMemAlloc_v2");
+    LOAD(cuMemFree, "cuMemFree_v2");
+    LOAD(cuMemAllocAsync, "cuMemAllocAsync");
+    LOAD(cuMemFreeAsync, "cuMemFreeAsync");
+    LOAD(cuMemGetInfo, "cuMemGetInfo_v2");
+    LOAD(cuGetProcAddress, "cuGetProcAddress_v2");
+    LOAD(cuLaunchKernel, "cuLaunchKernel");
+    check(cuInit(0), "cuInit");
+    check(cuDeviceGet(&device, 0), "cuDeviceGet");
+    check(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
+    check(cuCtxSetCurrent(context), "cuCtxSetCurrent");
+    check(cuModuleLoadData(&module, ptx), "cuModuleLoadData");
+    check(cuModuleGetFunction(&empty, module, "burn"), "cuModuleGetFunction");
+    check(cuStreamCreate(&stream, 1), "cuStreamCreate");
+}
+
+/* ---- what is measured: one call, or one pair ---- */
+
+static void do_launch(void)
+{
+    uint64_t ns = 1000;
+    void *parameters[] = {&ns};
+
+    check(cuLaunchKernel(empty, 1, 1, 1, 32, 1, 1, 0, stream, parameters, NULL), "cuLaunchKernel");
+}
+
+static void do_alloc_async(void)
+{
+    unsigned long long block;
+
+    check(cuMemAllocAsync(&block, n_bytes, stream), "cuMemAllocAsync");
+    check(cuMemFreeAsync(block, stream), "cuMemFreeAsync");
+}
+
+static void do_alloc(void)
+{
+    unsigned long long block;
+
+    check(cuMemAlloc(&block, n_bytes), "cuMemAlloc");
+    check(cuMemFree(block), "cuMemFree");
+}
+
+static void do_memory_info(void)
+{
+    size_t left, total;
+
+    check(cuMemGetInfo(&left, &total), "cuMemGetInfo");
+}
+
+static void look_up(const char *name)
+{
+    void *found;
+    int status;
+
+    check(cuGetProcAddress(name, &found, 12000, 0, &status), "cuGetProcAddress");
+}
+
+static void do_look_up_ours(void)
+{
+    look_up("cuLaunchKernel");
+}
+
+static void do_look_up(void)
+{
+    look_up("cuEventQuery");
+}
+
+/* ---- how ---- */
+
+static int by_size(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+static double batch(void (*call)(void))
+{
+    uint64_t began = now();
+
+    for (unsigned i = 0; i < n_calls; i++)
+        call();
+    return (double)(now() - began) / n_calls;
+}
+
+static double batch_median(void (*call)(void), double *groups)
+{
+    unsigned n = (n_calls + GROUP - 1) / GROUP;
+
+    for (unsigned i = 0; i < n; i++) {
+        uint64_t began = now();
+
+        for (unsigned k = 0; k < GROUP; k++)
+            call();
+        groups[i] = (double)(now() - began) / GROUP;
+    }
+    qsort(groups, n, sizeof *groups, by_size);
+    return groups[n / 2];
+}
+
+/* Keeps so many small blocks alive from here on; they go with the process. */
+static void keep_blocks(unsigned n)
+{
+    for (; n_blocks < n; n_blocks++) {
+        unsigned long long block;
+
+        check(cuMemAlloc(&block, 512), "cuMemAlloc");
+    }
+}
+
+/* A process's first dlopen, as it reports it itself on its standard output. */
+static double load_once(char *self)
+{
+    char text[64] = "";
+    int ends[2], status = 1;
+    ssize_t n;
+    pid_t pid;
+
+    check(pipe(ends), "pipe");
+    pid = fork();
+    if (pid == 0) {
+        dup2(ends[1], 1);
+        execl("/proc/self/exe", self, "--load-once", (char *)NULL);
+        _exit(127);
+    }
+    close(ends[1]);
+    n = read(ends[0], text, sizeof text - 1);
+    close(ends[0]);
+    if (pid < 0 || waitpid(pid, &status, 0) != pid || status || n <= 0) {
+        fprintf(stderr, "overhead: a process that loads libcuda.so.1 failed\n");
+        exit(1);
+    }
+    return atof(text);
+}
+
+static const struct measure {
+    const char *name;
+    void (*call)(void); /* NULL: load */
+    unsigned blocks;
+    int median;
+} measures[] = {
+    {"launch", do_launch, 0, 0},
+    {"launch-median", do_launch, 0, 1},
+    {"alloc-async", do_alloc_async, 0, 0},
+    {"memory-info", do_memory_info, 0, 0},
+    {"look-up-ours", do_look_up_ours, 0, 0},
+    {"look-up", do_look_up, 0, 0},
+    {"load", NULL, 0, 0},
+    /* Behind the others: what is kept alive stays alive. */
+    {"alloc", do_alloc, 0, 0},
+    {"alloc-1000", do_alloc, 1000, 0},
+    {"alloc-100000", do_alloc, 100000, 0},
+};
+
+static void run(const struct measure *m, char *self)
+{
+    double *groups = calloc(n_calls, sizeof *groups);
+
+    keep_blocks(m->blocks);
+    for (unsigned i = 0; i < n_samples + 2; i++) {
+        double sample = !m->call    ? load_once(self)
+                        : m->median ? batch_median(m->call, groups)
+                                    : batch(m->call);
+
+        if (m->call)
+            check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+        if (i >= 2) /* two to warm up */
+            printf("%s%.1f", i == 2 ? "" : ", ", sample);
+    }
+    free(groups);
+}
+
+int main(int argc, char **argv)
+{
+    const char *separator = "{", *leave_file = NULL;
+
+    if (argc == 2 && !strcmp(argv[1], "--load-once")) {
+        uint64_t began = now();
+
+        open_library();
+        printf("%llu\n", (unsigned long long)(now() - began));
+        return 0;
+    }
+    for (int i = 1; i + 1 < argc; i++) {
+        if (!strcmp(argv[i], "--leave-file"))
+            leave_file = argv[i + 1];
+        if (!strcmp(argv[i], "--samples"))
+            n_samples = (unsigned)atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--calls"))
+            n_calls = (unsigned)atoi(argv[i + 1]);
+        if (!strcmp(argv[i], "--bytes"))
+            n_bytes = strtoull(argv[i + 1], NULL, 10);
+    }
+    if (!n_samples || !n_calls || !n_bytes) {
+        fprintf(stderr, "overhead: --samples, --calls and --bytes are above 0\n");
+        return 64;
+    }
+    start();
+    for (size_t k = 0; k < sizeof measures / sizeof *measures; k++) {
+        for (int i = 1; i < argc; i++) {
+            if (strcmp(argv[i], measures[k].name))
+                continue;
+            printf("%s\"%s\": [", separator, measures[k].name);
+            run(&measures[k], argv[0]);
+            printf("]");
+            separator = ", ";
+            break;
+        }
+    }
+    if (*separator == '{') {
+        fprintf(stderr, "overhead: no measure is named; see the head of overhead.c\n");
+        return 64;
+    }
+    printf("}\n");
+    fflush(stdout);
+    if (leave_file) {
+        char ready[4096];
+
+        snprintf(ready, sizeof ready, "%s.ready", leave_file);
+        close(open(ready, O_CREAT | O_WRONLY | O_CLOEXEC, 0644));
+        while (access(leave_file, F_OK))
+            usleep(1000);
+    }
+    return 0;
+}

@@ -1,0 +1,314 @@
+"""`python -m bench.overhead`: what the control library costs the caller of the driver API.
+
+Runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
+process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, whose
+functions return at once, so that what is left is the control library's own cost; then there is no
+container, but a grant page alone.
+
+A pair is a native run and the governed one beside it. The difference is the median over the pairs
+of the difference of a run's medians, its interval a bootstrap of the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.demo import find_machine
+from bench.machine import ROOT, Machine, MachineError, Simulated
+from bench.node import Node, Running, last_json
+from bench.provenance import describe_run
+from bench.room import Room, control_folder
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+from vdriver.manifest import read_manifest
+
+ALONE = (
+    "launch", "launch-median", "alloc-async", "memory-info", "look-up-ours", "look-up", "load",
+    "alloc", "alloc-1000", "alloc-100000",
+)  # fmt: skip
+"""What is measured alone, with an open grant."""
+BESIDE = ("launch-median",)
+"""What is measured while somebody else wants the GPU: of the calls that wait, nothing."""
+
+STUB_UUID = b"tidegate stub 0."
+RESAMPLES = 10_000
+RUN_S = 120.0
+"""How long one run may take."""
+
+Samples = dict[str, list[float]]
+Arm = Callable[[Sequence[str]], Samples]
+
+
+# ---- the figures ----
+
+
+def bootstrap(differences: Sequence[float], seed: int = 1) -> tuple[float, float]:
+    """Return the 95 % interval of the median of `differences`, drawn again with replacement."""
+    draw = random.Random(seed)  # noqa: S311 - a sample, no secret
+    medians = sorted(
+        statistics.median(draw.choices(differences, k=len(differences))) for _ in range(RESAMPLES)
+    )
+    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
+
+
+def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]]:
+    """Return ns natively, ns governed, and the difference with its interval, for each measure."""
+    summary = {}
+    for measure in pairs[0]["native"]:
+        native = [statistics.median(pair["native"][measure]) for pair in pairs]
+        governed = [statistics.median(pair["governed"][measure]) for pair in pairs]
+        differences = [b - a for a, b in zip(native, governed, strict=True)]
+        low, high = bootstrap(differences)
+        summary[measure] = {
+            "native_ns": round(statistics.median(native), 1),
+            "governed_ns": round(statistics.median(governed), 1),
+            "difference_ns": round(statistics.median(differences), 1),
+            "low_ns": round(low, 1),
+            "high_ns": round(high, 1),
+        }
+    return summary
+
+
+def render_table(summary: dict[str, dict[str, float]]) -> str:
+    """Return a summary as a table, ns."""
+    lines = [f"{'':22}{'native':>12}{'governed':>12}{'difference':>12}   95 %"]
+    lines += [
+        f"{name:22}{one['native_ns']:12.1f}{one['governed_ns']:12.1f}{one['difference_ns']:12.1f}"
+        f"   {one['low_ns']:.1f} to {one['high_ns']:.1f}"
+        for name, one in summary.items()
+    ]
+    return "\n".join(lines)
+
+
+# ---- the runs ----
+
+
+def in_turn(pairs: int) -> Iterator[tuple[str, str]]:
+    """Yield the order of each pair: A B, B A, A B... so that a drift favours nobody."""
+    for i in range(pairs):
+        yield ("native", "governed") if i % 2 == 0 else ("governed", "native")
+
+
+def run_pairs(
+    arms: dict[str, Arm], measures: Sequence[str], pairs: int
+) -> list[dict[str, Samples]]:
+    """Run native and governed in turn."""
+    results = []
+    for i, order in enumerate(in_turn(pairs)):
+        results.append({name: arms[name](measures) for name in order})
+        print(f"  pair {i + 1} of {pairs}", flush=True)
+    return results
+
+
+def read_samples(text: str, measures: Sequence[str]) -> Samples:
+    """Return what the program measured; MachineError unless it is all that was asked for."""
+    found = last_json(text)
+    if sorted(found) != sorted(measures):
+        last = text.strip().splitlines()[-1:] or ["it said nothing"]
+        raise MachineError(f"the program did not measure everything: {last[0][:200]}")
+    return {name: [float(value) for value in found[name]] for name in measures}
+
+
+def run_program(command: Sequence[str], environment: dict[str, str]) -> str:
+    """Run the program outside of a container and return its output."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=RUN_S,
+    )
+    if done.returncode:
+        raise MachineError(f"{command[0]} failed: {done.stderr.strip()[:200]}")
+    return done.stdout
+
+
+def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure over the library that does nothing: with an open grant, and with one that ends."""
+    control, stub = args.build / "libcontrol/libcuda.so.1", args.build / "libcuda-stub.so"
+    control_folder(args.output / "governed", control, stub)
+    (args.output / "native").mkdir()
+    shutil.copy(stub, args.output / "native/libcuda.so.1")
+    program = [str(args.build / "overhead"), *args.options]
+    report: dict[str, Any] = {"gpu": {"kind": "stub", "name": "stub", "driver": "none"}}
+    with Room(args.output / "room", [STUB_UUID]) as room:
+
+        def arm(name: str) -> Arm:
+            environment = {"LD_LIBRARY_PATH": str(args.output / name)}
+
+            def run(measures: Sequence[str]) -> Samples:
+                before = room.counter("launches")
+                output = run_program(room.command(*program, *measures), environment)
+                if (room.counter("launches") > before) != (name == "governed"):
+                    raise MachineError(f"the {name} run was not {name}")
+                return read_samples(output, measures)
+
+            return run
+
+        arms = {name: arm(name) for name in ("native", "governed")}
+        report["alone"] = run_pairs(arms, ALONE, args.pairs)
+        # Not until its end: what a hand-over costs is not the library's own cost.
+        room.grant_until(time.monotonic_ns() + 10**13)
+        report["beside"] = run_pairs(arms, BESIDE, args.pairs)
+    return report
+
+
+class Contained:
+    """The governed runs: each in a container of its own, under one governor."""
+
+    def __init__(self, node: Node, options: Sequence[str]) -> None:
+        self.node = node
+        self.options = options
+        self.n = 0
+
+    def start(self, command: Sequence[str], **annotations: str) -> Running:
+        """Start a container with a name of its own."""
+        self.n += 1
+        return self.node.start(f"run{self.n}", command, {"memory": "4Gi", **annotations})
+
+    def alone(self, measures: Sequence[str]) -> Samples:
+        """Run with the whole GPU, and nobody else there."""
+        return self._run(measures, compute="100")
+
+    def beside(self, measures: Sequence[str]) -> Samples:
+        """Run with half of the GPU while a neighbour with the other half keeps it busy."""
+        machine = self.node.machine
+        busy = [*machine.command("burner-500", inside=True), "--seconds", str(RUN_S)]
+        neighbour = self.start([*busy, "--wait-file", "/out/begin"], compute="50")
+        self.node.wait_ready([neighbour.out / "begin.ready"], 60)
+        (neighbour.out / "begin").touch()
+        samples = self._run(measures, compute="50")
+        if neighbour.process.poll() is not None:
+            raise MachineError("the neighbour ended before the measurement")
+        self.node.kill(neighbour)
+        self.node.wait(neighbour, 30)
+        self.node.running.remove(neighbour)
+        return samples
+
+    def _run(self, measures: Sequence[str], **annotations: str) -> Samples:
+        command = ["/usr/bin/overhead", *self.options, *measures, "--leave-file", "/out/leave"]
+        container = self.start(command, **annotations)
+        self.node.wait_ready([container.out / "leave.ready"], RUN_S)
+        self.node.look()
+        (container.out / "leave").touch()
+        if self.node.wait(container, 30):
+            raise MachineError(f"a container failed: {container.output.strip()[-200:]}")
+        if not container.seen["devices"][0]["launches"]:
+            raise MachineError("the governor saw no launch: the run was not governed")
+        self.node.running.remove(container)
+        return read_samples(container.output, measures)
+
+
+def with_program(machine: Machine) -> Machine:
+    """Let a machine's containers have the program."""
+    make = machine.make_rootfs
+
+    def make_rootfs(directory: Path) -> None:
+        make(directory)
+        shutil.copy(machine.build / "overhead", directory / "usr/bin")
+
+    machine.make_rootfs = make_rootfs  # type: ignore[method-assign]
+    return machine
+
+
+def measure_node(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure on a GPU, natively and in containers."""
+    args.compile = False
+    machine = with_program(find_machine(args, args.output, args.build))
+    program = [str(args.build / "overhead"), *args.options]
+    report: dict[str, Any] = {}
+    with Node(machine) as node:
+        version = read_manifest((node.driver_dir / "current").resolve()).version
+
+        def native(measures: Sequence[str]) -> Samples:
+            return read_samples(run_program([*program, *measures], machine.environment), measures)
+
+        def native_beside(measures: Sequence[str]) -> Samples:
+            busy = [*machine.command("burner-500", inside=False), "--seconds", str(RUN_S)]
+            start = args.output / "begin"
+            for path in (start, start.with_suffix(".ready")):
+                path.unlink(missing_ok=True)
+            with subprocess.Popen(
+                [*busy, "--wait-file", str(start)],
+                env={**os.environ, **machine.environment},
+                stdout=subprocess.DEVNULL,
+            ) as neighbour:
+                try:
+                    while not start.with_suffix(".ready").exists():
+                        if neighbour.poll() is not None:
+                            raise MachineError("the neighbour of a native run failed")
+                        time.sleep(0.02)
+                    start.touch()
+                    return native(measures)
+                finally:
+                    neighbour.kill()
+
+        contained = Contained(node, args.options)
+        report["alone"] = run_pairs(
+            {"native": native, "governed": contained.alone}, ALONE, args.pairs
+        )
+        report["beside"] = run_pairs(
+            {"native": native_beside, "governed": contained.beside}, BESIDE, max(args.pairs // 2, 2)
+        )
+        report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}
+    return report
+
+
+def gpu_name(machine: Machine) -> str:
+    """Return the GPU's name as the driver's own nvidia-smi says it."""
+    if isinstance(machine, Simulated):
+        return "Tidegate Simulated GPU"
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.splitlines()[0].strip()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the tables and write overhead.json."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.overhead", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--stub", action="store_true", help="over a driver that does nothing")
+    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--pairs", type=int, default=10, help="native and governed runs (10)")
+    parser.add_argument("--samples", type=int, default=20, help="batches of calls in a run (20)")
+    parser.add_argument("--calls", type=int, help="calls in a batch (200; 20000 with --stub)")
+    parser.add_argument("--output", type=Path, default=ROOT / "build/overhead")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+    args = parser.parse_args(argv)
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    args.output, args.build = args.output.resolve(), args.build.resolve()
+    calls = args.calls or (20_000 if args.stub else 200)
+    args.options = ["--samples", str(args.samples), "--calls", str(calls)]
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    try:
+        report = measure_stub(args) if args.stub else measure_node(args)
+    except (MachineError, TidegateError, VdriverError, subprocess.TimeoutExpired) as e:
+        print(f"overhead: {e}", file=sys.stderr)
+        return 1
+    report["run"] = describe_run()
+    report["options"] = {"pairs": args.pairs, "samples": args.samples, "calls": calls}
+    report["summary"] = {kind: summarise(report[kind]) for kind in ("alone", "beside")}
+    (args.output / "overhead.json").write_text(json.dumps(report) + "\n")
+    for kind, title in (("alone", "alone, ns"), ("beside", "with a grant that ends, ns")):
+        print(f"\n{title}\n{render_table(report['summary'][kind])}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

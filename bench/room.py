@@ -1,0 +1,181 @@
+"""A place where one process is governed without a container and without a governor.
+
+The control library stands before a driver of the caller's choice, in a mount namespace of its own
+where /run/tidegate is a directory with a grant page and a socket. The caller writes the page, so a
+test or a measurement decides what is granted, word by word. Needs root, or user namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import shlex
+import shutil
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from libcontrol import layout, pages
+
+HEARTBEAT_S = 0.05
+FUTEX_WAKE = 1
+SYS_FUTEX = {"x86_64": 202, "aarch64": 98}[os.uname().machine]
+
+SETTINGS = {
+    "inflight_ns": 4_000_000,
+    "marker_ns": 250_000,
+    "lookahead_ns": 120_000,
+    "idle_release_ns": 200_000,
+    "spin_ns": 0,
+    "holds": 1,
+}
+"""The header of a grant page as a governor with its defaults writes it."""
+
+DEVICE: dict[str, int | bytes] = {
+    "memory_limit": 1 << 40,
+    "context_bytes": 512 << 20,
+    "compute": 1_000_000,
+    "compute_limit": 1_000_000,
+    "deadline_ns": layout.OPEN,
+    "epoch": 1,
+    "signal": 1,
+}
+"""A device's entry: a container alone, with an open grant."""
+
+
+def control_folder(folder: Path, control: Path, driver: Path) -> Path:
+    """Lay the control library `control` before the library `driver`, as a mirror does.
+
+    Returns the folder for LD_LIBRARY_PATH.
+    """
+    (folder / "origin").mkdir(parents=True, exist_ok=True)
+    shutil.copy(control, folder / "libcuda.so.1")
+    shutil.copy(driver, folder / "origin" / "libcuda-origin.so.1")
+    return folder
+
+
+class Room:
+    """Between `with` and its end: a grant page that says what its owner wrote, with a heartbeat."""
+
+    def __init__(self, directory: Path, uuids: list[bytes], **fields: int) -> None:
+        directory.mkdir(parents=True)
+        self.directory = directory
+        self.alive = True
+        """Whether the heartbeat goes on."""
+        path = directory / "grant"
+        path.write_bytes(bytes(layout.GRANT_SIZE))
+        with path.open("r+b") as file:
+            self.grant = mmap.mmap(file.fileno(), layout.GRANT_SIZE)
+        self._ledger_fd = os.memfd_create("ledger", os.MFD_CLOEXEC)
+        os.ftruncate(self._ledger_fd, layout.LEDGER_SIZE)
+        self.ledger = mmap.mmap(self._ledger_fd, layout.LEDGER_SIZE)
+        self._word = (ctypes.c_char * layout.GRANT_SIZE).from_buffer(self.grant)
+        self._uuids = uuids
+        self._fields = fields
+        self.reset()
+        pages.init_ledger(self.ledger)
+        # By a descriptor of its directory: a socket's path has 107 bytes at most.
+        self._folder_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"/proc/self/fd/{self._folder_fd}/governor.sock")
+        (directory / "governor.sock").chmod(0o666)
+        self._listener.listen(layout.N_SLOTS)
+        self._processes: list[socket.socket] = []
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._beat), threading.Thread(target=self._serve)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for process in [self._listener, *self._processes]:
+            process.close()
+        os.close(self._folder_fd)
+        os.close(self._ledger_fd)
+
+    def reset(self) -> None:
+        """Fill the page anew."""
+        devices: list[dict[str, int | bytes]] = [
+            {**DEVICE, "uuid": uuid, **self._fields} for uuid in self._uuids
+        ]
+        beat = {"heartbeat_ns": time.monotonic_ns()}
+        pages.init_grant(self.grant, settings=SETTINGS | beat, devices=devices)
+
+    def write(self, field: str, value: int, device: int = 0) -> None:
+        """Store a field of a device's entry."""
+        pages.write(self.grant, layout.grant_device(device), "grant_device", field, value)
+
+    def grant_until(self, deadline_ns: int, device: int = 0) -> None:
+        """Begin a grant, or end it with 0, and wake who waits."""
+        base = layout.grant_device(device)
+        now = time.monotonic_ns()
+        epoch = pages.read(self.grant, base, "grant_device", "epoch")
+        self.write("start_ns", now, device)
+        self.write("epoch", (epoch + 1) % 2**32, device)
+        self.write("deadline_ns", deadline_ns, device)
+        self.wake(device)
+
+    def wake(self, device: int = 0) -> None:
+        """Move a device's signal and wake who sleeps on it."""
+        base = layout.grant_device(device)
+        signal = pages.read(self.grant, base, "grant_device", "signal")
+        self.write("signal", (signal + 1) % 2**32, device)
+        at = base + layout.offsets(layout.GRANT_DEVICE)["signal"]
+        ctypes.CDLL(None).syscall(
+            SYS_FUTEX, ctypes.c_void_p(ctypes.addressof(self._word) + at), FUTEX_WAKE, 2**31 - 1, 0
+        )
+
+    def counter(self, field: str, device: int = 0) -> int:
+        """Return the sum of a field of the ledger over the processes that have registered."""
+        return pages.device_sum(self.ledger, field, device)
+
+    def command(self, *arguments: str) -> list[str]:
+        """Return the command that runs another one in here."""
+        user = [] if os.geteuid() == 0 else ["--map-root-user"]
+        inside = (
+            f"mount -t tmpfs tmpfs /run && mkdir /run/tidegate && "
+            f'mount --bind {shlex.quote(str(self.directory))} /run/tidegate && exec "$@"'
+        )
+        return [
+            "unshare", *user, "--mount", "--propagation", "private",
+            "sh", "-c", inside, "sh", *arguments,
+        ]  # fmt: skip
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_S):
+            if self.alive:
+                now = time.monotonic_ns()
+                pages.write(self.grant, 0, "grant_header", "heartbeat_ns", now)
+
+    def _serve(self) -> None:
+        """Give each process that comes the next slot; its wake-ups stay unread."""
+        while True:
+            try:
+                process, _ = self._listener.accept()
+            except OSError:
+                return
+            slot = len(self._processes)
+            self._processes.append(process)
+            if slot == layout.N_SLOTS or not process.recv(1):
+                continue
+            pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
+            pages.write(self.ledger, 0, "ledger_header", "n_slots", slot + 1)
+            socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])

@@ -1,0 +1,111 @@
+"""What a call costs: the figures from the samples, and a run over the driver that does nothing."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from bench import overhead, report_docs, run
+from bench.room import Room, control_folder
+from libcontrol import layout
+from tests.conftest import lack
+
+STUB = b"tidegate stub 0."
+
+
+@pytest.fixture
+def room(tmp_path):
+    """A room, where this machine lets us have a mount namespace."""
+    with Room(tmp_path / "room", [STUB]) as made:
+        done = subprocess.run(made.command("true"), capture_output=True, text=True, check=False)
+        if done.returncode:
+            lack(f"no mount namespace: {done.stderr.strip()}")
+        yield made
+
+
+def pair(native, governed):
+    return {"native": {"launch": native}, "governed": {"launch": governed}}
+
+
+def test_the_order_of_the_pairs_turns():
+    assert list(overhead.in_turn(3)) == [
+        ("native", "governed"), ("governed", "native"), ("native", "governed")
+    ]  # fmt: skip
+
+
+def test_a_difference_is_that_of_the_medians_of_a_pair():
+    pairs = [pair([1, 2, 900], [12, 11, 13]), pair([2, 2, 2], [22, 22, 22]), pair([2], [12])]
+    assert overhead.summarise(pairs)["launch"] == {
+        "native_ns": 2.0, "governed_ns": 12.0, "difference_ns": 10.0,
+        "low_ns": 10.0, "high_ns": 20.0,
+    }  # fmt: skip
+
+
+def test_the_interval_of_what_is_always_the_same_is_a_point():
+    assert overhead.bootstrap([3.0, 3.0, 3.0]) == (3.0, 3.0)
+
+
+def test_the_interval_holds_the_median_and_is_within_what_was_seen():
+    low, high = overhead.bootstrap([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert 1 <= low < 3 < high <= 100
+
+
+def test_a_run_that_did_not_measure_everything_is_an_error():
+    with pytest.raises(overhead.MachineError, match="overhead: cuInit answered 802"):
+        overhead.read_samples("overhead: cuInit answered 802", ["launch"])
+
+
+def test_over_the_stub_every_measure_is_taken_and_becomes_a_result(room, build_dir, tmp_path):
+    del room
+    out = tmp_path / "overhead"
+    command = ["--stub", "--pairs", "1", "--samples", "2", "--calls", "50", "--output", str(out)]
+    assert overhead.main([*command, "--build", str(build_dir)]) == 0
+    report = json.loads((out / "overhead.json").read_text())
+    for one in (report["alone"][0]["native"], report["alone"][0]["governed"]):
+        assert sorted(one) == sorted(overhead.ALONE)
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in one.values())
+
+    keep = ["--suite", "overhead", "--from", str(out), "--out"]
+    assert run.main([*keep, str(tmp_path / "bench/results/r.json"), "--commit", "0" * 40]) == 0
+    [page] = report_docs.plan_files(tmp_path).values()
+    assert "### the stub" in page
+    assert "| look-up-ours, alone |" in page
+
+    report["summary"]["alone"]["launch"]["difference_ns"] += 1
+    (out / "overhead.json").write_text(json.dumps(report))
+    assert run.main([*keep, str(tmp_path / "claimed.json")]) == 1
+
+
+def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_dir, tmp_path):
+    folder = control_folder(
+        tmp_path / "lib", build_dir / "libcontrol/libcuda.so.1", build_dir / "libcuda-stub.so"
+    )
+    command = [str(build_dir / "overhead"), "launch", "--samples", "1", "--calls", "7"]
+    done = subprocess.run(
+        room.command(*command),
+        env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert room.counter("launches") == 7 * 3  # two batches to warm up
+
+
+def test_a_room_says_what_its_owner_wrote(tmp_path):
+    with Room(tmp_path / "room", [STUB, bytes(16)], compute=5) as room:
+        room.grant_until(0, device=1)
+        page = (tmp_path / "room/grant").read_bytes()
+    assert page[:8] == b"TDGGRANT"
+    first, second = (
+        page[layout.grant_device(i) : layout.grant_device(i) + layout.GRANT_DEVICE.size]
+        for i in (0, 1)
+    )
+    at = layout.offsets(layout.GRANT_DEVICE)
+    assert first[:16] == STUB
+    assert first[at["deadline_ns"] :][:8] == b"\xff" * 8
+    assert second[at["deadline_ns"] :][:8] == bytes(8)
+    assert (first[at["epoch"]], second[at["epoch"]]) == (1, 2)
+    assert first[at["compute"]] == 5

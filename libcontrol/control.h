@@ -60,13 +60,56 @@ bool pages_start(void);
 /* After cuInit: matches the driver's devices with the grant's by UUID. */
 void pages_match_devices(void);
 
-const struct grant_header *pages_grant(void);                  /* NULL before pages_start() */
-const struct grant_device *pages_grant_device(unsigned index); /* index below pages_n_devices() */
-struct ledger_device *pages_ledger_device(unsigned index);     /* this process's */
-struct ledger_header *pages_ledger(void);
-struct ledger_slot *pages_slot(void);
-unsigned pages_n_devices(void);
-unsigned pages_on_governor_loss(void); /* 0 keep the quota locally, 1 deny, 2 open */
+/* Read on every call: accessors are inline. */
+struct pages {
+    const struct grant_header *grant;
+    struct ledger_header *ledger;
+    struct ledger_slot *slot;
+    unsigned n_devices;
+    unsigned on_governor_loss;
+    bool denied;
+};
+
+extern struct pages pages_now;
+
+/* NULL before pages_start() */
+static inline const struct grant_header *pages_grant(void)
+{
+    return pages_now.grant;
+}
+
+/* index below pages_n_devices() */
+static inline const struct grant_device *pages_grant_device(unsigned index)
+{
+    return (const struct grant_device *)((const char *)pages_now.grant + GRANT_DEVICES) + index;
+}
+
+static inline struct ledger_header *pages_ledger(void)
+{
+    return pages_now.ledger;
+}
+
+/* This process's part of the ledger; NULL while it has none: then nothing is governed. */
+static inline struct ledger_slot *pages_slot(void)
+{
+    return pages_now.slot;
+}
+
+static inline struct ledger_device *pages_ledger_device(unsigned index)
+{
+    return (struct ledger_device *)((char *)pages_now.slot + LEDGER_SLOT_DEVICES) + index;
+}
+
+static inline unsigned pages_n_devices(void)
+{
+    return pages_now.n_devices;
+}
+
+/* 0 keep the quota locally, 1 deny, 2 open */
+static inline unsigned pages_on_governor_loss(void)
+{
+    return pages_now.on_governor_loss;
+}
 
 /* The grant's index of a device or of the current context's device; -1 if it is not governed. */
 int pages_index_of(CUdevice dev);
@@ -75,7 +118,11 @@ int pages_index_current(void);
 
 /* This process gets nothing from here on: no context, no memory, no launch. */
 void pages_deny(void);
-bool pages_denied(void);
+
+static inline bool pages_denied(void)
+{
+    return atomic_load_relaxed(&pages_now.denied);
+}
 
 /* Tells the arbiter that the ledger has news. Never blocks. */
 void pages_poke(void);

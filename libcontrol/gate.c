@@ -229,7 +229,7 @@ void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, boo
 static void pass_end(struct pass *p, struct ledger_device *ledger)
 {
     atomic_store_relaxed(&p->limit, 0);
-    atomic_add_relaxed(&ledger->launches, __atomic_exchange_n(&p->used, 0, __ATOMIC_RELAXED));
+    atomic_bump(&ledger->launches, __atomic_exchange_n(&p->used, 0, __ATOMIC_RELAXED));
 }
 
 /* The lock is held. */
@@ -615,9 +615,9 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     else if (!g->passing && !held)
         queue_add_unseen(&g->queue, predicted, now);
     g->last_launch = now;
+    atomic_bump(&ledger->launches, 1);
+    atomic_bump(&ledger->predicted_ns, predicted);
     prim_unlock(&g->lock);
-    atomic_add_relaxed(&ledger->launches, 1);
-    atomic_add_relaxed(&ledger->predicted_ns, predicted);
     errno = saved;
     return CUDA_SUCCESS;
 }

@@ -20,15 +20,10 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-static const struct grant_header *grant;
-static struct ledger_header *ledger;
-static struct ledger_slot *slot;
+struct pages pages_now;
 static int governor_fd = -1;
 static uint64_t governor_inode;
 static int device_index[LAYOUT_N_DEVICES * 4]; /* by CUdevice ordinal: grant index + 1 */
-static unsigned n_devices;
-static unsigned on_governor_loss;
-static bool denied;
 static struct prim_lock start_lock;
 static uint32_t started; /* 0 not yet, 1 ready, 2 no grant */
 
@@ -154,9 +149,10 @@ static enum pages_answer pages_join(void)
     if (mapped == MAP_FAILED)
         goto fail;
     close(ledger_fd);
-    ledger = mapped;
-    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS + index * sizeof *slot);
-    slot->pid = (uint32_t)getpid();
+    pages_now.ledger = mapped;
+    pages_now.slot =
+        (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS + index * sizeof *pages_now.slot);
+    pages_now.slot->pid = (uint32_t)getpid();
     pages_identify(fd, &governor_inode, NULL);
     governor_fd = fd;
     return PAGES_JOINED;
@@ -174,10 +170,10 @@ static bool pages_keep_own_books(void)
 
     if (mapped == MAP_FAILED)
         return false;
-    ledger = mapped;
-    ledger->n_slots = 1;
-    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
-    slot->state = 1;
+    pages_now.ledger = mapped;
+    pages_now.ledger->n_slots = 1;
+    pages_now.slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
+    pages_now.slot->state = 1;
     control_log("the governor does not answer; this process keeps its quota by itself");
     return true;
 }
@@ -187,11 +183,11 @@ static void pages_after_fork(void)
 {
     if (governor_fd >= 0)
         close(governor_fd);
-    if (ledger)
-        munmap(ledger, LEDGER_SIZE);
+    if (pages_now.ledger)
+        munmap(pages_now.ledger, LEDGER_SIZE);
     governor_fd = -1;
-    ledger = NULL;
-    slot = NULL;
+    pages_now.ledger = NULL;
+    pages_now.slot = NULL;
     started = 0;
     start_lock.word = 0;
     gate_after_fork();
@@ -212,23 +208,23 @@ bool pages_start(void)
     if (!started) {
         int saved = errno;
 
-        if (!grant)
-            grant = pages_map_grant();
+        if (!pages_now.grant)
+            pages_now.grant = pages_map_grant();
         if (!registered) {
             registered = true;
             __register_atfork(NULL, NULL, pages_after_fork, &__dso_handle);
         }
-        if (!grant) {
+        if (!pages_now.grant) {
             control_log("no grant at " PAGES_DIRECTORY "/grant: this container was started without "
                         "the tidegate hook, or with another version of it");
             atomic_store_release(&started, 2);
         } else {
             enum pages_answer answer;
 
-            n_devices = grant->n_devices;
-            if (n_devices > LAYOUT_N_DEVICES)
-                n_devices = LAYOUT_N_DEVICES;
-            on_governor_loss = grant->on_governor_loss;
+            pages_now.n_devices = pages_now.grant->n_devices;
+            if (pages_now.n_devices > LAYOUT_N_DEVICES)
+                pages_now.n_devices = LAYOUT_N_DEVICES;
+            pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join();
             if (answer == PAGES_REFUSED)
                 control_log("the governor does not take this process: too many processes of this "
@@ -258,55 +254,15 @@ void pages_match_devices(void)
         if (driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
             driver->cuDeviceGetUuid(&uuid, device) != CUDA_SUCCESS)
             continue;
-        for (unsigned i = 0; i < n_devices; i++)
+        for (unsigned i = 0; i < pages_now.n_devices; i++)
             if (!memcmp(uuid.bytes, pages_grant_device(i)->uuid, sizeof uuid.bytes))
                 device_index[ordinal] = (int)i + 1;
     }
 }
 
-const struct grant_header *pages_grant(void)
-{
-    return grant;
-}
-
-const struct grant_device *pages_grant_device(unsigned index)
-{
-    return (const struct grant_device *)((const char *)grant + GRANT_DEVICES) + index;
-}
-
-struct ledger_device *pages_ledger_device(unsigned index)
-{
-    return (struct ledger_device *)((char *)slot + LEDGER_SLOT_DEVICES) + index;
-}
-
-struct ledger_header *pages_ledger(void)
-{
-    return ledger;
-}
-
-struct ledger_slot *pages_slot(void)
-{
-    return slot;
-}
-
-unsigned pages_on_governor_loss(void)
-{
-    return on_governor_loss;
-}
-
-unsigned pages_n_devices(void)
-{
-    return n_devices;
-}
-
 void pages_deny(void)
 {
-    atomic_store_release(&denied, true);
-}
-
-bool pages_denied(void)
-{
-    return atomic_load_relaxed(&denied);
+    atomic_store_release(&pages_now.denied, true);
 }
 
 CUdevice pages_device(unsigned index)
@@ -319,7 +275,7 @@ CUdevice pages_device(unsigned index)
 
 int pages_index_of(CUdevice dev)
 {
-    if (!slot || dev < 0 || dev >= (int)(sizeof device_index / sizeof(int)))
+    if (!pages_now.slot || dev < 0 || dev >= (int)(sizeof device_index / sizeof(int)))
         return -1;
     return device_index[dev] - 1;
 }
@@ -328,7 +284,7 @@ int pages_index_current(void)
 {
     CUdevice dev;
 
-    if (unlikely(!slot))
+    if (unlikely(!pages_now.slot))
         return -1;
     if (driver->cuCtxGetDevice(&dev) != CUDA_SUCCESS)
         return -1;

@@ -45,12 +45,14 @@ __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
 #define NS_PER_S  1000000000ull
 
 /* The memory order is in the name, so that a reader sees it at the call. */
-#define atomic_load_relaxed(p)        __atomic_load_n((p), __ATOMIC_RELAXED)
-#define atomic_load_acquire(p)        __atomic_load_n((p), __ATOMIC_ACQUIRE)
-#define atomic_load_seq_cst(p)        __atomic_load_n((p), __ATOMIC_SEQ_CST)
-#define atomic_store_relaxed(p, v)    __atomic_store_n((p), (v), __ATOMIC_RELAXED)
-#define atomic_store_release(p, v)    __atomic_store_n((p), (v), __ATOMIC_RELEASE)
-#define atomic_store_seq_cst(p, v)    __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
+#define atomic_load_relaxed(p)     __atomic_load_n((p), __ATOMIC_RELAXED)
+#define atomic_load_acquire(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
+#define atomic_load_seq_cst(p)     __atomic_load_n((p), __ATOMIC_SEQ_CST)
+#define atomic_store_relaxed(p, v) __atomic_store_n((p), (v), __ATOMIC_RELAXED)
+#define atomic_store_release(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
+#define atomic_store_seq_cst(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
+/* Where a lock keeps other writers away: readers see whole numbers, and no bus is locked. */
+#define atomic_bump(p, v)             atomic_store_relaxed((p), atomic_load_relaxed(p) + (v))
 #define atomic_add_relaxed(p, v)      __atomic_fetch_add((p), (v), __ATOMIC_RELAXED)
 #define atomic_add_seq_cst(p, v)      __atomic_fetch_add((p), (v), __ATOMIC_SEQ_CST)
 #define atomic_sub_seq_cst(p, v)      __atomic_fetch_sub((p), (v), __ATOMIC_SEQ_CST)

@@ -1,0 +1,54 @@
+"""Fill a quota by PyTorch until it is out of memory, give all back, and go on."""
+
+from __future__ import annotations
+
+import torch
+from driver_api import MIB
+from program import Program
+
+SEGMENT = 64 * MIB
+CONTEXT = 520 * MIB
+"""About what a context takes: alone, PyTorch's own cap leaves as much of the quota."""
+
+
+def fill(limit: int) -> list[torch.Tensor]:
+    """Take blocks until there is no more, or `limit` bytes, which is too much."""
+    held: list[torch.Tensor] = []
+    try:
+        while len(held) * SEGMENT < limit:
+            held.append(torch.empty(SEGMENT, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError:
+        pass
+    return held
+
+
+def fill_twice(program: Program, slack: int) -> None:
+    """Fill, and compare how far it came with the quota: `slack` bytes below it, and never above."""
+    _, total = torch.cuda.mem_get_info()
+    cap = program.quota - CONTEXT
+    if program.governed:
+        program.check("the GPU is as large as it should be", total == program.quota, total)
+    else:
+        program.check("the GPU is as large as it should be", total > program.quota, total)
+        torch.cuda.set_per_process_memory_fraction(cap / total)
+    counts = []
+    for _ in range(2):
+        held = fill(2 * program.quota)
+        counts.append(len(held))
+        reserved = torch.cuda.memory_reserved()
+        left = torch.cuda.mem_get_info()[0] if program.governed else cap - reserved
+        program.check("no more than the quota is taken", reserved <= program.quota, reserved)
+        program.check("all but a segment of the quota is taken", left < slack, left)
+        if held:
+            held.pop()
+            held[0].fill_(3)
+            found = held[0].sum(dtype=torch.int64).item()
+            program.check("what was taken can be used", found == 3 * SEGMENT, found)
+        held.clear()
+        torch.cuda.empty_cache()
+    program.check("the second time gives as much", abs(counts[0] - counts[1]) <= 1, counts)
+    program.note("segments", counts)
+    torch.manual_seed(6)
+    a = torch.randn(1024, 1024).cuda()
+    program.value("a product afterwards", (a @ a).abs().mean().item(), 1e-2)
+    program.launches = 4

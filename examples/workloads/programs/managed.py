@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Managed memory: host and GPU write the same words in turns."""
+
+from __future__ import annotations
+
+import ctypes
+
+from driver_api import MIB, Cuda
+from program import Program, run
+
+SIZE = 64 * MIB
+WORDS = SIZE // 4
+ROUNDS = 5
+ATTACH_GLOBAL = 1
+OUT_OF_MEMORY = 2
+
+
+def body(program: Program) -> None:
+    cuda = Cuda()
+    cuda.start()
+    add_one = cuda.function("add_one")
+    free, _ = cuda.memory()
+    block = cuda.get("cuMemAllocManaged", SIZE, ATTACH_GLOBAL)
+    words = (ctypes.c_uint32 * WORDS).from_address(block)
+    ctypes.memset(block, 0, SIZE)
+    for i in range(ROUNDS):
+        words[i] += 100
+        cuda.launch(add_one, block, WORDS, blocks=WORDS // 256, threads=256)
+        cuda.call("cuCtxSynchronize")
+    head = list(words[: ROUNDS + 1])
+    program.check("host and GPU see each other", head == [100 + ROUNDS] * ROUNDS + [ROUNDS], head)
+    program.check("to the last word", words[WORDS - 1] == ROUNDS, words[WORDS - 1])
+    program.value("words", [str(word) for word in head])
+    taken = free - cuda.memory()[0]
+    program.note("bytes less free", taken)
+    program.check("under a quota it is charged", not program.governed or taken >= SIZE, taken)
+    big = ctypes.c_uint64()
+    code = cuda.attempt("cuMemAllocManaged", ctypes.byref(big), 2 * program.quota, ATTACH_GLOBAL)
+    wanted = OUT_OF_MEMORY if program.governed else 0
+    program.check(
+        "twice the quota, where there is one, is refused", code == wanted, cuda.error_name(code)
+    )
+    if code == 0:
+        cuda.call("cuMemFree_v2", big.value)
+    del words
+    cuda.call("cuMemFree_v2", block)
+    program.launches = ROUNDS
+
+
+if __name__ == "__main__":
+    run(body)

@@ -1,0 +1,136 @@
+"""What the programs here share: their options, named checks and values, and one line of JSON.
+
+A program runs twice, alone and under a quota. A check is true or false, and true in both runs; a
+value is compared between them, as near as its tolerance says; a note is for the reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+NOT_HERE = 77
+"""The exit status of a program that needs what this machine does not have."""
+
+TOLERANCE = 1e-3
+HOLD_S = 60.0
+
+Value = float | str | Sequence[float] | Sequence[str]
+
+
+class NotHereError(Exception):
+    """What the program needs is not on this machine; one line."""
+
+
+class Program:
+    """One run: what was asked for, and what has been found so far.
+
+    `launches` is how many kernels and graphs the processes that live at the end have started at
+    least; `until_end` holds what has to live until then.
+    """
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        self.name = name
+        self.governed: bool = options.governed
+        self.quota: int = options.quota
+        self.within_ms: int = options.within_ms
+        self.tools: Path | None = options.tools
+        self.hold: str | None = options.hold
+        self.checks: dict[str, bool] = {}
+        self.values: dict[str, Value] = {}
+        self.tolerances: dict[str, float] = {}
+        self.notes: dict[str, Any] = {}
+        self.launches = 1
+        self.until_end = contextlib.ExitStack()
+
+    def check(self, name: str, holds: object, detail: object = "") -> None:
+        """Keep whether something holds; if it does not, say so. All checks of a name must hold."""
+        self.checks[name] = self.checks.get(name, True) and bool(holds)
+        if not holds:
+            print(f"{self.name}: {name}: no ({detail})", file=sys.stderr, flush=True)
+
+    def value(self, name: str, value: Value, tolerance: float = TOLERANCE) -> None:
+        """Keep a result: numbers are compared to `tolerance` of their size, text to the letter."""
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        for number in numbers:
+            if isinstance(number, float) and not math.isfinite(number):
+                self.check("all values are finite", False, f"{name} is {number}")
+        self.values[name] = value
+        if tolerance != TOLERANCE:
+            self.tolerances[name] = tolerance
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep what a reader may want to know, and nobody compares."""
+        self.notes[name] = value
+
+    def tool(self, name: str) -> Path | None:
+        """Return a program that was compiled for this run, if it could be."""
+        path = self.tools / name if self.tools else None
+        return path if path and path.exists() else None
+
+    def finish(self) -> int:
+        """Print the line, let somebody look at this process while it lives, and give the status."""
+        bits = json.dumps([self.checks, self.values], sort_keys=True).encode()
+        answer = {
+            "program": self.name,
+            "digest": hashlib.sha256(bits).hexdigest()[:16],
+            "checks": self.checks,
+            "values": self.values,
+            "tolerances": self.tolerances,
+            "launches": self.launches,
+            "notes": self.notes,
+        }
+        print(json.dumps(answer), flush=True)
+        if self.hold:
+            Path(self.hold + ".ready").touch()
+            wait_until(Path(self.hold).exists, HOLD_S)
+        return 0 if all(self.checks.values()) else 1
+
+
+def wait_until(condition: Callable[[], object], seconds: float, every: float = 0.005) -> bool:
+    """Ask until it holds, `seconds` at most; whether it did."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every)
+    return True
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--governed", action="store_true", help="a quota is in force")
+    parser.add_argument(
+        "--quota", type=int, default=8 << 30, help="bytes; alone, a program caps itself"
+    )
+    parser.add_argument("--within-ms", type=int, default=200, help="how soon memory has to be back")
+    parser.add_argument("--tools", type=Path, help="a directory with programs that were compiled")
+    parser.add_argument("--hold", help="at the end create FILE.ready, and go on when FILE is there")
+    return parser.parse_args()
+
+
+def run(body: Callable[[Program], None]) -> None:
+    """Run a program and end the process; what it raises is shown, and ends it with 1."""
+    program = Program(Path(sys.argv[0]).stem, parse_options())
+    with program.until_end:
+        try:
+            body(program)
+        except NotHereError as e:
+            print(json.dumps({"program": program.name, "missing": str(e)}), flush=True)
+            sys.exit(NOT_HERE)
+        status = program.finish()
+    sys.exit(status)
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """The environment for a child, with what it needs besides."""
+    return {**os.environ, **more}

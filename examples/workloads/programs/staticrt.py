@@ -1,0 +1,42 @@
+#!/usr/bin/env python3
+"""A program of CUDA C++ with the runtime linked in: only the driver is a library."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from program import NotHereError, Program, run
+
+ROUNDS = 20
+
+
+def body(program: Program) -> None:
+    compiled = program.tool("staticrt")
+    if compiled is None:
+        raise NotHereError("there was no nvcc to compile staticrt.cu")
+    child = program.until_end.enter_context(
+        subprocess.Popen(
+            [str(compiled), str(ROUNDS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    )
+    line = child.stdout.readline()
+    if not line:
+        raise RuntimeError(f"staticrt said nothing and ended with status {child.wait()}")
+    answer = json.loads(line)
+    total = answer.pop("total")
+    program.check(
+        "the GPU is as large as the quota", not program.governed or total == program.quota, total
+    )
+    program.check(
+        "each kernel added one", answer["smallest"] == answer["largest"] == ROUNDS, answer
+    )
+    program.check(
+        "too much is out of memory", answer["too_much"] == "cudaErrorMemoryAllocation", answer
+    )
+    program.value("runtime", str(answer["runtime"]))
+    program.launches = ROUNDS
+
+
+if __name__ == "__main__":
+    run(body)

@@ -1,0 +1,570 @@
+"""`python -m bench.programs [NAME ...]`: programs alone and governed, side by side.
+
+Each program of examples/workloads/programs runs natively, and then in a container with a quota,
+through the hook and a governor. Both runs have to come to the same: exit status, named checks,
+values within the program's own tolerance, and no new line of output. The governor's counters have
+to show that the second run was governed. Writes programs.json, prints a table, and ends with 1
+when a program differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.demo import driver_answers, name_gpu
+from bench.machine import ROOT, TRIPLET, MachineError, Nvidia, Simulated
+from bench.node import Node, last_json
+from bench.provenance import describe_run
+from governor.config import parse_quantity
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+
+SOURCE = ROOT / "examples/workloads/programs"
+INSIDE = "/workload/programs"
+TOOLS_INSIDE = "/tools"
+
+NOT_HERE = 77
+TOLERANCE = 1e-3
+FLOOR = 1e-3
+"""Numbers below this are compared as if they had this size."""
+
+LINES_KEPT = 60
+COMPUTE = 50
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A program: how long it may take, seconds, and the module without which it is not here."""
+
+    seconds: int
+    needs: str = "ctypes"
+
+
+PROGRAMS = {
+    "driver": Kind(60),
+    "threads": Kind(60),
+    "forks": Kind(120),
+    "staticrt": Kind(60),
+    "managed": Kind(60),
+    "green": Kind(60),
+    "mps": Kind(90),
+    "train": Kind(120, "torch"),
+    "inference": Kind(120, "torch"),
+    "compile": Kind(240, "torch"),
+    "graphs": Kind(120, "torch"),
+    "loader": Kind(180, "torch"),
+    "distributed": Kind(180, "torch"),
+    "oom": Kind(120, "torch"),
+    "expandable": Kind(120, "torch"),
+    "asyncalloc": Kind(120, "torch"),
+    "triton_kernels": Kind(120, "triton"),
+    "jax_jit": Kind(180, "jax"),
+    "cupy_arrays": Kind(120, "cupy"),
+}
+
+ON_SIMULATED = ("driver", "threads", "forks")
+"""Those that need nothing but the driver API, and compute nothing."""
+
+# Where a program's own path to the driver leads: the usual places of libraries.
+RPATH = f"/usr/lib/{TRIPLET}:/usr/lib64:/usr/local/nvidia/lib64"
+STUB_C = "int cuInit(void) { return 1; }\nint cuDeviceTotalMem_v2(void) { return 1; }\n"
+
+
+@dataclass
+class Arm:
+    """One run of a program; `status` is None when it did not end in time."""
+
+    status: int | None
+    seconds: float
+    answer: dict[str, Any]
+    lines: list[str]
+
+    @property
+    def missing(self) -> str | None:
+        """What the program lacks on this machine."""
+        return self.answer.get("missing") if self.status == NOT_HERE else None
+
+
+@dataclass
+class Seen:
+    """The most that the governor showed of a container's counters, for its first GPU."""
+
+    launches: int = 0
+    lookups: int = 0
+    memory_peak: int = 0
+    grants: int = 0
+
+    def take(self, one: Mapping[str, Any]) -> None:
+        """Take what the governor says now; a process that ended takes its counts with it."""
+        if not one:
+            return
+        device = one["devices"][0]
+        self.lookups = max(self.lookups, one["lookups"])
+        for name in ("launches", "memory_peak", "grants"):
+            setattr(self, name, max(getattr(self, name), device[name]))
+
+
+@dataclass
+class Comparison:
+    """A program in both runs."""
+
+    name: str
+    native: Arm
+    governed: Arm
+    seen: Seen
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def result(self) -> str:
+        """In a few words: how the two compare."""
+        if self.native.missing:
+            return "not here"
+        if self.differences:
+            return "differs"
+        same = self.native.answer["digest"] == self.governed.answer["digest"]
+        return "the same" if same else "the same within tolerance"
+
+
+def split_output(text: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the program's answer, and the other lines that it and its libraries printed."""
+    answer = last_json(text)
+    if "program" not in answer:
+        answer = {}
+    others = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return answer, [line for line in others if not line.startswith('{"program": ')]
+
+
+def shape_of(line: str) -> str:
+    """Return a line less what changes from run to run: numbers, addresses, temporary names."""
+    line = re.sub(r"/(?:tmp|dev/shm)/\S*", "/tmp/...", line)  # noqa: S108 - text, no file
+    return re.sub(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?", "#", line).strip()
+
+
+def new_lines(native: Sequence[str], governed: Sequence[str]) -> list[str]:
+    """Return the lines that only the governed run printed, each shape once."""
+    known = {shape_of(line) for line in native}
+    fresh: dict[str, str] = {}
+    for line in governed:
+        shape = shape_of(line)
+        if shape not in known:
+            fresh.setdefault(shape, line)
+    return list(fresh.values())
+
+
+def numbers_of(value: Any) -> list[float] | None:
+    """Return a value as numbers; None if it is text."""
+    values = value if isinstance(value, list) else [value]
+    if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
+        return [float(one) for one in values]
+    return None
+
+
+def is_near(native: Any, governed: Any, tolerance: float) -> bool:
+    """Whether two values agree: numbers within a part of the largest, text to the letter."""
+    ours, theirs = numbers_of(native), numbers_of(governed)
+    if ours is None or theirs is None:
+        return bool(native == governed)
+    if len(ours) != len(theirs):
+        return False
+    scale = max((abs(one) for one in ours + theirs), default=0.0)
+    allowed = tolerance * max(scale, FLOOR)
+    # A value that is not a number is near to nothing, itself included.
+    return all(abs(a - b) <= allowed for a, b in zip(ours, theirs, strict=True))
+
+
+def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> list[str]:
+    """Name the checks that do not hold in both."""
+    found = []
+    for name in dict.fromkeys([*native, *governed]):
+        if name not in governed:
+            found.append(f"check “{name}” is missing in the governed run")
+        elif name not in native:
+            found.append(f"check “{name}” is missing in the native run")
+        elif not native[name]:
+            found.append(f"check “{name}” fails natively" + (" too" if not governed[name] else ""))
+        elif not governed[name]:
+            found.append(f"check “{name}” fails governed")
+    return found
+
+
+def compare_values(native: Mapping[str, Any], governed: Mapping[str, Any]) -> list[str]:
+    """Name the values that are not near to each other."""
+    found = []
+    tolerances = native["tolerances"]
+    ours, theirs = native["values"], governed["values"]
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in ours or name not in theirs:
+            found.append(f"value “{name}” is missing in one run")
+        elif not is_near(ours[name], theirs[name], tolerances.get(name, TOLERANCE)):
+            pair = f"{shorten(ours[name])} natively, {shorten(theirs[name])} governed"
+            found.append(f"value “{name}” is {pair}")
+    return found
+
+
+def shorten(value: Any) -> str:
+    """Return a value for a line of text."""
+    text = json.dumps(value)
+    return text if len(text) < 120 else text[:117] + "..."
+
+
+def compare(native: Arm, governed: Arm, seen: Seen) -> list[str]:
+    """Name every way in which the governed run is not as the native one, or was not governed."""
+    if native.missing:
+        return []
+    found = []
+    for which, arm in (("native", native), ("governed", governed)):
+        if arm.missing:
+            found.append(f"only the {which} run lacks something: {arm.missing}")
+        elif arm.status is None:
+            found.append(f"the {which} run did not end within its time")
+        elif arm.status:
+            found.append(f"the {which} run ended with status {arm.status}")
+        elif not arm.answer:
+            found.append(f"the {which} run gave no answer")
+    if "checks" in native.answer and "checks" in governed.answer:
+        found += compare_checks(native.answer["checks"], governed.answer["checks"])
+        found += compare_values(native.answer, governed.answer)
+    found += [f"new line: {line}" for line in new_lines(native.lines, governed.lines)]
+    least = governed.answer.get("launches", 1)
+    if seen.launches < least:
+        found.append(f"the governor counted {seen.launches} launches, of {least} at least")
+    if seen.memory_peak <= 0:
+        found.append("the governor has charged no memory")
+    return found
+
+
+class NvidiaImage(Nvidia):
+    """The machine's root as the image, with a loader's cache that knows no driver."""
+
+    def __init__(self, work: Path, build: Path, tools: Path) -> None:
+        super().__init__(work, build)
+        self.tools = tools
+        self.python = sys.executable
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Lay the overlay; the driver is mounted and no part of it, so ldconfig forgets it."""
+        super().make_rootfs(directory)
+        subprocess.run(["ldconfig", "-r", str(directory)], check=True, stderr=subprocess.DEVNULL)
+
+    def spec(self) -> dict[str, Any]:
+        """Return the machine's, with what was compiled, and /sys as every container has it."""
+        spec = super().spec()
+        spec["mounts"] += [
+            bind(self.tools, TOOLS_INSIDE),
+            {
+                "destination": "/sys",
+                "type": "sysfs",
+                "source": "sysfs",
+                "options": ["nosuid", "noexec", "nodev", "ro"],
+            },
+        ]
+        return spec
+
+
+class SimulatedImage(Simulated):
+    """The small image of the simulated GPU, with this machine's Python in it."""
+
+    def __init__(self, work: Path, build: Path, tools: Path) -> None:
+        super().__init__(work, build)
+        self.tools = tools
+        self.python = str(Path(sys.executable).resolve())
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Make the image, with the libraries that Python and its modules in C need."""
+        super().make_rootfs(directory)
+        modules = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
+        libraries = directory / "usr/lib" / TRIPLET
+        for library in needed_by([Path(self.python), *modules.glob("*.so")]):
+            if not (libraries / library.name).exists():
+                shutil.copy(library.resolve(), libraries / library.name)
+
+    def spec(self) -> dict[str, Any]:
+        """Return the device, Python, the programs, and what was compiled."""
+        spec = super().spec()
+        standard = sysconfig.get_path("stdlib")
+        spec["mounts"] += [
+            bind(Path(standard), standard),
+            bind(Path(self.python), self.python),
+            bind(SOURCE, INSIDE),
+            bind(self.tools, TOOLS_INSIDE),
+        ]
+        spec["env"] = ["PYTHONDONTWRITEBYTECODE=1"]
+        return spec
+
+
+def bind(source: Path, destination: str) -> dict[str, Any]:
+    """Return a read-only mount of an OCI configuration."""
+    return {
+        "destination": destination,
+        "type": "bind",
+        "source": str(source),
+        "options": ["bind", "ro"],
+    }
+
+
+def needed_by(files: Sequence[Path]) -> list[Path]:
+    """Return the libraries that ldd finds for files of this machine."""
+    done = subprocess.run(
+        ["ldd", *map(str, files)], capture_output=True, text=True, check=False
+    ).stdout
+    return sorted({Path(path) for path in re.findall(r"=> (/\S+) \(0x", done)})
+
+
+def make_tools(directory: Path, *, cuda: bool) -> None:
+    """Compile what some programs run besides, as far as this machine can."""
+    directory.mkdir(parents=True)
+    if shutil.which("gcc"):
+        stub = directory / "stub"
+        stub.mkdir()
+        subprocess.run(
+            [
+                "gcc", "-shared", "-fPIC", "-nostdlib", "-Wl,-soname,libcuda.so.1",
+                "-o", str(stub / "libcuda.so"), "-x", "c", "-",
+            ],
+            input=STUB_C.encode(), check=True,
+        )  # fmt: skip
+        subprocess.run(
+            [
+                "gcc", "-O1", "-o", str(directory / "linked"), str(SOURCE / "linked.c"),
+                f"-L{stub}", "-lcuda", "-ldl", f"-Wl,--disable-new-dtags,-rpath,{RPATH}",
+            ],
+            check=True,
+        )  # fmt: skip
+    if cuda and shutil.which("nvcc"):
+        subprocess.run(
+            [
+                "nvcc", "-O1", "-cudart", "static",
+                "-o", str(directory / "staticrt"), str(SOURCE / "staticrt.cu"),
+            ],
+            check=True,
+        )  # fmt: skip
+
+
+class Harness:
+    """Runs programs in both ways on one machine."""
+
+    def __init__(self, machine: NvidiaImage | SimulatedImage, quota: int) -> None:
+        self.machine = machine
+        self.quota = quota
+        # Memory comes back as soon as the simulated GPU's machine, which others share, has a core.
+        self.within_ms = 200 if machine.kind == "nvidia" else 2000
+
+    def options(self, tools: str) -> list[str]:
+        """Return the options of both runs."""
+        return ["--quota", str(self.quota), "--within-ms", str(self.within_ms), "--tools", tools]
+
+    def run_native(self, name: str) -> Arm:
+        """Run a program on this machine as it is, with empty caches of its own."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+            return self._run_native(name, home)
+
+    def _run_native(self, name: str, home: str) -> Arm:
+        environment = {
+            **os.environ,
+            **self.machine.environment,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "HOME": home,
+            "TRITON_CACHE_DIR": f"{home}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{home}/inductor",
+        }
+        command = [
+            self.machine.python, str(SOURCE / f"{name}.py"), *self.options(str(self.machine.tools))
+        ]  # fmt: skip
+        begin = time.monotonic()
+        path = self.machine.work / "native" / name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status: int | None
+            try:
+                status = process.wait(PROGRAMS[name].seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                status = None
+        return Arm(
+            status, time.monotonic() - begin, *split_output(path.read_text(errors="replace"))
+        )
+
+    def run_governed(self, node: Node, name: str) -> tuple[Arm, Seen]:
+        """Run a program in a container, and watch its counters until it has shown all of them."""
+        arguments = [
+            self.machine.python, f"{INSIDE}/{name}.py", *self.options(TOOLS_INSIDE),
+            "--governed", "--hold", "/out/hold",
+        ]  # fmt: skip
+        annotations = {
+            "memory": str(self.quota),
+            "compute": str(COMPUTE),
+            "compute-limit": "100",
+        }
+        begin = time.monotonic()
+        container = node.start(name, arguments, annotations)
+        seen = Seen()
+        status: int | None = None
+        ended = True
+        while container.process.poll() is None:
+            ready = (container.out / "hold.ready").exists()
+            node.look()
+            seen.take(container.seen)
+            if ready:
+                (container.out / "hold").touch()
+            if time.monotonic() > begin + PROGRAMS[name].seconds:
+                ended = False
+                node.delete(container)
+                break
+            time.sleep(0.03)
+        if ended:
+            status = node.wait(container, 10)
+        text = (container.bundle / "output").read_text(errors="replace")
+        return Arm(status, time.monotonic() - begin, *split_output(text)), seen
+
+    def compare(self, node: Node, name: str) -> Comparison:
+        """Run a program both ways, unless what it is about is not installed."""
+        needs = PROGRAMS[name].needs
+        if importlib.util.find_spec(needs) is None:
+            absent = Arm(NOT_HERE, 0.0, {"missing": f"Python has no module {needs}"}, [])
+            return Comparison(name, absent, absent, Seen())
+        native = self.run_native(name)
+        if native.missing:
+            return Comparison(name, native, native, Seen())
+        governed, seen = self.run_governed(node, name)
+        return Comparison(name, native, governed, seen, compare(native, governed, seen))
+
+
+def wait_for_books(node: Node) -> None:
+    """Wait until the governor has forgotten the container that ended."""
+    deadline = time.monotonic() + 10
+    while node.look():
+        if time.monotonic() > deadline:
+            raise MachineError("the governor still has a container that ended 10 s ago")
+        time.sleep(0.02)
+
+
+def render_table(comparisons: Sequence[Comparison]) -> str:
+    """Return a row for each program, and below it what differs."""
+    head = ("program", "native", "governed", "checks", "launches", "look-ups", "peak", "result")
+    rows = [
+        (
+            one.name,
+            f"{one.native.seconds:.1f} s",
+            f"{one.governed.seconds:.1f} s",
+            str(len(one.governed.answer.get("checks", ()))),
+            str(one.seen.launches),
+            str(one.seen.lookups),
+            f"{one.seen.memory_peak / (1 << 20):.0f} MiB",
+            one.result,
+        )
+        for one in comparisons
+    ]
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, tuple("-" * width for width in widths), *rows)
+    ]
+    for one in comparisons:
+        lines += [f"{one.name}: {difference}" for difference in one.differences]
+        if one.result == "not here":
+            lines.append(f"{one.name}: not here: {one.native.missing}")
+    return "\n".join(lines)
+
+
+def as_json(one: Comparison) -> dict[str, Any]:
+    """Return a comparison as it is kept."""
+    kept: dict[str, Any] = {"name": one.name, "result": one.result, "differences": one.differences}
+    for which, arm in (("native", one.native), ("governed", one.governed)):
+        kept[which] = {
+            **asdict(arm),
+            "seconds": round(arm.seconds, 3),
+            "lines": arm.lines[-LINES_KEPT:],
+        }
+    kept["seen"] = asdict(one.seen)
+    return kept
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.programs", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PROGRAMS)}")
+    parser.add_argument("--memory", default="8Gi", help="memory quota of each container (8Gi)")
+    parser.add_argument("--output", type=Path, default=ROOT / "build/programs")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+    parser.add_argument("--runtime", default="runc", help="runc or crun")
+    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    args = parser.parse_args(argv)
+    unknown = set(args.names) - set(PROGRAMS)
+    if unknown:
+        parser.error(f"there is no program {', '.join(sorted(unknown))}")
+    return args
+
+
+def measure(
+    args: argparse.Namespace, report: dict[str, Any], comparisons: list[Comparison]
+) -> None:
+    """Run the programs; what came out so far is in the last two, should one of them end it all."""
+    real = not args.simulated and driver_answers()
+    names = args.names or (list(PROGRAMS) if real else list(ON_SIMULATED))
+    tools = args.output / "tools"
+    make_tools(tools, cuda=real)
+    image = NvidiaImage if real else SimulatedImage
+    machine = image(args.output, args.build, tools)
+    quota = parse_quantity(args.memory, "--memory")
+    with Node(machine, runtime=args.runtime) as node:
+        gpu = name_gpu(node)
+        report |= {"gpu": asdict(gpu), "quota": quota, "compute": COMPUTE}
+        harness = Harness(machine, quota)
+        for name in names:
+            one = harness.compare(node, name)
+            comparisons.append(one)
+            report["programs"] = [as_json(each) for each in comparisons]
+            print(f"{name}: {one.result}", flush=True)
+            wait_for_books(node)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run them, write programs.json, and show a table."""
+    args = parse_arguments(argv)
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    args.output, args.build = args.output.resolve(), args.build.resolve()
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    report: dict[str, Any] = {"run": describe_run()}
+    comparisons: list[Comparison] = []
+    broken = False
+    try:
+        measure(args, report, comparisons)
+    except (MachineError, TidegateError, VdriverError, subprocess.CalledProcessError) as e:
+        print(f"programs: {e}", file=sys.stderr)
+        broken = True
+    finally:
+        (args.output / "programs.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(render_table(comparisons))
+    ran = [one for one in comparisons if one.result != "not here"]
+    return 0 if ran and not broken and not any(one.differences for one in ran) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""bench.programs on the simulated GPU: the programs that speak the driver API alone, and one that shows its quota."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import programs
+
+GIB = 1 << 30
+
+TELLTALE = """
+from driver_api import Cuda
+from program import run
+
+
+def body(program):
+    cuda = Cuda()
+    cuda.start()
+    program.value("total", cuda.total_memory())
+    print("a line of mine" if program.governed else "", flush=True)
+
+
+run(body)
+"""
+
+
+def run(build: Path, output: Path, *names: str) -> tuple[int, dict[str, dict]]:
+    status = programs.main(["--simulated", "--build", str(build), "--output", str(output), *names])
+    report = json.loads((output / "programs.json").read_text())
+    return status, {one["name"]: one for one in report["programs"]}
+
+
+def test_programs_come_to_the_same_under_a_quota(
+    build_dir: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require("gcc", "runc")
+    status, ran = run(build_dir, tmp_path / "out")
+    assert {name: one["differences"] for name, one in ran.items()} == {
+        name: [] for name in programs.ON_SIMULATED
+    }
+    assert status == 0
+    threads, driver, forks = (ran[name] for name in ("threads", "driver", "forks"))
+    assert threads["seen"]["launches"] == 320
+    library = driver["governed"]["answer"]["notes"]["library"]
+    assert library.endswith("/glibc-hwcaps/x86-64-v2/libcuda.so.1")
+    assert driver["native"]["answer"]["notes"]["library"].startswith(str(build_dir))
+    assert (
+        "a program with an RPATH finds the same library" in driver["governed"]["answer"]["checks"]
+    )
+    # Itself, and a child beside it: two contexts and the child's block.
+    assert forks["seen"]["memory_peak"] >= 2 * (520 << 20) + (256 << 20)
+
+
+@pytest.fixture
+def source(tmp_path: Path, require: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the programs, for a test to add its own."""
+    require("gcc", "runc")
+    path = tmp_path / "programs"
+    shutil.copytree(programs.SOURCE, path)
+    monkeypatch.setattr(programs, "SOURCE", path)
+    return path
+
+
+def test_a_program_that_tells_a_quota_differs(
+    build_dir: Path,
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (source / "telltale.py").write_text(TELLTALE)
+    monkeypatch.setitem(programs.PROGRAMS, "telltale", programs.Kind(60))
+    status, ran = run(build_dir, tmp_path / "out", "telltale")
+    assert status == 1
+    assert ran["telltale"]["differences"] == [
+        f"value “total” is {16 * GIB} natively, {8 * GIB} governed",
+        "new line: a line of mine",
+        "the governor counted 0 launches, of 1 at least",
+    ]
+    assert "telltale: new line: a line of mine" in capsys.readouterr().out
+
+
+def test_a_program_that_hangs_is_ended_in_both_runs_and_the_next_one_runs(
+    build_dir: Path,
+    tmp_path: Path,
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (source / "hangs.py").write_text("import signal\nsignal.pause()\n")
+    monkeypatch.setitem(programs.PROGRAMS, "hangs", programs.Kind(1))
+    status, ran = run(build_dir, tmp_path / "out", "hangs", "threads")
+    assert status == 1
+    assert ran["hangs"]["differences"][:2] == [
+        "the native run did not end within its time",
+        "the governed run did not end within its time",
+    ]
+    assert ran["threads"]["differences"] == []

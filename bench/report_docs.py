@@ -59,6 +59,15 @@ control library replaces. Over the stub, a driver whose functions return at once
 the control library's own cost, without a container around it.
 """
 
+PROGRAMS = """\
+## Programs, alone and governed
+
+`python -m bench.programs` runs each program natively, and then in a container with a quota of
+memory and 50 % of the GPU's time. Exit status, named checks, values and printed lines are compared:
+"the same" is the same to the bit, otherwise within the program's own tolerance. Launches, replaced
+look-ups and the peak of charged memory are what the governor counted for the container.
+"""
+
 
 class Page:
     """The page's text so far, and the figures beside it by name."""
@@ -185,10 +194,40 @@ def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(f"{result['configuration']['pairs']} pairs of runs. {where(result)}")
 
 
+def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A table for each run, with what differs below it."""
+    page.add(PROGRAMS)
+    for result in results.values():
+        gpu, found = result["gpu"], result["summary"]["programs"]
+        kind = " (simulated)" if gpu["kind"] == "simulated" else ""
+        quota = size(result["configuration"]["quota"])
+        title = f"{gpu['name']}{kind}, driver {gpu['driver']}, {quota}, {result['date'][:10]}"
+        page.add(f"### {title}")
+        rows = [
+            (
+                one["name"],
+                str(one["checks"]),
+                str(one["values"]),
+                str(one["launches"]),
+                str(one["lookups"]),
+                size(one["memory_peak"]),
+                one["result"],
+            )
+            for one in found
+        ]
+        head = ("program", "checks", "values", "launches", "look-ups", "memory peak", "result")
+        page.table(head, rows, "lrrrrrl")
+        differences = [f"- {one['name']}: {line}" for one in found for line in one["differences"]]
+        if differences:
+            page.add("\n".join(differences))
+        page.add(where(result))
+
+
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "mirror": add_mirror,
     "overhead": add_overhead,
+    "programs": add_programs,
 }
 
 

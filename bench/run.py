@@ -150,7 +150,42 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SUITES: dict[str, Suite] = {"mirror": mirror, "overhead": overhead, "shares": shares}
+def programs(options: argparse.Namespace) -> dict[str, Any]:
+    """Programs alone and governed, from the directory of a run of bench.programs."""
+    report = read_json(options.source / "programs.json")
+    run = report.pop("run")
+    name_commit(run, options.commit)
+    ran = report.pop("programs", None)
+    if not ran:
+        raise ResultError("the run ended before its first program")
+    return {
+        "suite": "programs",
+        **run,
+        "gpu": report.pop("gpu"),
+        "configuration": report,
+        "raw": {"programs": ran},
+        "summary": {
+            "programs": [
+                {
+                    "name": one["name"],
+                    "result": one["result"],
+                    "differences": one["differences"],
+                    "checks": len(one["governed"]["answer"].get("checks", {})),
+                    "values": len(one["governed"]["answer"].get("values", {})),
+                    **{key: one["seen"][key] for key in ("launches", "lookups", "memory_peak")},
+                }
+                for one in ran
+            ]
+        },
+    }
+
+
+SUITES: dict[str, Suite] = {
+    "mirror": mirror,
+    "overhead": overhead,
+    "programs": programs,
+    "shares": shares,
+}
 
 
 def validate(result: Mapping[str, Any]) -> None:

@@ -225,11 +225,28 @@ void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, boo
 
 /* ---- the short way ---- */
 
-/* Ends a pass and counts the launches that it let by. */
+/* Tells the ledger of the launches that a pass let by. */
+static void pass_tell(struct pass *p, struct ledger_device *ledger)
+{
+    uint32_t used = atomic_load_relaxed(&p->used);
+
+    atomic_bump(&ledger->launches, used - p->told);
+    p->told = used;
+}
+
 static void pass_end(struct pass *p, struct ledger_device *ledger)
 {
     atomic_store_relaxed(&p->limit, 0);
-    atomic_bump(&ledger->launches, __atomic_exchange_n(&p->used, 0, __ATOMIC_RELAXED));
+    pass_tell(p, ledger);
+    atomic_store_relaxed(&p->used, 0);
+    p->told = 0;
+}
+
+void gate_tell_passes(const struct grant_device *grant, struct ledger_device *ledger)
+{
+    for (unsigned i = 0; i < PASS_N; i++)
+        if (passes[i].grant == grant && passes[i].limit)
+            pass_tell(&passes[i], ledger);
 }
 
 /* The lock is held. */

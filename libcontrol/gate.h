@@ -58,6 +58,7 @@ void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, boo
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger);
 void gate_stop_passing(struct gate *g, const struct grant_device *grant,
                        struct ledger_device *ledger);
+void gate_tell_passes(const struct grant_device *grant, struct ledger_device *ledger);
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now);
 void helper_start(struct gate *g, unsigned device);
 

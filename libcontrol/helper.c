@@ -158,8 +158,10 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
         return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
     if (g->released || (!g->active && now >= deadline))
         return g->holding ? HELPER_HELD_NS : NS_PER_S;
-    if (deadline == GRANT_OPEN)
+    if (deadline == GRANT_OPEN) {
+        gate_tell_passes(grant, ledger);
         return HELPER_OPEN_NS;
+    }
     end = now + lookahead < deadline ? deadline - lookahead - now : 0;
     if (!g->active)
         return helper_unused(g, grant, ledger, now, end);

@@ -18,6 +18,7 @@ struct pass {
     const struct grant_device *grant;
     uint32_t epoch; /* of the grant in which this was announced */
     uint32_t used;  /* launches that went; two threads at once may count as one */
+    uint32_t told;  /* how many of them the ledger knows */
     uint32_t limit; /* how many may go; 0: none */
 };
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 
 from driver_api import MIB, Cuda, CudaError
@@ -22,6 +23,10 @@ SLACK = 48 * MIB
 """What a measurement of free memory may be off by: other processes' streams and modules move it."""
 
 BURNS = 20
+
+# A process that has launched may have threads that it did not start: of the driver, or of whoever
+# stands in its place. Python warns of a fork then.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 CHILD_S = 60
 
 

@@ -48,6 +48,7 @@ def try_client(program: Program, environment: dict[str, str]) -> dict:
             [sys.executable, __file__, "client"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=environment,
         )
     )
@@ -55,7 +56,13 @@ def try_client(program: Program, environment: dict[str, str]) -> dict:
         child.kill()
         return {"outcome": "hangs"}
     line = child.stdout.readline()
-    return json.loads(line) if line else {"outcome": f"ends with status {child.wait()}"}
+    if not line:
+        return {"outcome": f"ends with status {child.wait()}", "said": child.stderr.read().decode()}
+    answer = json.loads(line)
+    if answer["outcome"] == "refused":
+        # Whoever refuses says why on the client's standard error.
+        answer["said"] = child.stderr.readline().decode().strip()
+    return answer
 
 
 def start_daemon(program: Program, environment: dict[str, str], said: Path) -> dict | None:

@@ -25,7 +25,7 @@ static CUresult context_place(struct context *context)
 {
     struct device *device = context->device;
     struct gpu *gpu = device->gpu;
-    uint64_t cost = device_slot_contexts(device, device->slot) ? 0 : gpu->config.context_memory;
+    uint64_t cost = gpu->config.context_memory;
     uint32_t index = 0;
 
     if (device_used(device) + cost > gpu->config.memory)
@@ -50,7 +50,7 @@ static CUresult context_place(struct context *context)
     return CUDA_SUCCESS;
 }
 
-/** context_new() - a context of this process; its first one on a device takes memory there */
+/** context_new() - a context of this process; it takes memory of its device while it exists */
 CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags)
 {
     struct context *context;

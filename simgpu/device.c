@@ -271,13 +271,13 @@ unsigned int device_slot_contexts(const struct device *device, uint32_t slot)
     return n;
 }
 
-/** device_slot_memory() - bytes that one attachment takes, its first context's included */
+/** device_slot_memory() - bytes that one attachment takes, its contexts' own included */
 uint64_t device_slot_memory(const struct device *device, uint32_t slot)
 {
     const struct gpu *gpu = device->gpu;
 
     return gpu->shared.slots[slot].memory +
-           (device_slot_contexts(device, slot) ? gpu->config.context_memory : 0);
+           device_slot_contexts(device, slot) * gpu->config.context_memory;
 }
 
 /** device_used() - bytes in use on the whole device */

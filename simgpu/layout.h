@@ -43,7 +43,7 @@ struct gpu_config {
     uint32_t config_size;
     uint64_t file_size;
     uint64_t memory;         /* bytes */
-    uint64_t context_memory; /* bytes that a process's first context takes */
+    uint64_t context_memory; /* bytes that each context takes */
     uint64_t slice;          /* ns */
     uint64_t switch_cost;    /* ns */
     uint64_t seed;

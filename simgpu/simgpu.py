@@ -217,7 +217,7 @@ def status(path: Path) -> Status:
         pid, _ = owners[slot]
         contexts.append(Context(serial, pid, tail - head, head, lane_busy, slices))
     processes = tuple(
-        Process(pid, memory + (context_memory if slot in held else 0), held.get(slot, 0))
+        Process(pid, memory + context_memory * held.get(slot, 0), held.get(slot, 0))
         for slot, (pid, memory) in owners.items()
         if memory or slot in held
     )

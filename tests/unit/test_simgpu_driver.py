@@ -65,11 +65,17 @@ def in_thread(function: Callable[[], int]) -> int:
 # Memory
 
 
-def test_the_first_context_of_a_process_takes_512_mib(driver: Driver, gpu: Path) -> None:
+def test_each_context_takes_512_mib_while_it_exists(driver: Driver, gpu: Path) -> None:
     assert simgpu.status(gpu).used == 0
-    driver.context()
+    first = driver.context()
     assert driver.free_memory() == 512 * MIB
-    driver.context()
+    second = driver.context()
+    assert simgpu.status(gpu).used == 1024 * MIB
+    assert driver.free_memory() == 0
+    with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+        driver.context()
+    driver.call("cuCtxDestroy_v2", second.handle)
+    first.make_current()
     assert driver.free_memory() == 512 * MIB
 
 
@@ -100,13 +106,16 @@ def test_a_context_that_does_not_fit_is_out_of_memory(library: Driver, tmp_path:
         library.context()
 
 
-def test_destroying_a_context_frees_what_it_allocated(driver: Driver, gpu: Path) -> None:
-    first, second = driver.context(), driver.context()
-    driver.allocate(100 * MIB)
-    driver.call("cuCtxDestroy_v2", second.handle)
-    assert simgpu.status(gpu).used == 512 * MIB
-    driver.call("cuCtxDestroy_v2", first.handle)
-    assert simgpu.status(gpu).used == 0
+def test_destroying_a_context_frees_what_it_allocated(library: Driver, tmp_path: Path) -> None:
+    gpu = simgpu.create(tmp_path, memory=2048 * MIB, virtual_clock=True)[0]
+    with library.attached(tmp_path):
+        first, second = library.context(), library.context()
+        library.allocate(100 * MIB)
+        assert simgpu.status(gpu).used == 1124 * MIB
+        library.call("cuCtxDestroy_v2", second.handle)
+        assert simgpu.status(gpu).used == 512 * MIB
+        library.call("cuCtxDestroy_v2", first.handle)
+        assert simgpu.status(gpu).used == 0
 
 
 def test_the_primary_context_lives_while_somebody_retains_it(driver: Driver, gpu: Path) -> None:

@@ -303,6 +303,8 @@ static void call_later(const struct command *command)
  */
 void context_perform(struct context *context, const struct command *command, uint64_t time)
 {
+    const struct allocation *item;
+
     switch (command->kind) {
     case COMMAND_EVENT:
         if (pool_owns(&events_pool, command->event) && command->event->record == command->record) {
@@ -324,7 +326,9 @@ void context_perform(struct context *context, const struct command *command, uin
             context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
         break;
     case COMMAND_FREE:
-        (void)memory_release(command->to);
+        item = memory_at((uintptr_t)command->to);
+        if (item && item->number == command->record)
+            (void)memory_release(item->base);
         break;
     case COMMAND_HOST:
         call_later(command);

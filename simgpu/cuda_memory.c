@@ -7,52 +7,65 @@
 
 enum direction { TO_DEVICE, TO_HOST, IN_DEVICE };
 
-ENTRY(cuMemAlloc_v2, CUdeviceptr *addressp, size_t bytes)
+static CUresult allocate(CUdeviceptr *addressp, enum allocation_kind kind, size_t bytes)
 {
     struct context *context;
+    uintptr_t address;
     CUresult r = driver_enter_context(&context);
 
     if (r)
         return r;
     r = addressp ? capture_check_unsafe() : CUDA_ERROR_INVALID_VALUE;
     if (!r)
-        r = memory_allocate(context, bytes, addressp);
+        r = memory_allocate(context, kind, bytes, &address);
+    if (!r)
+        *addressp = address;
     return driver_leave(r);
+}
+
+ENTRY(cuMemAlloc_v2, CUdeviceptr *addressp, size_t bytes)
+{
+    return allocate(addressp, ALLOCATION_DEVICE, bytes);
 }
 
 ENTRY(cuMemAllocPitch_v2, CUdeviceptr *addressp, size_t *pitchp, size_t width, size_t height,
       unsigned int element)
 {
-    struct context *context;
     size_t pitch = (width + 511) / 512 * 512;
-    CUresult r = driver_enter_context(&context);
+    CUresult r;
 
-    if (r)
-        return r;
     if (!addressp || !pitchp || !width || !height ||
         (element != 4 && element != 8 && element != 16))
-        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+        return CUDA_ERROR_INVALID_VALUE;
     if (pitch < width || height > SIZE_MAX / pitch)
-        return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    r = capture_check_unsafe();
-    if (!r)
-        r = memory_allocate(context, pitch * height, addressp);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    r = allocate(addressp, ALLOCATION_DEVICE, pitch * height);
     if (!r)
         *pitchp = pitch;
-    return driver_leave(r);
+    return r;
 }
 
-/* Charged in full from the start: nothing here migrates. */
+/* Nothing here migrates: such memory stays on the host, and takes none of the device. */
 ENTRY(cuMemAllocManaged, CUdeviceptr *addressp, size_t bytes, unsigned int flags)
 {
     if (flags != 1 && flags != 2)
         return CUDA_ERROR_INVALID_VALUE;
-    return cuMemAlloc_v2(addressp, bytes);
+    return allocate(addressp, ALLOCATION_MANAGED, bytes);
+}
+
+/* The allocation that begins at an address, if it is one that cuMemFree ends. */
+static struct allocation *find_free(CUdeviceptr address)
+{
+    struct allocation *item = memory_at(address);
+
+    if (!item || item->base != address)
+        return NULL;
+    return item->kind == ALLOCATION_DEVICE || item->kind == ALLOCATION_MANAGED ? item : NULL;
 }
 
 ENTRY(cuMemFree_v2, CUdeviceptr address)
 {
-    const struct allocation *item;
+    struct allocation *item;
     struct context *context;
     CUresult r = driver_enter_context(&context);
 
@@ -63,13 +76,13 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
     r = capture_check_unsafe();
     if (r)
         return driver_leave(r);
-    item = memory_find((void *)(uintptr_t)address, 1);
-    if (!item || item->base != address || !item->charged)
+    item = find_free(address);
+    if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     /* As the driver does: what may still use the memory comes first. */
     r = context_wait(item->context, context_tail(item->context));
     if (!r)
-        r = memory_release((void *)(uintptr_t)address);
+        r = memory_release(address);
     return driver_leave(r);
 }
 
@@ -77,6 +90,7 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
 static CUresult allocate_async(CUdeviceptr *addressp, size_t bytes, CUstream handle)
 {
     struct stream *stream;
+    uintptr_t address;
     CUresult r = stream_enter(handle, &stream);
 
     if (r)
@@ -87,7 +101,10 @@ static CUresult allocate_async(CUdeviceptr *addressp, size_t bytes, CUstream han
         capture_invalidate(stream->capture);
         return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
     }
-    return driver_leave(memory_allocate(stream->context, bytes, addressp));
+    r = memory_allocate(stream->context, ALLOCATION_DEVICE, bytes, &address);
+    if (!r)
+        *addressp = address;
+    return driver_leave(r);
 }
 
 ENTRY(cuMemAllocAsync, CUdeviceptr *addressp, size_t bytes, CUstream stream)
@@ -109,9 +126,10 @@ static CUresult free_async(CUdeviceptr address, CUstream handle)
 
     if (r)
         return r;
-    item = memory_find(command.to, 1);
-    if (!item || item->base != address || !item->charged)
+    item = find_free(address);
+    if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    command.record = item->number;
     if (stream->capture) {
         capture_invalidate(stream->capture);
         return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
@@ -131,15 +149,15 @@ ENTRY(cuMemFreeAsync_ptsz, CUdeviceptr address, CUstream stream)
 
 ENTRY(cuMemHostAlloc, void **addressp, size_t bytes, unsigned int flags)
 {
-    struct context *context;
-    CUresult r = driver_enter_context(&context);
+    CUdeviceptr address;
+    CUresult r;
 
-    if (r)
-        return r;
-    r = addressp && flags <= 7 ? capture_check_unsafe() : CUDA_ERROR_INVALID_VALUE;
+    if (!addressp || flags > 7)
+        return CUDA_ERROR_INVALID_VALUE;
+    r = allocate(&address, ALLOCATION_HOST, bytes);
     if (!r)
-        r = memory_allocate_host(context, bytes, addressp);
-    return driver_leave(r);
+        *addressp = (void *)(uintptr_t)address;
+    return r;
 }
 
 ENTRY(cuMemFreeHost, void *address)
@@ -150,13 +168,14 @@ ENTRY(cuMemFreeHost, void *address)
 
     if (r)
         return r;
-    item = memory_find(address, 1);
-    r = item && item->base == (uintptr_t)address && !item->charged ? capture_check_unsafe()
-                                                                   : CUDA_ERROR_INVALID_VALUE;
+    item = memory_at((uintptr_t)address);
+    r = item && item->base == (uintptr_t)address && item->kind == ALLOCATION_HOST
+            ? capture_check_unsafe()
+            : CUDA_ERROR_INVALID_VALUE;
     if (!r)
         r = context_wait(item->context, context_tail(item->context));
     if (!r)
-        r = memory_release(address);
+        r = memory_release((uintptr_t)address);
     return driver_leave(r);
 }
 

@@ -51,7 +51,7 @@ struct command {
     uint64_t duration; /* kernel: ns */
     uint64_t *stamp;   /* kernel: where its time of completion goes, or NULL */
     struct event *event;
-    uint64_t record; /* event: which of its records this is */
+    uint64_t record; /* event: which of its records this is; free: the allocation's number */
     void *to;        /* copy, set, free */
     const void *from;
     bool device_to, device_from; /* copy: is that end device memory? */
@@ -126,11 +126,25 @@ struct context {
     unsigned int n_waits; /* commands in the queue that are held */
 };
 
+enum allocation_kind {
+    ALLOCATION_DEVICE,
+    ALLOCATION_HOST, /* pinned */
+    ALLOCATION_MANAGED,
+    ALLOCATION_HIDDEN, /* device memory that the driver took for an array or a module */
+    ALLOCATION_MAPPED, /* a mapping of the virtual memory management */
+};
+
 struct allocation {
+    enum allocation_kind kind;
+    int ordinal; /* of the device */
+    uint64_t number;
     uintptr_t base;
-    size_t size;    /* mapped */
-    size_t charged; /* of device memory; 0 for memory of the host */
-    struct context *context;
+    size_t bytes;            /* asked for */
+    size_t size;             /* of the address space */
+    size_t charged;          /* device memory that this allocation takes by itself */
+    struct context *context; /* it ends with that one */
+    struct slab *slab;       /* where a small one lies, or NULL */
+    uint64_t access;         /* of a mapping: which devices may use it */
 };
 
 struct host_call {
@@ -195,10 +209,15 @@ void event_renew(struct event *event, struct context *context, struct command *c
 void stream_free(struct stream *stream);
 
 /* memory.c */
-CUresult memory_allocate(struct context *context, size_t bytes, CUdeviceptr *addressp);
-CUresult memory_allocate_host(struct context *context, size_t bytes, void **addressp);
+CUresult memory_charge(struct device *device, size_t bytes);
+void memory_refund(struct device *device, size_t bytes);
+CUresult memory_allocate(struct context *context, enum allocation_kind kind, size_t bytes,
+                         uintptr_t *addressp);
+bool memory_add(const struct allocation *item);
+struct allocation *memory_at(uintptr_t address);
+struct allocation *memory_behind(uintptr_t address);
 const struct allocation *memory_find(const void *address, size_t bytes);
-CUresult memory_release(const void *address);
+CUresult memory_release(uintptr_t address);
 void memory_release_context(const struct context *context);
 void memory_forget(void);
 

@@ -2,8 +2,9 @@
  * Memory: what a process allocated, and what it takes of the device
  *
  * A device address is an address of private, lazily backed memory of this process, so copies are
- * real and memory that nobody touches costs nothing. What is charged to the device is rounded as
- * the driver does: up to 512 bytes below 1 MiB, up to 2 MiB from there on.
+ * real and memory that nobody touches costs nothing. What is charged to the device is what the
+ * driver takes: blocks below 1 MiB are cut, in units of 512 bytes, from slabs of 2 MiB that belong
+ * to one context; larger ones are multiples of 2 MiB.
  */
 #include "driver.h"
 
@@ -16,12 +17,21 @@
 #define SMALL_UNIT 512ull
 #define PAGE       4096ull
 
+struct slab {
+    struct slab *next;
+    struct context *context;
+    uintptr_t base;
+    unsigned int n; /* blocks */
+};
+
 /* Sorted by address. */
 static struct {
     struct allocation *items;
     size_t n;
     size_t room;
 } table;
+
+static struct slab *slabs;
 
 /* The first allocation behind `address`. */
 static size_t table_upper(uintptr_t address)
@@ -40,23 +50,55 @@ static size_t table_upper(uintptr_t address)
     return low;
 }
 
-/** memory_find() - the allocation that holds all of these bytes, or NULL */
-const struct allocation *memory_find(const void *address, size_t bytes)
+/** memory_at() - the allocation that holds this address, or NULL; good until the table changes */
+struct allocation *memory_at(uintptr_t address)
 {
-    uintptr_t start = (uintptr_t)address;
-    size_t upper = table_upper(start);
-    const struct allocation *item;
+    size_t upper = table_upper(address);
+    struct allocation *item;
 
     if (upper == 0)
         return NULL;
     item = &table.items[upper - 1];
-    if (start - item->base > item->size || item->size - (start - item->base) < bytes)
-        return NULL;
-    return item;
+    return address - item->base < item->size ? item : NULL;
 }
 
-static bool table_add(const struct allocation *item)
+/** memory_behind() - the first allocation that begins at `address` or behind it, or NULL */
+struct allocation *memory_behind(uintptr_t address)
 {
+    size_t lower = table_upper(address - 1);
+
+    return lower < table.n ? &table.items[lower] : NULL;
+}
+
+/**
+ * memory_find() - the allocation that holds the first of these bytes, or NULL
+ *
+ * All of them must be there. Mappings that touch count as one, if they may be used.
+ */
+const struct allocation *memory_find(const void *address, size_t bytes)
+{
+    uintptr_t start = (uintptr_t)address;
+    const struct allocation *first = memory_at(start);
+
+    for (const struct allocation *item = first; item; item = memory_at(start)) {
+        size_t left = item->size - (start - item->base);
+
+        if (item->kind == ALLOCATION_MAPPED && !item->access)
+            return NULL;
+        if (bytes <= left)
+            return first;
+        if (item->kind != ALLOCATION_MAPPED)
+            return NULL;
+        bytes -= left;
+        start += left;
+    }
+    return NULL;
+}
+
+/** memory_add() - an allocation that begins where no other is; the table numbers it */
+bool memory_add(const struct allocation *item)
+{
+    static uint64_t numbers;
     size_t place = table_upper(item->base);
 
     if (table.n == table.room) {
@@ -71,17 +113,20 @@ static bool table_add(const struct allocation *item)
     memmove(&table.items[place + 1], &table.items[place],
             (table.n - place) * sizeof(table.items[0]));
     table.items[place] = *item;
+    table.items[place].number = ++numbers;
     table.n++;
     return true;
 }
 
-static CUresult charge(struct context *context, size_t bytes)
+/** memory_charge() - take device memory for this process */
+CUresult memory_charge(struct device *device, size_t bytes)
 {
-    struct device *device = context->device;
     _Atomic uint64_t *memory = &device->gpu->shared.slots[device->slot].memory;
     uint64_t total = device->gpu->config.memory;
     CUresult r = CUDA_SUCCESS;
 
+    if (bytes == 0)
+        return CUDA_SUCCESS;
     if (!device_enter(device))
         return CUDA_ERROR_DEINITIALIZED;
     if (bytes > total || device_used(device) > total - bytes)
@@ -94,9 +139,9 @@ static CUresult charge(struct context *context, size_t bytes)
     return r;
 }
 
-static void refund(struct context *context, size_t bytes)
+/** memory_refund() - give back what memory_charge() took */
+void memory_refund(struct device *device, size_t bytes)
 {
-    struct device *device = context->device;
     _Atomic uint64_t *memory = &device->gpu->shared.slots[device->slot].memory;
 
     if (bytes == 0 || !device_enter(device))
@@ -105,59 +150,131 @@ static void refund(struct context *context, size_t bytes)
     device_leave(device);
 }
 
-static CUresult allocate(struct context *context, size_t bytes, size_t charged, uintptr_t *addressp)
+static void *map(size_t size)
 {
-    struct allocation item = {.charged = charged, .context = context};
+    void *base = mmap(NULL, size, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    return base == MAP_FAILED ? NULL : base;
+}
+
+/* An allocation with pages of its own. */
+static CUresult allocate(struct allocation *item)
+{
     void *base;
+    CUresult r = memory_charge(item->context->device, item->charged);
+
+    if (r)
+        return r;
+    item->size = (item->bytes + PAGE - 1) / PAGE * PAGE;
+    base = map(item->size);
+    item->base = (uintptr_t)base;
+    if (base && memory_add(item))
+        return CUDA_SUCCESS;
+    if (base)
+        munmap(base, item->size);
+    memory_refund(item->context->device, item->charged);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+static void slab_end(struct slab *slab)
+{
+    struct slab **link = &slabs;
+
+    while (*link != slab)
+        link = &(*link)->next;
+    *link = slab->next;
+    munmap((void *)slab->base, LARGE_UNIT);
+    memory_refund(slab->context->device, LARGE_UNIT);
+    free(slab);
+}
+
+static CUresult slab_new(struct context *context, struct slab **slabp)
+{
+    struct slab *slab = calloc(1, sizeof(*slab));
+    CUresult r;
+
+    if (!slab)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    r = memory_charge(context->device, LARGE_UNIT);
+    if (r) {
+        free(slab);
+        return r;
+    }
+    slab->base = (uintptr_t)map(LARGE_UNIT);
+    if (!slab->base) {
+        memory_refund(context->device, LARGE_UNIT);
+        free(slab);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    slab->context = context;
+    slab->next = slabs;
+    slabs = slab;
+    *slabp = slab;
+    return CUDA_SUCCESS;
+}
+
+/* The first place in the slab with so many bytes free, or 0. */
+static uintptr_t slab_room(const struct slab *slab, size_t size)
+{
+    uintptr_t end = slab->base + LARGE_UNIT;
+    uintptr_t start = slab->base;
+
+    for (size_t i = table_upper(start - 1); i < table.n && table.items[i].base < end; i++) {
+        if (table.items[i].base - start >= size)
+            return start;
+        start = table.items[i].base + table.items[i].size;
+    }
+    return end - start >= size ? start : 0;
+}
+
+static CUresult allocate_small(struct allocation *item)
+{
+    struct slab *slab;
+    CUresult r;
+
+    item->size = (item->bytes + SMALL_UNIT - 1) / SMALL_UNIT * SMALL_UNIT;
+    for (slab = slabs; slab; slab = slab->next) {
+        item->base = slab->context == item->context ? slab_room(slab, item->size) : 0;
+        if (item->base)
+            break;
+    }
+    if (!slab) {
+        r = slab_new(item->context, &slab);
+        if (r)
+            return r;
+        item->base = slab->base;
+    }
+    item->slab = slab;
+    slab->n++;
+    if (memory_add(item))
+        return CUDA_SUCCESS;
+    if (--slab->n == 0)
+        slab_end(slab);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/** memory_allocate() - memory of one context, of a kind that has no pool and no mapping */
+CUresult memory_allocate(struct context *context, enum allocation_kind kind, size_t bytes,
+                         uintptr_t *addressp)
+{
+    bool takes = kind == ALLOCATION_DEVICE || kind == ALLOCATION_HIDDEN;
+    struct allocation item = {
+        .kind = kind, .bytes = bytes, .context = context, .ordinal = context->ordinal};
     CUresult r;
 
     if (bytes == 0)
         return CUDA_ERROR_INVALID_VALUE;
     if (bytes > SIZE_MAX / 4)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    r = charged ? charge(context, charged) : CUDA_SUCCESS;
-    if (r)
-        return r;
-    item.size = (bytes + PAGE - 1) / PAGE * PAGE;
-    base = mmap(NULL, item.size, PROT_READ | PROT_WRITE,
-                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
-        refund(context, charged);
-        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (takes && bytes < SMALL) {
+        r = allocate_small(&item);
+    } else {
+        item.charged = takes ? (bytes + LARGE_UNIT - 1) / LARGE_UNIT * LARGE_UNIT : 0;
+        r = allocate(&item);
     }
-    item.base = (uintptr_t)base;
-    if (!table_add(&item)) {
-        munmap(base, item.size);
-        refund(context, charged);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    *addressp = item.base;
-    return CUDA_SUCCESS;
-}
-
-/** memory_allocate() - device memory of a context's process */
-CUresult memory_allocate(struct context *context, size_t bytes, CUdeviceptr *addressp)
-{
-    uint64_t unit = bytes < SMALL ? SMALL_UNIT : LARGE_UNIT;
-    uintptr_t address;
-    CUresult r;
-
-    if (bytes > SIZE_MAX / 4)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    r = allocate(context, bytes, (bytes + unit - 1) / unit * unit, &address);
     if (!r)
-        *addressp = address;
-    return r;
-}
-
-/** memory_allocate_host() - pinned memory: copies from it and to it are asynchronous */
-CUresult memory_allocate_host(struct context *context, size_t bytes, void **addressp)
-{
-    uintptr_t address;
-    CUresult r = allocate(context, bytes, 0, &address);
-
-    if (!r)
-        *addressp = (void *)address;
+        *addressp = item.base;
     return r;
 }
 
@@ -168,16 +285,21 @@ static void table_remove(size_t place)
     table.n--;
     memmove(&table.items[place], &table.items[place + 1],
             (table.n - place) * sizeof(table.items[0]));
+    if (item.slab) {
+        if (--item.slab->n == 0)
+            slab_end(item.slab);
+        return;
+    }
     munmap((void *)item.base, item.size);
-    refund(item.context, item.charged);
+    memory_refund(item.context->device, item.charged);
 }
 
 /** memory_release() - end the allocation that begins at this address */
-CUresult memory_release(const void *address)
+CUresult memory_release(uintptr_t address)
 {
-    size_t upper = table_upper((uintptr_t)address);
+    size_t upper = table_upper(address);
 
-    if (upper == 0 || table.items[upper - 1].base != (uintptr_t)address)
+    if (upper == 0 || table.items[upper - 1].base != address)
         return CUDA_ERROR_INVALID_VALUE;
     table_remove(upper - 1);
     return CUDA_SUCCESS;
@@ -195,5 +317,11 @@ void memory_release_context(const struct context *context)
 /** memory_forget() - after fork: the copies stay mapped, for whoever still points there */
 void memory_forget(void)
 {
+    while (slabs) {
+        struct slab *slab = slabs;
+
+        slabs = slab->next;
+        free(slab);
+    }
     table.n = 0;
 }

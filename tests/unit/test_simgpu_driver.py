@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import subprocess
 import threading
@@ -80,14 +81,49 @@ def test_each_context_takes_512_mib_while_it_exists(driver: Driver, gpu: Path) -
 
 
 @pytest.mark.usefixtures("context")
-def test_memory_is_charged_in_units_of_512_bytes_and_of_2_mib(driver: Driver) -> None:
-    small = driver.allocate(1)
-    assert driver.free_memory() == 512 * MIB - 512
-    large = driver.allocate(MIB)
-    assert driver.free_memory() == 510 * MIB - 512
-    driver.call("cuMemFree_v2", small)
-    driver.call("cuMemFree_v2", large)
+def test_large_memory_is_charged_in_units_of_2_mib(driver: Driver) -> None:
+    for size, charged in ((MIB, 2), (2 * MIB, 2), (2 * MIB + 1, 4), (64 * MIB + 1, 66)):
+        address = driver.allocate(size)
+        assert driver.free_memory() == (512 - charged) * MIB
+        driver.call("cuMemFree_v2", address)
+        assert driver.free_memory() == 512 * MIB
+
+
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize(("n", "size", "slabs"), [(5000, 256, 2), (100, 600 << 10, 34)])
+def test_small_memory_shares_slabs_of_2_mib(driver: Driver, n: int, size: int, slabs: int) -> None:
+    blocks = [driver.allocate(size) for _ in range(n)]
+    assert driver.free_memory() == (512 - 2 * slabs) * MIB
+    ends = sorted(blocks)
+    assert all(b - a >= size for a, b in itertools.pairwise(ends))
+    for block in blocks[: n // 2]:
+        driver.call("cuMemFree_v2", block)
+    again = [driver.allocate(size) for _ in range(n // 2)]
+    assert driver.free_memory() == (512 - 2 * slabs) * MIB
+    for block in blocks[n // 2 :] + again:
+        driver.call("cuMemFree_v2", block)
     assert driver.free_memory() == 512 * MIB
+    assert driver.try_call("cuMemFree_v2", blocks[0]) == INVALID_VALUE
+
+
+@pytest.mark.usefixtures("context")
+def test_managed_memory_takes_nothing_of_the_device(driver: Driver) -> None:
+    address = driver.get("cuMemAllocManaged", 4096 * MIB, 1)
+    assert driver.free_memory() == 512 * MIB
+    driver.call("cuMemsetD32_v2", address, 7, 2)
+    assert ctypes.c_uint64.from_address(address).value == 0x0000000700000007
+    driver.call("cuMemFree_v2", address)
+    assert driver.try_call("cuMemFree_v2", address) == INVALID_VALUE
+
+
+@pytest.mark.usefixtures("context")
+def test_host_memory_is_not_freed_as_device_memory(driver: Driver) -> None:
+    pinned = driver.get("cuMemHostAlloc", 16, 0)
+    device = driver.allocate(16)
+    assert driver.try_call("cuMemFree_v2", pinned) == INVALID_VALUE
+    assert driver.try_call("cuMemFreeHost", device) == INVALID_VALUE
+    driver.call("cuMemFreeHost", pinned)
+    driver.call("cuMemFree_v2", device)
 
 
 @pytest.mark.usefixtures("context")

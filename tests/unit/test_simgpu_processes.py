@@ -215,8 +215,8 @@ def test_nvml_tells_pids_as_its_own_namespace_sees_them(build_dir: Path, gpus: P
         unseen = nvml(build_dir, gpus, PROCESSES, *inside)
         used = nvml(build_dir, gpus, "nvmlDeviceGetMemoryInfo(d).used", *inside)
         listed = nvml(build_dir, gpus, PROCESSES)
-    assert listed == [[int(children[0]), 512 * MIB + 512]]
-    assert (unseen, used) == ([], 512 * MIB + 512)  # invisible, not dead
+    assert listed == [[int(children[0]), 514 * MIB]]
+    assert (unseen, used) == ([], 514 * MIB)  # invisible, not dead
 
 
 def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:

@@ -110,6 +110,7 @@ void context_free(struct context *context)
     while (*link != context)
         link = &(*link)->next;
     *link = context->next;
+    mempool_context_ended(device);
     pool_give(&contexts_pool, context);
 }
 

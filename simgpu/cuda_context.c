@@ -157,6 +157,8 @@ static CUresult synchronize(struct context *context)
 
     if (!r)
         r = context_wait(context, context_tail(context));
+    if (!r)
+        mempool_synchronized(context->device);
     return driver_leave(r);
 }
 

@@ -53,16 +53,6 @@ ENTRY(cuMemAllocManaged, CUdeviceptr *addressp, size_t bytes, unsigned int flags
     return allocate(addressp, ALLOCATION_MANAGED, bytes);
 }
 
-/* The allocation that begins at an address, if it is one that cuMemFree ends. */
-static struct allocation *find_free(CUdeviceptr address)
-{
-    struct allocation *item = memory_at(address);
-
-    if (!item || item->base != address)
-        return NULL;
-    return item->kind == ALLOCATION_DEVICE || item->kind == ALLOCATION_MANAGED ? item : NULL;
-}
-
 ENTRY(cuMemFree_v2, CUdeviceptr address)
 {
     struct allocation *item;
@@ -76,7 +66,7 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
     r = capture_check_unsafe();
     if (r)
         return driver_leave(r);
-    item = find_free(address);
+    item = memory_freeable(address);
     if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     /* As the driver does: what may still use the memory comes first. */
@@ -84,67 +74,6 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
     if (!r)
         r = memory_release(address);
     return driver_leave(r);
-}
-
-/* The memory is there at once: nothing that uses it in the stream's order can tell. */
-static CUresult allocate_async(CUdeviceptr *addressp, size_t bytes, CUstream handle)
-{
-    struct stream *stream;
-    uintptr_t address;
-    CUresult r = stream_enter(handle, &stream);
-
-    if (r)
-        return r;
-    if (!addressp)
-        return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    if (stream->capture) { /* graphs have no memory of their own here */
-        capture_invalidate(stream->capture);
-        return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    }
-    r = memory_allocate(stream->context, ALLOCATION_DEVICE, bytes, &address);
-    if (!r)
-        *addressp = address;
-    return driver_leave(r);
-}
-
-ENTRY(cuMemAllocAsync, CUdeviceptr *addressp, size_t bytes, CUstream stream)
-{
-    return allocate_async(addressp, bytes, stream);
-}
-
-ENTRY(cuMemAllocAsync_ptsz, CUdeviceptr *addressp, size_t bytes, CUstream stream)
-{
-    return allocate_async(addressp, bytes, PER_THREAD(stream));
-}
-
-static CUresult free_async(CUdeviceptr address, CUstream handle)
-{
-    struct command command = {.kind = COMMAND_FREE, .to = (void *)(uintptr_t)address};
-    const struct allocation *item;
-    struct stream *stream;
-    CUresult r = stream_enter(handle, &stream);
-
-    if (r)
-        return r;
-    item = find_free(address);
-    if (!item)
-        return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    command.record = item->number;
-    if (stream->capture) {
-        capture_invalidate(stream->capture);
-        return driver_leave(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
-    }
-    return driver_leave(stream_submit(stream, &command));
-}
-
-ENTRY(cuMemFreeAsync, CUdeviceptr address, CUstream stream)
-{
-    return free_async(address, stream);
-}
-
-ENTRY(cuMemFreeAsync_ptsz, CUdeviceptr address, CUstream stream)
-{
-    return free_async(address, PER_THREAD(stream));
 }
 
 ENTRY(cuMemHostAlloc, void **addressp, size_t bytes, unsigned int flags)

@@ -50,14 +50,18 @@ static CUresult may_ask(struct stream *stream)
 
 static CUresult synchronize(CUstream handle)
 {
+    const struct device *device;
     struct stream *stream;
     CUresult r = stream_enter(handle, &stream);
 
     if (r)
         return r;
+    device = stream->context->device;
     r = may_ask(stream);
     if (!r)
         r = context_wait(stream->context, stream_need(stream));
+    if (!r)
+        mempool_synchronized(device);
     return driver_leave(r);
 }
 
@@ -333,9 +337,16 @@ ENTRY(cuEventQuery, CUevent event)
 
 ENTRY(cuEventSynchronize, CUevent event)
 {
+    const struct device *device;
     CUresult r = enter_event(event);
 
-    return r ? r : driver_leave(event_wait(event));
+    if (r)
+        return r;
+    device = event_alive(event) ? event->context->device : NULL;
+    r = event_wait(event);
+    if (!r && device)
+        mempool_synchronized(device);
+    return driver_leave(r);
 }
 
 /* In ms, with the hardware's resolution of about half a microsecond left out. */

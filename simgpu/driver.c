@@ -125,6 +125,7 @@ void driver_forget(bool ours)
             context->object.magic = 0;
         }
     }
+    mempool_forget(ours);
     memory_forget();
     for (int i = 0; i < driver.n_devices; i++) {
         if (ours)
@@ -193,6 +194,20 @@ CUresult driver_device(CUdevice ordinal, struct device **devicep)
         return CUDA_ERROR_INVALID_DEVICE;
     *devicep = driver.devices[ordinal];
     return CUDA_SUCCESS;
+}
+
+/** location_host() - does that name memory of the host? */
+bool location_host(const CUmemLocation *location)
+{
+    return location->type >= CU_MEM_LOCATION_TYPE_HOST &&
+           location->type <= CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT;
+}
+
+CUresult location_device(const CUmemLocation *location, struct device **devicep)
+{
+    if (location->type != CU_MEM_LOCATION_TYPE_DEVICE)
+        return CUDA_ERROR_INVALID_VALUE;
+    return driver_device(location->id, devicep);
 }
 
 static void stack_renew(void)

@@ -131,6 +131,7 @@ enum allocation_kind {
     ALLOCATION_HOST, /* pinned */
     ALLOCATION_MANAGED,
     ALLOCATION_HIDDEN, /* device memory that the driver took for an array or a module */
+    ALLOCATION_POOL,
     ALLOCATION_MAPPED, /* a mapping of the virtual memory management */
 };
 
@@ -139,12 +140,14 @@ struct allocation {
     int ordinal; /* of the device */
     uint64_t number;
     uintptr_t base;
-    size_t bytes;            /* asked for */
-    size_t size;             /* of the address space */
-    size_t charged;          /* device memory that this allocation takes by itself */
-    struct context *context; /* it ends with that one */
-    struct slab *slab;       /* where a small one lies, or NULL */
-    uint64_t access;         /* of a mapping: which devices may use it */
+    size_t bytes;                  /* asked for */
+    size_t size;                   /* of the address space */
+    size_t charged;                /* device memory that this allocation takes by itself */
+    struct context *context;       /* it ends with that one */
+    struct slab *slab;             /* where a small one lies, or NULL */
+    struct mempool *mempool;       /* of a pool's block */
+    const struct stream *freed_in; /* of a pool's block: the stream that is to free it, or NULL */
+    uint64_t access;               /* of a mapping: which devices may use it */
 };
 
 struct host_call {
@@ -175,6 +178,8 @@ CUresult driver_enter(void);
 CUresult driver_enter_context(struct context **contextp);
 CUresult driver_leave(CUresult result);
 CUresult driver_device(CUdevice ordinal, struct device **devicep);
+bool location_host(const CUmemLocation *location);
+CUresult location_device(const CUmemLocation *location, struct device **devicep);
 
 /* The context stack of the calling thread. */
 struct context *current_context(void);
@@ -217,9 +222,30 @@ bool memory_add(const struct allocation *item);
 struct allocation *memory_at(uintptr_t address);
 struct allocation *memory_behind(uintptr_t address);
 const struct allocation *memory_find(const void *address, size_t bytes);
+struct allocation *memory_freeable(uintptr_t address);
+void memory_renumber(struct allocation *item);
 CUresult memory_release(uintptr_t address);
 void memory_release_context(const struct context *context);
 void memory_forget(void);
+
+/* mempool.c */
+#define MEMPOOL_NOBODY ((const struct stream *)1) /* in the place of a stream that has ended */
+bool mempool_valid(const struct mempool *pool);
+CUresult mempool_new(struct mempool **poolp, int ordinal, bool host, uint64_t most);
+CUresult mempool_standard(int ordinal, struct mempool **poolp);
+CUresult mempool_chosen(int ordinal, struct mempool **poolp);
+CUresult mempool_choose(int ordinal, struct mempool *pool);
+CUresult mempool_destroy(struct mempool *pool);
+CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t bytes,
+                          uintptr_t *addressp);
+void mempool_returned(const struct allocation *block);
+void mempool_forget_stream(const struct stream *stream);
+void mempool_trim(struct mempool *pool, uint64_t keep);
+void mempool_synchronized(const struct device *device);
+void mempool_context_ended(const struct device *device);
+CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, void *value);
+CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const void *value);
+void mempool_forget(bool ours);
 
 /* graph.c */
 struct capture {

@@ -45,6 +45,18 @@
     F(cuMemFree, cuMemFree_v2, 3020)                                                               \
     P(cuMemAllocAsync, cuMemAllocAsync, 11020)                                                     \
     P(cuMemFreeAsync, cuMemFreeAsync, 11020)                                                       \
+    F(cuDeviceGetDefaultMemPool, cuDeviceGetDefaultMemPool, 11020)                                 \
+    F(cuDeviceGetMemPool, cuDeviceGetMemPool, 11020)                                               \
+    F(cuDeviceSetMemPool, cuDeviceSetMemPool, 11020)                                               \
+    F(cuMemGetDefaultMemPool, cuMemGetDefaultMemPool, 13000)                                       \
+    F(cuMemGetMemPool, cuMemGetMemPool, 13000)                                                     \
+    F(cuMemSetMemPool, cuMemSetMemPool, 13000)                                                     \
+    F(cuMemPoolCreate, cuMemPoolCreate, 11020)                                                     \
+    F(cuMemPoolDestroy, cuMemPoolDestroy, 11020)                                                   \
+    F(cuMemPoolGetAttribute, cuMemPoolGetAttribute, 11020)                                         \
+    F(cuMemPoolSetAttribute, cuMemPoolSetAttribute, 11020)                                         \
+    F(cuMemPoolTrimTo, cuMemPoolTrimTo, 11020)                                                     \
+    P(cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync, 11020)                                     \
     F(cuMemHostAlloc, cuMemHostAlloc, 2020)                                                        \
     F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
     F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \

@@ -95,10 +95,34 @@ const struct allocation *memory_find(const void *address, size_t bytes)
     return NULL;
 }
 
+/** memory_freeable() - the allocation that cuMemFree ends at this address, or NULL */
+struct allocation *memory_freeable(uintptr_t address)
+{
+    struct allocation *item = memory_at(address);
+
+    if (!item || item->base != address || item->freed_in)
+        return NULL;
+    switch (item->kind) {
+    case ALLOCATION_DEVICE:
+    case ALLOCATION_MANAGED:
+    case ALLOCATION_POOL:
+        return item;
+    default:
+        return NULL;
+    }
+}
+
+/** memory_renumber() - the same memory is another allocation from now on */
+void memory_renumber(struct allocation *item)
+{
+    static uint64_t numbers;
+
+    item->number = ++numbers;
+}
+
 /** memory_add() - an allocation that begins where no other is; the table numbers it */
 bool memory_add(const struct allocation *item)
 {
-    static uint64_t numbers;
     size_t place = table_upper(item->base);
 
     if (table.n == table.room) {
@@ -113,7 +137,7 @@ bool memory_add(const struct allocation *item)
     memmove(&table.items[place + 1], &table.items[place],
             (table.n - place) * sizeof(table.items[0]));
     table.items[place] = *item;
-    table.items[place].number = ++numbers;
+    memory_renumber(&table.items[place]);
     table.n++;
     return true;
 }
@@ -285,6 +309,10 @@ static void table_remove(size_t place)
     table.n--;
     memmove(&table.items[place], &table.items[place + 1],
             (table.n - place) * sizeof(table.items[0]));
+    if (item.mempool) {
+        mempool_returned(&item);
+        return;
+    }
     if (item.slab) {
         if (--item.slab->n == 0)
             slab_end(item.slab);

@@ -118,6 +118,7 @@ void stream_free(struct stream *stream)
     while (*link != stream)
         link = &(*link)->next;
     *link = stream->next;
+    mempool_forget_stream(stream);
     pool_give(&streams_pool, stream);
 }
 

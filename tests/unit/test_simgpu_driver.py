@@ -211,7 +211,7 @@ def test_pageable_memory_is_read_before_the_call_returns(driver: Driver, context
 
 
 def test_memory_is_freed_when_the_stream_comes_to_it(driver: Driver, context: Context) -> None:
-    address = driver.get("cuMemAllocAsync", 2 * MIB, 0)
+    address = driver.allocate(2 * MIB)
     context.burn(MS)
     driver.call("cuMemFreeAsync", address, 0)
     assert driver.free_memory() == 510 * MIB

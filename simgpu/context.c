@@ -224,6 +224,29 @@ CUresult context_wait(struct context *context, uint64_t need)
     }
 }
 
+/** context_drain() - until all that this process has submitted on a device by now is done */
+CUresult context_drain(int ordinal)
+{
+    uint64_t last = UINT64_MAX;
+
+    for (;;) { /* from the newest on, by serial: the list may change while this thread sleeps */
+        struct context *next = NULL;
+        CUresult r;
+
+        for (struct context *context = driver.contexts; context; context = context->next) {
+            if (context->ordinal == ordinal && context->serial < last &&
+                (!next || context->serial > next->serial))
+                next = context;
+        }
+        if (!next)
+            return CUDA_SUCCESS;
+        last = next->serial;
+        r = context_wait(next, context_tail(next));
+        if (r && r != CUDA_ERROR_ILLEGAL_ADDRESS && r != CUDA_ERROR_CONTEXT_IS_DESTROYED)
+            return r;
+    }
+}
+
 /**
  * context_reserve() - wait until the queue has room; returns with the device's lock
  *

@@ -147,6 +147,7 @@ struct allocation {
     struct slab *slab;             /* where a small one lies, or NULL */
     struct mempool *mempool;       /* of a pool's block */
     const struct stream *freed_in; /* of a pool's block: the stream that is to free it, or NULL */
+    struct handle *handle;         /* of a mapping: to what is mapped */
     uint64_t access;               /* of a mapping: which devices may use it */
 };
 
@@ -193,6 +194,7 @@ void context_free(struct context *context);
 bool context_valid(const struct context *context);
 CUresult context_look(struct context *context);
 CUresult context_wait(struct context *context, uint64_t need);
+CUresult context_drain(int ordinal);
 uint64_t context_tail(const struct context *context);
 CUresult context_reserve(struct context *context);
 void context_unhold(struct context *context);
@@ -218,6 +220,7 @@ CUresult memory_charge(struct device *device, size_t bytes);
 void memory_refund(struct device *device, size_t bytes);
 CUresult memory_allocate(struct context *context, enum allocation_kind kind, size_t bytes,
                          uintptr_t *addressp);
+uintptr_t memory_range(uintptr_t base, size_t size, bool replace);
 bool memory_add(const struct allocation *item);
 struct allocation *memory_at(uintptr_t address);
 struct allocation *memory_behind(uintptr_t address);
@@ -246,6 +249,23 @@ void mempool_context_ended(const struct device *device);
 CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, void *value);
 CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const void *value);
 void mempool_forget(bool ours);
+
+/* vmm.c */
+bool handle_valid(const struct handle *handle);
+CUresult handle_new(struct handle **handlep, size_t size, const CUmemAllocationProp *prop);
+void handle_release(struct handle *handle);
+CUresult handle_retain(struct handle **handlep, uintptr_t address);
+const CUmemAllocationProp *handle_prop(const struct handle *handle);
+CUresult handle_export(const struct handle *handle, int *fdp);
+CUresult handle_import(struct handle **handlep, int fd);
+size_t vmm_granularity(void);
+CUresult vmm_reserve(uintptr_t *basep, size_t size, size_t alignment, uintptr_t wanted);
+CUresult vmm_unreserve(uintptr_t base, size_t size);
+CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *handle);
+CUresult vmm_unmap(uintptr_t base, size_t size);
+void vmm_unmapped(const struct allocation *item);
+CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted);
+void vmm_forget(bool ours);
 
 /* graph.c */
 struct capture {

@@ -57,6 +57,19 @@
     F(cuMemPoolSetAttribute, cuMemPoolSetAttribute, 11020)                                         \
     F(cuMemPoolTrimTo, cuMemPoolTrimTo, 11020)                                                     \
     P(cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync, 11020)                                     \
+    F(cuMemGetAllocationGranularity, cuMemGetAllocationGranularity, 10020)                         \
+    F(cuMemCreate, cuMemCreate, 10020)                                                             \
+    F(cuMemRelease, cuMemRelease, 10020)                                                           \
+    F(cuMemRetainAllocationHandle, cuMemRetainAllocationHandle, 11000)                             \
+    F(cuMemGetAllocationPropertiesFromHandle, cuMemGetAllocationPropertiesFromHandle, 10020)       \
+    F(cuMemExportToShareableHandle, cuMemExportToShareableHandle, 10020)                           \
+    F(cuMemImportFromShareableHandle, cuMemImportFromShareableHandle, 10020)                       \
+    F(cuMemAddressReserve, cuMemAddressReserve, 10020)                                             \
+    F(cuMemAddressFree, cuMemAddressFree, 10020)                                                   \
+    F(cuMemMap, cuMemMap, 10020)                                                                   \
+    F(cuMemUnmap, cuMemUnmap, 10020)                                                               \
+    F(cuMemSetAccess, cuMemSetAccess, 10020)                                                       \
+    F(cuMemGetAccess, cuMemGetAccess, 10020)                                                       \
     F(cuMemHostAlloc, cuMemHostAlloc, 2020)                                                        \
     F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
     F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \

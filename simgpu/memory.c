@@ -163,15 +163,26 @@ CUresult memory_charge(struct device *device, size_t bytes)
     return r;
 }
 
-/** memory_refund() - give back what memory_charge() took */
+/** memory_refund() - give back what memory_charge() took; nothing of no device */
 void memory_refund(struct device *device, size_t bytes)
 {
-    _Atomic uint64_t *memory = &device->gpu->shared.slots[device->slot].memory;
+    _Atomic uint64_t *memory;
 
     if (bytes == 0 || !device_enter(device))
         return;
+    memory = &device->gpu->shared.slots[device->slot].memory;
     atomic_store(memory, *memory - bytes);
     device_leave(device);
+}
+
+/** memory_range() - addresses without memory; in the place of what is at `base`, if `replace` */
+uintptr_t memory_range(uintptr_t base, size_t size, bool replace)
+{
+    void *range =
+        mmap((void *)base, size, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (replace ? MAP_FIXED : 0), -1, 0);
+
+    return range == MAP_FAILED ? 0 : (uintptr_t)range;
 }
 
 static void *map(size_t size)
@@ -311,6 +322,10 @@ static void table_remove(size_t place)
             (table.n - place) * sizeof(table.items[0]));
     if (item.mempool) {
         mempool_returned(&item);
+        return;
+    }
+    if (item.handle) {
+        vmm_unmapped(&item);
         return;
     }
     if (item.slab) {

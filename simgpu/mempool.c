@@ -47,18 +47,11 @@ bool mempool_valid(const struct mempool *pool)
     return pool_owns(&mempools_pool, pool) && !pool->ended;
 }
 
-static void *range_empty(void *base, size_t bytes)
-{
-    return mmap(base, bytes, PROT_NONE,
-                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (base ? MAP_FIXED : 0), -1, 0);
-}
-
 /** mempool_new() - a pool that holds nothing yet; `most` bytes at most, 0 for no limit */
 CUresult mempool_new(struct mempool **poolp, int ordinal, bool host, uint64_t most)
 {
     struct mempool *pool = pool_take(&mempools_pool);
     uint64_t memory;
-    void *base;
 
     if (!pool)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -69,13 +62,12 @@ CUresult mempool_new(struct mempool **poolp, int ordinal, bool host, uint64_t mo
     memory = pool->device->gpu->config.memory;
     pool->n_units = ROOM * (memory / UNIT + 1);
     pool->held = calloc(pool->n_units, sizeof(pool->held[0]));
-    base = pool->held ? range_empty(NULL, pool->n_units * UNIT) : MAP_FAILED;
-    if (base == MAP_FAILED) {
+    pool->base = pool->held ? memory_range(0, pool->n_units * UNIT, false) : 0;
+    if (!pool->base) {
         free(pool->held);
         pool_give(&mempools_pool, pool);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    pool->base = (uintptr_t)base;
     for (int i = 0; i < 3; i++)
         pool->reuse[i] = 1;
     pool->next = mempools;
@@ -314,7 +306,7 @@ static void units_release(struct mempool *pool, uint64_t keep)
     for (size_t i = pool->n_units; i-- > 0 && pool->reserved > keep;) {
         if (!pool->held[i] || unit_used(pool, i))
             continue;
-        if (range_empty((void *)(pool->base + i * UNIT), UNIT) == MAP_FAILED)
+        if (!memory_range(pool->base + i * UNIT, UNIT, true))
             continue;
         pool->held[i] = false;
         pool->reserved -= UNIT;

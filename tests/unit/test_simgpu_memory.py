@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from simgpu import simgpu
-from simgpu.testing import GLOBAL, MS, Context, Driver
+from simgpu.testing import GLOBAL, MS, Context, Driver, start_python
 
 MIB = 1 << 20
 TOTAL = 4096 * MIB
-INVALID_VALUE, OUT_OF_MEMORY, UNSUPPORTED = 1, 2, 900
+INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED, UNSUPPORTED = 1, 2, 801, 900
 RELEASE_THRESHOLD, RESERVED, RESERVED_HIGH, USED, USED_HIGH = 4, 5, 6, 7, 8  # CUmemPool_attribute
 PINNED, DEVICE, HOST_NUMA = 1, 1, 3  # CUmemAllocationType, CUmemLocationType
 
@@ -237,3 +238,189 @@ def test_stream_ordered_memory_is_not_captured(driver: Driver) -> None:
     driver.call("cuStreamBeginCapture_v2", stream, GLOBAL)
     assert driver.try_call("cuMemAllocAsync", address, MIB, stream) == UNSUPPORTED
     assert driver.try_call("cuStreamEndCapture", stream, ctypes.byref(graph)) != 0
+
+
+# Virtual memory management
+
+
+class Prop(ctypes.Structure):
+    _fields_ = [
+        ("type", ctypes.c_int),
+        ("handle_types", ctypes.c_int),
+        ("location_type", ctypes.c_int),
+        ("location", ctypes.c_int),
+        ("meta", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]
+
+
+def create(driver: Driver, size: int, *, exported: bool = False, kind: int = DEVICE) -> int:
+    return driver.get("cuMemCreate", size, ctypes.byref(Prop(PINNED, exported, kind, 0)), 0)
+
+
+def allow(driver: Driver, address: int, size: int) -> None:
+    driver.call("cuMemSetAccess", address, size, (ctypes.c_int * 3)(DEVICE, 0, 3), 1)
+
+
+@pytest.mark.usefixtures("context")
+def test_memory_is_charged_when_it_is_created_and_until_it_is_unmapped(driver: Driver) -> None:
+    prop = Prop(PINNED, 0, DEVICE, 0)
+    assert driver.get("cuMemGetAllocationGranularity", ctypes.byref(prop), 0) == 2 * MIB
+    handle = create(driver, 6 * MIB)
+    assert held(driver) == 6 * MIB
+    base = driver.get("cuMemAddressReserve", 16 * MIB, 0, 0, 0)
+    assert base % (2 * MIB) == 0
+    driver.call("cuMemMap", base, 6 * MIB, 0, handle, 0)
+    driver.call("cuMemMap", base + 8 * MIB, 6 * MIB, 0, handle, 0)
+    driver.call("cuMemRelease", handle)
+    assert driver.try_call("cuMemRelease", handle) == INVALID_VALUE
+    assert driver.try_call("cuMemMap", base, 6 * MIB, 0, handle, 0) == INVALID_VALUE
+    allow(driver, base, 6 * MIB)
+    allow(driver, base + 8 * MIB, 6 * MIB)
+    driver.call("cuMemsetD32_v2", base + 4 * MIB, 5, 2)
+    assert driver.read_words(base + 12 * MIB, 1) == [0x0000000500000005]
+    driver.call("cuMemUnmap", base, 6 * MIB)
+    assert held(driver) == 6 * MIB
+    assert driver.try_call("cuMemAddressFree", base, 16 * MIB) == INVALID_VALUE
+    driver.call("cuMemUnmap", base + 8 * MIB, 6 * MIB)
+    assert held(driver) == 0
+    assert driver.try_call("cuMemAddressFree", base, 8 * MIB) == INVALID_VALUE
+    driver.call("cuMemAddressFree", base, 16 * MIB)
+
+
+@pytest.mark.usefixtures("context")
+def test_what_cannot_be_created_says_why(driver: Driver) -> None:
+    handle = ctypes.byref(ctypes.c_uint64())
+    device, other = Prop(PINNED, 0, DEVICE, 0), Prop(PINNED, 0, DEVICE, 2)
+    for size, prop, expected in (
+        (0, device, INVALID_VALUE),
+        (3 * MIB, device, INVALID_VALUE),
+        (2 * MIB, other, 101),
+        (2 * MIB, Prop(0, 0, DEVICE, 0), INVALID_VALUE),
+        (TOTAL + 2 * MIB, device, OUT_OF_MEMORY),
+    ):
+        assert driver.try_call("cuMemCreate", handle, size, ctypes.byref(prop), 0) == expected
+    create(driver, 2 * TOTAL, kind=HOST_NUMA)
+    assert held(driver) == 0
+    create(driver, TOTAL)
+    assert held(driver) == TOTAL
+
+
+@pytest.mark.usefixtures("context")
+def test_only_whole_memory_is_mapped_and_unmapped(driver: Driver) -> None:
+    first, second = create(driver, 4 * MIB), create(driver, 2 * MIB)
+    base = driver.get("cuMemAddressReserve", 8 * MIB, 0, 0, 0)
+    assert driver.try_call("cuMemMap", base, 2 * MIB, 0, first, 0) == NOT_SUPPORTED
+    assert driver.try_call("cuMemMap", base, 2 * MIB, 2 * MIB, first, 0) == NOT_SUPPORTED
+    assert driver.try_call("cuMemMap", base + 6 * MIB, 4 * MIB, 0, first, 0) == INVALID_VALUE
+    driver.call("cuMemMap", base, 4 * MIB, 0, first, 0)
+    assert driver.try_call("cuMemMap", base + 2 * MIB, 2 * MIB, 0, second, 0) == INVALID_VALUE
+    driver.call("cuMemMap", base + 4 * MIB, 2 * MIB, 0, second, 0)
+    assert driver.try_call("cuMemUnmap", base, 2 * MIB) == INVALID_VALUE
+    assert driver.try_call("cuMemUnmap", base, 8 * MIB) == INVALID_VALUE
+    driver.call("cuMemUnmap", base, 6 * MIB)
+    driver.call("cuMemRelease", first)
+    driver.call("cuMemRelease", second)
+    assert held(driver) == 0
+
+
+@pytest.mark.usefixtures("context")
+def test_mappings_that_touch_are_one_memory_once_access_is_set(driver: Driver) -> None:
+    base = driver.get("cuMemAddressReserve", 4 * MIB, 0, 0, 0)
+    for at in (base, base + 2 * MIB):
+        driver.call("cuMemMap", at, 2 * MIB, 0, create(driver, 2 * MIB), 0)
+    assert driver.try_call("cuMemsetD8_v2", base + MIB, 1, 2 * MIB) == INVALID_VALUE
+    location, flags = (ctypes.c_int * 2)(DEVICE, 0), ctypes.c_uint64(9)
+    driver.call("cuMemGetAccess", ctypes.byref(flags), location, base)
+    assert flags.value == 0
+    allow(driver, base, 4 * MIB)
+    driver.call("cuMemGetAccess", ctypes.byref(flags), location, base)
+    assert flags.value == 3
+    driver.call("cuMemsetD8_v2", base + MIB, 1, 2 * MIB)
+    assert driver.read_words(base + 2 * MIB - 8, 2) == [0x0101010101010101] * 2
+    assert driver.try_call("cuMemFree_v2", base) == INVALID_VALUE
+
+
+def test_unmapping_waits_for_the_work_before_it(driver: Driver, context: Context) -> None:
+    base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
+    driver.call("cuMemMap", base, 2 * MIB, 0, create(driver, 2 * MIB), 0)
+    allow(driver, base, 2 * MIB)
+    stream = driver.stream()
+    context.burn(5 * MS, stamp=base, stream=stream)
+    driver.call("cuMemUnmap", base, 2 * MIB)
+    assert driver.clock() == 5 * MS
+    context.synchronize()
+
+
+@pytest.mark.usefixtures("context")
+def test_a_mapping_tells_its_handle(driver: Driver) -> None:
+    handle = create(driver, 2 * MIB)
+    base = driver.get("cuMemAddressReserve", 2 * MIB, 0, 0, 0)
+    driver.call("cuMemMap", base, 2 * MIB, 0, handle, 0)
+    driver.call("cuMemRelease", handle)
+    again = driver.get("cuMemRetainAllocationHandle", base + MIB)
+    assert again == handle
+    prop = Prop()
+    driver.call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(prop), again)
+    assert (prop.type, prop.location_type, prop.location) == (PINNED, DEVICE, 0)
+    driver.call("cuMemUnmap", base, 2 * MIB)
+    assert held(driver) == 2 * MIB
+    driver.call("cuMemRelease", again)
+    assert held(driver) == 0
+
+
+@pytest.mark.usefixtures("context")
+def test_a_process_that_imports_its_own_memory_pays_once(driver: Driver) -> None:
+    handle, plain = create(driver, 2 * MIB, exported=True), create(driver, 2 * MIB)
+    descriptor = ctypes.c_int()
+    where = ctypes.byref(descriptor)
+    assert driver.try_call("cuMemExportToShareableHandle", where, plain, 1, 0) == INVALID_VALUE
+    driver.call("cuMemRelease", plain)
+    driver.call("cuMemExportToShareableHandle", where, handle, 1, 0)
+    imported = driver.get("cuMemImportFromShareableHandle", descriptor.value, 1)
+    os.close(descriptor.value)
+    assert imported != handle
+    assert held(driver) == 2 * MIB
+    driver.call("cuMemRelease", handle)
+    assert held(driver) == 2 * MIB
+    driver.call("cuMemRelease", imported)
+    assert held(driver) == 0
+    with open("/dev/zero", "rb") as file:
+        other = ctypes.byref(ctypes.c_uint64())
+        assert driver.try_call("cuMemImportFromShareableHandle", other, file.fileno(), 1) == 1
+
+
+EXPORTER = """
+import ctypes
+driver.call("cuInit", 0)
+context = driver.context()
+prop = (ctypes.c_int * 8)(1, 1, 1, 0)
+handle = driver.get("cuMemCreate", 4 << 20, prop, 0)
+base = driver.get("cuMemAddressReserve", 4 << 20, 0, 0, 0)
+driver.call("cuMemMap", base, 4 << 20, 0, handle, 0)
+driver.call("cuMemSetAccess", base, 4 << 20, (ctypes.c_int * 3)(1, 0, 3), 1)
+driver.call("cuMemsetD32_v2", base + 8, 77, 2)
+print(driver.get("cuMemExportToShareableHandle", handle, 1, 0), flush=True)
+input()
+"""
+
+
+@pytest.mark.usefixtures("context")
+def test_exported_memory_is_shared_and_paid_for_by_who_made_it(
+    build_dir: Path, driver: Driver, gpu: Path
+) -> None:
+    with start_python(build_dir, gpu.parent, EXPORTER) as process:
+        assert process.stdout
+        number = int(process.stdout.readline())
+        descriptor = os.open(f"/proc/{process.pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        handle = driver.get("cuMemImportFromShareableHandle", descriptor, 1)
+        os.close(descriptor)
+        base = driver.get("cuMemAddressReserve", 4 * MIB, 0, 0, 0)
+        driver.call("cuMemMap", base, 4 * MIB, 0, handle, 0)
+        allow(driver, base, 4 * MIB)
+        assert driver.read_words(base, 2) == [0, 77 << 32 | 77]
+        used = {p.pid: p.memory for p in simgpu.status(gpu).processes}
+        process.kill()
+    assert used == {process.pid: 4 * MIB, os.getpid(): 0}
+    assert held(driver) == 0
+    assert driver.read_words(base, 2) == [0, 77 << 32 | 77]

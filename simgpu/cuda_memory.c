@@ -130,6 +130,90 @@ ENTRY(cuMemGetInfo_v2, size_t *freep, size_t *totalp)
     return driver_leave(CUDA_SUCCESS);
 }
 
+static const struct allocation *find_pointer(CUdeviceptr address)
+{
+    const struct allocation *item = memory_at(address);
+
+    return item && item->kind != ALLOCATION_HIDDEN ? item : NULL;
+}
+
+ENTRY(cuMemGetAddressRange_v2, CUdeviceptr *basep, size_t *bytesp, CUdeviceptr address)
+{
+    const struct allocation *item;
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    item = find_pointer(address);
+    if (!item)
+        return driver_leave(CUDA_ERROR_NOT_FOUND);
+    if (basep)
+        *basep = item->base;
+    if (bytesp)
+        *bytesp = item->bytes;
+    return driver_leave(CUDA_SUCCESS);
+}
+
+/* Memory that belongs to no context of its own says NULL, as pools and mappings do. */
+static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdeviceptr address,
+                              const struct allocation *item)
+{
+    bool host = item->kind == ALLOCATION_HOST;
+    bool placed = item->kind == ALLOCATION_POOL || item->kind == ALLOCATION_MAPPED;
+
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+        *(CUcontext *)value = placed ? NULL : item->context;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+        *(unsigned int *)value = host ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
+        *(CUdeviceptr *)value = address;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_HOST_POINTER:
+        if (!host && item->kind != ALLOCATION_MANAGED)
+            return CUDA_ERROR_INVALID_VALUE;
+        *(CUdeviceptr *)value = address;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        *(unsigned long long *)value = item->number;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
+        *(bool *)value = item->kind == ALLOCATION_MANAGED;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+        *(int *)value = item->ordinal;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+        *(CUdeviceptr *)value = item->base;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+        *(size_t *)value = item->bytes;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MAPPED:
+        *(bool *)value = true;
+        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+        *(CUmemoryPool *)value = item->mempool;
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+ENTRY(cuPointerGetAttribute, void *value, CUpointer_attribute attribute, CUdeviceptr address)
+{
+    const struct allocation *item;
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    item = find_pointer(address);
+    r = value && item ? attribute_get(value, attribute, address, item) : CUDA_ERROR_INVALID_VALUE;
+    return driver_leave(r);
+}
+
 /*
  * Pageable memory of the host is read before the call returns, and written before it returns, which
  * is what the driver does. Pinned memory is used when the stream comes to it.

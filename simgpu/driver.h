@@ -132,7 +132,8 @@ enum allocation_kind {
     ALLOCATION_MANAGED,
     ALLOCATION_HIDDEN, /* device memory that the driver took for an array or a module */
     ALLOCATION_POOL,
-    ALLOCATION_MAPPED, /* a mapping of the virtual memory management */
+    ALLOCATION_IMPORTED, /* opened by its IPC handle */
+    ALLOCATION_MAPPED,   /* a mapping of the virtual memory management */
 };
 
 struct allocation {
@@ -147,6 +148,9 @@ struct allocation {
     struct slab *slab;             /* where a small one lies, or NULL */
     struct mempool *mempool;       /* of a pool's block */
     const struct stream *freed_in; /* of a pool's block: the stream that is to free it, or NULL */
+    uint64_t origin;               /* of an imported one: its number where it is from */
+    uint32_t origin_generation;    /* and the generation of that process */
+    unsigned int opened;           /* and how often it was opened here */
     struct handle *handle;         /* of a mapping: to what is mapped */
     uint64_t access;               /* of a mapping: which devices may use it */
 };

@@ -70,6 +70,12 @@
     F(cuMemUnmap, cuMemUnmap, 10020)                                                               \
     F(cuMemSetAccess, cuMemSetAccess, 10020)                                                       \
     F(cuMemGetAccess, cuMemGetAccess, 10020)                                                       \
+    F(cuIpcGetMemHandle, cuIpcGetMemHandle, 4010)                                                  \
+    F(cuIpcOpenMemHandle, cuIpcOpenMemHandle, 4010)                                                \
+    F(cuIpcOpenMemHandle, cuIpcOpenMemHandle_v2, 11000)                                            \
+    F(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010)                                              \
+    F(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020)                                         \
+    F(cuPointerGetAttribute, cuPointerGetAttribute, 4000)                                          \
     F(cuMemHostAlloc, cuMemHostAlloc, 2020)                                                        \
     F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
     F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from simgpu import simgpu
-from simgpu.testing import GLOBAL, MS, Context, Driver, start_python
+from simgpu.testing import GLOBAL, MS, Context, CudaError, Driver, start_python
 
 MIB = 1 << 20
 TOTAL = 4096 * MIB
@@ -424,3 +424,108 @@ def test_exported_memory_is_shared_and_paid_for_by_who_made_it(
     assert used == {process.pid: 4 * MIB, os.getpid(): 0}
     assert held(driver) == 0
     assert driver.read_words(base, 2) == [0, 77 << 32 | 77]
+
+
+# Pointers
+
+
+def pointer(driver: Driver, attribute: int, address: int) -> int:
+    value = ctypes.c_uint64()
+    driver.call("cuPointerGetAttribute", ctypes.byref(value), attribute, address)
+    return value.value
+
+
+def address_range(driver: Driver, address: int) -> tuple[int, int]:
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    driver.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    return base.value, size.value
+
+
+CONTEXT, MEMORY_TYPE, ORDINAL, START, SIZE = 1, 2, 9, 11, 12  # CUpointer_attribute
+
+
+def test_a_pointer_tells_what_it_points_into(driver: Driver, context: Context) -> None:
+    other = driver.context(1)
+    there = driver.allocate(3 * MIB)
+    assert [pointer(driver, a, there + 5) for a in (CONTEXT, MEMORY_TYPE, ORDINAL, START, SIZE)] == [
+        other.handle, 2, 1, there, 3 * MIB,
+    ]  # fmt: skip
+    context.make_current()
+    small = driver.allocate(100)
+    assert address_range(driver, small + 99) == (small, 100)
+    driver.call("cuMemGetAddressRange_v2", None, None, small)
+    pinned = driver.get("cuMemHostAlloc", 16, 0)
+    assert (pointer(driver, MEMORY_TYPE, pinned), pointer(driver, ORDINAL, pinned)) == (1, 0)
+    block = driver.get("cuMemAllocAsync", 1000, 0)
+    assert address_range(driver, block) == (block, 1000)
+    assert pointer(driver, CONTEXT, block) == 0
+    assert pointer(driver, 17, block) == driver.get("cuDeviceGetDefaultMemPool", 0)
+
+
+@pytest.mark.usefixtures("context")
+def test_a_pointer_into_nothing_is_no_pointer(driver: Driver) -> None:
+    value = ctypes.byref(ctypes.c_uint64())
+    address = driver.allocate(4 * MIB)
+    driver.call("cuMemFree_v2", address)
+    word = ctypes.addressof(ctypes.c_uint64())
+    for nowhere in (0, word, address):
+        assert driver.try_call("cuPointerGetAttribute", value, CONTEXT, nowhere) == INVALID_VALUE
+        assert driver.try_call("cuMemGetAddressRange_v2", value, None, nowhere) == 500
+
+
+# IPC
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+
+SHARER = """
+import ctypes, sys
+driver.call("cuInit", 0)
+context = driver.context()
+address = driver.allocate(3 << 20)
+handle = (ctypes.c_ubyte * 64)()
+driver.call("cuIpcGetMemHandle", handle, address)
+print(bytes(handle).hex(), flush=True)
+input()
+"""
+
+
+@pytest.mark.usefixtures("context")
+def test_memory_of_another_process_is_opened_and_counted(
+    build_dir: Path, driver: Driver, gpu: Path
+) -> None:
+    address = ctypes.byref(ctypes.c_uint64())
+    with start_python(build_dir, gpu.parent, SHARER) as process:
+        assert process.stdout
+        handle = IpcHandle.from_buffer_copy(bytes.fromhex(process.stdout.readline()))
+        before = held(driver)
+        opened = driver.get("cuIpcOpenMemHandle_v2", handle, 1)
+        assert driver.get("cuIpcOpenMemHandle", handle, 1) == opened
+        assert (before, held(driver)) == (4 * MIB, 4 * MIB)
+        assert address_range(driver, opened) == (opened, 3 * MIB)
+        assert driver.try_call("cuIpcOpenMemHandle_v2", address, handle, 0) == INVALID_VALUE
+        assert driver.try_call("cuMemFree_v2", opened) == INVALID_VALUE
+        driver.call("cuMemsetD8_v2", opened, 1, 3 * MIB)
+        driver.call("cuIpcCloseMemHandle", opened)
+        driver.call("cuMemsetD8_v2", opened, 2, 3 * MIB)
+        driver.call("cuIpcCloseMemHandle", opened)
+        assert driver.try_call("cuIpcCloseMemHandle", opened) == INVALID_VALUE
+        assert driver.try_call("cuMemsetD8_v2", opened, 1, 1) == INVALID_VALUE
+        process.kill()
+    with pytest.raises(CudaError, match="CUDA_ERROR_MAP_FAILED"):
+        driver.get("cuIpcOpenMemHandle_v2", handle, 1)
+
+
+@pytest.mark.usefixtures("context")
+def test_what_cannot_be_opened_says_why(driver: Driver) -> None:
+    handle, address = IpcHandle(), ctypes.byref(ctypes.c_uint64())
+    own = driver.allocate(MIB)
+    driver.call("cuIpcGetMemHandle", ctypes.byref(handle), own)
+    assert driver.try_call("cuIpcOpenMemHandle_v2", address, handle, 1) == 201
+    assert driver.try_call("cuIpcOpenMemHandle_v2", address, IpcHandle(), 1) == 400
+    where = ctypes.byref(handle)
+    for wrong in (own + 512, driver.get("cuMemAllocAsync", MIB, 0), 0):
+        assert driver.try_call("cuIpcGetMemHandle", where, wrong) == INVALID_VALUE
+    assert driver.try_call("cuIpcCloseMemHandle", own) == INVALID_VALUE

@@ -1,0 +1,145 @@
+/*
+ * Entries: memory of another process
+ *
+ * A handle names the block, and opening it makes memory of the same size that takes nothing of the
+ * device. The contents are not shared: blocks are private memory here.
+ */
+#include "driver.h"
+
+#include <string.h>
+
+#define HANDLE_MAGIC 0x4350495f55504753ull /* "SGPU_IPC" in memory */
+
+/* What a handle says. */
+struct name {
+    uint64_t magic;
+    uint8_t uuid[16];
+    uint64_t key; /* of the process */
+    uint32_t slot;
+    uint32_t generation;
+    uint64_t number; /* of the allocation there */
+    uint64_t base;
+    uint64_t bytes;
+};
+
+_Static_assert(sizeof(struct name) == sizeof(CUipcMemHandle), "it fills the handle");
+
+ENTRY(cuIpcGetMemHandle, CUipcMemHandle *handlep, CUdeviceptr address)
+{
+    const struct allocation *item;
+    const struct device *device;
+    struct context *context;
+    struct name name;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    item = memory_at(address);
+    if (!handlep || !item || item->kind != ALLOCATION_DEVICE || item->base != address)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    device = driver.devices[item->ordinal];
+    name = (struct name){.magic = HANDLE_MAGIC,
+                         .key = device->key,
+                         .slot = device->slot,
+                         .generation = device->generation,
+                         .number = item->number,
+                         .base = item->base,
+                         .bytes = item->bytes};
+    memcpy(name.uuid, device->gpu->config.uuid, sizeof(name.uuid));
+    memcpy(handlep, &name, sizeof(name));
+    return driver_leave(CUDA_SUCCESS);
+}
+
+static int named_device(const struct name *name)
+{
+    for (int i = 0; i < driver.n_devices; i++) {
+        if (memcmp(driver.devices[i]->gpu->config.uuid, name->uuid, sizeof(name->uuid)) == 0)
+            return i;
+    }
+    return -1;
+}
+
+/* Is the process that the handle is from still there? */
+static bool named_process(struct device *device, const struct name *name)
+{
+    const struct gpu_slot *slot = &device->gpu->shared.slots[name->slot % GPU_SLOTS];
+    bool there;
+
+    if (!device_enter(device))
+        return false;
+    device_reap(device);
+    there = slot->attached == name->generation && slot->key == name->key;
+    device_leave(device);
+    return there;
+}
+
+static struct allocation *find_import(const struct name *name)
+{
+    for (struct allocation *item = memory_behind(1); item; item = memory_behind(item->base + 1)) {
+        if (item->kind == ALLOCATION_IMPORTED && item->origin == name->number &&
+            item->origin_generation == name->generation)
+            return item;
+    }
+    return NULL;
+}
+
+ENTRY(cuIpcOpenMemHandle_v2, CUdeviceptr *addressp, CUipcMemHandle handle, unsigned int flags)
+{
+    struct allocation *item;
+    struct context *context;
+    struct name name;
+    uintptr_t address;
+    int ordinal;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    memcpy(&name, &handle, sizeof(name));
+    if (!addressp || flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (name.magic != HANDLE_MAGIC)
+        return driver_leave(CUDA_ERROR_INVALID_HANDLE);
+    ordinal = named_device(&name);
+    if (ordinal < 0)
+        return driver_leave(CUDA_ERROR_MAP_FAILED);
+    if (name.generation == driver.devices[ordinal]->generation)
+        return driver_leave(CUDA_ERROR_INVALID_CONTEXT); /* the driver's answer for one's own */
+    if (!named_process(driver.devices[ordinal], &name))
+        return driver_leave(CUDA_ERROR_MAP_FAILED);
+    item = find_import(&name);
+    if (!item) {
+        r = memory_allocate(context, ALLOCATION_IMPORTED, name.bytes, &address);
+        if (r)
+            return driver_leave(r);
+        item = memory_at(address);
+        item->ordinal = ordinal;
+        item->origin = name.number;
+        item->origin_generation = name.generation;
+    }
+    item->opened++;
+    *addressp = item->base;
+    return driver_leave(CUDA_SUCCESS);
+}
+
+ENTRY(cuIpcOpenMemHandle, CUdeviceptr *addressp, CUipcMemHandle handle, unsigned int flags)
+{
+    return cuIpcOpenMemHandle_v2(addressp, handle, flags);
+}
+
+ENTRY(cuIpcCloseMemHandle, CUdeviceptr address)
+{
+    struct allocation *item;
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    item = memory_at(address);
+    if (!item || item->kind != ALLOCATION_IMPORTED || item->base != address)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (--item->opened > 0)
+        return driver_leave(CUDA_SUCCESS);
+    item->origin = 0; /* no longer to be found: from here on it only ends */
+    r = context_wait(item->context, context_tail(item->context));
+    return driver_leave(r ? r : memory_release(address));
+}

@@ -155,6 +155,18 @@ struct allocation {
     uint64_t access;               /* of a mapping: which devices may use it */
 };
 
+struct array {
+    struct object object;
+    struct context *context;
+    uint64_t context_serial;
+    bool level; /* of a mipmapped array, which has the memory */
+    CUDA_ARRAY3D_DESCRIPTOR shape;
+    uintptr_t base;
+    size_t pitch; /* bytes of a row */
+    size_t rows, planes;
+};
+bool array_valid(const struct array *array);
+
 struct host_call {
     struct host_call *next;
     CUhostFn function;

@@ -76,6 +76,14 @@
     F(cuIpcCloseMemHandle, cuIpcCloseMemHandle, 4010)                                              \
     F(cuMemGetAddressRange, cuMemGetAddressRange_v2, 3020)                                         \
     F(cuPointerGetAttribute, cuPointerGetAttribute, 4000)                                          \
+    F(cuArrayCreate, cuArrayCreate_v2, 3020)                                                       \
+    F(cuArray3DCreate, cuArray3DCreate_v2, 3020)                                                   \
+    F(cuArrayDestroy, cuArrayDestroy, 2000)                                                        \
+    F(cuArrayGetDescriptor, cuArrayGetDescriptor_v2, 3020)                                         \
+    F(cuArray3DGetDescriptor, cuArray3DGetDescriptor_v2, 3020)                                     \
+    F(cuMipmappedArrayCreate, cuMipmappedArrayCreate, 5000)                                        \
+    F(cuMipmappedArrayDestroy, cuMipmappedArrayDestroy, 5000)                                      \
+    F(cuMipmappedArrayGetLevel, cuMipmappedArrayGetLevel, 5000)                                    \
     F(cuMemHostAlloc, cuMemHostAlloc, 2020)                                                        \
     F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
     F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \

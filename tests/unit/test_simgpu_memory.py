@@ -529,3 +529,84 @@ def test_what_cannot_be_opened_says_why(driver: Driver) -> None:
     for wrong in (own + 512, driver.get("cuMemAllocAsync", MIB, 0), 0):
         assert driver.try_call("cuIpcGetMemHandle", where, wrong) == INVALID_VALUE
     assert driver.try_call("cuIpcCloseMemHandle", own) == INVALID_VALUE
+
+
+# Arrays
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+        ("depth", ctypes.c_size_t),
+        ("format", ctypes.c_int),
+        ("channels", ctypes.c_uint),
+        ("flags", ctypes.c_uint),
+    ]
+
+
+FLOAT = 0x20
+
+
+def array(driver: Driver, width: int, height: int, depth: int = 0, channels: int = 4) -> int:
+    shape = Shape(width, height, depth, FLOAT, channels, 0)
+    return driver.get("cuArray3DCreate_v2", ctypes.byref(shape))
+
+
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((1024, 1024), 16 * MIB), ((333, 777, 33), 203_423_744), ((1, 1), 2 * MIB)]
+)
+def test_an_array_takes_what_it_took_on_an_h200(
+    driver: Driver, shape: tuple[int, ...], taken: int
+) -> None:
+    made = array(driver, *shape)
+    assert held(driver) == taken
+    driver.call("cuArrayDestroy", made)
+    assert held(driver) == 0
+    assert driver.try_call("cuArrayDestroy", made) == 400
+
+
+@pytest.mark.usefixtures("context")
+def test_small_arrays_share_a_slab(driver: Driver) -> None:
+    arrays = [array(driver, 64, 64) for _ in range(32)]
+    assert held(driver) == 2 * MIB
+    for made in arrays:
+        driver.call("cuArrayDestroy", made)
+    assert held(driver) == 0
+
+
+@pytest.mark.usefixtures("context")
+def test_an_array_tells_its_shape(driver: Driver) -> None:
+    flat = (ctypes.c_size_t * 3)(100, 50, 1 << 32 | FLOAT)
+    made = driver.get("cuArrayCreate_v2", flat)
+    shape = Shape()
+    driver.call("cuArray3DGetDescriptor_v2", ctypes.byref(shape), made)
+    assert (shape.width, shape.height, shape.depth) == (100, 50, 0)
+    assert (shape.format, shape.channels) == (FLOAT, 1)
+    back = (ctypes.c_size_t * 3)()
+    driver.call("cuArrayGetDescriptor_v2", back, made)
+    assert list(back) == list(flat)
+    where = ctypes.byref(ctypes.c_uint64())
+    for wrong in (Shape(0, 1, 1, FLOAT, 1), Shape(1, 1, 1, FLOAT, 3), Shape(1, 1, 1, 0x91, 1)):
+        assert driver.try_call("cuArray3DCreate_v2", where, ctypes.byref(wrong)) == INVALID_VALUE
+
+
+def test_a_mipmapped_array_has_levels(driver: Driver, context: Context, gpu: Path) -> None:
+    shape = Shape(2048, 2048, 0, FLOAT, 4, 0)
+    made = driver.get("cuMipmappedArrayCreate", ctypes.byref(shape), 20)
+    assert held(driver) == 90_177_536
+    level = driver.get("cuMipmappedArrayGetLevel", made, 11)
+    assert driver.get("cuMipmappedArrayGetLevel", made, 11) == level
+    where = ctypes.byref(ctypes.c_uint64())
+    assert driver.try_call("cuMipmappedArrayGetLevel", where, made, 12) == INVALID_VALUE
+    driver.call("cuArray3DGetDescriptor_v2", ctypes.byref(shape), level)
+    assert (shape.width, shape.height) == (1, 1)
+    assert driver.try_call("cuArrayDestroy", level) == INVALID_VALUE
+    driver.call("cuMipmappedArrayDestroy", made)
+    assert held(driver) == 0
+    assert driver.try_call("cuArray3DGetDescriptor_v2", ctypes.byref(shape), level) == 400
+    kept = array(driver, 1024, 1024)
+    driver.call("cuCtxDestroy_v2", context.handle)
+    assert simgpu.status(gpu).used == 0
+    assert driver.try_call("cuArrayDestroy", kept) == 400

@@ -53,6 +53,11 @@ static CUresult context_place(struct context *context)
 /** context_new() - a context of this process; it takes memory of its device while it exists */
 CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags)
 {
+    static const size_t limits[CONTEXT_LIMITS] = {
+        [CU_LIMIT_STACK_SIZE] = 1024,
+        [CU_LIMIT_PRINTF_FIFO_SIZE] = 1 << 20,
+        [CU_LIMIT_MALLOC_HEAP_SIZE] = 8 << 20,
+    };
     struct context *context;
     struct device *device;
     CUresult r;
@@ -67,6 +72,7 @@ CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int f
     context->ordinal = ordinal;
     context->flags = flags;
     context->legacy.context = context;
+    memcpy(context->limits, limits, sizeof(limits));
     if (!device_enter(device)) {
         pool_give(&contexts_pool, context);
         return CUDA_ERROR_DEINITIALIZED;
@@ -107,6 +113,7 @@ void context_free(struct context *context)
         }
     }
     memory_release_context(context);
+    memory_refund(device, context->stacks);
     while (*link != context)
         link = &(*link)->next;
     *link = context->next;

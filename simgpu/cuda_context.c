@@ -178,6 +178,59 @@ ENTRY(cuCtxSynchronize_v2, CUcontext named)
     return r ? r : synchronize(context);
 }
 
+#define STACK_START 1024u /* bytes of a thread's stack that the context's own memory includes */
+#define STACK_MOST  (512u << 10)
+#define THREADS     (132u * 2048u) /* multiprocessors, and threads of each */
+
+/* The stacks of all threads that the device can run grow at once; they never shrink. */
+static CUresult set_stack(struct context *context, size_t size)
+{
+    size_t grown = context->stacks;
+    CUresult r;
+
+    if (size > STACK_MOST)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (size > STACK_START && (size - STACK_START) * THREADS > grown)
+        grown = (size - STACK_START) * THREADS;
+    r = memory_charge(context->device, grown - context->stacks);
+    if (r)
+        return r;
+    context->limits[CU_LIMIT_STACK_SIZE] = size;
+    context->stacks = grown;
+    return CUDA_SUCCESS;
+}
+
+ENTRY(cuCtxSetLimit, CUlimit limit, size_t value)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (limit >= CONTEXT_LIMITS)
+        return driver_leave(CUDA_ERROR_UNSUPPORTED_LIMIT);
+    if (limit == CU_LIMIT_STACK_SIZE)
+        r = set_stack(context, value);
+    else
+        context->limits[limit] = value;
+    return driver_leave(r);
+}
+
+ENTRY(cuCtxGetLimit, size_t *value, CUlimit limit)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!value)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (limit >= CONTEXT_LIMITS)
+        return driver_leave(CUDA_ERROR_UNSUPPORTED_LIMIT);
+    *value = context->limits[limit];
+    return driver_leave(CUDA_SUCCESS);
+}
+
 ENTRY(cuDevicePrimaryCtxRetain, CUcontext *contextp, CUdevice ordinal)
 {
     struct device *device;

@@ -7,7 +7,9 @@
  *   burn_stamp(u64 ns, u64 *slot)  and writes the time of its end, on the GPU's clock, to *slot
  *
  * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has those
- * kernels only, which may be other names for a burn.
+ * kernels only, which may be other names for a burn. An image that is the text "globals:BYTES" has
+ * variables of that size: they take memory of the device while the module is loaded. A library's
+ * module is loaded into a context when a function of it is first asked for there.
  */
 #include "driver.h"
 
@@ -16,6 +18,7 @@
 #include <string.h>
 
 #define HEADER     "// tidegate simgpu module"
+#define GLOBALS    "globals:"
 #define IMAGE_MOST (1u << 20) /* bytes of a module file that are looked at */
 #define NAME_MOST  128
 
@@ -33,10 +36,29 @@ struct module {
     uint64_t context_serial;
     bool listed; /* the image named its kernels */
     struct function *functions;
+    uintptr_t globals;   /* where its variables are, or 0 */
+    struct module *next; /* of the same library */
+    bool in_library;
+};
+
+struct kernel {
+    struct object object;
+    struct library *library;
+    struct kernel *next;
+    char name[NAME_MOST];
+};
+
+struct library {
+    struct object object;
+    char *text; /* the image, if it is text that means something here */
+    struct module *modules;
+    struct kernel *kernels;
 };
 
 static struct pool functions_pool = POOL(function, 0x464e4330);
 static struct pool modules_pool = POOL(module, 0x4d4f4430);
+static struct pool libraries_pool = POOL(library, 0x4c494230);
+static struct pool kernels_pool = POOL(kernel, 0x4b524e30);
 
 static struct function *function_add(struct module *module, const char *name, size_t length)
 {
@@ -57,6 +79,11 @@ static struct function *function_add(struct module *module, const char *name, si
 
 static void module_free(struct module *module)
 {
+    bool alive =
+        context_valid(module->context) && module->context->serial == module->context_serial;
+
+    if (module->globals && alive)
+        (void)memory_release(module->globals);
     while (module->functions) {
         struct function *function = module->functions;
 
@@ -64,6 +91,11 @@ static void module_free(struct module *module)
         pool_give(&functions_pool, function);
     }
     pool_give(&modules_pool, module);
+}
+
+static bool built_in(const char *name)
+{
+    return strcmp(name, "burn") == 0 || strcmp(name, "burn_stamp") == 0;
 }
 
 static void module_read(struct module *module, const char *text)
@@ -76,27 +108,47 @@ static void module_read(struct module *module, const char *text)
     }
 }
 
+/* Only text of ours is read to its end: of any other image the length is unknown. */
+static bool is_text(const char *image)
+{
+    return strncmp(image, HEADER, strlen(HEADER)) == 0 ||
+           strncmp(image, GLOBALS, strlen(GLOBALS)) == 0;
+}
+
+static CUresult module_new(struct context *context, const char *image, struct module **modulep)
+{
+    struct module *module = pool_take(&modules_pool);
+    size_t globals = 0;
+    CUresult r;
+
+    if (!module)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    module->context = context;
+    module->context_serial = context->serial;
+    if (strncmp(image, GLOBALS, strlen(GLOBALS)) == 0)
+        globals = strtoull(image + strlen(GLOBALS), NULL, 10);
+    else if (is_text(image))
+        module_read(module, image);
+    r = globals ? memory_allocate(context, ALLOCATION_HIDDEN, globals, &module->globals)
+                : CUDA_SUCCESS;
+    if (r)
+        module_free(module);
+    else
+        *modulep = module;
+    return r;
+}
+
 static CUresult load(CUmodule *modulep, const char *image)
 {
     struct context *context;
-    struct module *module;
     CUresult r = driver_enter_context(&context);
 
     if (r)
         return r;
     r = modulep && image ? capture_check_unsafe() : CUDA_ERROR_INVALID_VALUE;
-    if (r)
-        return driver_leave(r);
-    module = pool_take(&modules_pool);
-    if (!module)
-        return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    module->context = context;
-    module->context_serial = context->serial;
-    /* Only text of ours is read to its end: of any other image the length is unknown. */
-    if (strncmp(image, HEADER, strlen(HEADER)) == 0)
-        module_read(module, image);
-    *modulep = module;
-    return driver_leave(CUDA_SUCCESS);
+    if (!r)
+        r = module_new(context, image, modulep);
+    return driver_leave(r);
 }
 
 ENTRY(cuModuleLoadData, CUmodule *modulep, const void *image)
@@ -141,15 +193,34 @@ ENTRY(cuModuleUnload, CUmodule module)
 
     if (r)
         return r;
-    r = pool_owns(&modules_pool, module) ? capture_check_unsafe() : CUDA_ERROR_INVALID_HANDLE;
+    r = pool_owns(&modules_pool, module) && !module->in_library ? capture_check_unsafe()
+                                                                : CUDA_ERROR_INVALID_HANDLE;
     if (!r)
         module_free(module);
     return driver_leave(r);
 }
 
-ENTRY(cuModuleGetFunction, CUfunction *functionp, CUmodule module, const char *name)
+static CUresult find_function(struct module *module, const char *name, CUfunction *functionp)
 {
     struct function *function;
+
+    for (function = module->functions; function; function = function->next) {
+        if (strcmp(function->name, name) == 0)
+            break;
+    }
+    if (!function && !module->listed && built_in(name)) {
+        function = function_add(module, name, strlen(name));
+        if (!function)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (!function)
+        return CUDA_ERROR_NOT_FOUND;
+    *functionp = function;
+    return CUDA_SUCCESS;
+}
+
+ENTRY(cuModuleGetFunction, CUfunction *functionp, CUmodule module, const char *name)
+{
     CUresult r = driver_enter();
 
     if (r)
@@ -158,20 +229,162 @@ ENTRY(cuModuleGetFunction, CUfunction *functionp, CUmodule module, const char *n
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     if (!pool_owns(&modules_pool, module))
         return driver_leave(CUDA_ERROR_INVALID_HANDLE);
-    for (function = module->functions; function; function = function->next) {
-        if (strcmp(function->name, name) == 0)
-            break;
+    return driver_leave(find_function(module, name, functionp));
+}
+
+ENTRY(cuLibraryLoadData, CUlibrary *libraryp, const void *image, void *jit_options,
+      void **jit_values, unsigned int n_jit_options, void *options, void **values,
+      unsigned int n_options)
+{
+    struct library *library;
+    CUresult r = driver_enter();
+
+    (void)jit_options; /* of a compiler that does not exist */
+    (void)jit_values;
+    (void)n_jit_options;
+    (void)options;
+    (void)values;
+    (void)n_options;
+    if (r)
+        return r;
+    if (!libraryp || !image)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    library = pool_take(&libraries_pool);
+    if (!library)
+        return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
+    library->text = strdup(is_text(image) ? image : "");
+    if (!library->text) {
+        pool_give(&libraries_pool, library);
+        return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
     }
-    if (!function && !module->listed &&
-        (strcmp(name, "burn") == 0 || strcmp(name, "burn_stamp") == 0)) {
-        function = function_add(module, name, strlen(name));
-        if (!function)
-            return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
-    if (!function)
-        return driver_leave(CUDA_ERROR_NOT_FOUND);
-    *functionp = function;
+    *libraryp = library;
     return driver_leave(CUDA_SUCCESS);
+}
+
+ENTRY(cuLibraryUnload, CUlibrary library)
+{
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    if (!pool_owns(&libraries_pool, library))
+        return driver_leave(CUDA_ERROR_INVALID_HANDLE);
+    while (library->modules) {
+        struct module *module = library->modules;
+
+        library->modules = module->next;
+        module_free(module);
+    }
+    while (library->kernels) {
+        struct kernel *kernel = library->kernels;
+
+        library->kernels = kernel->next;
+        pool_give(&kernels_pool, kernel);
+    }
+    free(library->text);
+    pool_give(&libraries_pool, library);
+    return driver_leave(CUDA_SUCCESS);
+}
+
+static bool text_names(const char *text, const char *name)
+{
+    size_t length = strlen(name);
+
+    if (strncmp(text, HEADER, strlen(HEADER)) != 0)
+        return built_in(name);
+    while ((text = strchr(text, '\n'))) {
+        text++;
+        if (strncmp(text, "kernel ", 7) == 0 && strcspn(text + 7, " \t\r\n") == length &&
+            strncmp(text + 7, name, length) == 0)
+            return true;
+    }
+    return false;
+}
+
+ENTRY(cuLibraryGetKernel, CUkernel *kernelp, CUlibrary library, const char *name)
+{
+    struct kernel *kernel;
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    if (!kernelp || !name)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (!pool_owns(&libraries_pool, library))
+        return driver_leave(CUDA_ERROR_INVALID_HANDLE);
+    if (strlen(name) >= NAME_MOST || !text_names(library->text, name))
+        return driver_leave(CUDA_ERROR_NOT_FOUND);
+    kernel = library->kernels;
+    while (kernel && strcmp(kernel->name, name) != 0)
+        kernel = kernel->next;
+    if (!kernel) {
+        kernel = pool_take(&kernels_pool);
+        if (!kernel)
+            return driver_leave(CUDA_ERROR_OUT_OF_MEMORY);
+        memcpy(kernel->name, name, strlen(name));
+        kernel->library = library;
+        kernel->next = library->kernels;
+        library->kernels = kernel;
+    }
+    *kernelp = kernel;
+    return driver_leave(CUDA_SUCCESS);
+}
+
+/* The library's module in a context, loaded there when first asked for. */
+static CUresult library_module(struct library *library, struct context *context, CUmodule *modulep)
+{
+    CUresult r;
+
+    for (struct module *module = library->modules; module; module = module->next) {
+        if (module->context == context && module->context_serial == context->serial) {
+            *modulep = module;
+            return CUDA_SUCCESS;
+        }
+    }
+    r = module_new(context, library->text, modulep);
+    if (r)
+        return r;
+    (*modulep)->in_library = true;
+    (*modulep)->next = library->modules;
+    library->modules = *modulep;
+    return CUDA_SUCCESS;
+}
+
+ENTRY(cuLibraryGetModule, CUmodule *modulep, CUlibrary library)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!modulep)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (!pool_owns(&libraries_pool, library))
+        return driver_leave(CUDA_ERROR_INVALID_HANDLE);
+    return driver_leave(library_module(library, context, modulep));
+}
+
+static CUresult kernel_function(const struct kernel *kernel, struct context *context,
+                                CUfunction *functionp)
+{
+    struct module *module;
+    CUresult r = library_module(kernel->library, context, &module);
+
+    return r ? r : find_function(module, kernel->name, functionp);
+}
+
+ENTRY(cuKernelGetFunction, CUfunction *functionp, CUkernel kernel)
+{
+    struct context *context;
+    CUresult r = driver_enter_context(&context);
+
+    if (r)
+        return r;
+    if (!functionp)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    if (!pool_owns(&kernels_pool, kernel))
+        return driver_leave(CUDA_ERROR_INVALID_HANDLE);
+    return driver_leave(kernel_function(kernel, context, functionp));
 }
 
 ENTRY(cuFuncGetAttribute, int *value, CUfunction_attribute attribute, CUfunction function)
@@ -246,6 +459,10 @@ static CUresult launch(CUfunction function, const unsigned int grid[3], const un
 
     if (r)
         return r;
+    if (pool_owns(&kernels_pool, function)) /* a kernel may be launched without its function */
+        r = kernel_function((const struct kernel *)function, stream->context, &function);
+    if (r)
+        return driver_leave(r);
     if (!pool_owns(&functions_pool, function))
         return driver_leave(CUDA_ERROR_INVALID_HANDLE);
     if (!shape_fits(grid, block))

@@ -104,6 +104,9 @@ struct event {
     uint64_t captured; /* number of the capture that it was recorded in last, or 0 */
 };
 
+/* Of CUlimit: those that a context has. */
+#define CONTEXT_LIMITS (CU_LIMIT_MALLOC_HEAP_SIZE + 1)
+
 struct context {
     struct object object;
     struct device *device;
@@ -123,6 +126,8 @@ struct context {
     struct stream *streams;
     struct context *next;
     struct place places[GPU_QUEUE];
+    size_t limits[CONTEXT_LIMITS];
+    size_t stacks;        /* bytes of the device that stacks take beyond what they do at first */
     unsigned int n_waits; /* commands in the queue that are held */
 };
 

@@ -35,6 +35,8 @@
     F(cuCtxGetDevice, cuCtxGetDevice_v2, 13000)                                                    \
     F(cuCtxSynchronize, cuCtxSynchronize, 2000)                                                    \
     F(cuCtxSynchronize, cuCtxSynchronize_v2, 13000)                                                \
+    F(cuCtxSetLimit, cuCtxSetLimit, 3010)                                                          \
+    F(cuCtxGetLimit, cuCtxGetLimit, 3010)                                                          \
     F(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, 7000)                                    \
     F(cuDevicePrimaryCtxRelease, cuDevicePrimaryCtxRelease_v2, 11000)                              \
     F(cuDevicePrimaryCtxReset, cuDevicePrimaryCtxReset_v2, 11000)                                  \
@@ -126,6 +128,11 @@
     F(cuModuleLoad, cuModuleLoad, 2000)                                                            \
     F(cuModuleUnload, cuModuleUnload, 2000)                                                        \
     F(cuModuleGetFunction, cuModuleGetFunction, 2000)                                              \
+    F(cuLibraryLoadData, cuLibraryLoadData, 12000)                                                 \
+    F(cuLibraryUnload, cuLibraryUnload, 12000)                                                     \
+    F(cuLibraryGetKernel, cuLibraryGetKernel, 12000)                                               \
+    F(cuLibraryGetModule, cuLibraryGetModule, 12000)                                               \
+    F(cuKernelGetFunction, cuKernelGetFunction, 12000)                                             \
     F(cuFuncGetAttribute, cuFuncGetAttribute, 2020)                                                \
     P(cuLaunchKernel, cuLaunchKernel, 4000)                                                        \
     P(cuLaunchKernelEx, cuLaunchKernelEx, 11060)                                                   \

@@ -610,3 +610,83 @@ def test_a_mipmapped_array_has_levels(driver: Driver, context: Context, gpu: Pat
     driver.call("cuCtxDestroy_v2", context.handle)
     assert simgpu.status(gpu).used == 0
     assert driver.try_call("cuArrayDestroy", kept) == 400
+
+
+# Limits, modules and libraries
+
+
+def test_larger_stacks_take_memory_for_every_thread(library: Driver, tmp_path: Path) -> None:
+    gpu = simgpu.create(tmp_path, memory=8 << 30, context_memory=0, virtual_clock=True)[0]
+    with library.attached(tmp_path):
+        context = library.context()
+        assert library.get("cuCtxGetLimit", 0) == 1024
+        library.call("cuCtxSetLimit", 0, 16384)
+        assert simgpu.status(gpu).used == 4_152_360_960
+        library.call("cuCtxSetLimit", 0, 2048)
+        assert library.get("cuCtxGetLimit", 0) == 2048
+        assert library.try_call("cuCtxSetLimit", 0, 65536) == OUT_OF_MEMORY
+        assert library.get("cuCtxGetLimit", 0) == 2048
+        library.call("cuCtxSetLimit", 2, 256 * MIB)
+        assert library.get("cuCtxGetLimit", 2) == 256 * MIB
+        assert simgpu.status(gpu).used == 4_152_360_960
+        assert library.try_call("cuCtxSetLimit", 3, 1) == 215
+        library.call("cuCtxDestroy_v2", context.handle)
+        assert simgpu.status(gpu).used == 0
+
+
+GLOBALS = ctypes.c_char_p(b"globals:268435456")
+
+
+def test_a_modules_variables_take_memory_while_it_is_loaded(
+    driver: Driver, context: Context, gpu: Path
+) -> None:
+    module = driver.get("cuModuleLoadData", GLOBALS)
+    assert held(driver) == 256 * MIB
+    driver.get("cuModuleGetFunction", module, ctypes.c_char_p(b"burn"))
+    driver.call("cuModuleUnload", module)
+    assert held(driver) == 0
+    too_large = ctypes.c_char_p(b"globals:68719476736")
+    where = ctypes.byref(ctypes.c_uint64())
+    assert driver.try_call("cuModuleLoadData", where, too_large) == OUT_OF_MEMORY
+    module = driver.get("cuModuleLoadData", GLOBALS)
+    driver.call("cuCtxDestroy_v2", context.handle)
+    assert simgpu.status(gpu).used == 0
+    driver.call("cuModuleUnload", module)
+    assert simgpu.status(gpu).used == 0
+
+
+def load_library(driver: Driver, image: ctypes.c_char_p) -> int:
+    return driver.get("cuLibraryLoadData", image, None, None, 0, None, None, 0)
+
+
+@pytest.mark.usefixtures("context")
+def test_a_library_is_loaded_when_a_function_is_asked_for(driver: Driver) -> None:
+    library = load_library(driver, GLOBALS)
+    kernel = driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(b"burn"))
+    assert held(driver) == 0
+    function = driver.get("cuKernelGetFunction", kernel)
+    assert held(driver) == 256 * MIB
+    assert driver.get("cuKernelGetFunction", kernel) == function
+    module = driver.get("cuLibraryGetModule", library)
+    assert driver.get("cuModuleGetFunction", module, ctypes.c_char_p(b"burn")) == function
+    assert driver.try_call("cuModuleUnload", module) == 400
+    driver.context()
+    assert driver.get("cuKernelGetFunction", kernel) != function
+    assert held(driver) == 512 * MIB
+    driver.call("cuLibraryUnload", library)
+    assert held(driver) == 0
+    assert driver.try_call("cuKernelGetFunction", ctypes.byref(ctypes.c_uint64()), kernel) == 400
+
+
+@pytest.mark.usefixtures("context")
+def test_a_kernel_of_a_library_may_be_launched_itself(driver: Driver) -> None:
+    library = load_library(driver, ctypes.c_char_p(b"// tidegate simgpu module\nkernel gemm\n"))
+    kernel = driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(b"gemm"))
+    word = ctypes.c_uint64(MS)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(word))
+    driver.call("cuLaunchKernel", kernel, 1, 1, 1, 1, 1, 1, 0, 0, parameters, None)
+    driver.call("cuCtxSynchronize")
+    assert driver.clock() == MS
+    for name in (b"gem", b"burn"):
+        with pytest.raises(CudaError, match="CUDA_ERROR_NOT_FOUND"):
+            driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(name))

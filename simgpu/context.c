@@ -303,14 +303,65 @@ void context_append(struct context *context, const struct command *command)
     atomic_store(&shared->tail, tail + 1);
 }
 
+/** command_bytes() - how much a copy or a fill writes; SIZE_MAX for more than there can be */
+size_t command_bytes(const struct command *command)
+{
+    size_t bytes;
+
+    if (__builtin_mul_overflow(command->n, command->rows, &bytes) ||
+        __builtin_mul_overflow(bytes, command->planes, &bytes))
+        return SIZE_MAX;
+    return bytes;
+}
+
+static size_t span(const struct command *command, size_t pitch, size_t plane)
+{
+    size_t rows, planes, sum;
+
+    if (command_bytes(command) == 0)
+        return 0;
+    if (__builtin_mul_overflow(command->rows - 1, pitch, &rows) ||
+        __builtin_mul_overflow(command->planes - 1, plane, &planes) ||
+        __builtin_add_overflow(rows, planes, &sum) || __builtin_add_overflow(sum, command->n, &sum))
+        return SIZE_MAX;
+    return sum;
+}
+
+/** command_to_span() - from the first byte that a copy or a fill writes to behind the last */
+size_t command_to_span(const struct command *command)
+{
+    return span(command, command->to_pitch, command->to_plane);
+}
+
+/** command_from_span() - the same of what a copy reads */
+size_t command_from_span(const struct command *command)
+{
+    return span(command, command->from_pitch, command->from_plane);
+}
+
+/** copy_bytes() - make a copy; neither end is looked at */
+void copy_bytes(const struct command *command)
+{
+    for (size_t z = 0; z < command->planes; z++) {
+        for (size_t y = 0; y < command->rows; y++)
+            memmove((char *)command->to + z * command->to_plane + y * command->to_pitch,
+                    (const char *)command->from + z * command->from_plane + y * command->from_pitch,
+                    command->n);
+    }
+}
+
 static void fill(const struct command *command)
 {
-    if (command->width == 1) {
-        memset(command->to, (int)command->fill, command->n);
-        return;
+    for (size_t y = 0; y < command->rows; y++) {
+        void *row = (char *)command->to + y * command->to_pitch;
+
+        if (command->width == 1)
+            memset(row, (int)command->fill, command->n);
+        for (size_t x = 0; command->width == 2 && x < command->n / 2; x++)
+            ((uint16_t *)row)[x] = (uint16_t)command->fill;
+        for (size_t x = 0; command->width == 4 && x < command->n / 4; x++)
+            ((uint32_t *)row)[x] = command->fill;
     }
-    for (size_t i = 0; i < command->n; i++)
-        ((uint32_t *)command->to)[i] = command->fill;
 }
 
 static void call_later(const struct command *command)
@@ -344,14 +395,14 @@ void context_perform(struct context *context, const struct command *command, uin
         }
         break;
     case COMMAND_COPY:
-        if ((command->device_to && !memory_find(command->to, command->n)) ||
-            (command->device_from && !memory_find(command->from, command->n)))
+        if ((command->device_to && !memory_find(command->to, command_to_span(command))) ||
+            (command->device_from && !memory_find(command->from, command_from_span(command))))
             context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;
         else
-            memmove(command->to, command->from, command->n);
+            copy_bytes(command);
         break;
     case COMMAND_SET:
-        if (memory_find(command->to, command->n * command->width))
+        if (memory_find(command->to, command_to_span(command)))
             fill(command);
         else
             context->fault = CUDA_ERROR_ILLEGAL_ADDRESS;

@@ -45,10 +45,10 @@ enum command_kind {
     COMMAND_HOST,
 };
 
-/* One thing that a stream does. Only kernels take time on the GPU. */
+/* One thing that a stream does. Only kernels, and large copies and fills, take time on the GPU. */
 struct command {
     enum command_kind kind;
-    uint64_t duration; /* kernel: ns */
+    uint64_t duration; /* kernel, copy, set: ns */
     uint64_t *stamp;   /* kernel: where its time of completion goes, or NULL */
     struct event *event;
     uint64_t record; /* event: which of its records this is; free: the allocation's number */
@@ -56,14 +56,22 @@ struct command {
     const void *from;
     bool device_to, device_from; /* copy: is that end device memory? */
     void *staged;                /* copy: memory of ours, freed when done */
-    size_t n;                    /* copy: bytes; set: elements */
-    size_t width;                /* set: bytes of an element */
-    uint32_t fill;               /* set */
+    size_t n;                    /* copy, set: bytes of a row */
+    size_t rows, planes;         /* copy, set */
+    size_t to_pitch, to_plane;   /* copy, set: bytes from a row to the next, and from a plane */
+    size_t from_pitch, from_plane;
+    size_t width;  /* set: bytes of an element */
+    uint32_t fill; /* set */
     CUhostFn function;
     void *data;
     const uint32_t *word; /* wait */
     uint32_t value;
 };
+
+size_t command_bytes(const struct command *command);
+size_t command_to_span(const struct command *command);
+size_t command_from_span(const struct command *command);
+void copy_bytes(const struct command *command);
 
 /* A command without GPU time that waits for kernels. */
 struct effect {

@@ -52,10 +52,10 @@ static bool command_copy(struct command *to, const struct command *from)
     *to = *from;
     if (!from->staged)
         return true;
-    to->staged = malloc(from->n ? from->n : 1);
+    to->staged = malloc(command_bytes(from));
     if (!to->staged)
         return false;
-    memcpy(to->staged, from->staged, from->n);
+    memcpy(to->staged, from->staged, command_bytes(from));
     to->from = to->staged;
     return true;
 }

@@ -90,15 +90,34 @@
     F(cuMemFreeHost, cuMemFreeHost, 2000)                                                          \
     F(cuMemGetInfo, cuMemGetInfo_v2, 3020)                                                         \
     S(cuMemcpyHtoD, cuMemcpyHtoD_v2, 3020)                                                         \
-    S(cuMemcpyDtoH, cuMemcpyDtoH_v2, 3020)                                                         \
-    S(cuMemcpyDtoD, cuMemcpyDtoD_v2, 3020)                                                         \
     P(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 3020)                                               \
+    S(cuMemcpyDtoH, cuMemcpyDtoH_v2, 3020)                                                         \
     P(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 3020)                                               \
+    S(cuMemcpyDtoD, cuMemcpyDtoD_v2, 3020)                                                         \
     P(cuMemcpyDtoDAsync, cuMemcpyDtoDAsync_v2, 3020)                                               \
+    S(cuMemcpy, cuMemcpy, 4000)                                                                    \
+    P(cuMemcpyAsync, cuMemcpyAsync, 4000)                                                          \
+    S(cuMemcpyPeer, cuMemcpyPeer, 4000)                                                            \
+    P(cuMemcpyPeerAsync, cuMemcpyPeerAsync, 4000)                                                  \
+    S(cuMemcpy2D, cuMemcpy2D_v2, 3020)                                                             \
+    P(cuMemcpy2DAsync, cuMemcpy2DAsync_v2, 3020)                                                   \
+    S(cuMemcpy2DUnaligned, cuMemcpy2DUnaligned_v2, 3020)                                           \
+    S(cuMemcpy3D, cuMemcpy3D_v2, 3020)                                                             \
+    P(cuMemcpy3DAsync, cuMemcpy3DAsync_v2, 3020)                                                   \
+    S(cuMemcpy3DPeer, cuMemcpy3DPeer, 4000)                                                        \
+    P(cuMemcpy3DPeerAsync, cuMemcpy3DPeerAsync, 4000)                                              \
     S(cuMemsetD8, cuMemsetD8_v2, 3020)                                                             \
-    S(cuMemsetD32, cuMemsetD32_v2, 3020)                                                           \
     P(cuMemsetD8Async, cuMemsetD8Async, 3020)                                                      \
+    S(cuMemsetD16, cuMemsetD16_v2, 3020)                                                           \
+    P(cuMemsetD16Async, cuMemsetD16Async, 3020)                                                    \
+    S(cuMemsetD32, cuMemsetD32_v2, 3020)                                                           \
     P(cuMemsetD32Async, cuMemsetD32Async, 3020)                                                    \
+    S(cuMemsetD2D8, cuMemsetD2D8_v2, 3020)                                                         \
+    P(cuMemsetD2D8Async, cuMemsetD2D8Async, 3020)                                                  \
+    S(cuMemsetD2D16, cuMemsetD2D16_v2, 3020)                                                       \
+    P(cuMemsetD2D16Async, cuMemsetD2D16Async, 3020)                                                \
+    S(cuMemsetD2D32, cuMemsetD2D32_v2, 3020)                                                       \
+    P(cuMemsetD2D32Async, cuMemsetD2D32Async, 3020)                                                \
     F(cuStreamCreate, cuStreamCreate, 2000)                                                        \
     F(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 5050)                                \
     F(cuStreamDestroy, cuStreamDestroy_v2, 4000)                                                   \

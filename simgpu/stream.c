@@ -164,11 +164,13 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
     }
 
     /* An event with nothing ahead of it is reached when the context has the GPU, not before: seen
-     * on the H200, where an interval that begins with such an event does not hold the switch. */
-    if (command->kind == COMMAND_EVENT && context->head >= stream_need(stream) &&
-        context_displaced(context)) {
+     * on the H200, where an interval that begins with such an event does not hold the switch. A
+     * large copy is made when a kernel of its length has ended. */
+    if (command->duration || (command->kind == COMMAND_EVENT &&
+                              context->head >= stream_need(stream) && context_displaced(context))) {
         need = context_tail(context) + 1;
-        context_append(context, &(struct command){.kind = COMMAND_KERNEL});
+        context_append(context,
+                       &(struct command){.kind = COMMAND_KERNEL, .duration = command->duration});
         stream_raise(stream, need);
     }
     device_leave(context->device);

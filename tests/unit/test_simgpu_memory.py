@@ -690,3 +690,193 @@ def test_a_kernel_of_a_library_may_be_launched_itself(driver: Driver) -> None:
     for name in (b"gem", b"burn"):
         with pytest.raises(CudaError, match="CUDA_ERROR_NOT_FOUND"):
             driver.get("cuLibraryGetKernel", library, ctypes.c_char_p(name))
+
+
+# Copies and fills
+
+
+class Copy(ctypes.Structure):
+    """CUDA_MEMCPY3D; each end is (x, y, z, level, type, host, device, array, context, pitch, height)."""
+
+    _fields_ = [
+        (name + end, kind)
+        for end in ("_from", "_to")
+        for name, kind in (
+            ("x", ctypes.c_size_t),
+            ("y", ctypes.c_size_t),
+            ("z", ctypes.c_size_t),
+            ("level", ctypes.c_size_t),
+            ("type", ctypes.c_int),
+            ("host", ctypes.c_void_p),
+            ("device", ctypes.c_uint64),
+            ("array", ctypes.c_uint64),
+            ("context", ctypes.c_uint64),
+            ("pitch", ctypes.c_size_t),
+            ("height", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("rows", ctypes.c_size_t), ("planes", ctypes.c_size_t)]
+
+
+class Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = [
+        (name + end, kind)
+        for end in ("_from", "_to")
+        for name, kind in (
+            ("x", ctypes.c_size_t),
+            ("y", ctypes.c_size_t),
+            ("type", ctypes.c_int),
+            ("host", ctypes.c_void_p),
+            ("device", ctypes.c_uint64),
+            ("array", ctypes.c_uint64),
+            ("pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("rows", ctypes.c_size_t)]
+
+
+TO_HOST, TO_DEVICE, TO_ARRAY = 1, 2, 3  # CUmemorytype
+
+
+def read(driver: Driver, address: int, n: int) -> bytes:
+    data = ctypes.create_string_buffer(n)
+    driver.call("cuMemcpyDtoH_v2", data, address, n)
+    return data.raw
+
+
+@pytest.mark.parametrize("call", ["cuMemcpy2D_v2", "cuMemcpy2DUnaligned_v2", "cuMemcpy2DAsync_v2"])
+def test_rows_are_copied_between_pitches(driver: Driver, context: Context, call: str) -> None:
+    device = driver.allocate(4096)
+    text = ctypes.create_string_buffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    copy = Copy2D(
+        x_from=1, y_from=1, type_from=TO_HOST, host_from=ctypes.addressof(text), pitch_from=8,
+        x_to=2, type_to=TO_DEVICE, device_to=device, pitch_to=16, width=3, rows=2,
+    )  # fmt: skip
+    stream = [driver.stream()] if "Async" in call else []
+    context.burn(MS, stream=stream[0] if stream else 0)
+    driver.call(call, ctypes.byref(copy), *stream)
+    text.value = b"read before the return"
+    context.synchronize()
+    assert read(driver, device, 32) == b"\0\0JKL" + bytes(13) + b"RST" + bytes(11)
+    copy.pitch_from = 3
+    assert driver.try_call(call, ctypes.byref(copy), *stream) == INVALID_VALUE
+    copy.pitch_from, copy.rows = 8, 1000
+    assert driver.try_call(call, ctypes.byref(copy), *stream) == INVALID_VALUE
+    copy.rows = 0
+    driver.call(call, ctypes.byref(copy), *stream)
+
+
+@pytest.mark.usefixtures("context")
+def test_planes_go_through_an_array_and_back(driver: Driver) -> None:
+    """4 x 3 x 2 bytes into the middle of an array of 8 x 8 x 8, and back as packed rows."""
+    shape = Shape(8, 8, 8, 0x01, 1, 0)
+    made = driver.get("cuArray3DCreate_v2", ctypes.byref(shape))
+    source = ctypes.create_string_buffer(b"abcdefghijklmnopqrstuvwx")
+    target = driver.allocate(4096)
+    there = Copy(
+        type_from=TO_HOST, host_from=ctypes.addressof(source), pitch_from=4, height_from=3,
+        x_to=2, y_to=3, z_to=4, type_to=TO_ARRAY, array_to=made, width=4, rows=3, planes=2,
+    )  # fmt: skip
+    driver.call("cuMemcpy3D_v2", ctypes.byref(there))
+    back = Copy(
+        x_from=2, y_from=3, z_from=4, type_from=TO_ARRAY, array_from=made,
+        type_to=TO_DEVICE, device_to=target, pitch_to=4, height_to=3, width=4, rows=3, planes=2,
+    )  # fmt: skip
+    driver.call("cuMemcpy3DAsync_v2", ctypes.byref(back), 0)
+    assert read(driver, target, 25) == b"abcdefghijklmnopqrstuvwx\0"
+    back.y_from, back.planes = 4, 1
+    driver.call("cuMemcpy3D_v2", ctypes.byref(back))
+    assert read(driver, target, 8) == b"efghijkl"
+    back.y_from = 6
+    assert driver.try_call("cuMemcpy3D_v2", ctypes.byref(back)) == INVALID_VALUE
+    back.y_from, back.z_from = 0, 8
+    assert driver.try_call("cuMemcpy3D_v2", ctypes.byref(back)) == INVALID_VALUE
+
+
+def test_memory_is_copied_between_devices(driver: Driver, context: Context) -> None:
+    source = driver.allocate(4096)
+    driver.call("cuMemsetD8_v2", source, 65, 4096)
+    other = driver.context(1)
+    target = driver.allocate(4096)
+    driver.call("cuMemcpyPeer", target, other.handle, source, context.handle, 2)
+    driver.call("cuMemcpyPeerAsync", target + 2, other.handle, source, context.handle, 2, 0)
+    copy = Copy(
+        type_from=TO_DEVICE, device_from=source, context_from=context.handle, type_to=TO_DEVICE,
+        x_to=4, device_to=target, context_to=other.handle, width=2, rows=1, planes=1,
+    )  # fmt: skip
+    driver.call("cuMemcpy3DPeer", ctypes.byref(copy))
+    copy.x_to = 6
+    driver.call("cuMemcpy3DPeerAsync", ctypes.byref(copy), 0)
+    assert read(driver, target, 10) == b"AAAAAAAA\0\0"
+    driver.call("cuCtxDestroy_v2", context.handle)
+    assert driver.try_call("cuMemcpyPeer", target, other.handle, target, context.handle, 2) == 201
+
+
+@pytest.mark.usefixtures("context")
+def test_a_copy_finds_out_what_its_addresses_are(driver: Driver) -> None:
+    word, device = ctypes.c_uint64(0x1234), driver.allocate(16)
+    driver.call("cuMemcpy", device, ctypes.addressof(word), 8)
+    driver.call("cuMemcpy", device + 8, device, 8)
+    driver.call("cuMemcpyAsync", ctypes.addressof(word), device + 8, 4, 0)
+    assert driver.read_words(device, 2) == [0x1234, 0x1234]
+    driver.call("cuMemsetD8_v2", device, 0xFF, 8)
+    driver.call("cuMemcpyAsync", ctypes.addressof(word), device, 8, 0)
+    assert word.value == 0xFFFFFFFFFFFFFFFF
+    assert driver.try_call("cuMemcpy", device, ctypes.addressof(word), 513) == INVALID_VALUE
+
+
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize("form", ["_v2", "Async"])
+@pytest.mark.parametrize(
+    ("bits", "bytes_"), [(8, b"\x44"), (16, b"\x44\x33"), (32, b"\x44\x33\x22\x11")]
+)
+def test_fills_have_three_widths_and_two_shapes(
+    driver: Driver, form: str, bits: int, bytes_: bytes
+) -> None:
+    address = driver.allocate(4096)
+    value = 0x11223344 & (1 << bits) - 1
+    stream = [0] if form == "Async" else []
+    driver.call(f"cuMemsetD{bits}{form}", address, value, 3, *stream)
+    driver.call(f"cuMemsetD2D{bits}{form}", address + 64, 32, value, 2, 2, *stream)
+    data = read(driver, address, 128)
+    row = bytes_ * 2 + bytes(32 - 2 * len(bytes_))
+    assert data == bytes_ * 3 + bytes(64 - 3 * len(bytes_)) + row + row
+    assert driver.try_call(f"cuMemsetD2D{bits}{form}", address, 0, 0, 2, 2, *stream) == 1
+    assert driver.try_call(f"cuMemsetD{bits}{form}", address, 0, 4097, *stream) == 1
+
+
+def test_large_copies_and_fills_on_the_device_take_its_time(
+    driver: Driver, context: Context
+) -> None:
+    first, second = driver.allocate(64 * MIB), driver.allocate(64 * MIB)
+    pinned = driver.get("cuMemHostAlloc", 2 * MIB, 0)
+    driver.call("cuMemcpyDtoD_v2", second, first, MIB - 1)
+    driver.call("cuMemsetD8_v2", first, 3, MIB - 1)
+    driver.call("cuMemcpyHtoD_v2", first, pinned, 2 * MIB)
+    driver.call("cuMemcpyDtoHAsync_v2", pinned, first, 2 * MIB, 0)
+    context.synchronize()
+    assert driver.clock() == 0
+    driver.call("cuMemsetD32_v2", first, 0x01010101, 16 * MIB)
+    driver.call("cuMemcpyDtoDAsync_v2", second, first, 64 * MIB, 0)
+    assert driver.try_call("cuStreamQuery", 0) == 600
+    driver.set_clock(21_777)
+    assert driver.try_call("cuStreamQuery", 0) == 600
+    context.synchronize()
+    assert driver.clock() == 21_777 + 38_554
+    assert driver.read_words(second + 64 * MIB - 8, 1) == [0x0101010101010101]
+
+
+def test_a_graph_repeats_large_copies(driver: Driver, context: Context) -> None:
+    first, second, stream = driver.allocate(2 * MIB), driver.allocate(2 * MIB), driver.stream()
+    graph = ctypes.c_uint64()
+    driver.call("cuStreamBeginCapture_v2", stream, GLOBAL)
+    driver.call("cuMemsetD8Async", first, 1, 2 * MIB, stream)
+    driver.call("cuMemcpyAsync", second, first, 2 * MIB, stream)
+    driver.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+    execution = driver.get("cuGraphInstantiateWithFlags", graph.value, 0)
+    for n in (1, 2):
+        driver.call("cuMemsetD8_v2", second, 0, 8)
+        driver.call("cuGraphLaunch", execution, stream)
+        context.synchronize()
+        assert driver.read_words(second, 1) == [0x0101010101010101]
+        assert driver.clock() == n * (5000 + 524 + 5000 + 1048)

@@ -2,6 +2,7 @@
 #include "driver.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 ENTRY(cuInit, unsigned int flags)
@@ -156,5 +157,10 @@ ENTRY(cuDeviceGetAttribute, int *value, CUdevice_attribute attribute, CUdevice d
     if (attribute < 1 || attribute >= CU_DEVICE_ATTRIBUTE_MAX)
         return CUDA_ERROR_INVALID_VALUE;
     *value = attribute == CU_DEVICE_ATTRIBUTE_PCI_BUS_ID ? (int)config->pci_bus : values[attribute];
+    if (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) { /* the answer only: nothing is shared so */
+        const char *wanted = getenv("SIMGPU_MPS");
+
+        *value = wanted && strcmp(wanted, "1") == 0;
+    }
     return CUDA_SUCCESS;
 }

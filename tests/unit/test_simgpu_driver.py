@@ -641,6 +641,18 @@ def test_a_device_describes_itself(driver: Driver) -> None:
     assert driver.try_call("cuDeviceGetName", name, 64, 1) == 101
 
 
+@pytest.mark.parametrize(("wanted", "answer"), [(None, 0), ("0", 0), ("1", 1)])
+def test_the_environment_says_whether_the_device_has_mps(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, wanted: str | None, answer: int
+) -> None:
+    monkeypatch.delenv("SIMGPU_MPS", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("SIMGPU_MPS", wanted)
+    value = ctypes.c_int(-1)
+    driver.call("cuDeviceGetAttribute", ctypes.byref(value), 133, 0)
+    assert value.value == answer
+
+
 @pytest.mark.parametrize(("visible", "n"), [("0", 1), ("1,0", 2), ("", 0), ("5", 0)])
 def test_visible_devices_narrow_what_there_is(
     library: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, n: int

@@ -117,7 +117,7 @@ void context_free(struct context *context)
     while (*link != context)
         link = &(*link)->next;
     *link = context->next;
-    mempool_context_ended(device);
+    mempool_context_ended(context->ordinal);
     pool_give(&contexts_pool, context);
 }
 

@@ -55,6 +55,7 @@ typedef struct library *CUlibrary;
 typedef struct kernel *CUkernel;
 typedef struct graph *CUgraph;
 typedef struct graph_exec *CUgraphExec;
+typedef struct graph_node *CUgraphNode;
 typedef struct mempool *CUmemoryPool;
 typedef void (*CUhostFn)(void *data);
 
@@ -356,5 +357,24 @@ typedef enum CUmemPool_attribute_enum {
     CU_MEMPOOL_ATTR_USED_MEM_CURRENT = 7,
     CU_MEMPOOL_ATTR_USED_MEM_HIGH = 8,
 } CUmemPool_attribute;
+
+typedef enum CUgraphMem_attribute_enum {
+    CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT = 0,
+    CU_GRAPH_MEM_ATTR_USED_MEM_HIGH = 1,
+    CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT = 2,
+    CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH = 3,
+} CUgraphMem_attribute;
+
+typedef struct CUDA_MEM_ALLOC_NODE_PARAMS_st {
+    CUmemPoolProps poolProps;
+    const CUmemAccessDesc *accessDescs;
+    size_t accessDescCount;
+    size_t bytesize;
+    CUdeviceptr dptr;
+} CUDA_MEM_ALLOC_NODE_PARAMS;
+
+enum {
+    CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH = 1,
+};
 
 #define CU_STREAM_WAIT_VALUE_GEQ 0x0 /* (int32_t)(*address - value) >= 0 */

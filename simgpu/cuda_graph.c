@@ -57,10 +57,113 @@ ENTRY(cuGraphInstantiateWithFlags, CUgraphExec *execp, CUgraph graph, unsigned l
 
     if (r)
         return r;
-    (void)flags; /* where to free memory, upload and launch from: a list of commands has none */
+    /* Where to upload and launch from: a list of commands has none. */
     if (!execp || !graph_valid(graph))
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    return driver_leave(graph_instantiate(graph, execp));
+    return driver_leave(
+        graph_instantiate(graph, flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH, execp));
+}
+
+ENTRY(cuGraphCreate, CUgraph *graphp, unsigned int flags)
+{
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    return driver_leave(graphp && !flags ? graph_new(graphp) : CUDA_ERROR_INVALID_VALUE);
+}
+
+ENTRY(cuGraphAddMemAllocNode, CUgraphNode *nodep, CUgraph graph, const CUgraphNode *dependencies,
+      size_t n, CUDA_MEM_ALLOC_NODE_PARAMS *parameters)
+{
+    struct device *device;
+    uintptr_t address;
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    if (!nodep || !graph_valid(graph) || !parameters || !parameters->bytesize ||
+        parameters->poolProps.allocType != CU_MEM_ALLOCATION_TYPE_PINNED)
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    r = location_device(&parameters->poolProps.location, &device);
+    if (!r)
+        r = graph_add(graph, dependencies, n, nodep);
+    if (!r)
+        r = graphmem_allocate(graph_memory(graph), parameters->poolProps.location.id,
+                              parameters->bytesize, &address);
+    if (!r)
+        parameters->dptr = address;
+    return driver_leave(r);
+}
+
+ENTRY(cuGraphAddMemFreeNode, CUgraphNode *nodep, CUgraph graph, const CUgraphNode *dependencies,
+      size_t n, CUdeviceptr address)
+{
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    if (!nodep || !graph_valid(graph))
+        return driver_leave(CUDA_ERROR_INVALID_VALUE);
+    r = graph_add(graph, dependencies, n, nodep);
+    if (!r)
+        r = graphmem_end(*graph_memory(graph), address);
+    return driver_leave(r);
+}
+
+static CUresult graph_memory_enter(CUdevice ordinal, const void *value)
+{
+    struct device *device;
+    CUresult r = driver_enter();
+
+    if (r)
+        return r;
+    r = value ? driver_device(ordinal, &device) : CUDA_ERROR_INVALID_VALUE;
+    return r ? driver_leave(r) : CUDA_SUCCESS;
+}
+
+ENTRY(cuDeviceGetGraphMemAttribute, CUdevice ordinal, CUgraphMem_attribute attribute, void *value)
+{
+    CUresult r = graph_memory_enter(ordinal, value);
+
+    return r ? r : driver_leave(graphmem_get(ordinal, attribute, value));
+}
+
+ENTRY(cuDeviceSetGraphMemAttribute, CUdevice ordinal, CUgraphMem_attribute attribute, void *value)
+{
+    CUresult r = graph_memory_enter(ordinal, value);
+
+    return r ? r : driver_leave(graphmem_set(ordinal, attribute, *(const uint64_t *)value));
+}
+
+ENTRY(cuDeviceGraphMemTrim, CUdevice ordinal)
+{
+    CUresult r = graph_memory_enter(ordinal, &ordinal);
+
+    if (r)
+        return r;
+    graphmem_trim(ordinal);
+    return driver_leave(CUDA_SUCCESS);
+}
+
+static CUresult upload(CUgraphExec exec, CUstream handle)
+{
+    struct stream *stream;
+    CUresult r = stream_enter(handle, &stream);
+
+    if (r)
+        return r;
+    return driver_leave(graph_exec_valid(exec) ? graph_upload(exec) : CUDA_ERROR_INVALID_VALUE);
+}
+
+ENTRY(cuGraphUpload, CUgraphExec exec, CUstream stream)
+{
+    return upload(exec, stream);
+}
+
+ENTRY(cuGraphUpload_ptsz, CUgraphExec exec, CUstream stream)
+{
+    return upload(exec, PER_THREAD(stream));
 }
 
 static CUresult launch(CUgraphExec exec, CUstream handle)

@@ -60,6 +60,8 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
     r = capture_check_unsafe();
     if (r)
         return driver_leave(r);
+    if (graphmem_freed(address))
+        return driver_leave(CUDA_SUCCESS);
     item = memory_freeable(address);
     if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);

@@ -189,6 +189,8 @@ static CUresult free_async(CUdeviceptr address, CUstream handle)
 
     if (r)
         return r;
+    if (!stream->capture && graphmem_freed(address))
+        return driver_leave(CUDA_SUCCESS);
     item = memory_freeable(address);
     if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);

@@ -127,6 +127,7 @@ void driver_forget(bool ours)
     }
     mempool_forget(ours);
     vmm_forget(ours);
+    graphmem_forget(ours);
     memory_forget();
     for (int i = 0; i < driver.n_devices; i++) {
         if (ours)

@@ -145,6 +145,7 @@ enum allocation_kind {
     ALLOCATION_MANAGED,
     ALLOCATION_HIDDEN, /* device memory that the driver took for an array or a module */
     ALLOCATION_POOL,
+    ALLOCATION_GRAPH,    /* all that the nodes of one graph allocate */
     ALLOCATION_IMPORTED, /* opened by its IPC handle */
     ALLOCATION_MAPPED,   /* a mapping of the virtual memory management */
 };
@@ -274,7 +275,7 @@ void mempool_returned(const struct allocation *block);
 void mempool_forget_stream(const struct stream *stream);
 void mempool_trim(struct mempool *pool, uint64_t keep);
 void mempool_synchronized(const struct device *device);
-void mempool_context_ended(const struct device *device);
+void mempool_context_ended(int ordinal);
 CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, void *value);
 CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const void *value);
 void mempool_forget(bool ours);
@@ -296,6 +297,22 @@ void vmm_unmapped(const struct allocation *item);
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted);
 void vmm_forget(bool ours);
 
+/* graphmem.c */
+struct graph_memory;
+CUresult graphmem_allocate(struct graph_memory **memoryp, int ordinal, size_t bytes,
+                           uintptr_t *addressp);
+CUresult graphmem_end(struct graph_memory *memory, uintptr_t address);
+bool graphmem_freed(uintptr_t address);
+CUresult graphmem_instantiate(struct graph_memory *memory);
+CUresult graphmem_take(struct graph_memory *memory);
+CUresult graphmem_launch(struct graph_memory *memory, bool again);
+void graphmem_leave(struct graph_memory *memory, bool instantiated);
+void graphmem_trim(int ordinal);
+void graphmem_context_ended(int ordinal);
+CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *value);
+CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value);
+void graphmem_forget(bool ours);
+
 /* graph.c */
 struct capture {
     struct capture *next;
@@ -315,8 +332,13 @@ CUresult capture_check_legacy(const struct context *context);
 struct capture *capture_find(uint64_t number);
 void capture_invalidate(struct capture *capture);
 void capture_drop_stream(const struct stream *stream);
+CUresult graph_new(struct graph **graphp);
 void graph_free(struct graph *graph);
-CUresult graph_instantiate(const struct graph *graph, struct graph_exec **execp);
+struct graph_memory **graph_memory(struct graph *graph);
+CUresult graph_add(struct graph *graph, struct graph_node *const *dependencies, size_t n,
+                   struct graph_node **nodep);
+CUresult graph_instantiate(const struct graph *graph, bool free_again, struct graph_exec **execp);
+CUresult graph_upload(struct graph_exec *exec);
 CUresult graph_launch(struct graph_exec *exec, struct stream *stream);
 CUresult graph_exec_free(struct graph_exec *exec);
 bool graph_valid(const struct graph *graph);

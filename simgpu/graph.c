@@ -16,15 +16,27 @@ struct graph {
     struct command *commands;
     size_t n;
     size_t room;
+    struct graph_node *nodes;
+    struct graph_memory *memory; /* of its allocation nodes, or NULL */
+};
+
+/* A node that allocates or frees: what else a graph does is a command. */
+struct graph_node {
+    struct object object;
+    struct graph *graph;
+    struct graph_node *next;
 };
 
 struct graph_exec {
     struct object object;
     struct command *commands;
     size_t n;
+    struct graph_memory *memory;
+    bool free_again; /* a launch may end what the last one allocated */
 };
 
 static struct pool graphs_pool = POOL(graph, 0x47524630);
+static struct pool nodes_pool = POOL(graph_node, 0x474e4f30);
 static struct pool execs_pool = POOL(graph_exec, 0x47584530);
 
 __thread CUstreamCaptureMode thread_capture_mode;
@@ -60,8 +72,51 @@ static bool command_copy(struct command *to, const struct command *from)
     return true;
 }
 
+/** graph_new() - an empty one */
+CUresult graph_new(struct graph **graphp)
+{
+    *graphp = pool_take(&graphs_pool);
+    return *graphp ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+/** graph_memory() - where a graph notes its memory */
+struct graph_memory **graph_memory(struct graph *graph)
+{
+    return &graph->memory;
+}
+
+/** graph_add() - a node behind others of the same graph */
+CUresult graph_add(struct graph *graph, struct graph_node *const *dependencies, size_t n,
+                   struct graph_node **nodep)
+{
+    struct graph_node *node;
+
+    if (n && !dependencies)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (size_t i = 0; i < n; i++) {
+        if (!pool_owns(&nodes_pool, dependencies[i]) || dependencies[i]->graph != graph)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    node = pool_take(&nodes_pool);
+    if (!node)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    node->graph = graph;
+    node->next = graph->nodes;
+    graph->nodes = node;
+    *nodep = node;
+    return CUDA_SUCCESS;
+}
+
 void graph_free(struct graph *graph)
 {
+    while (graph->nodes) {
+        struct graph_node *node = graph->nodes;
+
+        graph->nodes = node->next;
+        pool_give(&nodes_pool, node);
+    }
+    if (graph->memory)
+        graphmem_leave(graph->memory, false);
     commands_free(graph->commands, graph->n);
     pool_give(&graphs_pool, graph);
 }
@@ -220,15 +275,23 @@ void capture_drop_stream(const struct stream *stream)
     capture_free(stream->capture);
 }
 
-CUresult graph_instantiate(const struct graph *graph, struct graph_exec **execp)
+CUresult graph_instantiate(const struct graph *graph, bool free_again, struct graph_exec **execp)
 {
     struct graph_exec *exec = pool_take(&execs_pool);
+    CUresult r;
 
     if (!exec)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    r = graph->memory ? graphmem_instantiate(graph->memory) : CUDA_SUCCESS;
+    if (r) {
+        pool_give(&execs_pool, exec);
+        return r;
+    }
+    exec->memory = graph->memory;
+    exec->free_again = free_again;
     exec->commands = calloc(graph->n ? graph->n : 1, sizeof(*exec->commands));
     if (!exec->commands) {
-        pool_give(&execs_pool, exec);
+        graph_exec_free(exec);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     for (; exec->n < graph->n; exec->n++) {
@@ -241,9 +304,22 @@ CUresult graph_instantiate(const struct graph *graph, struct graph_exec **execp)
     return CUDA_SUCCESS;
 }
 
+/** graph_upload() - take the memory that a launch would take */
+CUresult graph_upload(struct graph_exec *exec)
+{
+    return exec->memory ? graphmem_take(exec->memory) : CUDA_SUCCESS;
+}
+
 /** graph_launch() - submit the graph's commands to a stream; each takes a place in the queue */
 CUresult graph_launch(struct graph_exec *exec, struct stream *stream)
 {
+    if (exec->memory) {
+        CUresult r = stream->capture ? CUDA_ERROR_NOT_SUPPORTED
+                                     : graphmem_launch(exec->memory, exec->free_again);
+
+        if (r)
+            return r;
+    }
     for (size_t i = 0; graph_exec_valid(exec) && i < exec->n; i++) {
         struct command command;
         CUresult r;
@@ -261,6 +337,8 @@ CUresult graph_launch(struct graph_exec *exec, struct stream *stream)
 
 CUresult graph_exec_free(struct graph_exec *exec)
 {
+    if (exec->memory)
+        graphmem_leave(exec->memory, true);
     commands_free(exec->commands, exec->n);
     pool_give(&execs_pool, exec);
     return CUDA_SUCCESS;

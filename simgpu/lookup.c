@@ -131,6 +131,13 @@
     P(cuStreamEndCapture, cuStreamEndCapture, 10000)                                               \
     F(cuThreadExchangeStreamCaptureMode, cuThreadExchangeStreamCaptureMode, 10010)                 \
     F(cuGraphInstantiateWithFlags, cuGraphInstantiateWithFlags, 11040)                             \
+    F(cuGraphCreate, cuGraphCreate, 10000)                                                         \
+    F(cuGraphAddMemAllocNode, cuGraphAddMemAllocNode, 11040)                                       \
+    F(cuGraphAddMemFreeNode, cuGraphAddMemFreeNode, 11040)                                         \
+    F(cuDeviceGetGraphMemAttribute, cuDeviceGetGraphMemAttribute, 11040)                           \
+    F(cuDeviceSetGraphMemAttribute, cuDeviceSetGraphMemAttribute, 11040)                           \
+    F(cuDeviceGraphMemTrim, cuDeviceGraphMemTrim, 11040)                                           \
+    P(cuGraphUpload, cuGraphUpload, 11010)                                                         \
     P(cuGraphLaunch, cuGraphLaunch, 10000)                                                         \
     F(cuGraphExecDestroy, cuGraphExecDestroy, 10000)                                               \
     F(cuGraphDestroy, cuGraphDestroy, 10000)                                                       \

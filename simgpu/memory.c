@@ -324,6 +324,8 @@ static void table_remove(size_t place)
         mempool_returned(&item);
         return;
     }
+    if (item.kind == ALLOCATION_GRAPH) /* the graph has more addresses than these */
+        return;
     if (item.handle) {
         vmm_unmapped(&item);
         return;

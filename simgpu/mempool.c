@@ -331,9 +331,12 @@ void mempool_synchronized(const struct device *device)
     }
 }
 
-/** mempool_context_ended() - a context ended; with a device's last one goes what the pools hold */
-void mempool_context_ended(const struct device *device)
+/** mempool_context_ended() - a context ended: with a device's last one goes what pools and graphs
+ * hold */
+void mempool_context_ended(int ordinal)
 {
+    const struct device *device = driver.devices[ordinal];
+
     for (const struct context *context = driver.contexts; context; context = context->next) {
         if (context->device == device)
             return;
@@ -342,6 +345,7 @@ void mempool_context_ended(const struct device *device)
         if (pool->device == device)
             units_release(pool, 0);
     }
+    graphmem_context_ended(ordinal);
 }
 
 CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, void *value)

@@ -385,7 +385,7 @@ def test_a_process_that_imports_its_own_memory_pays_once(driver: Driver) -> None
     assert held(driver) == 2 * MIB
     driver.call("cuMemRelease", imported)
     assert held(driver) == 0
-    with open("/dev/zero", "rb") as file:
+    with Path("/dev/zero").open("rb") as file:
         other = ctypes.byref(ctypes.c_uint64())
         assert driver.try_call("cuMemImportFromShareableHandle", other, file.fileno(), 1) == 1
 
@@ -880,3 +880,177 @@ def test_a_graph_repeats_large_copies(driver: Driver, context: Context) -> None:
         context.synchronize()
         assert driver.read_words(second, 1) == [0x0101010101010101]
         assert driver.clock() == n * (5000 + 524 + 5000 + 1048)
+
+
+# The memory of graphs
+
+
+class AllocNode(ctypes.Structure):
+    _fields_ = [
+        ("props", PoolProps),
+        ("access", ctypes.c_void_p),
+        ("n_access", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("address", ctypes.c_uint64),
+    ]
+
+
+def add_allocation(driver: Driver, graph: int, size: int, *before: int) -> tuple[int, int]:
+    """A node that allocates `size` bytes behind others: the node, and the address."""
+    parameters = AllocNode(PoolProps(PINNED, 0, DEVICE, 0), None, 0, size)
+    nodes = (ctypes.c_uint64 * len(before))(*before)
+    node = driver.get("cuGraphAddMemAllocNode", graph, nodes, len(before), ctypes.byref(parameters))
+    return node, parameters.address
+
+
+def add_free(driver: Driver, graph: int, address: int, *before: int) -> int:
+    nodes = (ctypes.c_uint64 * len(before))(*before)
+    return driver.get("cuGraphAddMemFreeNode", graph, nodes, len(before), address)
+
+
+def graph_bytes(driver: Driver) -> list[int]:
+    """What graphs use now and have used at most; what is reserved for them now and was at most."""
+    values = []
+    for attribute in range(4):
+        value = ctypes.c_uint64()
+        driver.call("cuDeviceGetGraphMemAttribute", 0, attribute, ctypes.byref(value))
+        values.append(value.value // MIB)
+    return values
+
+
+@pytest.mark.usefixtures("context")
+@pytest.mark.parametrize("call", ["cuGraphUpload", "cuGraphLaunch"])
+def test_a_graph_takes_memory_at_its_first_launch(driver: Driver, call: str) -> None:
+    """The sizes are those of a measurement on an H200."""
+    graph = driver.get("cuGraphCreate", 0)
+    first, address = add_allocation(driver, graph, 100 * MIB)
+    freed = add_free(driver, graph, address, first)
+    second, again = add_allocation(driver, graph, 80 * MIB, freed)
+    assert again == address
+    add_free(driver, graph, again, second)
+    execution = driver.get("cuGraphInstantiateWithFlags", graph, 0)
+    assert (held(driver), graph_bytes(driver)) == (0, [0, 0, 0, 0])
+    driver.call(call, execution, 0)
+    assert (held(driver), graph_bytes(driver)) == (128 * MIB, [128] * 4)
+    driver.call("cuGraphLaunch", execution, 0)
+    driver.call("cuDeviceGraphMemTrim", 0)
+    assert held(driver) == 128 * MIB
+    driver.call("cuGraphExecDestroy", execution)
+    driver.call("cuGraphDestroy", graph)
+    assert (held(driver), graph_bytes(driver)) == (128 * MIB, [0, 128, 128, 128])
+    driver.call("cuDeviceGraphMemTrim", 0)
+    assert (held(driver), graph_bytes(driver)) == (0, [0, 128, 0, 128])
+    driver.call("cuDeviceSetGraphMemAttribute", 0, 3, ctypes.byref(ctypes.c_uint64(0)))
+    assert graph_bytes(driver) == [0, 128, 0, 0]
+
+
+def test_graphs_use_what_others_have_left(driver: Driver, context: Context, gpu: Path) -> None:
+    for size, reserved in ((100, 128), (20, 128), (150, 160)):
+        graph = driver.get("cuGraphCreate", 0)
+        node, address = add_allocation(driver, graph, size * MIB)
+        add_free(driver, graph, address, node)
+        execution = driver.get("cuGraphInstantiateWithFlags", graph, 0)
+        driver.call("cuGraphLaunch", execution, 0)
+        assert held(driver) == reserved * MIB
+        driver.call("cuGraphExecDestroy", execution)
+    driver.call("cuCtxDestroy_v2", context.handle)
+    assert simgpu.status(gpu).used == 0
+
+
+@pytest.mark.usefixtures("context")
+def test_what_a_graph_does_not_free_the_application_does(driver: Driver) -> None:
+    graph = driver.get("cuGraphCreate", 0)
+    node, address = add_allocation(driver, graph, MIB)
+    other = add_allocation(driver, graph, MIB, node)[1]
+    assert abs(other - address) >= MIB
+    execution = driver.get("cuGraphInstantiateWithFlags", graph, 0)
+    assert driver.try_call("cuMemFree_v2", address) == INVALID_VALUE
+    driver.call("cuGraphLaunch", execution, 0)
+    driver.call("cuMemsetD8_v2", address, 1, MIB)
+    assert driver.try_call("cuGraphLaunch", execution, 0) == INVALID_VALUE
+    driver.call("cuMemFree_v2", address)
+    driver.call("cuMemFreeAsync", other, 0)
+    driver.call("cuGraphLaunch", execution, 0)
+    where = ctypes.byref(ctypes.c_uint64())
+    assert driver.try_call("cuGraphInstantiateWithFlags", where, graph, 0) == NOT_SUPPORTED
+    driver.call("cuGraphExecDestroy", execution)
+    execution = driver.get("cuGraphInstantiateWithFlags", graph, 1)  # frees when launched again
+    driver.call("cuGraphLaunch", execution, 0)
+    driver.call("cuGraphLaunch", execution, 0)
+
+
+@pytest.mark.usefixtures("context")
+def test_a_graph_that_does_not_fit_is_not_launched(driver: Driver) -> None:
+    graph = driver.get("cuGraphCreate", 0)
+    add_allocation(driver, graph, 100 * MIB)
+    execution = driver.get("cuGraphInstantiateWithFlags", graph, 0)
+    address = driver.allocate(TOTAL - 127 * MIB)
+    assert driver.try_call("cuGraphLaunch", execution, 0) == OUT_OF_MEMORY
+    assert driver.try_call("cuGraphUpload", execution, 0) == OUT_OF_MEMORY
+    driver.call("cuMemFree_v2", address)
+    driver.call("cuGraphLaunch", execution, 0)
+    stranger = driver.get("cuGraphCreate", 0)
+    node = ctypes.byref(ctypes.c_uint64())
+    assert driver.try_call("cuGraphAddMemFreeNode", node, stranger, None, 0, address) == 1
+
+
+# Death
+
+
+HOLDER = """
+import ctypes
+driver.call("cuInit", 0)
+context = driver.context()
+driver.get("cuMemAllocAsync", 1 << 20, 0)
+driver.get("cuMemCreate", 2 << 20, (ctypes.c_int * 8)(1, 0, 1, 0), 0)
+driver.get("cuModuleLoadData", ctypes.c_char_p(b"globals:4194304"))
+driver.get("cuArrayCreate_v2", (ctypes.c_size_t * 3)(1024, 1024, 1 << 32 | 0x20))
+driver.call("cuCtxSetLimit", 0, 1088)
+print("ready", flush=True)
+input()
+"""
+
+
+@pytest.mark.usefixtures("context")
+def test_all_memory_of_a_killed_process_is_free(build_dir: Path, driver: Driver, gpu: Path) -> None:
+    with start_python(build_dir, gpu.parent, HOLDER) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        before = held(driver)
+        process.kill()
+    assert before == (32 + 2 + 4 + 4) * MIB + 132 * 2048 * 64
+    assert held(driver) == 0
+
+
+FORKER = """
+import ctypes, os
+driver.call("cuInit", 0)
+context = driver.context()
+block = driver.get("cuMemAllocAsync", 1 << 20, 0)
+handle = driver.get("cuMemCreate", 2 << 20, (ctypes.c_int * 8)(1, 0, 1, 0), 0)
+pool = driver.get("cuDeviceGetDefaultMemPool", 0)
+base = driver.get("cuMemAddressReserve", 2 << 20, 0, 0, 0)
+child = os.fork()
+if child == 0:
+    driver.call("cuInit", 0)
+    own = driver.context()
+    assert driver.try_call("cuMemRelease", handle) == 1
+    assert driver.try_call("cuMemPoolTrimTo", pool, 0) == 1
+    assert driver.try_call("cuMemFreeAsync", block, 0) == 1
+    assert driver.try_call("cuMemAddressFree", base, 2 << 20) == 1
+    driver.get("cuMemCreate", 2 << 20, (ctypes.c_int * 8)(1, 0, 1, 0), 0)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+driver.call("cuMemMap", base, 2 << 20, 0, handle, 0)
+driver.call("cuMemFreeAsync", block, 0)
+driver.call("cuCtxSynchronize")
+driver.call("cuMemRelease", handle)
+driver.call("cuMemUnmap", base, 2 << 20)
+print((4096 << 20) - driver.free_memory())
+"""
+
+
+def test_a_forked_child_has_none_of_its_parents_memory(build_dir: Path, gpu: Path) -> None:
+    process = start_python(build_dir, gpu.parent, FORKER)
+    output, _ = process.communicate()
+    assert (process.returncode, output) == (0, "7\n0\n")

@@ -1,0 +1,310 @@
+/*
+ * The memory of graphs
+ *
+ * An allocation node has its address from the start, in a range of the graph's own; a later node
+ * may have the addresses of one that a free node has ended by then, in the order in which the nodes
+ * were added. Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. It
+ * stays taken when the graph ends, for the next one, until the device is trimmed.
+ */
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define UNIT       (32ull << 20)
+#define BLOCK_UNIT 512ull
+#define ROOM       4 /* times the device's memory: addresses for one graph */
+
+struct span {
+    size_t start;
+    size_t size;
+    bool ended;       /* by a free node */
+    bool outstanding; /* launched, and the application has to free it */
+};
+
+struct graph_memory {
+    struct graph_memory *next;
+    unsigned int references; /* the graph, and what was instantiated from it */
+    bool instantiated;
+    int ordinal;
+    uintptr_t base;
+    size_t room;
+    size_t extent; /* bytes from the base on that nodes use */
+    uint64_t held; /* of the device, 0 before the first launch */
+    struct span *spans;
+    size_t n_spans;
+};
+
+static struct graph_memory *memories;
+static struct {
+    uint64_t cached; /* taken, and of no graph */
+    uint64_t used, used_high;
+    uint64_t reserved_high;
+} devices[DEVICES];
+
+static CUresult memory_new(int ordinal, struct graph_memory **memoryp)
+{
+    struct graph_memory *memory = calloc(1, sizeof(*memory));
+
+    if (!memory)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    memory->room = ROOM * (driver.devices[ordinal]->gpu->config.memory / UNIT + 1) * UNIT;
+    memory->base = memory_range(0, memory->room, false);
+    if (!memory->base) {
+        free(memory);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    memory->ordinal = ordinal;
+    memory->references = 1;
+    memory->next = memories;
+    memories = memory;
+    *memoryp = memory;
+    return CUDA_SUCCESS;
+}
+
+/* The first place where no allocation is that lives when the new one begins. */
+static size_t free_place(const struct graph_memory *memory, size_t size)
+{
+    size_t start = 0;
+
+    for (size_t i = 0; i < memory->n_spans;) {
+        const struct span *span = &memory->spans[i++];
+
+        if (span->ended || span->start >= start + size || span->start + span->size <= start)
+            continue;
+        start = span->start + span->size;
+        i = 0;
+    }
+    return start;
+}
+
+/* The table of allocations has one for the whole graph, as those of its nodes may overlap. */
+static bool grow(struct graph_memory *memory, size_t extent)
+{
+    struct allocation *item = memory_at(memory->base);
+
+    if (mprotect((void *)memory->base, (extent + UNIT - 1) / UNIT * UNIT, PROT_READ | PROT_WRITE))
+        return false;
+    if (item)
+        item->bytes = item->size = extent;
+    else if (!memory_add(&(struct allocation){.kind = ALLOCATION_GRAPH,
+                                              .ordinal = memory->ordinal,
+                                              .base = memory->base,
+                                              .bytes = extent,
+                                              .size = extent}))
+        return false;
+    memory->extent = extent;
+    return true;
+}
+
+/** graphmem_allocate() - the address of a new allocation node; the graph's first one makes *memoryp
+ */
+CUresult graphmem_allocate(struct graph_memory **memoryp, int ordinal, size_t bytes,
+                           uintptr_t *addressp)
+{
+    struct graph_memory *memory;
+    struct span *spans;
+    size_t size = (bytes + BLOCK_UNIT - 1) / BLOCK_UNIT * BLOCK_UNIT;
+    size_t start;
+    CUresult r = *memoryp ? CUDA_SUCCESS : memory_new(ordinal, memoryp);
+
+    if (r)
+        return r;
+    memory = *memoryp;
+    if (memory->ordinal != ordinal || memory->instantiated)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (bytes > memory->room)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    start = free_place(memory, size);
+    if (start + size > memory->room ||
+        (start + size > memory->extent && !grow(memory, start + size)))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    spans = realloc(memory->spans, (memory->n_spans + 1) * sizeof(*spans));
+    if (!spans)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    memory->spans = spans;
+    spans[memory->n_spans++] = (struct span){.start = start, .size = size};
+    *addressp = memory->base + start;
+    return CUDA_SUCCESS;
+}
+
+/** graphmem_end() - a free node: the allocation at this address ends there */
+CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
+{
+    for (size_t i = 0; memory && i < memory->n_spans; i++) {
+        struct span *span = &memory->spans[i];
+
+        if (memory->base + span->start != address || span->ended)
+            continue;
+        if (memory->instantiated)
+            return CUDA_ERROR_NOT_SUPPORTED;
+        span->ended = true;
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+/** graphmem_freed() - did the application free what a launched graph left to it? */
+bool graphmem_freed(uintptr_t address)
+{
+    for (struct graph_memory *memory = memories; memory; memory = memory->next) {
+        for (size_t i = 0; i < memory->n_spans; i++) {
+            struct span *span = &memory->spans[i];
+
+            if (memory->base + span->start != address || !span->outstanding)
+                continue;
+            span->outstanding = false;
+            return true;
+        }
+    }
+    return false;
+}
+
+/** graphmem_instantiate() - one executable graph may have the memory at a time */
+CUresult graphmem_instantiate(struct graph_memory *memory)
+{
+    if (memory->instantiated)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    memory->instantiated = true;
+    memory->references++;
+    return CUDA_SUCCESS;
+}
+
+static uint64_t reserved(int ordinal)
+{
+    return devices[ordinal].cached + devices[ordinal].used;
+}
+
+/** graphmem_take() - at upload and launch: what the graph needs is the device's from here on */
+CUresult graphmem_take(struct graph_memory *memory)
+{
+    uint64_t need = (memory->extent + UNIT - 1) / UNIT * UNIT;
+    uint64_t cached = devices[memory->ordinal].cached;
+    CUresult r;
+
+    if (memory->held)
+        return CUDA_SUCCESS;
+    if (cached > need)
+        cached = need;
+    r = memory_charge(driver.devices[memory->ordinal], need - cached);
+    if (r)
+        return r;
+    devices[memory->ordinal].cached -= cached;
+    devices[memory->ordinal].used += need;
+    memory->held = need;
+    if (devices[memory->ordinal].used > devices[memory->ordinal].used_high)
+        devices[memory->ordinal].used_high = devices[memory->ordinal].used;
+    if (reserved(memory->ordinal) > devices[memory->ordinal].reserved_high)
+        devices[memory->ordinal].reserved_high = reserved(memory->ordinal);
+    return CUDA_SUCCESS;
+}
+
+/** graphmem_launch() - the nodes' allocations begin; `again`: those of the last launch may end */
+CUresult graphmem_launch(struct graph_memory *memory, bool again)
+{
+    CUresult r;
+
+    for (size_t i = 0; i < memory->n_spans; i++) {
+        if (memory->spans[i].outstanding && !again)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    r = graphmem_take(memory);
+    for (size_t i = 0; !r && i < memory->n_spans; i++)
+        memory->spans[i].outstanding = !memory->spans[i].ended;
+    return r;
+}
+
+static void give(struct graph_memory *memory)
+{
+    devices[memory->ordinal].used -= memory->held;
+    devices[memory->ordinal].cached += memory->held;
+    memory->held = 0;
+}
+
+/** graphmem_leave() - the graph, or what was instantiated from it, ends */
+void graphmem_leave(struct graph_memory *memory, bool instantiated)
+{
+    struct graph_memory **link = &memories;
+
+    if (instantiated) {
+        give(memory);
+        memory->instantiated = false;
+    }
+    if (--memory->references)
+        return;
+    while (*link && *link != memory)
+        link = &(*link)->next;
+    if (*link) { /* else it was forgotten, with the table and the address space */
+        *link = memory->next;
+        if (memory->extent)
+            (void)memory_release(memory->base);
+        munmap((void *)memory->base, memory->room);
+    }
+    free(memory->spans);
+    free(memory);
+}
+
+/** graphmem_trim() - give back what a device's ended graphs have left */
+void graphmem_trim(int ordinal)
+{
+    memory_refund(driver.devices[ordinal], devices[ordinal].cached);
+    devices[ordinal].cached = 0;
+}
+
+/** graphmem_context_ended() - with a device's last context goes what its graphs hold */
+void graphmem_context_ended(int ordinal)
+{
+    for (struct graph_memory *memory = memories; memory; memory = memory->next) {
+        if (memory->ordinal == ordinal)
+            give(memory);
+    }
+    graphmem_trim(ordinal);
+}
+
+CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *value)
+{
+    switch (attribute) {
+    case CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT:
+        *value = devices[ordinal].used;
+        return CUDA_SUCCESS;
+    case CU_GRAPH_MEM_ATTR_USED_MEM_HIGH:
+        *value = devices[ordinal].used_high;
+        return CUDA_SUCCESS;
+    case CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT:
+        *value = reserved(ordinal);
+        return CUDA_SUCCESS;
+    case CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH:
+        *value = devices[ordinal].reserved_high;
+        return CUDA_SUCCESS;
+    }
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+/** graphmem_set() - high-water marks can be set to 0 only, and are the present value then */
+CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value)
+{
+    if (value)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (attribute == CU_GRAPH_MEM_ATTR_USED_MEM_HIGH)
+        devices[ordinal].used_high = devices[ordinal].used;
+    else if (attribute == CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH)
+        devices[ordinal].reserved_high = reserved(ordinal);
+    else
+        return CUDA_ERROR_INVALID_VALUE;
+    return CUDA_SUCCESS;
+}
+
+/** graphmem_forget() - `ours`: or does the address space belong to our parent? */
+void graphmem_forget(bool ours)
+{
+    while (memories) {
+        struct graph_memory *memory = memories;
+
+        memories = memory->next;
+        if (ours)
+            munmap((void *)memory->base, memory->room);
+        memory->held = memory->extent = memory->room = 0; /* graphs may still point here */
+    }
+    memset(devices, 0, sizeof(devices));
+}

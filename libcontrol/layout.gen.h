@@ -8,10 +8,14 @@
 #define LAYOUT_VERSION 0x1ull
 #define LAYOUT_N_DEVICES 0x10ull
 #define LAYOUT_N_SLOTS 0x40ull
+#define LAYOUT_NO_SLOT 0xffffffffull
 #define GRANT_MAGIC 0x544e415247474454ull
 #define LEDGER_MAGIC 0x524744454c474454ull
 #define GRANT_SIZE 0x1000ull
 #define GRANT_DEVICES 0x100ull
+#define GRANT_USAGE 0x1000ull
+#define GRANT_USAGE_ENTRIES 0x1100ull
+#define GRANT_FILE_SIZE 0xa000ull
 #define LEDGER_SLOTS 0x1000ull
 #define LEDGER_SLOT_DEVICES 0x80ull
 #define LEDGER_SIZE 0x41000ull
@@ -22,7 +26,7 @@
 struct grant_header {
     uint64_t magic; /* governor, relaxed: GRANT_MAGIC */
     uint32_t version; /* governor, relaxed: LAYOUT_VERSION */
-    uint32_t size; /* governor, relaxed: bytes of the whole page */
+    uint32_t size; /* governor, relaxed: bytes of the whole file */
     uint64_t heartbeat_ns; /* governor, relaxed: when the governor last said that it lives */
     uint32_t n_devices; /* governor, relaxed: entries of devices[] in use */
     uint32_t on_governor_loss; /* governor, relaxed: 0 keep the quota locally, 1 deny, 2 open */
@@ -85,6 +89,38 @@ _Static_assert(offsetof(struct grant_device, strategy) == 92, "grant_device.stra
 _Static_assert(offsetof(struct grant_device, reconciled_ns) == 96, "grant_device.reconciled_ns");
 _Static_assert(offsetof(struct grant_device, utilisation) == 104, "grant_device.utilisation");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
+
+/* What the container's processes use, for NVML: behind the grant page, in the same file. */
+struct usage_header {
+    uint32_t sequence; /* governor, release: odd while the entries are being written */
+    uint32_t n_entries; /* governor, relaxed: entries in use */
+    uint64_t time_us; /* governor, relaxed: when they were written, microseconds since 1970 */
+    uint8_t pad[240];
+};
+_Static_assert(offsetof(struct usage_header, sequence) == 0, "usage_header.sequence");
+_Static_assert(offsetof(struct usage_header, n_entries) == 4, "usage_header.n_entries");
+_Static_assert(offsetof(struct usage_header, time_us) == 8, "usage_header.time_us");
+_Static_assert(sizeof(struct usage_header) == 256, "usage_header");
+
+/* One process as NVML shows it. */
+struct usage_entry {
+    uint32_t pid; /* governor, relaxed: the process, in the namespace of the container's first */
+    uint32_t state; /* governor, relaxed: 0 free, 1 in use */
+    uint64_t start_us; /* governor, relaxed: when it registered, microseconds since 1970 */
+    uint64_t memory[16]; /* governor, relaxed: use, per GPU */
+    uint64_t memory_peak[16]; /* governor, relaxed: highest use that was seen, per GPU */
+    uint32_t utilisation[16]; /* governor, relaxed: its part of grant_device.utilisation */
+    uint32_t mean_utilisation[16]; /* governor, relaxed: the same, since start_us */
+    uint8_t pad[112];
+};
+_Static_assert(offsetof(struct usage_entry, pid) == 0, "usage_entry.pid");
+_Static_assert(offsetof(struct usage_entry, state) == 4, "usage_entry.state");
+_Static_assert(offsetof(struct usage_entry, start_us) == 8, "usage_entry.start_us");
+_Static_assert(offsetof(struct usage_entry, memory) == 16, "usage_entry.memory");
+_Static_assert(offsetof(struct usage_entry, memory_peak) == 144, "usage_entry.memory_peak");
+_Static_assert(offsetof(struct usage_entry, utilisation) == 272, "usage_entry.utilisation");
+_Static_assert(offsetof(struct usage_entry, mean_utilisation) == 336, "usage_entry.mean_utilisation");
+_Static_assert(sizeof(struct usage_entry) == 512, "usage_entry");
 
 /* What the container's processes share. */
 struct ledger_header {

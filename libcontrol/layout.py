@@ -2,9 +2,11 @@
 
 `libcontrol.gen` writes `layout.gen.h` from this description (with static assertions on every
 offset) and `libcontrol.pages` reads the pages by it from Python. Fields are only ever appended: a
-reader checks magic, version and size first and bounds every index it reads.
+reader checks magic, version and size first and bounds every index it reads. A field is stored by
+one store of its width, so that nobody reads half a number.
 
-Times are nanoseconds of CLOCK_MONOTONIC, sizes are bytes, shares are parts per million of one GPU.
+Times, where a name does not say otherwise, are nanoseconds of CLOCK_MONOTONIC, sizes are bytes,
+shares are parts per million of one GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ GRANT_HEADER = Struct(
     (
         Field("magic", "u64", doc="GRANT_MAGIC"),
         Field("version", "u32", doc="LAYOUT_VERSION"),
-        Field("size", "u32", doc="bytes of the whole page"),
+        Field("size", "u32", doc="bytes of the whole file"),
         Field("heartbeat_ns", "u64", doc="when the governor last said that it lives"),
         Field("n_devices", "u32", doc="entries of devices[] in use"),
         Field("on_governor_loss", "u32", doc="0 keep the quota locally, 1 deny, 2 open"),
@@ -148,8 +150,38 @@ LEDGER_SLOT = Struct(
     "One process; its devices follow at LEDGER_SLOT_DEVICES.",
 )
 
+USAGE_HEADER = Struct(
+    "usage_header",
+    256,
+    (
+        Field("sequence", "u32", order="release", doc="odd while the entries are being written"),
+        Field("n_entries", "u32", doc="entries in use"),
+        Field("time_us", "u64", doc="when they were written, microseconds since 1970"),
+    ),
+    "What the container's processes use, for NVML: behind the grant page, in the same file.",
+)
+
+USAGE_ENTRY = Struct(
+    "usage_entry",
+    512,
+    (
+        Field("pid", "u32", doc="the process, in the namespace of the container's first"),
+        Field("state", "u32", doc="0 free, 1 in use"),
+        Field("start_us", "u64", doc="when it registered, microseconds since 1970"),
+        Field("memory", "u64", N_DEVICES, doc="use, per GPU"),
+        Field("memory_peak", "u64", N_DEVICES, doc="highest use that was seen, per GPU"),
+        Field("utilisation", "u32", N_DEVICES, doc="its part of grant_device.utilisation"),
+        Field("mean_utilisation", "u32", N_DEVICES, doc="the same, since start_us"),
+    ),
+    "One process as NVML shows it.",
+)
+
 GRANT_SIZE = 4096
+"""The grant page itself; a reader that knows no usage part maps no more."""
 GRANT_DEVICES = GRANT_HEADER.size
+GRANT_USAGE = GRANT_SIZE
+GRANT_USAGE_ENTRIES = GRANT_USAGE + USAGE_HEADER.size
+GRANT_FILE_SIZE = -(-(GRANT_USAGE_ENTRIES + N_SLOTS * USAGE_ENTRY.size) // 4096) * 4096
 LEDGER_SLOTS = LEDGER_HEADER.size
 LEDGER_SLOT_DEVICES = 128
 LEDGER_SIZE = LEDGER_SLOTS + N_SLOTS * LEDGER_SLOT.size
@@ -157,16 +189,31 @@ LEDGER_SIZE = LEDGER_SLOTS + N_SLOTS * LEDGER_SLOT.size
 OPEN = 2**64 - 1
 """`deadline_ns` of a grant without end: nobody else waits and no cap applies."""
 
-STRUCTS = (GRANT_HEADER, GRANT_DEVICE, LEDGER_HEADER, LEDGER_DEVICE, LEDGER_SLOT)
+NO_SLOT = 2**32 - 1
+"""What a process is answered that cannot be given a slot; no descriptor comes with it."""
+
+STRUCTS = (
+    GRANT_HEADER,
+    GRANT_DEVICE,
+    USAGE_HEADER,
+    USAGE_ENTRY,
+    LEDGER_HEADER,
+    LEDGER_DEVICE,
+    LEDGER_SLOT,
+)
 
 CONSTANTS = {
     "LAYOUT_VERSION": VERSION,
     "LAYOUT_N_DEVICES": N_DEVICES,
     "LAYOUT_N_SLOTS": N_SLOTS,
+    "LAYOUT_NO_SLOT": NO_SLOT,
     "GRANT_MAGIC": GRANT_MAGIC,
     "LEDGER_MAGIC": LEDGER_MAGIC,
     "GRANT_SIZE": GRANT_SIZE,
     "GRANT_DEVICES": GRANT_DEVICES,
+    "GRANT_USAGE": GRANT_USAGE,
+    "GRANT_USAGE_ENTRIES": GRANT_USAGE_ENTRIES,
+    "GRANT_FILE_SIZE": GRANT_FILE_SIZE,
     "LEDGER_SLOTS": LEDGER_SLOTS,
     "LEDGER_SLOT_DEVICES": LEDGER_SLOT_DEVICES,
     "LEDGER_SIZE": LEDGER_SIZE,

@@ -7,6 +7,7 @@ nothing more; the caller bounds it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from mmap import mmap
 
 from libcontrol import layout
@@ -14,6 +15,12 @@ from libcontrol import layout
 _OFFSETS = {s.name: layout.offsets(s) for s in layout.STRUCTS}
 _TYPES = {s.name: {f.name: f for f in s.fields} for s in layout.STRUCTS}
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
+# Native numbers (both architectures are little-endian) are stored by one store of their width,
+# where those of a fixed byte order are stored byte by byte, and another process could read a half.
+_NATIVE = "@"
+_USAGE_ENTRY = struct.Struct(
+    _NATIVE + "".join(f"{field.n}{_CODES[field.type]}" for field in layout.USAGE_ENTRY.fields)
+)
 
 
 def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
@@ -21,7 +28,7 @@ def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
     described = _TYPES[name][field]
     code = _CODES[described.type]
     at = base + _OFFSETS[name][field] + index * layout.SIZES[described.type]
-    value: int = struct.unpack_from("<" + code, page, at)[0]
+    value: int = struct.unpack_from(_NATIVE + code, page, at)[0]
     return value
 
 
@@ -30,7 +37,7 @@ def write(page: mmap, base: int, name: str, field: str, value: int, *, index: in
     described = _TYPES[name][field]
     code = _CODES[described.type]
     at = base + _OFFSETS[name][field] + index * layout.SIZES[described.type]
-    struct.pack_into("<" + code, page, at, value)
+    struct.pack_into(_NATIVE + code, page, at, value)
 
 
 def init_grant(
@@ -41,7 +48,7 @@ def init_grant(
     `settings` are fields of the header, each of `devices` fields of its entry (uuid as 16 bytes).
     """
     write(page, 0, "grant_header", "version", layout.VERSION)
-    write(page, 0, "grant_header", "size", layout.GRANT_SIZE)
+    write(page, 0, "grant_header", "size", len(page))
     write(page, 0, "grant_header", "n_devices", len(devices))
     for name, value in settings.items():
         write(page, 0, "grant_header", name, value)
@@ -54,6 +61,49 @@ def init_grant(
             else:
                 write(page, base, "grant_device", name, content)
     write(page, 0, "grant_header", "magic", layout.GRANT_MAGIC)
+
+
+def write_usage(
+    page: mmap, entries: Sequence[Mapping[str, int | Sequence[int]]], time_us: int
+) -> None:
+    """Replace what the usage part of a grant file says of the container's processes.
+
+    `entries` are fields of `usage_entry`, those of a GPU each as a sequence; `time_us` is the time
+    now, microseconds since 1970. A reader that comes in between sees an odd sequence, or that it
+    moved, and reads again. On x86-64 stores become visible in the order in which they are made.
+    """
+    blank = {field.name: (0,) * field.n for field in layout.USAGE_ENTRY.fields}
+    packed = b""
+    for entry in entries[: layout.N_SLOTS]:
+        numbers: list[int] = []
+        for name, zero in blank.items():
+            given = entry.get(name, zero)
+            numbers += [given] if isinstance(given, int) else given
+        packed += _USAGE_ENTRY.pack(*numbers).ljust(layout.USAGE_ENTRY.size, b"\0")
+    at = layout.GRANT_USAGE
+    sequence = (read(page, at, "usage_header", "sequence") + 1) & 0xFFFFFFFE
+    write(page, at, "usage_header", "sequence", sequence | 1)
+    first = layout.GRANT_USAGE_ENTRIES
+    page[first : first + layout.N_SLOTS * layout.USAGE_ENTRY.size] = packed.ljust(
+        layout.N_SLOTS * layout.USAGE_ENTRY.size, b"\0"
+    )
+    write(page, at, "usage_header", "n_entries", len(packed) // layout.USAGE_ENTRY.size)
+    write(page, at, "usage_header", "time_us", time_us)
+    write(page, at, "usage_header", "sequence", (sequence + 2) & 0xFFFFFFFE)
+
+
+def read_usage(page: mmap) -> list[dict[str, int | tuple[int, ...]]]:
+    """Return the entries of the usage part, as `write_usage` takes them. For one process only."""
+    found = []
+    for i in range(read(page, layout.GRANT_USAGE, "usage_header", "n_entries")):
+        at = layout.GRANT_USAGE_ENTRIES + i * layout.USAGE_ENTRY.size
+        numbers = iter(_USAGE_ENTRY.unpack_from(page, at))
+        entry: dict[str, int | tuple[int, ...]] = {}
+        for field in layout.USAGE_ENTRY.fields:
+            taken = tuple(next(numbers) for _ in range(field.n))
+            entry[field.name] = taken if field.n > 1 else taken[0]
+        found.append(entry)
+    return found
 
 
 def init_ledger(page: mmap) -> None:

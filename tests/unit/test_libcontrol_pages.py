@@ -159,3 +159,45 @@ def test_a_cleared_slot_is_free_and_its_neighbours_are_untouched(ledger: mmap.mm
     for device in (0, layout.N_DEVICES - 1):
         assert pages.device_sum(ledger, "memory", device) == 10
     assert ledger[:8] == b"TDGLEDGR"
+
+
+@pytest.fixture
+def grant_file() -> Iterator[mmap.mmap]:
+    with mmap.mmap(-1, layout.GRANT_FILE_SIZE) as page:
+        pages.init_grant(page, settings={}, devices=[])
+        yield page
+
+
+def test_the_usage_part_is_what_was_written_last(grant_file: mmap.mmap) -> None:
+    assert pages.read(grant_file, 0, "grant_header", "size") == layout.GRANT_FILE_SIZE
+    memory = tuple(range(layout.N_DEVICES))
+    pages.write_usage(grant_file, [{"pid": 5, "state": 1, "memory": memory}] * 3, 17)
+    assert [entry["pid"] for entry in pages.read_usage(grant_file)] == [5, 5, 5]
+    assert pages.read_usage(grant_file)[2]["memory"] == memory
+    pages.write_usage(grant_file, [{"pid": 6, "state": 1}], 18)
+    [entry] = pages.read_usage(grant_file)
+    assert (entry["pid"], entry["memory"]) == (6, (0,) * layout.N_DEVICES)
+    assert pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "time_us") == 18
+    assert pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "sequence") == 4
+
+
+def test_the_usage_part_keeps_clear_of_the_page_and_of_its_end(grant_file: mmap.mmap) -> None:
+    before = grant_file[: layout.GRANT_SIZE]
+    full = {"pid": 2**32 - 1, "memory": (2**64 - 1,) * layout.N_DEVICES}
+    pages.write_usage(grant_file, [full] * (layout.N_SLOTS + 5), 1)
+    assert grant_file[: layout.GRANT_SIZE] == before
+    assert len(pages.read_usage(grant_file)) == layout.N_SLOTS
+    assert layout.GRANT_USAGE >= layout.grant_device(layout.N_DEVICES - 1)
+    end = layout.GRANT_USAGE_ENTRIES + layout.N_SLOTS * layout.USAGE_ENTRY.size
+    assert not any(grant_file[end:])
+
+
+@pytest.mark.parametrize("sequence", [0, 3, 2**32 - 2, 2**32 - 1])
+def test_a_sequence_is_even_after_each_set_and_never_the_same(
+    grant_file: mmap.mmap, sequence: int
+) -> None:
+    pages.write(grant_file, layout.GRANT_USAGE, "usage_header", "sequence", sequence)
+    pages.write_usage(grant_file, [], 1)
+    after = pages.read(grant_file, layout.GRANT_USAGE, "usage_header", "sequence")
+    assert after % 2 == 0
+    assert after != sequence

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "cuda_abi.h"
 #include "device.h"
@@ -46,12 +47,67 @@ typedef struct {
 typedef struct {
     unsigned int pid;
     unsigned long long used;
+} nvmlProcessInfo_v1_t;
+
+typedef struct {
+    unsigned int pid;
+    unsigned long long used;
     unsigned int gpu_instance, compute_instance;
 } nvmlProcessInfo_t;
 
 typedef struct {
+    unsigned int pid;
+    unsigned long long used;
+    unsigned int gpu_instance, compute_instance;
+    unsigned long long protected;
+} nvmlProcessDetail_t;
+
+typedef struct {
+    unsigned int version, mode, count;
+    nvmlProcessDetail_t *infos;
+} nvmlProcessDetailList_t;
+
+typedef struct {
+    unsigned int pid;
+    unsigned long long time;
+    unsigned int sm, memory, encoder, decoder;
+} nvmlProcessUtilizationSample_t;
+
+typedef struct {
+    unsigned long long time;
+    unsigned int pid, sm, memory, encoder, decoder, jpeg, ofa;
+} nvmlProcessUtilizationInfo_t;
+
+typedef struct {
+    unsigned int version, count;
+    unsigned long long last;
+    nvmlProcessUtilizationInfo_t *infos;
+} nvmlProcessesUtilizationInfo_t;
+
+typedef struct {
+    unsigned int gpu, memory;
+    unsigned long long max_memory, time, start;
+    unsigned int running, reserved[5];
+} nvmlAccountingStats_t;
+
+typedef struct {
     unsigned int gpu, memory;
 } nvmlUtilization_t;
+
+typedef struct {
+    unsigned int flags;
+    struct {
+        unsigned int present, percentage, increase, decrease;
+    } utilization[8];
+} nvmlGpuDynamicPstatesInfo_t;
+
+typedef struct {
+    unsigned long long time;
+    union {
+        unsigned int number;
+        unsigned long long wide;
+    } value;
+} nvmlSample_t;
 
 typedef struct {
     char legacy_bus_id[16];
@@ -59,8 +115,14 @@ typedef struct {
     char bus_id[32];
 } nvmlPciInfo_t;
 
-#define MEMORY_V2   (sizeof(nvmlMemory_v2_t) | 2u << 24)
-#define NO_INSTANCE 0xffffffffu /* neither MIG's GPU instance nor its compute instance */
+#define MEMORY_V2      (sizeof(nvmlMemory_v2_t) | 2u << 24)
+#define DETAILS_V1     (sizeof(nvmlProcessDetailList_t) | 1u << 24)
+#define UTILIZATION_V1 (sizeof(nvmlProcessesUtilizationInfo_t) | 1u << 24)
+#define NO_INSTANCE    0xffffffffu /* neither MIG's GPU instance nor its compute instance */
+
+#define GPU_UTILIZATION_SAMPLES 1 /* nvmlSamplingType_t */
+#define TYPE_UNSIGNED_INT       1 /* nvmlValueType_t */
+#define HISTORY_LENGTH 500000000  /* ns of GPU time behind a process's utilisation, at least */
 
 static struct {
     pthread_mutex_t lock;
@@ -387,8 +449,9 @@ static unsigned int processes(const struct device *device, nvmlProcessInfo_t inf
     return kept;
 }
 
-ENTRY(nvmlReturn_t, nvmlDeviceGetComputeRunningProcesses_v3, nvmlDevice_t device,
-      unsigned int *count, nvmlProcessInfo_t *infos)
+/* Only the driver API makes contexts here: no process is a graphics one or under MPS. */
+static nvmlReturn_t list_processes(nvmlDevice_t device, unsigned int *count, void *infos,
+                                   size_t size, bool compute)
 {
     nvmlProcessInfo_t found[GPU_SLOTS];
     unsigned int room;
@@ -402,19 +465,45 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetComputeRunningProcesses_v3, nvmlDevice_t device
         return NVML_ERROR_GPU_IS_LOST;
     device_reap(device);
     room = *count;
-    *count = processes(device, found);
+    *count = compute ? processes(device, found) : 0;
     device_leave(device);
     if (*count > room)
         return NVML_ERROR_INSUFFICIENT_SIZE;
-    if (*count)
-        memcpy(infos, found, *count * sizeof(found[0]));
+    for (unsigned int i = 0; i < *count; i++) /* each form begins with the one before */
+        memcpy((char *)infos + i * size, &found[i],
+               size < sizeof(found[i]) ? size : sizeof(found[i]));
     return NVML_SUCCESS;
 }
 
-ENTRY(nvmlReturn_t, nvmlDeviceGetComputeRunningProcesses_v2, nvmlDevice_t device,
-      unsigned int *count, nvmlProcessInfo_t *infos)
+#define LIST(name, type, compute)                                                                  \
+    ENTRY(nvmlReturn_t, name, nvmlDevice_t device, unsigned int *count, type *infos)               \
+    {                                                                                              \
+        return list_processes(device, count, infos, sizeof(type), compute);                        \
+    }
+
+LIST(nvmlDeviceGetComputeRunningProcesses, nvmlProcessInfo_v1_t, true)
+LIST(nvmlDeviceGetComputeRunningProcesses_v2, nvmlProcessInfo_t, true)
+LIST(nvmlDeviceGetComputeRunningProcesses_v3, nvmlProcessInfo_t, true)
+LIST(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t, false)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_t, false)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_t, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_t, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_t, false)
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetRunningProcessDetailList, nvmlDevice_t device,
+      nvmlProcessDetailList_t *list)
 {
-    return nvmlDeviceGetComputeRunningProcesses_v3(device, count, infos);
+    nvmlReturn_t r = ready_device(device, list);
+
+    if (r)
+        return r;
+    if (list->version != DETAILS_V1 || list->mode > 2) /* compute, graphics, MPS */
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (list->infos)
+        memset(list->infos, 0, list->count * sizeof(list->infos[0]));
+    return list_processes(device, &list->count, list->infos, sizeof(list->infos[0]),
+                          list->mode == 0);
 }
 
 /* Of the last half second to second, as whole percent; memory traffic is not simulated. */
@@ -435,4 +524,232 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetUtilizationRates, nvmlDevice_t device, nvmlUtil
         rates->gpu = (unsigned int)((line->busy - from->busy) * 100 / (line->now - from->now));
     device_leave(device);
     return NVML_SUCCESS;
+}
+
+static unsigned long long microseconds(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (unsigned long long)now.tv_sec * 1000000 + (unsigned long long)now.tv_nsec / 1000;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
+      nvmlGpuDynamicPstatesInfo_t *info)
+{
+    nvmlUtilization_t rates;
+    nvmlReturn_t r = ready_device(device, info);
+
+    if (!r)
+        r = nvmlDeviceGetUtilizationRates(device, &rates);
+    if (r)
+        return r;
+    *info = (nvmlGpuDynamicPstatesInfo_t){0};
+    info->utilization[0].present = 1;
+    info->utilization[0].percentage = rates.gpu;
+    return NVML_SUCCESS;
+}
+
+/* One sample, of now: no history of the device is kept but what the utilisation needs. */
+ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigned long long last,
+      int *value_type, unsigned int *count, nvmlSample_t *samples)
+{
+    nvmlUtilization_t rates;
+    nvmlReturn_t r = ready_device(device, count);
+
+    if (r)
+        return r;
+    if (!value_type || (samples && !*count))
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (type != GPU_UTILIZATION_SAMPLES)
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (microseconds() <= last)
+        return NVML_ERROR_NOT_FOUND;
+    *value_type = TYPE_UNSIGNED_INT;
+    *count = 1;
+    if (!samples)
+        return NVML_SUCCESS;
+    r = nvmlDeviceGetUtilizationRates(device, &rates);
+    if (!r)
+        samples[0] = (nvmlSample_t){.time = microseconds(), .value.number = rates.gpu};
+    return r;
+}
+
+/*
+ * What each context had worked at an earlier look of this observer. The device file keeps no such
+ * history, so an observer knows nothing of the time before its first look.
+ */
+struct history {
+    uint64_t now;
+    uint64_t serials[GPU_CONTEXTS];
+    uint64_t busy[GPU_CONTEXTS];
+};
+
+static struct history histories[DEVICES][2]; /* the older one is at least HISTORY_LENGTH old */
+
+static void remember(const struct gpu *gpu, const struct gpu_timeline *line,
+                     struct history history[2])
+{
+    if (history[1].now && line->now - history[1].now < HISTORY_LENGTH)
+        return;
+    history[0] = history[1];
+    history[1].now = line->now;
+    for (uint32_t i = 0; i < GPU_CONTEXTS; i++) {
+        history[1].serials[i] = gpu->contexts[i].serial;
+        history[1].busy[i] = line->lanes[i].busy;
+    }
+}
+
+/* The processes that worked since the older look, with their percent of that time. */
+static unsigned int utilisations(const struct device *device, const struct history *from,
+                                 unsigned int pids[GPU_CONTEXTS], unsigned int sm[GPU_CONTEXTS])
+{
+    const struct gpu *gpu = device->gpu;
+    const struct gpu_timeline *line = schedule_current(device->gpu);
+    uint64_t busy[GPU_CONTEXTS];
+    unsigned int n = 0;
+    unsigned int kept = 0;
+
+    for (uint32_t i = 0; i < gpu->shared.n_contexts; i++) {
+        uint64_t serial = gpu->contexts[i].serial;
+        uint64_t before = from->serials[i] == serial ? from->busy[i] : 0;
+        int pid = serial ? device_slot_pid(device, gpu->contexts[i].slot) : 0;
+        unsigned int at = 0;
+
+        if (pid <= 0 || line->lanes[i].busy <= before)
+            continue;
+        while (at < n && pids[at] != (unsigned int)pid)
+            at++;
+        if (at == n) {
+            pids[n] = (unsigned int)pid;
+            busy[n++] = 0;
+        }
+        busy[at] += line->lanes[i].busy - before;
+    }
+    for (unsigned int i = 0; i < n; i++) {
+        uint64_t percent = busy[i] * 100 / (line->now - from->now);
+
+        if (!percent)
+            continue;
+        pids[kept] = pids[i];
+        sm[kept++] = percent < 100 ? (unsigned int)percent : 100;
+    }
+    return kept;
+}
+
+static nvmlReturn_t sample_processes(nvmlDevice_t device, unsigned long long last, unsigned int *np,
+                                     unsigned int pids[GPU_CONTEXTS], unsigned int sm[GPU_CONTEXTS])
+{
+    struct history *history = histories[index_of(device)];
+    const struct history *from;
+    const struct gpu_timeline *line;
+
+    *np = 0;
+    if (!device_enter(device))
+        return NVML_ERROR_GPU_IS_LOST;
+    line = schedule_current(device->gpu);
+    remember(device->gpu, line, history);
+    from = history[0].now ? &history[0] : &history[1];
+    if (line->now > from->now && microseconds() > last)
+        *np = utilisations(device, from, pids, sm);
+    device_leave(device);
+    return *np ? NVML_SUCCESS : NVML_ERROR_NOT_FOUND;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetProcessUtilization, nvmlDevice_t device,
+      nvmlProcessUtilizationSample_t *samples, unsigned int *count, unsigned long long last)
+{
+    unsigned int pids[GPU_CONTEXTS], sm[GPU_CONTEXTS];
+    unsigned int room, n;
+    nvmlReturn_t r = ready_device(device, count);
+
+    if (!r)
+        r = sample_processes(device, last, &n, pids, sm);
+    if (r)
+        return r;
+    room = samples ? *count : 0;
+    *count = n;
+    if (n > room)
+        return NVML_ERROR_INSUFFICIENT_SIZE;
+    for (unsigned int i = 0; i < n; i++)
+        samples[i] =
+            (nvmlProcessUtilizationSample_t){.pid = pids[i], .time = microseconds(), .sm = sm[i]};
+    return NVML_SUCCESS;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetProcessesUtilizationInfo, nvmlDevice_t device,
+      nvmlProcessesUtilizationInfo_t *info)
+{
+    unsigned int pids[GPU_CONTEXTS], sm[GPU_CONTEXTS];
+    unsigned int room, n;
+    nvmlReturn_t r = ready_device(device, info);
+
+    if (r)
+        return r;
+    if (info->version != UTILIZATION_V1)
+        return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    r = sample_processes(device, info->last, &n, pids, sm);
+    if (r)
+        return r;
+    room = info->infos ? info->count : 0;
+    info->count = n;
+    if (n > room)
+        return NVML_ERROR_INSUFFICIENT_SIZE;
+    for (unsigned int i = 0; i < n; i++)
+        info->infos[i] =
+            (nvmlProcessUtilizationInfo_t){.time = microseconds(), .pid = pids[i], .sm = sm[i]};
+    return NVML_SUCCESS;
+}
+
+/* Accounting is off, as on a machine where nobody turned it on, or known of those that live. */
+static bool accounting(void)
+{
+    const char *value = getenv("SIMGPU_ACCOUNTING");
+
+    return value && strcmp(value, "1") == 0;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetAccountingPids, nvmlDevice_t device, unsigned int *count,
+      unsigned int *pids)
+{
+    nvmlProcessInfo_t found[GPU_SLOTS];
+    unsigned int n = GPU_SLOTS;
+    unsigned int room;
+    nvmlReturn_t r = ready_device(device, count);
+
+    if (r)
+        return r;
+    if (!accounting())
+        return NVML_ERROR_NOT_SUPPORTED;
+    r = list_processes(device, &n, found, sizeof(found[0]), true);
+    if (r)
+        return r;
+    room = pids ? *count : 0;
+    *count = n;
+    if (n > room)
+        return NVML_ERROR_INSUFFICIENT_SIZE;
+    for (unsigned int i = 0; i < n; i++)
+        pids[i] = found[i].pid;
+    return NVML_SUCCESS;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetAccountingStats, nvmlDevice_t device, unsigned int pid,
+      nvmlAccountingStats_t *stats)
+{
+    nvmlProcessInfo_t found[GPU_SLOTS];
+    unsigned int n = GPU_SLOTS;
+    nvmlReturn_t r = ready_device(device, stats);
+
+    if (r)
+        return r;
+    if (!accounting())
+        return NVML_ERROR_NOT_SUPPORTED;
+    r = list_processes(device, &n, found, sizeof(found[0]), true);
+    for (unsigned int i = 0; !r && i < n; i++) {
+        if (found[i].pid != pid)
+            continue;
+        *stats = (nvmlAccountingStats_t){.max_memory = found[i].used, .running = 1};
+        return NVML_SUCCESS;
+    }
+    return r ? r : NVML_ERROR_NOT_FOUND;
 }

@@ -166,6 +166,19 @@ def entries_source() -> str:
     return "\n".join(out) + "\n"
 
 
+def nvml_header() -> str:
+    """Return nvml.gen.h: NVML's own functions, and prototypes of ours."""
+    out = [BANNER.format(source="api"), "#pragma once\n", '#include "nvml_abi.h"\n']
+    out.append("/* The driver's own functions; NULL where it lacks one. */")
+    out.append("struct real_nvml {")
+    out += [f"    nvmlReturn_t (*{fn.name})({fn.params});" for fn in api.NVML]
+    out.append("};\n")
+    out.append("#define NVML_FUNCTIONS(X) \\")
+    out.append(" \\\n".join(f"    X({fn.name})" for fn in api.NVML) + "\n")
+    out += [f"nvmlReturn_t {fn.name}({fn.params});" for fn in api.NVML]
+    return "\n".join(out) + "\n"
+
+
 def version_script(functions: tuple[api.Fn, ...]) -> str:
     """Return a version script that exports exactly the table."""
     names = "\n".join(f"    {fn.name};" for fn in functions)
@@ -182,6 +195,7 @@ def generate() -> dict[str, str]:
         "layout.gen.h": layout_header(),
         "entries.gen.h": entries_header(),
         "entries.gen.c": entries_source(),
+        "nvml.gen.h": nvml_header(),
         "libcuda.gen.map": version_script(api.CUDA),
         "libnvidia-ml.gen.map": version_script(api.NVML),
     }

@@ -1,29 +1,23 @@
 /*
- * The stand-in for libnvidia-ml: the container's quota is the GPU's memory.
+ * The stand-in for libnvidia-ml: the container's quota is the GPU, and its processes are all there
+ * are.
  *
- * It reads the grant page only; a monitoring program needs no slot in the ledger. Use is as of the
- * governor's last reconciliation, a quarter of a second old at most.
+ * What is not defined here is the driver's: a look-up by name falls through to it. A function here
+ * asks the driver first, so that arguments, versions and what a GPU does not support are judged as
+ * ever, and then answers in its place for a GPU of the container. Other GPUs are passed through.
+ *
+ * Utilisation is of what the container may use: a container with a cap of 30 % that uses 30 % of
+ * the GPU is at 100 %. It is as of the governor's last look, a quarter of a second ago at most.
  */
-#include "layout.gen.h"
-#include "nvml_abi.h"
+#include "nvml_stand_in.h"
 #include "prim.h"
 
 #include <dlfcn.h>
-#include <fcntl.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
 
-#define EXPORT      __attribute__((visibility("default")))
 #define ORIGIN_NAME "libnvidia-ml-origin.so.1"
 
-EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory);
-EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory);
-
-static nvmlReturn_t (*real_memory_info)(nvmlDevice_t, nvmlMemory_t *);
-static nvmlReturn_t (*real_memory_info_v2)(nvmlDevice_t, nvmlMemory_v2_t *);
-static nvmlReturn_t (*real_uuid)(nvmlDevice_t, char *, unsigned int);
+struct real_nvml real;
+nvmlReturn_t (*real_uuid)(nvmlDevice_t device, char *uuid, unsigned int length);
 
 __attribute__((constructor)) static void resolve(void)
 {
@@ -31,124 +25,141 @@ __attribute__((constructor)) static void resolve(void)
 
     if (!handle)
         return;
-    *(void **)&real_memory_info = dlsym(handle, "nvmlDeviceGetMemoryInfo");
-    *(void **)&real_memory_info_v2 = dlsym(handle, "nvmlDeviceGetMemoryInfo_v2");
+#define RESOLVE(name) *(void **)&real.name = dlsym(handle, #name);
+    NVML_FUNCTIONS(RESOLVE)
+#undef RESOLVE
     *(void **)&real_uuid = dlsym(handle, "nvmlDeviceGetUUID");
 }
 
-static const char *map_grant(void)
+static uint64_t used_memory(const struct grant_device *grant, uint64_t total)
 {
-    static const char *mapped;
-    const struct grant_header *page;
-    struct stat st;
-    int fd;
+    uint64_t used = atomic_load_relaxed(&grant->memory_used);
 
-    if (atomic_load_acquire(&mapped))
-        return mapped;
-    fd = open("/run/tidegate/grant", O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return NULL;
-    if (syscall(SYS_fstat, fd, &st) < 0 || (uint64_t)st.st_size < GRANT_SIZE) {
-        close(fd);
-        return NULL;
-    }
-    page = mmap(NULL, GRANT_SIZE, PROT_READ, MAP_SHARED, fd, 0);
-    close(fd);
-    if (page == MAP_FAILED)
-        return NULL;
-    if (page->magic != GRANT_MAGIC || page->version != LAYOUT_VERSION) {
-        munmap((void *)page, GRANT_SIZE);
-        return NULL;
-    }
-    atomic_store_release(&mapped, (const char *)page);
-    return mapped;
+    return used < total ? used : total;
 }
 
-static int hex_digit(char c)
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
-    if (c >= '0' && c <= '9')
-        return c - '0';
-    if (c >= 'a' && c <= 'f')
-        return c - 'a' + 10;
-    if (c >= 'A' && c <= 'F')
-        return c - 'A' + 10;
-    return -1;
-}
-
-/* "GPU-11111111-2222-..." to 16 bytes. */
-static bool parse_uuid(const char *text, uint8_t *bytes)
-{
-    unsigned n = 0;
-
-    if (strncmp(text, "GPU-", 4))
-        return false;
-    for (text += 4; *text && n < 32; text++) {
-        int digit = hex_digit(*text);
-
-        if (*text == '-')
-            continue;
-        if (digit < 0)
-            return false;
-        bytes[n / 2] = (uint8_t)(n % 2 ? bytes[n / 2] | digit : digit << 4);
-        n++;
-    }
-    return n == 32;
-}
-
-static const struct grant_device *find_grant(nvmlDevice_t device)
-{
-    const char *page = map_grant();
-    const struct grant_device *grant;
-    char text[96] = "";
-    uint8_t uuid[16];
-    uint32_t n;
-
-    if (!page || !real_uuid || real_uuid(device, text, sizeof text) != NVML_SUCCESS ||
-        !parse_uuid(text, uuid))
-        return NULL;
-    grant = (const struct grant_device *)(page + GRANT_DEVICES);
-    n = ((const struct grant_header *)page)->n_devices;
-    for (uint32_t i = 0; i < n && i < LAYOUT_N_DEVICES; i++)
-        if (!memcmp(grant[i].uuid, uuid, sizeof uuid))
-            return &grant[i];
-    return NULL;
-}
-
-nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
-{
-    const struct grant_device *grant;
+    struct page_device own;
     nvmlReturn_t result;
 
-    if (!real_memory_info)
+    if (!real.nvmlDeviceGetMemoryInfo)
         return NVML_ERROR_FUNCTION_NOT_FOUND;
-    result = real_memory_info(device, memory);
-    grant = result == NVML_SUCCESS ? find_grant(device) : NULL;
-    if (grant) {
-        memory->total = atomic_load_relaxed(&grant->memory_limit);
-        memory->used = atomic_load_relaxed(&grant->memory_used);
-        if (memory->used > memory->total)
-            memory->used = memory->total;
-        memory->free = memory->total - memory->used;
-    }
-    return result;
+    result = real.nvmlDeviceGetMemoryInfo(device, memory);
+    if (result != NVML_SUCCESS || !page_find(device, &own))
+        return result;
+    memory->total = atomic_load_relaxed(&own.grant->memory_limit);
+    memory->used = used_memory(own.grant, memory->total);
+    memory->free = memory->total - memory->used;
+    return NVML_SUCCESS;
 }
 
-nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
 {
-    const struct grant_device *grant;
+    struct page_device own;
     nvmlReturn_t result;
 
-    if (!real_memory_info_v2)
+    if (!real.nvmlDeviceGetMemoryInfo_v2)
         return NVML_ERROR_FUNCTION_NOT_FOUND;
-    result = real_memory_info_v2(device, memory);
-    grant = result == NVML_SUCCESS ? find_grant(device) : NULL;
-    if (grant) {
-        memory->total = atomic_load_relaxed(&grant->memory_limit);
-        memory->reserved = 0;
-        memory->used = atomic_load_relaxed(&grant->memory_used);
-        if (memory->used > memory->total)
-            memory->used = memory->total;
-        memory->free = memory->total - memory->used;
-    }
-    return result;
+    result = real.nvmlDeviceGetMemoryInfo_v2(device, memory);
+    if (result != NVML_SUCCESS || !page_find(device, &own))
+        return result;
+    memory->total = atomic_load_relaxed(&own.grant->memory_limit);
+    memory->reserved = 0; /* what the driver sets aside is not part of a quota */
+    memory->used = used_memory(own.grant, memory->total);
+    memory->free = memory->total - memory->used;
+    return NVML_SUCCESS;
+}
+
+static unsigned int percent(uint64_t value)
+{
+    return value < 100 ? (unsigned int)value : 100;
+}
+
+/*
+ * How much of its time the memory was busy is known of the whole GPU only. The container is given
+ * what it would see if its work moved as much memory in a second of GPU time as everybody's does:
+ * alone on the GPU that is the driver's own figure, and idle it is nothing.
+ */
+static unsigned int memory_part(unsigned int memory, unsigned int gpu, unsigned int own)
+{
+    return gpu ? percent((uint64_t)memory * own / gpu) : 0;
+}
+
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
+                                                       nvmlUtilization_t *utilization)
+{
+    struct page_device own;
+    nvmlReturn_t result;
+    unsigned int used;
+
+    if (!real.nvmlDeviceGetUtilizationRates)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    result = real.nvmlDeviceGetUtilizationRates(device, utilization);
+    if (result != NVML_SUCCESS || !page_find(device, &own) || !own.usage)
+        return result;
+    used = percent(atomic_load_relaxed(&own.grant->utilisation));
+    utilization->memory = memory_part(utilization->memory, utilization->gpu, used);
+    utilization->gpu = used;
+    return NVML_SUCCESS;
+}
+
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetDynamicPstatesInfo(nvmlDevice_t device,
+                                                         nvmlGpuDynamicPstatesInfo_t *info)
+{
+    struct page_device own;
+    nvmlReturn_t result;
+    unsigned int *gpu, *memory;
+    unsigned int used;
+
+    if (!real.nvmlDeviceGetDynamicPstatesInfo)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    result = real.nvmlDeviceGetDynamicPstatesInfo(device, info);
+    if (result != NVML_SUCCESS || !page_find(device, &own) || !own.usage)
+        return result;
+    gpu = &info->utilization[NVML_GPU_UTILIZATION_DOMAIN_GPU].percentage;
+    memory = &info->utilization[NVML_GPU_UTILIZATION_DOMAIN_FB].percentage;
+    used = percent(atomic_load_relaxed(&own.grant->utilisation));
+    *memory = memory_part(*memory, *gpu, used);
+    *gpu = used;
+    return NVML_SUCCESS;
+}
+
+/*
+ * The driver keeps some seconds of samples. We have the last look's: who asks as often as the
+ * governor looks misses none.
+ */
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetSamples(nvmlDevice_t device, nvmlSamplingType_t type,
+                                              unsigned long long last, nvmlValueType_t *valueType,
+                                              unsigned int *count, nvmlSample_t *samples)
+{
+    nvmlUtilization_t rates = {0};
+    struct page_device own;
+    unsigned int room = 0;
+    nvmlReturn_t result;
+    uint64_t time;
+
+    if (!real.nvmlDeviceGetSamples)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if ((type != NVML_GPU_UTILIZATION_SAMPLES && type != NVML_MEMORY_UTILIZATION_SAMPLES) ||
+        !valueType || !count || (samples && !*count) || !page_find(device, &own) || !own.usage)
+        return real.nvmlDeviceGetSamples(device, type, last, valueType, count, samples);
+    result = real.nvmlDeviceGetSamples(device, type, last, valueType, &room, NULL);
+    if (result != NVML_SUCCESS && result != NVML_ERROR_NOT_FOUND &&
+        result != NVML_ERROR_INSUFFICIENT_SIZE)
+        return result;
+    time = page_time();
+    if (time <= last)
+        return NVML_ERROR_NOT_FOUND;
+    *valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
+    *count = 1;
+    if (!samples)
+        return NVML_SUCCESS;
+    result = nvmlDeviceGetUtilizationRates(device, &rates);
+    if (result != NVML_SUCCESS)
+        return result;
+    samples[0].timeStamp = time;
+    samples[0].sampleValue.ullVal = 0;
+    samples[0].sampleValue.uiVal = type == NVML_GPU_UTILIZATION_SAMPLES ? rates.gpu : rates.memory;
+    return NVML_SUCCESS;
 }

@@ -1,0 +1,165 @@
+/*
+ * The grant as the stand-in for NVML reads it: the page, and the usage part behind it.
+ *
+ * A monitoring program needs no slot in the ledger and no socket; it maps the grant's file
+ * read-only. Nothing is kept but the mapping, so any thread may ask at any time.
+ */
+#include "nvml_stand_in.h"
+
+#include "prim.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#define GRANT_PATH "/run/tidegate/grant"
+
+/* The governor writes all entries by one copy; it is not met in the middle of it more often. */
+#define READ_TRIES   50
+#define READ_WAIT_NS (50 * NS_PER_US)
+
+static const struct grant_header *map_grant(void)
+{
+    static const struct grant_header *mapped;
+    const struct grant_header *page = atomic_load_acquire(&mapped);
+    const struct grant_header *first = NULL;
+    struct stat st;
+    size_t size = GRANT_SIZE;
+    int fd;
+
+    if (page)
+        return page;
+    fd = open(GRANT_PATH, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return NULL;
+    if (syscall(SYS_fstat, fd, &st) < 0 || (uint64_t)st.st_size < GRANT_SIZE) {
+        close(fd);
+        return NULL;
+    }
+    if ((uint64_t)st.st_size >= GRANT_FILE_SIZE)
+        size = GRANT_FILE_SIZE;
+    page = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+    close(fd);
+    if (page == MAP_FAILED)
+        return NULL;
+    if (page->magic == GRANT_MAGIC && page->version == LAYOUT_VERSION && page->size >= GRANT_SIZE &&
+        page->size <= (uint64_t)st.st_size &&
+        __atomic_compare_exchange_n(&mapped, &first, page, false, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE))
+        return page;
+    munmap((void *)page, size);
+    return first; /* another thread was faster; NULL: this is no grant that we know */
+}
+
+static int hex_digit(char c)
+{
+    if (c >= '0' && c <= '9')
+        return c - '0';
+    if (c >= 'a' && c <= 'f')
+        return c - 'a' + 10;
+    if (c >= 'A' && c <= 'F')
+        return c - 'A' + 10;
+    return -1;
+}
+
+/* "GPU-11111111-2222-..." or "MIG-11111111-2222-..." to 16 bytes. */
+static bool parse_uuid(const char *text, uint8_t *bytes)
+{
+    unsigned n = 0;
+
+    if (strncmp(text, "GPU-", 4) && strncmp(text, "MIG-", 4))
+        return false;
+    for (text += 4; *text && n < 32; text++) {
+        int digit = hex_digit(*text);
+
+        if (*text == '-')
+            continue;
+        if (digit < 0)
+            return false;
+        bytes[n / 2] = (uint8_t)(n % 2 ? bytes[n / 2] | digit : digit << 4);
+        n++;
+    }
+    return n == 32;
+}
+
+bool page_find(nvmlDevice_t device, struct page_device *foundp)
+{
+    const struct grant_header *page = map_grant();
+    const struct grant_device *grants;
+    char text[96] = "";
+    uint8_t uuid[16];
+
+    if (!page || !real_uuid || real_uuid(device, text, sizeof text) != NVML_SUCCESS ||
+        !parse_uuid(text, uuid))
+        return false;
+    grants = (const struct grant_device *)((const char *)page + GRANT_DEVICES);
+    for (unsigned i = 0; i < page->n_devices && i < LAYOUT_N_DEVICES; i++) {
+        if (memcmp(grants[i].uuid, uuid, sizeof uuid))
+            continue;
+        foundp->grant = &grants[i];
+        foundp->index = i;
+        foundp->usage = page->size >= GRANT_FILE_SIZE;
+        return true;
+    }
+    return false;
+}
+
+static unsigned copy_entries(const struct usage_header *header, unsigned device,
+                             struct page_process *list)
+{
+    const struct usage_entry *entries =
+        (const struct usage_entry *)((const char *)header + (GRANT_USAGE_ENTRIES - GRANT_USAGE));
+    uint32_t n_entries = atomic_load_relaxed(&header->n_entries);
+    unsigned n = 0;
+
+    for (uint32_t i = 0; i < n_entries && i < LAYOUT_N_SLOTS; i++) {
+        const struct usage_entry *entry = &entries[i];
+
+        /* A process that has taken nothing has no context: NVML would not list it. */
+        if (!atomic_load_relaxed(&entry->state) || !atomic_load_relaxed(&entry->memory[device]))
+            continue;
+        list[n].pid = atomic_load_relaxed(&entry->pid);
+        list[n].utilisation = atomic_load_relaxed(&entry->utilisation[device]);
+        list[n].mean_utilisation = atomic_load_relaxed(&entry->mean_utilisation[device]);
+        list[n].memory = atomic_load_relaxed(&entry->memory[device]);
+        list[n].memory_peak = atomic_load_relaxed(&entry->memory_peak[device]);
+        list[n].start_us = atomic_load_relaxed(&entry->start_us);
+        n++;
+    }
+    return n;
+}
+
+static const struct usage_header *usage_part(void)
+{
+    return (const struct usage_header *)((const char *)map_grant() + GRANT_USAGE);
+}
+
+uint64_t page_time(void)
+{
+    return atomic_load_relaxed(&usage_part()->time_us);
+}
+
+/*
+ * The sequence is odd while the governor writes. It may have been killed right then, so this does
+ * not wait for ever: each number is whole even so, and the next governor makes a file of its own.
+ */
+unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],
+                        uint64_t *time_usp)
+{
+    const struct usage_header *header = usage_part();
+    unsigned n = 0;
+
+    for (int i = 0; i < READ_TRIES; i++) {
+        uint32_t sequence = atomic_load_acquire(&header->sequence);
+
+        n = copy_entries(header, device->index, list);
+        if (time_usp)
+            *time_usp = atomic_load_relaxed(&header->time_us);
+        __atomic_thread_fence(__ATOMIC_ACQUIRE);
+        if (!(sequence & 1) && atomic_load_relaxed(&header->sequence) == sequence)
+            break;
+        prim_sleep(READ_WAIT_NS);
+    }
+    return n;
+}

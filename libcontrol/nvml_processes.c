@@ -1,0 +1,244 @@
+/*
+ * The stand-in for libnvidia-ml: processes.
+ *
+ * They are those of the usage part, by their pids in the container. All of them came through
+ * libcuda and so are compute processes; none is under MPS, and MIG's instances are none of theirs.
+ */
+#include "nvml_stand_in.h"
+#include "prim.h"
+
+#include <string.h>
+
+/* What the driver says of a list for which it was given no room. */
+static bool lists(nvmlReturn_t result)
+{
+    return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
+}
+
+/* Answers with `n` entries of the container's where `room` were asked for. */
+static nvmlReturn_t offer(unsigned int *count, const void *array, unsigned n)
+{
+    unsigned int room = *count;
+
+    if (room && !array)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *count = n;
+    return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
+}
+
+/* The first form's entry is the beginning of the later ones'. */
+static nvmlReturn_t put_processes(const struct page_device *own, bool compute, unsigned int *count,
+                                  void *infos, size_t size)
+{
+    struct page_process list[LAYOUT_N_SLOTS];
+    unsigned n = compute ? page_processes(own, list, NULL) : 0;
+    nvmlReturn_t result = offer(count, infos, n);
+
+    for (unsigned i = 0; result == NVML_SUCCESS && i < n; i++) {
+        nvmlProcessInfo_v2_t info = {
+            .pid = list[i].pid,
+            .usedGpuMemory = list[i].memory,
+            .gpuInstanceId = NVML_NO_INSTANCE,
+            .computeInstanceId = NVML_NO_INSTANCE,
+        };
+
+        memcpy((char *)infos + i * size, &info, size);
+    }
+    return result;
+}
+
+#define LIST(name, entry, compute)                                                                 \
+    NVML_EXPORT nvmlReturn_t name(nvmlDevice_t device, unsigned int *count, entry *infos)          \
+    {                                                                                              \
+        struct page_device own;                                                                    \
+        unsigned int none = 0;                                                                     \
+        nvmlReturn_t result;                                                                       \
+                                                                                                   \
+        if (!real.name)                                                                            \
+            return NVML_ERROR_FUNCTION_NOT_FOUND;                                                  \
+        if (!count || !page_find(device, &own) || !own.usage)                                      \
+            return real.name(device, count, infos);                                                \
+        result = real.name(device, &none, NULL);                                                   \
+        return lists(result) ? put_processes(&own, compute, count, infos, sizeof(entry)) : result; \
+    }
+
+LIST(nvmlDeviceGetComputeRunningProcesses, nvmlProcessInfo_v1_t, true)
+LIST(nvmlDeviceGetComputeRunningProcesses_v2, nvmlProcessInfo_v2_t, true)
+LIST(nvmlDeviceGetComputeRunningProcesses_v3, nvmlProcessInfo_v2_t, true)
+LIST(nvmlDeviceGetGraphicsRunningProcesses, nvmlProcessInfo_v1_t, false)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v2, nvmlProcessInfo_v2_t, false)
+LIST(nvmlDeviceGetGraphicsRunningProcesses_v3, nvmlProcessInfo_v2_t, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses, nvmlProcessInfo_v1_t, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v2, nvmlProcessInfo_v2_t, false)
+LIST(nvmlDeviceGetMPSComputeRunningProcesses_v3, nvmlProcessInfo_v2_t, false)
+
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t device,
+                                                               nvmlProcessDetailList_t *list)
+{
+    struct page_process own_list[LAYOUT_N_SLOTS];
+    nvmlProcessDetailList_t none;
+    struct page_device own;
+    nvmlReturn_t result;
+    unsigned n = 0;
+
+    if (!real.nvmlDeviceGetRunningProcessDetailList)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if (!list || !page_find(device, &own) || !own.usage)
+        return real.nvmlDeviceGetRunningProcessDetailList(device, list);
+    none = (nvmlProcessDetailList_t){.version = list->version, .mode = list->mode};
+    result = real.nvmlDeviceGetRunningProcessDetailList(device, &none);
+    if (!lists(result))
+        return result;
+    if (list->mode == NVML_PROCESS_MODE_COMPUTE)
+        n = page_processes(&own, own_list, NULL);
+    result = offer(&list->numProcArrayEntries, list->procArray, n);
+    for (unsigned i = 0; result == NVML_SUCCESS && i < n; i++)
+        list->procArray[i] = (nvmlProcessDetail_v1_t){
+            .pid = own_list[i].pid,
+            .usedGpuMemory = own_list[i].memory,
+            .gpuInstanceId = NVML_NO_INSTANCE,
+            .computeInstanceId = NVML_NO_INSTANCE,
+        };
+    return result;
+}
+
+/* Like the driver's samples: of processes that worked, and newer than `last`. */
+static unsigned busy_processes(const struct page_device *own, unsigned long long last,
+                               struct page_process list[LAYOUT_N_SLOTS], uint64_t *time_usp)
+{
+    unsigned n = page_processes(own, list, time_usp);
+    unsigned kept = 0;
+
+    if (*time_usp <= last)
+        return 0;
+    for (unsigned i = 0; i < n; i++)
+        if (list[i].utilisation)
+            list[kept++] = list[i];
+    return kept;
+}
+
+/* Memory traffic and the video engines are known of the whole GPU only, not by process. */
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
+                                                         nvmlProcessUtilizationSample_t *samples,
+                                                         unsigned int *count,
+                                                         unsigned long long last)
+{
+    struct page_process list[LAYOUT_N_SLOTS];
+    struct page_device own;
+    unsigned int room = 0;
+    nvmlReturn_t result;
+    uint64_t time;
+    unsigned n;
+
+    if (!real.nvmlDeviceGetProcessUtilization)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if (!count || !page_find(device, &own) || !own.usage)
+        return real.nvmlDeviceGetProcessUtilization(device, samples, count, last);
+    result = real.nvmlDeviceGetProcessUtilization(device, NULL, &room, last);
+    if (!lists(result) && result != NVML_ERROR_NOT_FOUND)
+        return result;
+    n = busy_processes(&own, last, list, &time);
+    if (!n)
+        return NVML_ERROR_NOT_FOUND;
+    room = samples ? *count : 0;
+    *count = n;
+    if (n > room)
+        return NVML_ERROR_INSUFFICIENT_SIZE;
+    for (unsigned i = 0; i < n; i++)
+        samples[i] = (nvmlProcessUtilizationSample_t){
+            .pid = list[i].pid, .timeStamp = time, .smUtil = list[i].utilisation};
+    return NVML_SUCCESS;
+}
+
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(nvmlDevice_t device,
+                                                               nvmlProcessesUtilizationInfo_t *info)
+{
+    struct page_process list[LAYOUT_N_SLOTS];
+    nvmlProcessesUtilizationInfo_t none;
+    struct page_device own;
+    nvmlReturn_t result;
+    unsigned int room;
+    uint64_t time;
+    unsigned n;
+
+    if (!real.nvmlDeviceGetProcessesUtilizationInfo)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if (!info || !page_find(device, &own) || !own.usage)
+        return real.nvmlDeviceGetProcessesUtilizationInfo(device, info);
+    none = (nvmlProcessesUtilizationInfo_t){.version = info->version,
+                                            .lastSeenTimeStamp = info->lastSeenTimeStamp};
+    result = real.nvmlDeviceGetProcessesUtilizationInfo(device, &none);
+    if (!lists(result) && result != NVML_ERROR_NOT_FOUND)
+        return result;
+    n = busy_processes(&own, info->lastSeenTimeStamp, list, &time);
+    if (!n)
+        return NVML_ERROR_NOT_FOUND;
+    room = info->procUtilArray ? info->processSamplesCount : 0;
+    info->processSamplesCount = n;
+    if (n > room)
+        return NVML_ERROR_INSUFFICIENT_SIZE;
+    for (unsigned i = 0; i < n; i++)
+        info->procUtilArray[i] = (nvmlProcessUtilizationInfo_v1_t){
+            .timeStamp = time, .pid = list[i].pid, .smUtil = list[i].utilisation};
+    return NVML_SUCCESS;
+}
+
+/* The driver would list every process of the node, those that ended too; we know those that live.
+ */
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsigned int *count,
+                                                     unsigned int *pids)
+{
+    struct page_process list[LAYOUT_N_SLOTS];
+    struct page_device own;
+    unsigned int none = 0;
+    nvmlReturn_t result;
+    unsigned n;
+
+    if (!real.nvmlDeviceGetAccountingPids)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if (!count || !page_find(device, &own) || !own.usage)
+        return real.nvmlDeviceGetAccountingPids(device, count, pids);
+    result = real.nvmlDeviceGetAccountingPids(device, &none, NULL);
+    if (!lists(result))
+        return result;
+    n = page_processes(&own, list, NULL);
+    result = offer(count, pids, n);
+    for (unsigned i = 0; result == NVML_SUCCESS && i < n; i++)
+        pids[i] = list[i].pid;
+    return result;
+}
+
+/*
+ * The driver knows processes by their pids on the host, where the container's number may be
+ * somebody else's: its answer is used only to learn whether accounting is there at all.
+ */
+NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingStats(nvmlDevice_t device, unsigned int pid,
+                                                      nvmlAccountingStats_t *stats)
+{
+    struct page_process list[LAYOUT_N_SLOTS];
+    nvmlAccountingStats_t foreign;
+    struct page_device own;
+    nvmlReturn_t result;
+    unsigned n;
+
+    if (!real.nvmlDeviceGetAccountingStats)
+        return NVML_ERROR_FUNCTION_NOT_FOUND;
+    if (!stats || !page_find(device, &own) || !own.usage)
+        return real.nvmlDeviceGetAccountingStats(device, pid, stats);
+    result = real.nvmlDeviceGetAccountingStats(device, pid, &foreign);
+    if (result != NVML_SUCCESS && result != NVML_ERROR_NOT_FOUND)
+        return result;
+    n = page_processes(&own, list, NULL);
+    for (unsigned i = 0; i < n; i++) {
+        if (list[i].pid != pid)
+            continue;
+        *stats = (nvmlAccountingStats_t){
+            .gpuUtilization = list[i].mean_utilisation,
+            .maxMemoryUsage = list[i].memory_peak,
+            .startTime = list[i].start_us,
+            .isRunning = 1, /* and time is 0 while it does, as with the driver */
+        };
+        return NVML_SUCCESS;
+    }
+    return NVML_ERROR_NOT_FOUND;
+}

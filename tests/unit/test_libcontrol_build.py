@@ -114,12 +114,25 @@ def size_of(die: DIE) -> int:
     return inner
 
 
-@pytest.mark.parametrize("library", ["libcuda.so.1", "libtidegate-arbiter.so"])
+GRANT = {"grant_header", "grant_device"}
+LEDGER = {"ledger_header", "ledger_device"}
+READ_BY = {
+    "libcuda.so.1": GRANT | LEDGER | {"ledger_slot"},
+    "libtidegate-arbiter.so": GRANT | LEDGER,  # of a slot it reads the devices alone
+    "libnvidia-ml.so.1": GRANT | {"usage_header", "usage_entry"},
+}
+
+
+def test_every_structure_is_read_by_some_library() -> None:
+    assert set().union(*READ_BY.values()) == {described.name for described in layout.STRUCTS}
+
+
+@pytest.mark.parametrize("library", READ_BY)
 def test_the_code_has_the_layout_of_the_description(build_dir: Path, library: str) -> None:
     built = structures(build_dir / "libcontrol" / library)
     for described in layout.STRUCTS:
-        if described.name == "ledger_slot" and described.name not in built:
-            continue  # the arbiter reads a slot's devices alone
+        if described.name not in READ_BY[library]:
+            continue
         size, members = built[described.name]
         members.pop("pad", None)
         expected = {

@@ -1,0 +1,148 @@
+"""The simulated driver's NVML: its lists and samples of processes, asked as an application does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simgpu import simgpu
+from simgpu.testing import environment
+
+MIB = 1 << 20
+SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE = 0, 2, 3, 6, 7
+VERSION_MISMATCH = 25
+
+# One process has both: a context that burns on the virtual clock, and NVML.
+PRELUDE = """
+import ctypes, json, os, sys, pynvml
+from ctypes import byref, c_uint, c_ulonglong, c_int
+from pathlib import Path
+from pynvml import *
+from simgpu.testing import *
+build = Path(sys.argv[1])
+driver = Driver(build)
+nvml = pynvml.nvmlLib = ctypes.CDLL(str(build / "simgpu/libnvidia-ml.so.1"))
+driver.call("cuInit", 0)
+driver.set_clock(1000 * MS)
+context = driver.context()
+nvmlInit()
+d = nvmlDeviceGetHandleByIndex(0)
+
+def work(busy_ms, all_ms):
+    now = driver.clock()
+    context.burn(busy_ms * MS)
+    context.synchronize()
+    driver.set_clock(now + all_ms * MS)
+"""
+
+
+@pytest.fixture
+def ask(tmp_path: Path, build_dir: Path) -> Any:
+    """Run a program; return what it prints as JSON."""
+    pytest.importorskip("pynvml")
+    simgpu.create(tmp_path, virtual_clock=True)
+
+    def run(program: str, **variables: str) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-c", PRELUDE + program, str(build_dir)],
+            env=environment(build_dir, tmp_path) | variables,
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_every_form_of_a_list_has_the_process(ask: Any) -> None:
+    listed, none = ask(
+        "class v1(ctypes.Structure):\n"
+        "    _fields_ = [('pid', c_uint), ('usedGpuMemory', c_ulonglong)]\n"
+        "def get(name, entry, room):\n"
+        "    count, array = c_uint(room), (entry * 4)()\n"
+        "    got = getattr(nvml, name)(d, byref(count), array if room else None)\n"
+        "    return [got, count.value, array[0].pid == os.getpid(), array[0].usedGpuMemory]\n"
+        "base = 'nvmlDeviceGet%sRunningProcesses'\n"
+        "forms = [('', v1), ('_v2', c_nvmlProcessInfo_v2_t), ('_v3', c_nvmlProcessInfo_v3_t)]\n"
+        "print(json.dumps([[get(base % 'Compute' + s, e, n) for s, e in forms for n in (0, 4)],"
+        " [get(base % k + s, e, 4)[:2] for k in ('Graphics', 'MPSCompute') for s, e in forms]]))"
+    )
+    assert listed == [[INSUFFICIENT_SIZE, 1, False, 0], [SUCCESS, 1, True, 512 * MIB]] * 3
+    assert none == [[SUCCESS, 0]] * 6
+
+
+def test_details_are_versioned(ask: Any) -> None:
+    assert ask(
+        "def get(version, mode):\n"
+        "    a = c_nvmlProcessDetailList_v1_t()\n"
+        "    array = (c_nvmlProcessDetail_v1_t * 4)()\n"
+        "    a.version, a.mode, a.numProcArrayEntries, a.procArray = version, mode, 4, array\n"
+        "    return [nvml.nvmlDeviceGetRunningProcessDetailList(d, byref(a)),"
+        " a.numProcArrayEntries, array[0].usedGpuMemory]\n"
+        "v = nvmlProcessDetailList_v1\n"
+        "print(json.dumps([get(v, 0), get(v, 1), get(v, 3), get(v + 1, 0)]))"
+    ) == [
+        [SUCCESS, 1, 512 * MIB],
+        [SUCCESS, 0, 0],
+        [INVALID_ARGUMENT, 4, 0],
+        [INVALID_ARGUMENT, 4, 0],
+    ]
+
+
+def test_a_process_is_sampled_by_the_gpus_clock(ask: Any) -> None:
+    first, second, later, info = ask(
+        "def get(since=0):\n"
+        "    try:\n"
+        "        samples = nvmlDeviceGetProcessUtilization(d, since)\n"
+        "    except NVMLError as e:\n"
+        "        return e.value\n"
+        "    return [[s.pid == os.getpid(), s.smUtil] for s in samples]\n"
+        "first = get()\n"
+        "work(300, 1000)\n"
+        "second = get()\n"
+        "driver.set_clock(driver.clock() + 600 * MS)\n"
+        "get()\n"
+        "work(60, 600)\n"
+        "later = get()\n"
+        "a = c_nvmlProcessesUtilizationInfo_v1_t()\n"
+        "array = (c_nvmlProcessUtilizationInfo_v1_t * 4)()\n"
+        "a.version, a.processSamplesCount, a.procUtilArray = ProcessesUtilizationInfo_v1, 4, array\n"
+        "f = nvml.nvmlDeviceGetProcessesUtilizationInfo\n"
+        "info = [f(d, byref(a)), a.processSamplesCount, array[0].smUtil]\n"
+        "a.version = 1\n"
+        "print(json.dumps([first, second, later, info + [f(d, byref(a))]]))"
+    )
+    assert first == NOT_FOUND  # nothing is known of the time before
+    assert second == [[True, 30]]
+    assert later == [[True, 10]]
+    assert info == [SUCCESS, 1, 10, VERSION_MISMATCH]
+
+
+def test_accounting_is_off_unless_it_is_turned_on(ask: Any) -> None:
+    program = (
+        "count, pids = c_uint(4), (c_uint * 4)()\n"
+        "s = c_nvmlAccountingStats_t()\n"
+        "listed = [nvml.nvmlDeviceGetAccountingPids(d, byref(count), pids), pids[0] == os.getpid()]\n"
+        "f = nvml.nvmlDeviceGetAccountingStats\n"
+        "print(json.dumps([listed, f(d, os.getpid(), byref(s)), s.maxMemoryUsage,"
+        " f(d, 1, byref(s))]))"
+    )
+    assert ask(program) == [[NOT_SUPPORTED, False], NOT_SUPPORTED, 0, NOT_SUPPORTED]
+    assert ask(program, SIMGPU_ACCOUNTING="1") == [[SUCCESS, True], SUCCESS, 512 * MIB, NOT_FOUND]
+
+
+def test_samples_of_the_device_are_of_now(ask: Any) -> None:
+    assert ask(
+        "def get(kind, last):\n"
+        "    value, count, array = c_int(), c_uint(4), (c_nvmlSample_t * 4)()\n"
+        "    got = nvml.nvmlDeviceGetSamples(d, kind, c_ulonglong(last), byref(value),"
+        " byref(count), array)\n"
+        "    return [got, value.value, count.value, array[0].sampleValue.uiVal]\n"
+        "print(json.dumps([get(1, 0), get(1, 2**63)[0], get(2, 0)[0],"
+        " nvmlDeviceGetDynamicPstatesInfo(d).utilization[0].percentage]))"
+    ) == [[SUCCESS, 1, 1, 0], NOT_FOUND, NOT_SUPPORTED, 0]

@@ -43,6 +43,15 @@ class ProcessMemory:
     used: int | None
 
 
+@dataclass(frozen=True)
+class ProcessUse:
+    """One sample of a process of this host: percent of a GPU's time, microseconds since 1970."""
+
+    pid: int
+    time_us: int
+    percent: int
+
+
 class Nvml:
     """NVML from the library at `path`, between `with` and its end.
 
@@ -115,6 +124,23 @@ class Nvml:
                 used[int(process.pid)] = max((k for k in known if k is not None), default=None)
         return tuple(ProcessMemory(pid, used[pid]) for pid in sorted(used))
 
+    def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
+        """Return samples of the processes on a GPU, newer than `since_us`; there may be none."""
+        nvml = self._nvml
+        handle = self._get(uuid)
+        samples = _optional(
+            nvml,
+            lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since_us),
+            # Nobody worked. pynvml takes an answer without samples, a success, for an error.
+            also=(nvml.NVML_ERROR_NOT_FOUND, nvml.NVML_SUCCESS),
+        )
+        return tuple(
+            ProcessUse(int(sample.pid), int(sample.timeStamp), int(sample.smUtil))
+            for sample in samples or ()
+            # The driver fills the room it was given with entries of nobody.
+            if sample.pid and sample.timeStamp > since_us
+        )
+
     def _gpu(self, index: int) -> Gpu:
         nvml = self._nvml
         what = f"GPU {index}"
@@ -157,9 +183,12 @@ def _call(what: str, function: Callable[[], T]) -> T:
         raise NvmlError(f"{what}: {e}", hint=_remedy(pynvml, e)) from e
 
 
-def _optional(nvml: Any, function: Callable[[], T]) -> T | None:
-    """Return what `function` returns, None where this GPU or driver does not tell."""
-    absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+def _optional(nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = ()) -> T | None:
+    """Return what `function` returns, None where this GPU or driver does not tell.
+
+    `also` are further errors that mean that there is nothing to tell.
+    """
+    absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, *also)
     try:
         return function()
     except nvml.NVMLLibraryMismatchError:

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from vdriver.errors import NvmlError
-from vdriver.nvml import Gpu, Nvml, ProcessMemory
+from vdriver.nvml import Gpu, Nvml, ProcessMemory, ProcessUse
 
 # Figures that a test can tell from one another: each GPU's memory is (index + 1) GiB.
 FAKE = r"""
@@ -46,6 +46,15 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *n, struct proce
 int nvmlDeviceGetGraphicsRunningProcesses_v3(device *d, unsigned *n, struct process *p) {
     return d->index ? 3 : list(graphics, 2, n, p);
 }
+struct sample { unsigned pid; unsigned long long time; unsigned sm, mem, enc, dec; };
+static struct sample samples[] = {{10, 1000, 97, 0, 0, 0}, {20, 1200, 3, 0, 0, 0}, {0, 1300, 5, 0, 0, 0}};
+int nvmlDeviceGetProcessUtilization(device *d, struct sample *s, unsigned *n, unsigned long long last) {
+    if (last >= 2000) return d->index ? 0 : 6;
+    if (d->index) return 3;
+    if (!s) { *n = 3; return 7; }
+    memcpy(s, samples, sizeof samples);
+    return 0;
+}
 """
 
 
@@ -84,6 +93,27 @@ def test_a_process_is_listed_once_and_its_memory_may_be_unknown(build):
             ProcessMemory(pid=30, used=300),
         )
         assert nvml.processes("GPU-1") == ()
+
+
+def test_samples_are_those_of_processes_and_newer(build):
+    with Nvml(build("libnvidia-ml.so.1")) as nvml:
+        first, second = ProcessUse(10, 1000, 97), ProcessUse(20, 1200, 3)
+        assert nvml.utilisation("GPU-0", 0) == (first, second)
+        # The driver keeps to the time by its own lights; an older one that comes along is left out.
+        assert nvml.utilisation("GPU-0", 1000) == (second,)
+
+
+@pytest.mark.parametrize(
+    ("uuid", "since"),
+    [
+        pytest.param("GPU-0", 2000, id="nobody worked"),
+        pytest.param("GPU-1", 2000, id="an answer without samples"),
+        pytest.param("GPU-1", 0, id="not supported"),
+    ],
+)
+def test_a_gpu_may_have_no_samples(build, uuid, since):
+    with Nvml(build("libnvidia-ml.so.1")) as nvml:
+        assert nvml.utilisation(uuid, since) == ()
 
 
 def test_another_library_is_used_after_the_first_is_closed(build):

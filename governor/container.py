@@ -15,7 +15,9 @@ import os
 import shutil
 import socket
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,9 @@ import structlog
 from governor.arbiter import WHOLE, Runner
 from governor.books import Device, Quota
 from governor.config import Config
+from governor.usage import Charge, Meter, combine, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
+from vdriver.nvml import ProcessUse
 
 log = structlog.get_logger()
 
@@ -38,7 +42,65 @@ def container_key(identifier: str) -> str:
 
 
 def _uuid_bytes(uuid: str) -> bytes:
-    return bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
+    return bytes.fromhex(uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
+
+
+def namespace_pid(pid: int, init: int) -> int:
+    """Return the number of process `pid` where `init` lives; `pid` itself when it is gone.
+
+    The kernel lists a process's numbers from our namespace inwards. A container may make namespaces
+    of its own, so it is the depth of its first process that counts, not the innermost number.
+    """
+    numbers = _namespace_pids(pid)
+    depth = len(_namespace_pids(init))
+    if not numbers:
+        return pid
+    return numbers[depth - 1] if 0 < depth <= len(numbers) else numbers[-1]
+
+
+def _namespace_pids(pid: int) -> list[int]:
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return [int(number) for number in line.split()[1:]]
+    except OSError:
+        pass
+    return []
+
+
+@dataclass
+class _Use:
+    """What a process uses of one GPU, as of the last look."""
+
+    seen: int = 0
+    overhead: int = 0
+    used: int = 0
+    peak: int = 0
+    part: float = 0.0  # of the GPU's time, percent
+    worked: float = 0.0  # the sum of part times nanoseconds
+
+
+@dataclass(eq=False)
+class Process:
+    """A registered process; compared by identity, for a slot and a pid come again."""
+
+    slot: int
+    pid: int
+    pidfd: int
+    socket: socket.socket
+    inner_pid: int
+    start_us: int
+    start_ns: int
+    uses: list[_Use]
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid."""
+
+    began_ns: int
+    seen: Mapping[int, int]
+    samples: tuple[ProcessUse, ...] = ()
 
 
 class Container:
@@ -65,7 +127,9 @@ class Container:
         self._pidfd = pidfd
         self._runners = [runners[device.uuid] for device in devices]
         self._tenants: list[int] = []
-        self._processes: dict[int, tuple[int, int, socket.socket]] = {}  # slot: pid, pidfd, socket
+        self._processes: dict[int, Process] = {}  # by slot
+        self._meters: list[Meter[Process]] = [Meter() for _ in devices]
+        self._looked_ns = [0] * len(devices)
         self._server: asyncio.Server | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -105,8 +169,8 @@ class Container:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             os.fchmod(fd, 0o644)
-            os.ftruncate(fd, layout.GRANT_SIZE)
-            page = mmap.mmap(fd, layout.GRANT_SIZE)
+            os.ftruncate(fd, layout.GRANT_FILE_SIZE)
+            page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
         finally:
             os.close(fd)
         pages.init_grant(page, settings=settings, devices=devices)
@@ -140,6 +204,10 @@ class Container:
             try:
                 self._admit_process(pid, own)
             except (OSError, RuntimeError) as e:
+                # Said in so many words: a process that only sees its connection end takes us for
+                # gone, and would keep a quota for itself alone.
+                with contextlib.suppress(OSError):
+                    own.send(struct.pack("I", layout.NO_SLOT))
                 own.close()
                 log.warning("process-refused", container=self.identifier, pid=pid, error=str(e))
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
@@ -154,51 +222,181 @@ class Container:
         )
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container use the GPU already")
-        pidfd = os.pidfd_open(pid)
+        process = Process(
+            slot=slot,
+            pid=pid,
+            pidfd=os.pidfd_open(pid),
+            socket=own,
+            inner_pid=namespace_pid(pid, self.pid),
+            start_us=time.time_ns() // 1000,
+            start_ns=time.monotonic_ns(),
+            uses=[_Use() for _ in self.devices],
+        )
         pages.clear_slot(self.ledger, slot)
         base = pages.slot_base(slot)
         pages.write(self.ledger, base, "ledger_slot", "state", 1)
         seen = pages.read(self.ledger, 0, "ledger_header", "n_slots")
         if slot >= seen:
             pages.write(self.ledger, 0, "ledger_header", "n_slots", slot + 1)
-        self._processes[slot] = (pid, pidfd, own)
-        self._loop.add_reader(pidfd, self._end_process, slot)
-        for runner in self._runners:
-            runner.watch(own.fileno())
-        socket.send_fds(own, [struct.pack("I", slot)], [self._ledger_fd])
+        self._processes[slot] = process
+        self._loop.add_reader(process.pidfd, self._end_process, slot)
+        try:
+            for runner in self._runners:
+                runner.watch(own.fileno())
+            socket.send_fds(own, [struct.pack("I", slot)], [self._ledger_fd])
+        except OSError:
+            self._forget_process(slot)
+            raise
         log.info("process-registered", container=self.identifier, pid=pid, slot=slot)
+
+    def _forget_process(self, slot: int) -> Process:
+        process = self._processes.pop(slot)
+        self._loop.remove_reader(process.pidfd)
+        os.close(process.pidfd)
+        pages.clear_slot(self.ledger, slot)
+        return process
 
     def _end_process(self, slot: int) -> None:
         """Take back what a process that ended was charged; the driver has freed it by then."""
-        pid, pidfd, own = self._processes.pop(slot)
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
-        own.close()
-        pages.clear_slot(self.ledger, slot)
-        log.info("process-ended", container=self.identifier, pid=pid, slot=slot)
+        process = self._forget_process(slot)
+        process.socket.close()
+        for device in range(len(self.devices)):
+            # Its part of the debt at once, too: the next look may be a quarter of a second away.
+            self._publish_memory(device)
+        self._publish_usage()
+        log.info("process-ended", container=self.identifier, pid=process.pid, slot=slot)
 
     def pids(self) -> frozenset[int]:
         """Return the registered processes, by their pids on the host."""
-        return frozenset(pid for pid, _, _ in self._processes.values())
+        return frozenset(process.pid for process in self._processes.values())
 
-    def charged(self, device: int) -> int:
-        """Return what the container's processes are charged on its GPU `device`, bytes."""
-        return pages.device_sum(self.ledger, "memory", device)
+    def charges(self, device: int) -> dict[Process, Charge]:
+        """Return what the ledger says of each process on the container's GPU `device`."""
+        whole = self.devices[device].memory
+        return {
+            process: read_charge(self.ledger, slot, device, whole)
+            for slot, process in self._processes.items()
+        }
 
-    def reconcile(self, device: int, seen: int | None, charged: int) -> None:
-        """Carry what the driver took beyond the books as debt, and publish what is used."""
+    def is_pending(self, device: int, now_ns: int) -> bool:
+        """Return whether a process waits for a look: the driver took memory that only NVML knows.
+
+        A time that has not come yet is none of ours.
+        """
         base = layout.grant_device(device)
-        overhead = max(0, seen - charged) if seen is not None else 0
-        pages.write(self.grant, base, "grant_device", "memory_overhead", overhead)
-        pages.write(self.grant, base, "grant_device", "memory_used", max(seen or 0, charged))
+        since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
+        return any(
+            since
+            < pages.read(
+                self.ledger, layout.ledger_device(slot, device), "ledger_device", "provisional_ns"
+            )
+            <= now_ns
+            for slot in self._processes
+        )
+
+    def is_open(self, device: int) -> bool:
+        """Return whether the container has GPU `device` for itself until further notice."""
+        base = layout.grant_device(device)
+        return pages.read(self.grant, base, "grant_device", "deadline_ns") == layout.OPEN
+
+    def reconcile(self, device: int, before: Mapping[Process, Charge], look: Look | None) -> None:
+        """Hold the books against a look at NVML, and publish what that says.
+
+        `before` are the charges from before the look; None means that NVML failed: what it saw last
+        stands, and `reconciled_ns` says how old that is.
+        """
+        after = self.charges(device)
+        now_ns = time.monotonic_ns()
+        base = layout.grant_device(device)
+        if look is None:
+            since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
+        else:
+            since = look.began_ns
+        for process, charge in after.items():
+            use = process.uses[device]
+            books = combine(before.get(process, charge), charge)
+            if look is not None:
+                use.seen = look.seen.get(process.pid, 0)
+                use.overhead = books.overhead(use.seen)
+            use.used = books.used(use.seen, since)
+            use.peak = max(use.peak, use.used)
+        self._publish_memory(device)
+        if look is not None:
+            # After the debt: whoever sees the time finds what the look found.
+            pages.write(self.grant, base, "grant_device", "reconciled_ns", since)
+        self._measure(device, now_ns, after, look)
+        self._publish_usage()
+
+    def _measure(
+        self, device: int, now_ns: int, charges: Mapping[Process, Charge], look: Look | None
+    ) -> None:
+        sampled = None
+        if self.is_open(device) and look is not None:
+            by_pid = sampled_percent(look.samples, self.pids())
+            sampled = {process: by_pid.get(process.pid, 0) for process in charges}
+        held_ns = int(self._runners[device].stats(self._tenants[device]).held_ns)
+        busy = {process: charge.busy_ns for process, charge in charges.items()}
+        parts = self._meters[device].look(now_ns, busy, held_ns, sampled)
+        passed = now_ns - self._looked_ns[device]
+        self._looked_ns[device] = now_ns
+        for process, part in parts.items():
+            use = process.uses[device]
+            use.part = part
+            use.worked += part * min(passed, now_ns - process.start_ns)
+        pages.write(
+            self.grant,
+            layout.grant_device(device),
+            "grant_device",
+            "utilisation",
+            of_limit(sum(parts.values()), self.quota.compute_limit),
+        )
+
+    def _publish_memory(self, device: int) -> None:
+        base = layout.grant_device(device)
+        uses = [process.uses[device] for process in self._processes.values()]
+        for name, value in (
+            ("memory_overhead", sum(use.overhead for use in uses)),
+            ("memory_used", sum(use.used for use in uses)),
+        ):
+            pages.write(self.grant, base, "grant_device", name, min(value, 2**64 - 1))
+
+    def _publish_usage(self) -> None:
+        now_ns = time.monotonic_ns()
+        limit = self.quota.compute_limit
+        entries: list[dict[str, int | Sequence[int]]] = []
+        for process in self._processes.values():
+            lived = max(1, now_ns - process.start_ns)
+            numbers: dict[str, list[int]] = {
+                "memory": [use.used for use in process.uses],
+                "memory_peak": [use.peak for use in process.uses],
+                "utilisation": [of_limit(use.part, limit) for use in process.uses],
+                "mean_utilisation": [of_limit(use.worked / lived, limit) for use in process.uses],
+            }
+            rest = [0] * (layout.N_DEVICES - len(process.uses))
+            entries.append(
+                {
+                    "pid": process.inner_pid,
+                    "state": 1,
+                    "start_us": process.start_us,
+                    **{name: values + rest for name, values in numbers.items()},
+                }
+            )
+        pages.write_usage(self.grant, entries, time.time_ns() // 1000)
+
+    def used(self, device: int) -> int:
+        """Return the bytes in use on GPU `device`: what NVML saw last, and the books now."""
+        base = layout.grant_device(device)
+        since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
+        return sum(
+            charge.used(process.uses[device].seen, since)
+            for process, charge in self.charges(device).items()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts."""
         devices = []
         for i, device in enumerate(self.devices):
             stats = self._runners[i].stats(self._tenants[i])
-            base = layout.grant_device(i)
-            overhead = pages.read(self.grant, base, "grant_device", "memory_overhead")
             counters = {
                 name: pages.device_sum(self.ledger, name, i)
                 for name in (
@@ -218,7 +416,7 @@ class Container:
                     "uuid": device.uuid,
                     "index": device.index,
                     "memory_limit": self.quota.memory,
-                    "memory_used": self.charged(i) + overhead,
+                    "memory_used": self.used(i),
                     "memory_peak": pages.read(self.ledger, 0, "ledger_header", "memory_peak", i),
                     "grants": int(stats.grants),
                     "charged_ns": int(stats.charged_ns),
@@ -257,11 +455,11 @@ class Container:
             self._loop.remove_reader(self._pidfd)
         if self._server is not None:
             self._server.close()
-        for slot, (_, pidfd, own) in list(self._processes.items()):
+        for slot, process in list(self._processes.items()):
             if keep:
-                self._loop.remove_reader(pidfd)
-                os.close(pidfd)
-                own.close()
+                self._loop.remove_reader(process.pidfd)
+                os.close(process.pidfd)
+                process.socket.close()
             else:
                 self._end_process(slot)
         self._forget(keep=keep)

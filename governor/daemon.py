@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,14 +23,13 @@ from governor.arbiter import Runner, load_library
 from governor.books import Books, Device
 from governor.config import Config, read_config
 from governor.errors import GovernorError, TidegateError
+from governor.reconcile import reconcile
 from governor.server import Server
 from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
 from vdriver.nvml import Nvml
 
 log = structlog.get_logger()
-
-RECONCILE_S = 0.25
 
 
 def original_nvml(driver_dir: str) -> Path:
@@ -53,45 +51,6 @@ def find_devices(nvml: Nvml) -> list[Device]:
         for gpu in nvml.gpus()
         if gpu.memory_total is not None
     ]
-
-
-async def reconcile(server: Server, nvml: Nvml, devices: list[Device]) -> None:
-    """Compare the books with what NVML sees of each process, four times a second."""
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(1, "nvml") as executor:
-        while True:
-            await asyncio.sleep(RECONCILE_S)
-            for device in devices:
-                # Both before and after: a block freed in between is no debt.
-                before = _charged(server, device.uuid)
-                if not before:
-                    continue
-                try:
-                    seen = await loop.run_in_executor(executor, nvml.processes, device.uuid)
-                except VdriverError as e:
-                    log.warning("nvml-failed", gpu=device.index, error=str(e))
-                    continue
-                used = {process.pid: process.used for process in seen}
-                after = _charged(server, device.uuid)
-                for container in list(server.containers.values()):
-                    for i, own in enumerate(container.devices):
-                        if own.uuid != device.uuid or container.identifier not in before:
-                            continue
-                        charged = max(
-                            before[container.identifier], after.get(container.identifier, 0)
-                        )
-                        held = [used[pid] for pid in container.pids() if pid in used]
-                        known = [amount for amount in held if amount is not None]
-                        container.reconcile(i, sum(known) if known else None, charged)
-
-
-def _charged(server: Server, uuid: str) -> dict[str, int]:
-    return {
-        container.identifier: container.charged(i)
-        for container in server.containers.values()
-        for i, device in enumerate(container.devices)
-        if device.uuid == uuid
-    }
 
 
 def _notify(state: str) -> None:

@@ -1,0 +1,122 @@
+"""The books against the driver: looks at NVML, a few times a second on each GPU that is shared.
+
+A look says what each process really has. Between two of them a process's library charges what it
+knows of; where the driver took memory by itself, it says when, and the next look comes soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from governor.books import Device
+from governor.container import Container, Look
+from governor.server import Server
+from governor.usage import WINDOW_NS
+from vdriver.errors import VdriverError
+from vdriver.nvml import ProcessMemory, ProcessUse
+
+log = structlog.get_logger()
+
+LOOK_NS = 250_000_000
+"""A GPU that is shared is looked at so often."""
+SOON_NS = 20_000_000
+"""Two looks at a GPU are at least so far apart."""
+POLL_S = 0.01
+IDLE_S = 0.05
+"""So often we see whether there are containers, while there are none."""
+
+
+class Observer(Protocol):
+    """What a look needs of NVML."""
+
+    def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
+        """Return the processes on a GPU; VdriverError when NVML fails."""
+
+    def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
+        """Return the samples of processes that are newer; VdriverError when NVML fails."""
+
+
+@dataclass
+class _Watch:
+    """One GPU between looks."""
+
+    device: Device
+    last_ns: int = 0
+    sampled_ns: int = 0
+    samples: tuple[ProcessUse, ...] = ()
+    failing: bool = False
+
+    def sharing(self, server: Server) -> Iterator[tuple[Container, int]]:
+        """Return the containers that have this GPU, with its index in each."""
+        for container in list(server.containers.values()):
+            for i, own in enumerate(container.devices):
+                if own.uuid == self.device.uuid:
+                    yield container, i
+
+    def is_due(self, server: Server, now_ns: int) -> bool:
+        """Return whether to look now: it is time, or a process waits for it."""
+        passed = now_ns - self.last_ns
+        if passed >= LOOK_NS:
+            return any(True for _ in self.sharing(server))
+        # A driver that fails now will not know better in 20 ms.
+        if passed < SOON_NS or self.failing:
+            return False
+        return any(container.is_pending(i, now_ns) for container, i in self.sharing(server))
+
+
+async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> None:
+    """Look at each GPU four times a second, and within 20 ms where a process waits for it."""
+    watches = [_Watch(device) for device in devices]
+    with ThreadPoolExecutor(1, "nvml") as executor:
+        while True:
+            await asyncio.sleep(POLL_S if server.containers else IDLE_S)
+            for watch in watches:
+                now_ns = time.monotonic_ns()
+                if watch.is_due(server, now_ns):
+                    watch.last_ns = now_ns
+                    await _look(server, nvml, watch, executor)
+
+
+async def _look(
+    server: Server, nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor
+) -> None:
+    # The time first: what a process took before it, the driver shows. Books from before and after:
+    # what is freed or taken meanwhile is no debt.
+    began_ns = time.monotonic_ns()
+    before = [
+        (container, i, container.charges(i), container.is_open(i))
+        for container, i in watch.sharing(server)
+    ]
+    sample = any(is_open for *_, is_open in before) and began_ns - watch.sampled_ns >= LOOK_NS
+    loop = asyncio.get_running_loop()
+    look: Look | None = None
+    try:
+        seen = await loop.run_in_executor(executor, nvml.processes, watch.device.uuid)
+        if sample:
+            watch.sampled_ns = began_ns
+            watch.samples = await loop.run_in_executor(
+                executor,
+                nvml.utilisation,
+                watch.device.uuid,
+                (time.time_ns() - WINDOW_NS) // 1000,
+            )
+        # NVML that does not tell a process's memory says nothing against its books.
+        look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
+    except VdriverError as e:
+        if not watch.failing:
+            log.warning("nvml-failed", gpu=watch.device.index, error=str(e))
+    else:
+        if watch.failing:
+            log.info("nvml-answers", gpu=watch.device.index)
+    watch.failing = look is None
+    for container, i, charges, _ in before:
+        # It may have ended meanwhile, and another have come under its name.
+        if server.containers.get(container.identifier) is container:
+            container.reconcile(i, charges, look)

@@ -1,0 +1,152 @@
+"""What a process uses of a GPU: its books against what NVML sees, and its part of the GPU's time.
+
+Pure: no clock, no driver. Books are what a container wrote, so whatever comes from them is bounded
+here, before anything is computed with it. Bytes, nanoseconds and percent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from mmap import mmap
+from typing import Generic, TypeVar
+
+from libcontrol import layout, pages
+from vdriver.nvml import ProcessUse
+
+Key = TypeVar("Key", bound=Hashable)
+
+WINDOW_NS = 1_000_000_000
+"""Utilisation is of so long a time."""
+
+
+@dataclass(frozen=True)
+class Charge:
+    """What the ledger says of one process on one GPU."""
+
+    memory: int = 0
+    unseen: int = 0
+    provisional: int = 0
+    provisional_ns: int = 0
+    busy_ns: int = 0
+
+    @property
+    def attributed(self) -> int:
+        """The part of the charge that NVML attributes to the process."""
+        return self.memory - self.unseen
+
+    def overhead(self, seen: int) -> int:
+        """Return what the driver took by itself, of the `seen` bytes of this process."""
+        return max(0, seen - self.attributed)
+
+    def used(self, seen: int, since_ns: int) -> int:
+        """Return what the process uses when NVML saw `seen` bytes in a look that began `since_ns`.
+
+        NVML does not attribute everything, and what the driver took after the look nobody has seen.
+        """
+        late = self.provisional if self.provisional_ns > since_ns else 0
+        return max(seen, self.attributed) + self.unseen + late
+
+
+def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
+    """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
+    base = layout.ledger_device(slot, device)
+    memory, unseen, provisional, provisional_ns, busy_ns = (
+        pages.read(ledger, base, "ledger_device", name)
+        for name in ("memory", "unseen", "provisional", "provisional_ns", "busy_ns")
+    )
+    memory = min(memory, whole)
+    return Charge(memory, min(unseen, memory), min(provisional, whole), provisional_ns, busy_ns)
+
+
+def combine(before: Charge, after: Charge) -> Charge:
+    """Return the books to hold against a look between the two.
+
+    A block that was freed or taken in between is no debt: the larger charge counts, and the smaller
+    part of it that NVML cannot see.
+    """
+    memory = max(before.memory, after.memory)
+    return Charge(
+        memory,
+        min(before.unseen, after.unseen),
+        after.provisional,
+        after.provisional_ns,
+        after.busy_ns,
+    )
+
+
+class Meter(Generic[Key]):
+    """The GPU time of a container's processes over the last second.
+
+    While others share the GPU, the time is the processes' own report (the GPU's clock between
+    their markers), and no more than the container held the GPU by the arbiter's books: a report
+    is written by the container. A container that is alone holds an open grant, in which few
+    markers are recorded and the held time is not booked before its end; there NVML's samples
+    tell, which are right exactly then, because under contention a sample names one process only.
+    """
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[int, dict[Key, int], int]] = deque()  # when; busy, held since then
+        self._before: tuple[int, dict[Key, int], int] | None = None
+        self._open = False
+
+    def look(
+        self,
+        now_ns: int,
+        busy: Mapping[Key, int],
+        held_ns: int,
+        sampled: Mapping[Key, int] | None,
+    ) -> dict[Key, float]:
+        """Return the GPU time of each process in percent of the time since a second ago.
+
+        `busy` is each process's report of its GPU time ever, `held_ns` what the container held
+        ever, `sampled` NVML's percentages while the grant is open, None while it is not.
+        """
+        if self._before is None:
+            self._before = (now_ns, dict(busy), held_ns)
+        then, reported, held = self._before
+        passed = now_ns - then
+        new = {
+            key: min(max(0, value - reported.get(key, 0)), passed) for key, value in busy.items()
+        }
+        self._looks.append((now_ns, new, min(max(0, held_ns - held), passed)))
+        self._before = (now_ns, dict(busy), held_ns)
+        while len(self._looks) > 1 and self._looks[1][0] <= now_ns - WINDOW_NS:
+            self._looks.popleft()
+        was_open, self._open = self._open, sampled is not None
+        if sampled is not None and was_open:
+            return _at_most({key: float(sampled.get(key, 0)) for key in busy}, 100.0)
+        # The first look is the window's begin, not a part of it.
+        window = now_ns - self._looks[0][0]
+        if window <= 0:
+            return dict.fromkeys(busy, 0.0)
+        looks = list(self._looks)[1:]
+        parts = {key: 100.0 * sum(new.get(key, 0) for _, new, _ in looks) / window for key in busy}
+        return _at_most(parts, 100.0 * min(1.0, sum(held for _, _, held in looks) / window))
+
+
+def _at_most(parts: dict[Key, float], most: float) -> dict[Key, float]:
+    total = sum(parts.values())
+    if total <= most:
+        return parts
+    return {key: part * most / total for key, part in parts.items()}
+
+
+def of_limit(part: float, compute_limit: int) -> int:
+    """Return percent of the GPU as whole percent of a cap in percent, 100 at most."""
+    return min(100, round(part * 100 / compute_limit)) if compute_limit else 0
+
+
+def sampled_percent(samples: Sequence[ProcessUse], pids: frozenset[int]) -> dict[int, int]:
+    """Return NVML's percentage of each of these processes, on average over its samples.
+
+    NVML samples a few times a second and leaves out who did nothing, so a process that works in
+    bursts is shown as it is in them.
+    """
+    own = [sample for sample in samples if sample.pid in pids]
+    times = len({sample.time_us for sample in own})
+    totals: dict[int, int] = {}
+    for sample in own:
+        totals[sample.pid] = totals.get(sample.pid, 0) + min(sample.percent, 100)
+    return {pid: total // times for pid, total in totals.items()}

@@ -1,0 +1,646 @@
+"""The books against NVML: what is debt, what is shown, when it is looked, and whom a container can hurt.
+
+NVML is a stub with numbers to set; the processes are real, and register over the container's socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from governor.arbiter import Runner, Stats
+from governor.books import Device, Quota
+from governor.config import Config
+from governor.container import Container, Look, namespace_pid
+from governor.reconcile import LOOK_NS, SOON_NS, reconcile
+from governor.server import Server
+from governor.usage import Charge, Meter, combine, of_limit, read_charge, sampled_percent
+from libcontrol import layout, pages
+from tests.conftest import lack, need
+from vdriver.errors import NvmlError
+from vdriver.nvml import ProcessMemory, ProcessUse
+
+MIB = 1 << 20
+GIB = 1 << 30
+S = 1_000_000_000
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+PATIENCE_S = 10.0
+
+# Registers like a process's first cuInit, says its slot, and waits.
+PROCESS = """
+import socket, struct, sys
+s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+s.connect(sys.argv[1])
+s.send(b"r")
+data, fds, _, _ = socket.recv_fds(s, 4, 1)
+print(struct.unpack("I", data)[0], len(fds), flush=True)
+sys.stdin.read()
+"""
+
+
+class StubRunner:
+    """The arbiter's thread: nothing but what the container held."""
+
+    def __init__(self) -> None:
+        self.held_ns = 0
+
+    def add(self, *_: object) -> int:
+        return 0
+
+    def remove(self, tenant: int) -> None: ...
+
+    def watch(self, fd: int) -> None: ...
+
+    def stats(self, _: int) -> Stats:
+        return Stats(held_ns=self.held_ns)
+
+
+class StubNvml:
+    """NVML: bytes by pid, samples, failures, and what happens during a look."""
+
+    def __init__(self) -> None:
+        self.used: dict[int, int | None] = {}
+        self.samples: tuple[ProcessUse, ...] = ()
+        self.failing = False
+        self.during: Callable[[], None] = lambda: None
+        self.looks: list[int] = []
+
+    def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
+        assert uuid == UUID
+        self.looks.append(time.monotonic_ns())
+        self.during()
+        if self.failing:
+            raise NvmlError("GPU is lost", hint="see the kernel log")
+        return tuple(ProcessMemory(pid, used) for pid, used in self.used.items())
+
+    def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
+        assert uuid == UUID
+        assert abs(since_us - (time.time_ns() // 1000 - 1_000_000)) < 5_000_000
+        return self.samples
+
+
+def spawn(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+class World:
+    """A governor without its socket: containers, the stubs, and the loop that looks."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.runner = StubRunner()
+        self.nvml = StubNvml()
+        self.device = Device(0, UUID, "stub", 16 * GIB)
+        self.server = cast("Server", SimpleNamespace(containers={}))
+        self.children: list[subprocess.Popen[str]] = []
+
+    async def admit(
+        self, name: str = "one", *, limit: int = 100, pid: int | None = None
+    ) -> Container:
+        container = Container(
+            identifier=name,
+            pidfd=os.pidfd_open(os.getpid()),
+            pid=pid or os.getpid(),
+            quota=Quota(8 * GIB, limit // 2, limit),
+            devices=(self.device,),
+            runners={UUID: cast("Runner", self.runner)},
+            config=Config(runtime_dir=str(self.directory)),
+        )
+        await container.listen(lambda _: None)
+        self.server.containers[name] = container
+        return container
+
+    async def answer(self, container: Container, *prefix: str) -> tuple[subprocess.Popen[str], Any]:
+        """Start a process of a container; return it, and the slot and descriptors that it got."""
+        child = spawn(
+            *prefix, sys.executable, "-c", PROCESS, str(container.directory / "governor.sock")
+        )
+        self.children.append(child)
+        assert child.stdout
+        line = await asyncio.to_thread(child.stdout.readline)
+        return child, tuple(map(int, line.split()))
+
+    async def join(self, container: Container, *prefix: str) -> tuple[subprocess.Popen[str], int]:
+        """Start a process that is taken; return it and its slot."""
+        child, (slot, descriptors) = await self.answer(container, *prefix)
+        assert descriptors == 1
+        return child, slot
+
+    @contextlib.asynccontextmanager
+    async def looking(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(reconcile(self.server, self.nvml, [self.device]))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def close(self) -> None:
+        for container in self.server.containers.values():
+            container.close()
+        for child in self.children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Callable[[Callable[[World], Awaitable[None]]], None]]:
+    """Run a coroutine function in a world of its own."""
+
+    def run(scene: Callable[[World], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            world = World(tmp_path)
+            try:
+                await asyncio.wait_for(scene(world), 60)
+            finally:
+                world.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+Play = Callable[[Callable[[World], Awaitable[None]]], None]
+
+
+async def until(condition: Callable[[], object]) -> float:
+    """Wait until something is so; return how long that took, seconds."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < PATIENCE_S, "it did not come"
+        await asyncio.sleep(0.001)
+    return time.monotonic() - begin
+
+
+def write(container: Container, slot: int, **fields: int) -> None:
+    base = layout.ledger_device(slot, 0)
+    for name, value in fields.items():
+        pages.write(container.ledger, base, "ledger_device", name, value)
+
+
+def read(container: Container, name: str) -> int:
+    return pages.read(container.grant, layout.grant_device(0), "grant_device", name)
+
+
+def look_once(container: Container, seen: dict[int, int] | None = None, **more: Any) -> None:
+    """Reconcile as the loop does, with nothing happening meanwhile."""
+    before = container.charges(0)
+    look = None if seen is None else Look(time.monotonic_ns(), seen, **more)
+    container.reconcile(0, before, look)
+
+
+# One process
+
+
+@pytest.mark.parametrize(
+    ("seen", "memory", "unseen", "overhead", "used"),
+    [
+        (0, 0, 0, 0, 0),
+        (500, 0, 0, 500, 500),  # a context, before it is charged
+        (500, 400, 0, 100, 500),
+        (500, 600, 0, 0, 600),  # charged before the driver took it
+        (500, 600, 100, 0, 600),  # managed memory, which NVML sees with nobody
+        (600, 600, 100, 100, 700),
+        (0, 600, 600, 0, 600),
+    ],
+)
+def test_debt_is_what_nvml_sees_beyond_what_it_can_see(
+    seen: int, memory: int, unseen: int, overhead: int, used: int
+) -> None:
+    charge = Charge(memory, unseen)
+    assert (charge.overhead(seen), charge.used(seen, 0)) == (overhead, used)
+
+
+def test_what_came_after_the_look_is_used_until_the_next() -> None:
+    charge = Charge(memory=100, provisional=50, provisional_ns=1000)
+    assert [charge.used(120, since) for since in (999, 1000, 1001)] == [170, 120, 120]
+
+
+def test_of_two_books_the_ones_that_owe_less_count() -> None:
+    assert combine(Charge(10, 4), Charge(6, 0)) == Charge(10, 0)
+    assert combine(Charge(6, 0), Charge(10, 4)) == Charge(10, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(min_size=layout.LEDGER_DEVICE.size, max_size=layout.LEDGER_DEVICE.size), st.data())
+def test_books_full_of_nonsense_are_bounded(entry: bytes, data: st.DataObject) -> None:
+    whole = data.draw(st.integers(1, 2**50))
+    seen = data.draw(st.integers(0, whole))
+    with mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
+        base = layout.ledger_device(3, 2)
+        ledger[base : base + len(entry)] = entry
+        charge = read_charge(ledger, 3, 2, whole)
+    assert 0 <= charge.unseen <= charge.memory <= whole
+    assert 0 <= charge.overhead(seen) <= seen
+    assert 0 <= charge.used(seen, 0) <= 3 * whole
+
+
+# A container
+
+
+def test_one_process_does_not_pay_with_the_books_of_another(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        (one, first), (two, second) = await world.join(container), await world.join(container)
+        write(container, first, memory=100 * MIB)
+        write(container, second, memory=100 * MIB, unseen=30 * MIB)
+        look_once(container, {one.pid: 150 * MIB, two.pid: 20 * MIB, 1: 999 * MIB})
+        assert read(container, "memory_overhead") == 50 * MIB
+        assert read(container, "memory_used") == 250 * MIB
+        assert container.describe()["devices"][0]["memory_used"] == 250 * MIB
+
+    play(scene)
+
+
+def test_a_process_that_nvml_does_not_list_has_nothing(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        write(container, slot, memory=100)
+        look_once(container, {child.pid: 300})
+        assert (read(container, "memory_overhead"), read(container, "memory_used")) == (200, 300)
+        look_once(container, {})
+        assert (read(container, "memory_overhead"), read(container, "memory_used")) == (0, 100)
+
+    play(scene)
+
+
+@pytest.mark.parametrize(("before", "after"), [((512, 0), (0, 0)), ((0, 0), (512, 0))])
+def test_a_block_that_comes_or_goes_during_a_look_is_no_debt(
+    play: Play, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        write(container, slot, memory=before[0] * MIB)
+        world.nvml.used = {child.pid: 512 * MIB}
+        world.nvml.during = lambda: write(container, slot, memory=after[0] * MIB)
+        debts = set()
+        async with world.looking():
+            await until(lambda: read(container, "reconciled_ns"))
+            debts.add(read(container, "memory_overhead"))
+        assert debts == {0}
+
+    play(scene)
+
+
+def test_the_time_of_a_look_is_when_it_began(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        world.nvml.used = {child.pid: 700 * MIB}
+        # Taken while NVML looks: this look may have missed it.
+        world.nvml.during = lambda: write(
+            container, slot, provisional=40 * MIB, provisional_ns=time.monotonic_ns()
+        )
+        async with world.looking():
+            await until(lambda: read(container, "reconciled_ns"))
+            assert read(container, "reconciled_ns") < world.nvml.looks[-1]
+            assert read(container, "memory_used") == 740 * MIB
+            world.nvml.during = lambda: None
+            await until(lambda: read(container, "memory_used") == 700 * MIB)
+            assert read(container, "memory_overhead") == 700 * MIB
+
+    play(scene)
+
+
+def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        world.nvml.used = {child.pid: 600 * MIB}
+        async with world.looking():
+            await until(lambda: read(container, "memory_used") == 600 * MIB)
+            world.nvml.failing = True
+            n = len(world.nvml.looks)
+            await until(lambda: len(world.nvml.looks) > n)
+            known = read(container, "reconciled_ns")
+            write(container, slot, memory=900 * MIB)
+            await until(lambda: read(container, "memory_used") == 900 * MIB)
+            assert read(container, "memory_overhead") == 600 * MIB
+            assert read(container, "reconciled_ns") == known
+            world.nvml.failing = False
+            await until(lambda: read(container, "reconciled_ns") > known)
+            assert read(container, "memory_overhead") == 0
+
+    play(scene)
+
+
+def test_a_process_whose_memory_nvml_does_not_tell_has_what_its_books_say(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        write(container, slot, memory=300)
+        world.nvml.used = {child.pid: None}
+        async with world.looking():
+            await until(lambda: read(container, "memory_used") == 300)
+        assert read(container, "memory_overhead") == 0
+
+    play(scene)
+
+
+def test_a_slot_full_of_ones_hurts_its_own_container_alone(play: Play) -> None:
+    async def scene(world: World) -> None:
+        hostile, honest = await world.admit("hostile"), await world.admit("honest")
+        (_, slot), (child, own) = await world.join(hostile), await world.join(honest)
+        base = pages.slot_base(slot)
+        hostile.ledger[base + 4 : base + layout.LEDGER_SLOT.size] = b"\xff" * (
+            layout.LEDGER_SLOT.size - 4
+        )
+        hostile.ledger[8:4096] = b"\xff" * 4088
+        write(honest, own, memory=5 * MIB)
+        world.nvml.used = {child.pid: 7 * MIB}
+        async with world.looking():
+            await until(lambda: read(honest, "memory_overhead") == 2 * MIB)
+            await until(lambda: read(hostile, "reconciled_ns"))
+        assert read(hostile, "memory_overhead") == 0
+        assert read(hostile, "memory_used") <= 3 * world.device.memory
+        hostile.describe()
+
+    play(scene)
+
+
+# When
+
+
+def test_a_gpu_is_looked_at_four_times_a_second_while_it_is_shared(play: Play) -> None:
+    async def scene(world: World) -> None:
+        async with world.looking():
+            await asyncio.sleep(0.3)
+            assert world.nvml.looks == []  # nobody has it
+            await world.admit()
+            await until(lambda: len(world.nvml.looks) >= 4)
+        gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
+        assert min(gaps) >= LOOK_NS * 0.9
+
+    play(scene)
+
+
+def test_a_process_that_waits_for_a_look_gets_one_soon(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        world.nvml.used = {child.pid: 512 * MIB}
+        waits = []
+        async with world.looking():
+            await until(lambda: read(container, "reconciled_ns"))
+            for _ in range(15):
+                await asyncio.sleep(0.03)
+                now = time.monotonic_ns()
+                write(container, slot, provisional=MIB, provisional_ns=now)
+                waits.append(await until(lambda t=now: read(container, "reconciled_ns") >= t))
+        # The machine may be busy: half of them is enough to tell it from four a second.
+        assert sorted(waits)[len(waits) // 2] <= 0.020 + 0.010
+
+    play(scene)
+
+
+@pytest.mark.parametrize("ahead_ns", [0, 3600 * S])
+def test_a_container_that_always_waits_is_looked_at_no_more_often(
+    play: Play, ahead_ns: int
+) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        _, slot = await world.join(container)
+        async with world.looking():
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                write(container, slot, provisional_ns=time.monotonic_ns() + ahead_ns)
+                await asyncio.sleep(0.001)
+        gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
+        # The looks come from another thread, which may be late, and the next one on time.
+        assert sum(gap < SOON_NS * 0.9 for gap in gaps) <= len(gaps) // 10
+        assert len(gaps) <= (6 if ahead_ns else 51)
+
+    play(scene)
+
+
+# Processes come and go
+
+
+def test_what_a_process_took_is_free_soon_after_its_death(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        (one, first), (two, _) = await world.join(container), await world.join(container)
+        write(container, first, memory=100)
+        look_once(container, {one.pid: 1100, two.pid: 500})
+        assert (read(container, "memory_overhead"), read(container, "memory_used")) == (1500, 1600)
+        one.send_signal(signal.SIGKILL)
+        took = await until(lambda: read(container, "memory_overhead") == 500)
+        assert took < 0.1  # and no look came to tell
+        assert read(container, "memory_used") == 500
+        assert pages.device_sum(container.ledger, "memory", 0) == 0
+        assert [entry["pid"] for entry in pages.read_usage(container.grant)] == [two.pid]
+
+    play(scene)
+
+
+def test_a_process_that_died_during_a_look_leaves_no_debt(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, _ = await world.join(container)
+        before = container.charges(0)
+        child.kill()
+        await until(lambda: not container.pids())
+        again, slot = await world.join(container)
+        assert slot == 0  # in its place
+        container.reconcile(0, before, Look(time.monotonic_ns(), {child.pid: 5000, again.pid: 70}))
+        assert read(container, "memory_overhead") == 70
+
+    play(scene)
+
+
+def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        path = str(container.directory / "governor.sock")
+
+        def ask() -> tuple[int, int]:
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as own:
+                own.settimeout(PATIENCE_S)
+                own.connect(path)
+                own.send(b"r")
+                data, fds, _, _ = socket.recv_fds(own, 4, 1)
+                for fd in fds:
+                    os.close(fd)
+                return struct.unpack("I", data)[0], len(fds)
+
+        answers = [await asyncio.to_thread(ask) for _ in range(layout.N_SLOTS - 1)]
+        child, last = await world.join(container)
+        assert [*answers, (last, 1)] == [(slot, 1) for slot in range(layout.N_SLOTS)]
+        assert await asyncio.to_thread(ask) == (layout.NO_SLOT, 0)
+        child.kill()
+        await until(lambda: len(container.charges(0)) == layout.N_SLOTS - 1)
+        assert await asyncio.to_thread(ask) == (last, 1)
+
+    play(scene)
+
+
+def test_a_process_that_cannot_be_watched_is_refused_and_has_no_slot(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+
+        def fail(_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        cast("Any", world.runner).watch = fail
+        _, answer = await world.answer(container)
+        assert answer == (layout.NO_SLOT, 0)
+        assert container.pids() == frozenset()
+        assert pages.read(container.ledger, pages.slot_base(0), "ledger_slot", "state") == 0
+
+    play(scene)
+
+
+def numbers_of(pid: int) -> list[int]:
+    """A process's numbers, from our namespace inwards."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return [int(number) for number in status.split("NSpid:")[1].split("\n")[0].split()]
+
+
+def only_child(pid: int) -> int:
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(listed[0]) if listed else 0
+
+
+def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
+    need("unshare", "nsenter")
+    prefix = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        lack("needs a pid namespace")
+
+    async def scene(world: World) -> None:
+        outer = spawn(*prefix, "sleep", "60")
+        world.children.append(outer)
+        await until(lambda: only_child(outer.pid))
+        first = only_child(outer.pid)
+        container = await world.admit(pid=first)
+        enter = ["nsenter", "--target", str(first), "--pid"]
+        await world.join(container, *enter)
+        await world.join(container, *enter, *prefix)  # in a namespace of the container's own
+        same, deeper = (process.pid for process in container.charges(0))
+        assert [len(numbers_of(pid)) for pid in (first, same, deeper)] == [2, 2, 3]
+        look_once(container, {same: 5, deeper: 6})
+        listed = {
+            entry["pid"]: cast("tuple[int, ...]", entry["memory"])[0]
+            for entry in pages.read_usage(container.grant)
+        }
+        assert listed == {numbers_of(same)[1]: 5, numbers_of(deeper)[1]: 6}
+        assert 1 not in listed  # that is the first process, and the deeper one in its own eyes
+        assert namespace_pid(same, os.getpid()) == same  # we see it by the number that we use
+        assert namespace_pid(deeper, 2**22) == 1  # the first process is gone
+        assert namespace_pid(2**22, first) == 2**22  # it is gone itself
+
+    play(scene)
+
+
+# Time
+
+
+def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> None:
+    meter: Meter[str] = Meter()
+    quarter = S // 4
+    for i in range(9):
+        now = 10 * S + i * quarter
+        # Both report half of the time, together all; it held 40 % of it.
+        busy = {"a": i * quarter // 2, "b": i * quarter // 2}
+        parts = meter.look(now, busy, i * quarter * 2 // 5, None)
+    assert parts == pytest.approx({"a": 20, "b": 20})
+
+
+def test_a_second_ago_is_forgotten() -> None:
+    meter: Meter[str] = Meter()
+    busy = 0
+    for i in range(12):
+        busy += S // 4 if i in (1, 2, 3, 4) else 0
+        parts = meter.look(i * S // 4, {"a": busy}, busy, None)
+        if i == 4:
+            assert parts["a"] == pytest.approx(100)
+        if i == 6:
+            assert parts["a"] == pytest.approx(50)
+    assert parts["a"] == 0
+
+
+def test_a_report_that_goes_back_or_jumps_is_bounded() -> None:
+    meter: Meter[str] = Meter()
+    for i, busy in enumerate((2**64 - 1, 0, 2**64 - 1, 5)):
+        parts = meter.look(i * S // 4, {"a": busy}, 10 * S * i, None)
+        assert 0 <= parts["a"] <= 100
+
+
+def test_a_container_alone_is_measured_by_nvml() -> None:
+    meter: Meter[str] = Meter()
+    meter.look(0, {"a": 0, "b": 0}, 0, {"a": 60, "b": 30})
+    assert meter.look(S // 4, {"a": 5, "b": 0}, 0, {"a": 60, "b": 30}) == {"a": 60, "b": 30}
+    assert sum(meter.look(S // 2, {"a": 5, "b": 0}, 0, {"a": 90, "b": 90}).values()) == 100
+
+
+def test_samples_are_averaged_over_their_times() -> None:
+    samples = (
+        ProcessUse(5, 1, 90),
+        ProcessUse(6, 2, 99),
+        ProcessUse(6, 3, 200),
+        ProcessUse(7, 4, 50),
+    )
+    assert sampled_percent(samples, frozenset({5, 6})) == {5: 30, 6: 66}
+    assert sampled_percent((), frozenset({5})) == {}
+
+
+def test_utilisation_is_of_what_may_be_used() -> None:
+    assert [of_limit(part, 40) for part in (0.0, 10.0, 20.0, 40.0, 41.0)] == [0, 25, 50, 100, 100]
+    assert of_limit(5.0, 0) == 0
+
+
+def test_utilisation_stands_in_the_grant_and_by_process(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit(limit=50)
+        (one, first), (two, second) = await world.join(container), await world.join(container)
+        begin = time.monotonic_ns()
+        seen = {one.pid: MIB, two.pid: MIB}
+        look_once(container, seen)
+        await asyncio.sleep(0.2)
+        passed = time.monotonic_ns() - begin
+        write(container, first, busy_ns=passed // 4)
+        world.runner.held_ns = passed
+        look_once(container, seen)
+        assert 35 <= read(container, "utilisation") <= 50  # a quarter of the time, of a half
+        by_pid = {
+            entry["pid"]: cast("tuple[int, ...]", entry["utilisation"])[0]
+            for entry in pages.read_usage(container.grant)
+        }
+        assert by_pid == {one.pid: read(container, "utilisation"), two.pid: 0}
+        assert second != first
+
+    play(scene)
+
+
+def test_the_samples_of_neighbours_are_not_the_containers(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        write(container, slot, busy_ns=5)
+        base = layout.grant_device(0)
+        pages.write(container.grant, base, "grant_device", "deadline_ns", layout.OPEN)
+        world.nvml.used = {child.pid: MIB}
+        world.nvml.samples = (ProcessUse(child.pid, 1, 37), ProcessUse(os.getpid(), 1, 60))
+        async with world.looking():
+            await until(lambda: read(container, "utilisation") == 37)
+
+    play(scene)

@@ -1,4 +1,9 @@
-"""`python -m bench.smi`: what nvidia-smi shows in a container with a quota, as JSON."""
+"""`python -m bench.smi`: what nvidia-smi shows in a container with a quota, as JSON.
+
+A container burns the GPU and runs nvidia-smi meanwhile: alone with a cap of 100 %, then capped at
+30 % beside another that burns, too. Each time it must see its quota, what its own process holds,
+that process and no other, and a GPU that is fully used.
+"""
 
 from __future__ import annotations
 
@@ -6,40 +11,166 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from bench.machine import ROOT, MachineError, Nvidia
 from bench.node import Node
 
-QUERY = [
-    "--query-gpu=name,driver_version,memory.total,memory.used",
-    "--format=csv,noheader,nounits",
-]
+QUOTA_MIB = 3072
+BUSY = 80
+"""A burner keeps what it may use of the GPU that busy, percent, at least."""
+WORK_S = 15
+LOOK_S = 9
+
+GPU_QUERY = "name,driver_version,memory.total,memory.used,memory.free,utilization.gpu"
+# Looks until shortly before the burner ends; the last one counts. Plain `nvidia-smi` must work,
+# too, and draws its table from other calls than the queries.
+SCRIPT = f"""
+/usr/bin/burner --unit-us 500 --seconds {WORK_S} --out /out/progress.bin >/out/burner.log 2>&1 &
+burner=$!
+end=$(($(date +%s) + {LOOK_S}))
+while [ "$(date +%s)" -lt $end ]; do
+    echo "look $burner"
+    echo gpu; nvidia-smi --query-gpu={GPU_QUERY} --format=csv,noheader,nounits || exit
+    echo apps; nvidia-smi --query-compute-apps=pid,used_memory --format=csv,noheader,nounits || exit
+    sleep 0.3
+done
+echo table; nvidia-smi || exit
+echo monitor; nvidia-smi pmon -c 1 || exit
+wait $burner
+"""
+CASES: dict[str, dict[str, str]] = {
+    "alone": {"compute": "30", "compute-limit": "100"},
+    "beside": {"compute": "30"},
+}
+NEIGHBOUR = {"memory": "3Gi", "compute": "60"}
+
+
+@dataclass
+class Look:
+    """What nvidia-smi said at one time: MiB, percent, and the MiB of each process by pid."""
+
+    burner: int
+    name: str = ""
+    driver: str = ""
+    total_mib: int = 0
+    used_mib: int = 0
+    free_mib: int = 0
+    utilisation: int = -1
+    processes: dict[int, int] = field(default_factory=dict)
+
+
+def read_looks(text: str) -> tuple[list[Look], str, str]:
+    """Return the looks of a container's output, and its table and monitor as they are."""
+    looks: list[Look] = []
+    rest = {"table": "", "monitor": ""}
+    section = ""
+    for line in text.splitlines():
+        first, _, number = line.partition(" ")
+        if first == "look" and number.isdigit():
+            looks.append(Look(int(number)))
+            section = ""
+        elif line in ("gpu", "apps", *rest):
+            section = line
+        elif section in rest:
+            rest[section] += line + "\n"
+        elif section and looks and line.strip():
+            parts = [part.strip() for part in line.split(",")]
+            if section == "gpu" and len(parts) == 6:
+                look = looks[-1]
+                look.name, look.driver = parts[:2]
+                look.total_mib, look.used_mib, look.free_mib, look.utilisation = (
+                    int(part) if part.isdigit() else -1 for part in parts[2:]
+                )
+            elif section == "apps" and parts[0].isdigit():
+                known = parts[1] if len(parts) > 1 else ""
+                looks[-1].processes[int(parts[0])] = int(known) if known.isdigit() else -1
+    return looks, rest["table"], rest["monitor"]
+
+
+def judge(looks: list[Look], table: str, monitor: str) -> list[str]:
+    """Return what is wrong with a container's view of its GPU."""
+    if not looks:
+        return ["nvidia-smi was not run"]
+    last = looks[-1]
+    wrong = []
+    if last.total_mib != QUOTA_MIB:
+        wrong.append(f"memory.total is {last.total_mib} MiB, not {QUOTA_MIB}")
+    if abs(last.used_mib + last.free_mib - last.total_mib) > 1:
+        wrong.append(f"{last.used_mib} MiB used and {last.free_mib} MiB free are not the total")
+    if list(last.processes) != [last.burner]:
+        wrong.append(f"processes {list(last.processes)}, not the burner ({last.burner}) alone")
+    # nvidia-smi rounds each.
+    elif abs(last.processes[last.burner] - last.used_mib) > 1 or last.used_mib <= 0:
+        wrong.append(
+            f"the burner has {last.processes[last.burner]} MiB, the GPU {last.used_mib} MiB in use"
+        )
+    if not BUSY <= last.utilisation <= 100:
+        wrong.append(f"utilization.gpu is {last.utilisation} %, not {BUSY} to 100")
+    if f"{QUOTA_MIB}MiB" not in table:
+        wrong.append(f"the table does not show {QUOTA_MIB} MiB")
+    rows = [line.split() for line in monitor.splitlines() if line and not line.startswith("#")]
+    pids = [row[1] for row in rows if len(row) > 1]
+    if pids != [str(last.burner)]:
+        wrong.append(f"pmon shows {pids}, not the burner ({last.burner}) alone")
+    return wrong
+
+
+def run_case(
+    node: Node, name: str, annotations: Mapping[str, str]
+) -> tuple[list[str], dict[str, object]]:
+    """Run one case; return what is wrong, and what was seen."""
+    neighbour = None
+    if name == "beside":
+        burn = ["/usr/bin/burner", "--unit-us", "500", "--seconds", str(2 * WORK_S)]
+        neighbour = node.start("neighbour", burn, NEIGHBOUR)
+    container = node.start(name, ["/bin/sh", "-c", SCRIPT], {"memory": "3Gi", **annotations})
+    status = node.wait(container, 120)
+    if neighbour is not None:
+        beside = neighbour.process.poll() is None
+        node.delete(neighbour)
+        if not beside:
+            return [f"the neighbour ended early: see {neighbour.bundle}/output"], {}
+    looks, table, monitor = read_looks(container.output)
+    wrong = judge(looks, table, monitor)
+    if status:
+        log = container.out / "burner.log"
+        said = log.read_text(errors="replace").strip() if log.exists() else ""
+        wrong.append(f"the container ended with status {status}: {said}")
+    seen: dict[str, object] = {
+        "looks": [asdict(look) for look in looks],
+        "table": table,
+        "monitor": monitor,
+    }
+    return wrong, seen
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run nvidia-smi in a container of 3 GiB and compare what it shows with the quota."""
+    """Run the cases, write DIR/smi.json, and return 1 where one of them is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.smi", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/smi")
     args = parser.parse_args(argv)
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
+    report: dict[str, object] = {}
+    failed = False
     try:
         machine = Nvidia(args.output.resolve(), ROOT / "build/meson")
         with Node(machine) as node:
-            container = node.start("smi", ["/usr/bin/nvidia-smi", *QUERY], {"memory": "3Gi"})
-            status = node.wait(container, 60)
+            for name, annotations in CASES.items():
+                wrong, seen = run_case(node, name, annotations)
+                report[name] = {"wrong": wrong, **seen}
+                failed = failed or bool(wrong)
+                print(seen.get("table", ""))
+                print(seen.get("monitor", ""))
+                print(f"{name}: {'; '.join(wrong) or 'as it should be'}")
     except MachineError as e:
         print(f"smi: {e}", file=sys.stderr)
         return 1
-    lines = container.output.strip().splitlines()
-    print(container.output.strip())
-    if status or not lines:
-        return status or 1
-    name, driver, total, used = (part.strip() for part in lines[-1].split(","))
-    result = {"name": name, "driver": driver, "total_mib": int(total), "used_mib": int(used)}
-    (args.output / "smi.json").write_text(json.dumps(result) + "\n")
-    return 0 if int(total) == 3072 else 1
+    (args.output / "smi.json").write_text(json.dumps(report, indent=1) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ LOOK_NS = 250_000_000
 SOON_NS = 20_000_000
 """Two looks at a GPU are at least so far apart."""
 POLL_S = 0.01
+"""So often the ledgers are asked whether a process waits, while there are processes."""
 IDLE_S = 0.05
-"""So often we see whether there are containers, while there are none."""
+"""So often we see whether there are any: a first context takes longer than that to make."""
 
 
 class Observer(Protocol):
@@ -76,7 +77,8 @@ async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> No
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
         while True:
-            await asyncio.sleep(POLL_S if server.containers else IDLE_S)
+            busy = any(container.pids() for container in server.containers.values())
+            await asyncio.sleep(POLL_S if busy else IDLE_S)
             for watch in watches:
                 now_ns = time.monotonic_ns()
                 if watch.is_due(server, now_ns):

@@ -1,21 +1,21 @@
 """`python -m libcontrol.coverage --driver FILE`: which functions of a driver are governed.
 
-Holds three things against each other: what a libcuda exports, what is known of its functions
-(functions.toml), and which of them the control library takes (libcontrol.api). A function that
-takes memory, gives it back or starts work and is not taken is ungoverned; one that nobody knows may
-be.
+Holds three things against each other: what a libcuda exports, or a header of NVIDIA's declares;
+what is known of these functions (functions.toml); and which of them the control library takes
+(libcontrol.api). A function that takes memory, gives it back or starts work and is not taken is
+ungoverned; one that nobody knows may be.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,30 @@ GOVERNED = ("takes", "gives", "works")
 
 FORM = re.compile(r"(_v[0-9]+)?(_ptsz|_ptds)?$")
 
+COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+DECLARED = re.compile(r"\bCUresult\s+CUDAAPI\s+(cu\w+)\s*\(")
+DEFINED = re.compile(
+    r"^\s*#define (cu\w+)\s+(?:__CUDA_API_(PT[SD][ZS])\()?(cu\w+)\)?\s*$", re.MULTILINE
+)
+AS_EXPORTED = "\n#if defined(__CUDA_API_VERSION_INTERNAL)\n"
+"""Where cuda.h takes its macros back and declares the forms that they hide, by their own names."""
+
 
 @dataclass(frozen=True)
 class Function:
-    """One export: its effect (a table of functions.toml, None for an unknown) and who answers."""
+    """A function: its effect (a table of functions.toml, None for an unknown) and our method.
+
+    `method` is that of libcontrol.api, or "forward" where the driver answers alone.
+    """
 
     name: str
     effect: str | None
-    hooked: bool
+    method: str
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the control library has a function of this name."""
+        return self.method != "forward"
 
     @property
     def ungoverned(self) -> bool:
@@ -45,62 +61,112 @@ class Function:
 
 
 def read_effects(path: Path = FUNCTIONS) -> dict[str, str]:
-    """Return the effect of each name, or pattern of names, in the order in which they count."""
+    """Return the effect of each function, by its name without the suffixes of its forms."""
     tables: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: effect for effect, table in tables.items() for name in table["functions"]}
 
 
+def base_name(name: str) -> str:
+    """Return the name that all forms of a function share."""
+    return FORM.sub("", name)
+
+
 def effect_of(name: str, effects: Mapping[str, str]) -> str | None:
     """Return what a function does, whichever of its forms it is; None when nobody says so."""
-    base = FORM.sub("", name)
-    if base in effects:
-        return effects[base]
-    return next((e for pattern, e in effects.items() if fnmatchcase(base, pattern)), None)
+    return effects.get(base_name(name))
 
 
-def cover(exports: Iterable[str]) -> tuple[Function, ...]:
+def read_declarations(header: Path) -> frozenset[str]:
+    """Return what a header of the driver API declares, by the names that a driver exports.
+
+    A macro may stand for such a name: `cuMemFreeAsync` for `cuMemFreeAsync_ptsz` where a program
+    asks for streams per thread, so that the driver has both.
+    """
+    text = COMMENT.sub("", header.read_text(encoding="utf-8", errors="replace"))
+    public, _, as_exported = text.partition(AS_EXPORTED)
+    # cuGraphInstantiate is one of two functions, and declared as both under their own names.
+    macros = {name: (target, form) for name, form, target in DEFINED.findall(public)}
+    names = set(DECLARED.findall(as_exported))
+    for name in DECLARED.findall(public):
+        target, form = macros.get(name, (name, ""))
+        names.add(target)
+        if form:
+            names.add(f"{target}_{form.lower()}")
+    return frozenset(names)
+
+
+def cover(names: Iterable[str]) -> tuple[Function, ...]:
     """Return each function of the driver API among these names."""
-    effects, hooked = read_effects(), {fn.name for fn in CUDA}
+    effects, methods = read_effects(), {fn.name: fn.method for fn in CUDA}
     return tuple(
-        Function(name, effect_of(name, effects), name in hooked)
-        for name in sorted(exports)
+        Function(name, effect_of(name, effects), methods.get(name, "forward"))
+        for name in sorted(names)
         if name.startswith("cu")
     )
+
+
+def print_table(functions: Iterable[Function]) -> None:
+    """Print a line for each function: name, effect, method."""
+    for f in functions:
+        print(f"{f.name:<48} {f.effect or 'unknown':<10} {f.method}")
+
+
+def print_summary(functions: tuple[Function, ...]) -> None:
+    """Print how many functions there are of each kind, and which need somebody's attention."""
+    hooked = sum(f.hooked for f in functions)
+    ungoverned = [f for f in functions if f.ungoverned]
+    unknown = [f.name for f in functions if f.effect is None]
+    forwarded = [f for f in functions if not (f.hooked or f.ungoverned or f.effect is None)]
+    print(
+        f"{len(functions)} functions: {hooked} hooked, {len(forwarded)} forwarded, "
+        f"{len(ungoverned)} ungoverned, {len(unknown)} unknown"
+    )
+    for effect in GOVERNED:
+        names = [f.name for f in ungoverned if f.effect == effect]
+        if names:
+            print(f"ungoverned, {effect}: {' '.join(names)}")
+    if unknown:
+        print(f"unknown: {' '.join(unknown)}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; the status is 1 while a function is ungoverned or unknown."""
     parser = argparse.ArgumentParser(prog="python -m libcontrol.coverage", description=__doc__)
-    parser.add_argument("--driver", required=True, metavar="FILE", help="a libcuda.so.<version>")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--driver", type=Path, metavar="FILE", help="a libcuda.so.<version>")
+    source.add_argument(
+        "--header", type=Path, metavar="FILE", help="NVIDIA's cuda.h, cudaGL.h, ..."
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print one JSON document")
+    output.add_argument(
+        "--table", action="store_true", help="print name, effect and method of each"
+    )
     args = parser.parse_args(argv)
     try:
-        functions = cover(read_exports(Path(args.driver).resolve()))
+        names = (
+            read_declarations(args.header) if args.header else read_exports(args.driver.resolve())
+        )
     except LibraryError as e:
         print(f"coverage: {e}", file=sys.stderr)
         return e.status
-    ungoverned = [f for f in functions if f.ungoverned]
-    unknown = [f.name for f in functions if f.effect is None]
-    forwarded = [f for f in functions if not (f.hooked or f.ungoverned or f.effect is None)]
+    except OSError as e:
+        print(f"coverage: {e.filename}: {e.strerror}", file=sys.stderr)
+        return os.EX_NOINPUT
+    functions = cover(names)
     if args.json:
         document = {
-            "driver": Path(args.driver).resolve().name,
-            "functions": [vars(f) | {"ungoverned": f.ungoverned} for f in functions],
+            "header" if args.header else "driver": (args.header or args.driver).resolve().name,
+            "functions": [
+                vars(f) | {"hooked": f.hooked, "ungoverned": f.ungoverned} for f in functions
+            ],
         }
         print(json.dumps(document, indent=1))
+    elif args.table:
+        print_table(functions)
     else:
-        hooked = sum(f.hooked for f in functions)
-        print(
-            f"{len(functions)} functions: {hooked} hooked, {len(forwarded)} forwarded, "
-            f"{len(ungoverned)} ungoverned, {len(unknown)} unknown"
-        )
-        for effect in GOVERNED:
-            names = [f.name for f in ungoverned if f.effect == effect]
-            if names:
-                print(f"ungoverned, {effect}: {' '.join(names)}")
-        if unknown:
-            print(f"unknown: {' '.join(unknown)}")
-    return 1 if ungoverned or unknown else 0
+        print_summary(functions)
+    return 1 if any(f.ungoverned or f.effect is None for f in functions) else 0
 
 
 if __name__ == "__main__":

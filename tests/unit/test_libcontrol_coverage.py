@@ -24,7 +24,10 @@ from vdriver.discover import find_driver
         ("cuMemsetD8_v2", "works"),
         ("cuGraphInstantiateWithParams_ptsz", "takes"),
         ("cuStreamGetCaptureInfo_v3", "plain"),
+        ("cuMulticastCreate", "plain"),
+        ("cuMemPrefetchAsync_v2_ptsz", "transfers"),
         ("cuMemAllocFromTheFuture", None),
+        ("cuMemHostOfTheFuture", None),
     ],
 )
 def test_every_form_of_a_function_does_what_the_function_does(name, effect):
@@ -58,6 +61,60 @@ def test_a_function_that_takes_memory_past_us_or_that_nobody_knows_is_told(tmp_p
     assert [f["name"] for f in functions if f["ungoverned"]] == ["cuMemCreate"]
     assert coverage.main(["--driver", str(source)]) == 65
     assert "not an ELF file" in capsys.readouterr().err
+
+
+HEADER = """
+#if defined(CUDA_API_PER_THREAD_DEFAULT_STREAM)
+    #define __CUDA_API_PTSZ(api) api ## _ptsz
+#endif
+#define cuMemAlloc                cuMemAlloc_v2
+#define cuGraphInstantiate        cuGraphInstantiateWithFlags
+#define cuMemcpyDtoD              __CUDA_API_PTDS(cuMemcpyDtoD_v2)
+    #define cuStreamQuery         __CUDA_API_PTSZ(cuStreamQuery)
+/** CUresult CUDAAPI cuOfAComment(void); */
+CUresult CUDAAPI cuMemAlloc(CUdeviceptr *dptr, size_t bytesize);
+CUresult CUDAAPI cuGraphInstantiate(CUgraphExec *graph);
+CUresult CUDAAPI cuMemcpyDtoD(CUdeviceptr a, CUdeviceptr b, size_t n);
+CUresult CUDAAPI cuStreamQuery(CUstream stream);
+__CUDA_DEPRECATED CUresult CUDAAPI cuOfTomorrow(
+    int a);
+#if defined(__CUDA_API_VERSION_INTERNAL)
+    #undef cuMemAlloc
+    CUresult CUDAAPI cuMemAlloc(CUdeviceptr_v1 *dptr, unsigned int bytesize);
+#elif defined(__CUDA_API_PER_THREAD_DEFAULT_STREAM)
+static inline CUresult cuGetProcAddress_v2_ptsz(const char *symbol) { return 0; }
+#endif
+"""
+
+
+def test_a_header_declares_each_form_that_a_driver_exports(tmp_path):
+    header = tmp_path / "cuda.h"
+    header.write_text(HEADER)
+    assert coverage.read_declarations(header) == {
+        "cuMemAlloc",
+        "cuMemAlloc_v2",
+        "cuGraphInstantiateWithFlags",
+        "cuMemcpyDtoD_v2",
+        "cuMemcpyDtoD_v2_ptds",
+        "cuStreamQuery",
+        "cuStreamQuery_ptsz",
+        "cuOfTomorrow",
+    }
+
+
+def test_the_table_says_who_answers_each_function_of_a_header(tmp_path, capsys):
+    header = tmp_path / "cuda.h"
+    header.write_text(HEADER)
+    assert coverage.main(["--header", str(header), "--table"]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["cuMemAlloc_v2", "takes", "charge"] in lines
+    assert ["cuStreamQuery_ptsz", "plain", "forward"] in lines
+    assert ["cuOfTomorrow", "unknown", "forward"] in lines
+    header.write_text("CUresult CUDAAPI cuStreamQuery(CUstream stream);\n")
+    assert coverage.main(["--header", str(header)]) == 0
+    assert capsys.readouterr().out.startswith("1 functions: 0 hooked, 1 forwarded, 0 ungoverned")
+    assert coverage.main(["--header", str(tmp_path / "none.h")]) == 66
+    assert "none.h: No such file" in capsys.readouterr().err
 
 
 def test_no_function_of_a_real_driver_is_unknown(driver_root):  # noqa: F811 - the fixture

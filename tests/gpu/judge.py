@@ -1,0 +1,351 @@
+"""`python -m tests.gpu.judge`: whether any function of cuda.h works past Tidegate.
+
+Compiles judge.c against the CUDA headers of this machine and runs it twice: on the bare machine, and
+in a container with a quota. A call that moves what NVML sees, or that makes the GPU work, has to move
+the container's ledger as well, and to answer what it answers natively. What the control library is
+thought to do with a function (libcontrol.api, functions.toml) is not asked. Writes report.json,
+table.txt and the lines of both runs, and ends with 1 when a function failed or has no call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
+from bench.node import Node
+from bench.provenance import describe_run
+from libcontrol.coverage import read_declarations
+
+SOURCE = Path(__file__).with_name("judge.c")
+LEAST_VERSION = 13000
+
+MIB = 1 << 20
+TOOK = 2 * MIB
+"""NVML counts in pages of this size: whoever took or gave anything took or gave one."""
+WORKED_US = 40.0
+"""GPU time of a call that did something; two events with nothing between them are 2 us apart."""
+WAITED_US = 100.0
+"""The same for a call that waits: a difference of the host's times, which are less exact."""
+OUT_OF_MEMORY = 2
+RUN_S = 540.0
+
+Row = dict[str, Any]
+Key = tuple[str, str]
+"""A function's name and which of its calls it is."""
+
+CONTROLS = {
+    "cuMemAlloc_v2": "memory",
+    "cuLaunchKernel": "work",
+    "cuMemcpyDtoD_v2": "work",
+    "cuMemsetD8_v2": "work",
+}
+"""Calls of which is known what they do: if these are not seen, nothing that the judge says counts."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the two runs say of one call."""
+
+    key: Key
+    native: Row
+    governed: Row
+    faults: tuple[str, ...]
+    unproven: str
+    """Why the call proves nothing here: it cannot be made, or the driver itself refuses it."""
+
+
+def find_include(given: Path | None = None) -> Path | None:
+    """Return a directory with a cuda.h that has what judge.c calls, None if there is none."""
+    named = [Path(os.environ[n], "include") for n in ("CUDA_HOME", "CUDA_PATH") if n in os.environ]
+    usual = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"))]
+    # NVIDIA's Python packages: nvidia-cuda-runtime and its like.
+    packages = [d for p in sys.path for d in sorted(Path(p or ".").glob("nvidia/*/include"))]
+    for directory in [given] if given else [*named, *usual, Path("/usr/include"), *packages]:
+        header = directory / "cuda.h"
+        if header.exists():
+            text = header.read_text(encoding="utf-8", errors="replace")
+            version = re.search(r"^#define CUDA_VERSION (\d+)", text, re.MULTILINE)
+            if version and int(version[1]) >= LEAST_VERSION:
+                return directory
+    return None
+
+
+def compile_judge(include: Path, output: Path) -> None:
+    """Compile judge.c against a cuda.h; it needs no library of NVIDIA's to link with."""
+    command = [
+        "gcc", "-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'libcontrol'}",
+        "-isystem", str(include), str(SOURCE), "-o", str(output), "-lpthread", "-ldl",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error:" in line]
+        raise MachineError(f"judge.c does not compile: {' '.join(errors[:1])}")
+
+
+def listed(program: Path) -> frozenset[str]:
+    """Return the names of the functions that a compiled judge has something to say of."""
+    done = subprocess.run([str(program), "--list"], capture_output=True, text=True, check=True)
+    return frozenset(line.split("\t")[0] for line in done.stdout.splitlines())
+
+
+def read_rows(text: str) -> dict[Key, Row]:
+    """Return the judge's lines by key; of a call that ended its process, the line that says so."""
+    rows: dict[Key, Row] = {}
+    for line in text.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            rows[row["name"], row["variant"]] = row
+    return rows
+
+
+def memory_of(row: Mapping[str, Any]) -> int:
+    """Return how many bytes NVML saw come (or go, negative): of processes, else of the device."""
+    return int(row.get("process") or row.get("device") or 0)
+
+
+def moved(row: Mapping[str, Any], counters: Iterable[str], *, up: bool = False) -> bool:
+    """Whether one of the ledger's counters moved (went up), when the call returned or later."""
+    return any(
+        row.get(when, {}).get(name, 0) > 0 or (not up and row.get(when, {}).get(name, 0) < 0)
+        for when in ("returned", "after")
+        for name in counters
+    )
+
+
+def memory_fault(native: Row, governed: Row) -> str:
+    """Say what memory a call moved that the ledger did not see."""
+    change = max(memory_of(native), memory_of(governed), key=abs)
+    if abs(change) < TOOK or native["paid"]:
+        return ""
+    # A look at NVML takes back what was provisional, whatever the call: only its rise is the call's.
+    seen = moved(governed, ("memory", "unseen")) or moved(
+        governed, ("provisional", "provisional_ns"), up=True
+    )
+    return (
+        "" if seen else f"{'takes' if change > 0 else 'gives'} {abs(change) / MIB:.0f} MiB unseen"
+    )
+
+
+def worked_us(row: Row) -> float:
+    """Return the GPU time of a call, 0 where it is too short to be told from none."""
+    time = float(row["gpu_us"])
+    return time if time > (WAITED_US if row["waited"] else WORKED_US) else 0.0
+
+
+def work_fault(native: Row, governed: Row) -> str:
+    """Say how long a call made the GPU work that did not pass the gate."""
+    time = max(worked_us(native), worked_us(governed))
+    if not time or moved(governed, ("launches", "small"), up=True):
+        return ""
+    if not moved(governed, ("transfers",), up=True):
+        return f"works {time:.0f} us past the gate"
+    return "" if native["host"] else f"works {time:.0f} us on the device, counted as a transfer"
+
+
+def judge_call(key: Key, native: Row, governed: Row, quota: int) -> Verdict:
+    """Hold the two runs of a call against each other; `quota` is the container's memory in bytes."""
+    outcome = native["outcome"]
+    if outcome != "ran":
+        # A driver may lack what the control library has, and a preparation may end otherwise then.
+        mild = ("absent", "unprepared", "not called", outcome)
+        fault = f"{governed['outcome']} with a quota, natively {outcome}"
+        faults = [] if governed["outcome"] in mild else [fault]
+        return Verdict(key, native, governed, tuple(faults), native["reason"])
+    if governed["outcome"] != "ran":
+        fault = f"{governed['outcome']} with a quota: {governed['reason']}"
+        return Verdict(key, native, governed, (fault,), "")
+    answers = ""
+    if governed["result"] != native["result"]:
+        refused = governed["result"] == OUT_OF_MEMORY and memory_of(native) > quota
+        if not refused:
+            answers = f"answers {governed['result']}, natively {native['result']}"
+            answers += f" ({governed['detail']})" if "detail" in governed else ""
+    found = (answers, memory_fault(native, governed), work_fault(native, governed))
+    unproven = f"the driver answers {native['result']}" if native["result"] else ""
+    return Verdict(key, native, governed, tuple(f for f in found if f), unproven)
+
+
+def blind(rows: Mapping[Key, Row], controls: Iterable[str] = tuple(CONTROLS)) -> list[str]:
+    """Name what the judge should have seen natively and did not."""
+    missed = []
+    for name in controls:
+        row = rows.get((name, ""), {"outcome": "missing"})
+        seen = row["outcome"] == "ran" and row["result"] == 0
+        if seen and CONTROLS[name] == "memory":
+            seen = memory_of(row) >= TOOK
+        elif seen:
+            seen = worked_us(row) > 0
+        if not seen:
+            missed.append(f"{name}: its {CONTROLS[name]} was not seen natively")
+    return missed
+
+
+def judge_all(
+    native: Mapping[Key, Row], governed: Mapping[Key, Row], declared: Iterable[str], quota: int
+) -> tuple[list[Verdict], list[str]]:
+    """Return a verdict for each call, and what is wrong with the judgement itself."""
+    lost: Row = {"outcome": "missing", "reason": "this run did not come to it"}
+    keys = dict.fromkeys([*native, *governed])
+    verdicts = [judge_call(k, native.get(k, lost), governed.get(k, lost), quota) for k in keys]
+    called = {name for name, _ in keys}
+    wrong = [f"{name}: declared, and nobody calls it" for name in sorted(set(declared) - called)]
+    if not any("after" in row for row in governed.values()):
+        wrong.append("no process in the container found its slot of the ledger")
+    return verdicts, wrong
+
+
+def make_table(verdicts: Iterable[Verdict]) -> str:
+    """Return a line for each call: natively its answer, memory and GPU time, then the verdict."""
+    lines = [f"{'function':<52} {'answer':>6} {'MiB':>7} {'us':>8}  verdict"]
+    for v in verdicts:
+        name = v.key[0] + (f" ({v.key[1]})" if v.key[1] else "")
+        ran = v.native["outcome"] == "ran"
+        answer = str(v.native["result"]) if ran else "-"
+        memory = f"{memory_of(v.native) / MIB:.0f}" if ran else "-"
+        time = f"{v.native['gpu_us']:.0f}" if ran and v.native["gpu_us"] >= 0 else "-"
+        said = "; ".join(v.faults)
+        said = f"FAILED: {said}" if said else f"unproven: {v.unproven}" if v.unproven else "ok"
+        lines.append(f"{name:<52} {answer:>6} {memory:>7} {time:>8}  {said}")
+    return "\n".join(lines) + "\n"
+
+
+class JudgedNvidia(Nvidia):
+    """A real GPU, with the judge in the container's image."""
+
+    program: Path
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Add the judge."""
+        super().make_rootfs(directory)
+        shutil.copy(self.program, directory / "usr/bin/judge")
+
+
+class JudgedSimulated(Simulated):
+    """The simulated GPU, with the judge in the container's image."""
+
+    program: Path
+
+    def make_rootfs(self, directory: Path) -> None:
+        """Add the judge."""
+        super().make_rootfs(directory)
+        shutil.copy(self.program, directory / "usr/bin/judge")
+
+
+def run_native(machine: Machine, program: Path, options: list[str]) -> str:
+    """Run the judge on the bare machine and return its lines."""
+    try:
+        done = subprocess.run(
+            [str(program), *options],
+            env={**os.environ, **machine.environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=RUN_S,
+        )
+    except subprocess.TimeoutExpired as e:
+        raise MachineError(f"the judge did not end within {RUN_S:g} s") from e
+    if done.returncode:
+        raise MachineError(f"the judge ended with {done.returncode}: {done.stderr.strip()[-200:]}")
+    return done.stdout
+
+
+def run_governed(machine: Machine, options: list[str], quota: int) -> str:
+    """Run the judge in a container that is alone, and return its lines."""
+    with Node(machine) as node:
+        annotations = {"memory": str(quota), "compute": "100"}
+        container = node.start("judge", ["/usr/bin/judge", *options], annotations)
+        status = node.wait(container, RUN_S)
+    if status:
+        last = " ".join(container.output.strip().splitlines()[-2:])
+        raise MachineError(f"the judge ended with {status} in a container: {last[-300:]}")
+    return container.output
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run both and write the report; 1 when a function failed or the judge was blind."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.judge", description=__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "build/judge")
+    parser.add_argument("--include", type=Path, help="where cuda.h is; default: the usual places")
+    parser.add_argument("--quota", type=int, default=64 << 30, help="the container's memory, bytes")
+    parser.add_argument("--block", type=int, default=1024, help="what is copied and filled, MiB")
+    parser.add_argument("--only", help="one function, by the name that the driver exports")
+    parser.add_argument(
+        "--simulated",
+        action="store_true",
+        help="on the simulated GPU, which has a part of the functions and copies in no time",
+    )
+    args = parser.parse_args(argv)
+    output = args.output.absolute()
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    include = find_include(args.include)
+    if include is None:
+        print("judge: no cuda.h of CUDA 13.0 or later here; see --include", file=sys.stderr)
+        return os.EX_NOINPUT
+    program = output / "judge"
+    options = ["--block", str(args.block), *(["--only", args.only] if args.only else [])]
+    machine: JudgedSimulated | JudgedNvidia | None = None
+    try:
+        compile_judge(include, program)
+        build = ROOT / "build/meson"
+        work = output / "work"
+        machine = JudgedSimulated(work, build) if args.simulated else JudgedNvidia(work, build)
+        machine.program = program
+        lines = {"native": run_native(machine, program, options)}
+        lines["governed"] = run_governed(machine, options, args.quota)
+    except MachineError as e:
+        print(f"judge: {e}", file=sys.stderr)
+        return 1
+    finally:
+        if machine is not None:
+            machine.close()
+    for arm, text in lines.items():
+        (output / f"{arm}.jsonl").write_text(text)
+    native, governed = (read_rows(lines[arm]) for arm in ("native", "governed"))
+    declared = [args.only] if args.only else read_declarations(include / "cuda.h")
+    verdicts, wrong = judge_all(native, governed, declared, args.quota)
+    if not args.only:
+        # Copies and fills take no time on a simulated GPU.
+        sure = ("cuMemAlloc_v2", "cuLaunchKernel")
+        wrong += blind(native, sure if args.simulated else tuple(CONTROLS))
+    failed = [v for v in verdicts if v.faults]
+    unproven = [v for v in verdicts if v.unproven and not v.faults]
+    untimed = [v for v in verdicts if not (v.faults or v.unproven) and v.native["gpu_us"] < 0]
+    table = make_table(verdicts)
+    report = {
+        "run": describe_run(),
+        "functions": len(set(declared)),
+        "calls": len(verdicts),
+        "proven": len(verdicts) - len(failed) - len(unproven),
+        "wrong": wrong,
+        "failed": {" ".join(v.key).strip(): list(v.faults) for v in failed},
+        "unproven": {" ".join(v.key).strip(): v.unproven for v in unproven},
+        "untimed": [" ".join(v.key).strip() for v in untimed],
+        "rows": [{"native": v.native, "governed": v.governed} for v in verdicts],
+    }
+    (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (output / "table.txt").write_text(table)
+    for v in failed:
+        print(f"{' '.join(v.key).strip()}: {'; '.join(v.faults)}")
+    for line in wrong:
+        print(line)
+    print(
+        f"judge: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
+        f"should be ({len(untimed)} of them without a look at GPU time), {len(failed)} failed, "
+        f"{len(unproven)} prove nothing here"
+    )
+    return 1 if failed or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

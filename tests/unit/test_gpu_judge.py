@@ -1,0 +1,144 @@
+"""The judge of completeness: its calls, its rules, and itself on the simulated GPU."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from libcontrol.coverage import base_name, read_declarations, read_effects
+from tests.gpu import judge
+
+CALLED = re.compile(r"^(?:CASE|VARIANT|NOT_HERE)\((cu\w+), ", re.MULTILINE)
+# What other headers than cuda.h declare, or none.
+ELSEWHERE = re.compile(
+    r"cudbg|cuGL|cuWGL|cuEGL|cuVDPAU|cuProfiler|cuGraphics(GL|EGL|VDPAU)"
+    r"|cuGraphicsResourceGetMappedEglFrame|cuEventCreateFromEGLSync|cuMemGetAttribute"
+)
+MIB = 1 << 20
+
+
+def ran(**changes):
+    row = {
+        "outcome": "ran", "host": False, "paid": False, "result": 0, "wall_us": 1.0, "gpu_us": 2.0,
+        "waited": False, "process": 0, "device": 0, "returned": {}, "after": {},
+    }  # fmt: skip
+    return row | changes
+
+
+def faults(native, governed=None, quota=64 << 30):
+    return judge.judge_call(("cuX", ""), native, governed or native, quota).faults
+
+
+def test_each_function_of_the_reference_is_called_or_says_why_not():
+    calls = judge.SOURCE.with_name("judge_calls.h").read_text()
+    called = {base_name(name) for name in CALLED.findall(calls)}
+    expected = {name for name in read_effects() if not ELSEWHERE.match(name)}
+    assert called == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        (ran(), None),
+        (ran(process=64 * MIB), "takes 64 MiB unseen"),
+        (ran(process=64 * MIB, returned={"memory": 64 * MIB}), None),
+        (ran(process=64 * MIB, after={"unseen": 1}), None),
+        (ran(device=4096 * MIB, after={"provisional_ns": 5}), None),
+        (ran(device=4096 * MIB, after={"provisional": -5}), "takes 4096 MiB unseen"),
+        (ran(process=-512 * MIB), "gives 512 MiB unseen"),
+        (ran(process=-512 * MIB, returned={"memory": -512 * MIB}), None),
+        (ran(process=64 * MIB, paid=True), None),
+        (ran(process=MIB), None),
+        (ran(gpu_us=1000.0), "works 1000 us past the gate"),
+        (ran(gpu_us=1000.0, returned={"launches": 1}), None),
+        (ran(gpu_us=1000.0, returned={"small": 3}), None),
+        (ran(gpu_us=1000.0, returned={"transfers": 1}), "works 1000 us on the device, counted as"),
+        (ran(gpu_us=1000.0, returned={"transfers": 1}, host=True), None),
+        (ran(gpu_us=1000.0, host=True), "works 1000 us past the gate"),
+        (ran(gpu_us=60.0, waited=True), None),
+        (ran(gpu_us=60.0), "works 60 us past the gate"),
+    ],
+)
+def test_what_a_call_does_has_to_show_in_the_ledger(row, fault):
+    found = faults(row)
+    assert len(found) == (fault is not None)
+    assert fault is None or found[0].startswith(fault)
+
+
+def test_a_call_is_judged_by_what_either_run_saw_of_it():
+    assert faults(ran(process=64 * MIB), ran()) == ("takes 64 MiB unseen",)
+    assert faults(ran(), ran(gpu_us=500.0)) == ("works 500 us past the gate",)
+
+
+def test_a_quota_changes_no_answer_but_that_of_memory_beyond_it():
+    assert faults(ran(), ran(result=1)) == ("answers 1, natively 0",)
+    assert faults(ran(), ran(result=2)) == ("answers 2, natively 0",)
+    large = ran(process=4096 * MIB)
+    assert "answers 2, natively 0" not in faults(large, ran(result=2), quota=1024 * MIB)
+    leak = ran(result=1, detail="cuMemAlloc 13000")
+    assert faults(ran(), leak) == ("answers 1, natively 0 (cuMemAlloc 13000)",)
+
+
+def test_what_proves_nothing_is_said_and_a_crash_with_a_quota_fails():
+    refused = judge.judge_call(("cuX", ""), ran(result=801), ran(result=801), 0)
+    assert (refused.faults, refused.unproven) == ((), "the driver answers 801")
+    absent = {"outcome": "absent", "reason": "the driver has no such symbol"}
+    crashed = {"outcome": "crashed", "reason": "signal 11"}
+    assert judge.judge_call(("cuX", ""), absent, absent, 0).unproven == absent["reason"]
+    assert faults(ran(), crashed) == ("crashed with a quota: signal 11",)
+    assert faults(absent, crashed) == ("crashed with a quota, natively absent",)
+
+
+def test_a_judge_that_misses_what_is_known_is_called_blind():
+    rows = {(name, ""): ran(gpu_us=500.0, process=64 * MIB) for name in judge.CONTROLS}
+    assert judge.blind(rows) == []
+    rows["cuMemAlloc_v2", ""] = ran()
+    del rows["cuLaunchKernel", ""]
+    assert [line.split(":")[0] for line in judge.blind(rows)] == ["cuMemAlloc_v2", "cuLaunchKernel"]
+    _, wrong = judge.judge_all({}, {}, ["cuOfTomorrow"], 0)
+    assert wrong[0] == "cuOfTomorrow: declared, and nobody calls it"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The judge, and the directory of the headers that it was compiled with."""
+    include = judge.find_include()
+    if include is None:
+        # NVIDIA's headers are nobody's to redistribute: not even CI has to have them.
+        pytest.skip("no cuda.h of CUDA 13.0 here")
+    program = tmp_path_factory.mktemp("judge") / "judge"
+    judge.compile_judge(include, program)
+    return program, include
+
+
+def test_every_form_that_the_header_declares_is_called_by_its_name(compiled):
+    program, include = compiled
+    declared = read_declarations(include / "cuda.h")
+    assert judge.listed(program) >= declared
+
+
+def test_the_judge_sees_memory_and_work_on_the_simulated_gpu(compiled, build_dir, tmp_path):
+    program, _ = compiled
+    create = [sys.executable, "-m", "simgpu", "create", "--dir", str(tmp_path)]
+    subprocess.run(create, check=True, cwd=judge.ROOT, stdout=subprocess.DEVNULL)
+    done = subprocess.run(
+        [program, "--block", "4"],
+        env=os.environ
+        | {"SIMGPU_DIR": str(tmp_path), "LD_LIBRARY_PATH": str(build_dir / "simgpu")},
+        check=True, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    rows = judge.read_rows(done.stdout)
+    assert {name for name, _ in rows} == judge.listed(program)
+    assert {row["outcome"] for row in rows.values()} <= {
+        "ran",
+        "absent",
+        "unprepared",
+        "not called",
+    }
+    assert judge.blind(rows, ["cuMemAlloc_v2", "cuLaunchKernel"]) == []
+    assert rows["cuMemAlloc_v2", ""]["process"] == 64 * MIB
+    assert rows["cuMemFree_v2", ""]["process"] == -64 * MIB
+    assert 900 < rows["cuLaunchKernel", ""]["gpu_us"] < 5000
+    assert rows["cuStreamQuery", ""]["gpu_us"] < judge.WORKED_US

@@ -1,0 +1,135 @@
+"""`python -m tests.guest.sanitize address|undefined|thread`: the guest's code under a sanitizer.
+
+Builds the C parts with it, in a build folder of their own, and runs tests/guest/stress.c against the
+control library and the simulated GPU while the grant opens and closes, all of it instrumented. Ends
+with 1 when the sanitizer found something (its report is the output), and with 77 where this machine
+lets nobody make a mount namespace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.room import Room, control_folder
+from simgpu import simgpu
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SECONDS = 6
+LIMIT_S = 120
+"""A run that lasts longer hangs."""
+
+OPTIONS = {
+    # Driver objects that the control library made go with their context, and are no leak of it.
+    "address": {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=66"},
+    "undefined": {"UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1:exitcode=66"},
+    "thread": {"TSAN_OPTIONS": "halt_on_error=0:exitcode=66:second_deadlock_stack=1"},
+}
+NOT_HERE = 77
+
+
+def build(sanitizer: str) -> Path:
+    """Build with a sanitizer and return the build folder; CalledProcessError with the output."""
+    folder = ROOT / "build" / f"sanitize-{sanitizer}"
+    meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
+    commands = [[*meson, "compile", "-C", str(folder)]]
+    if not (folder / "build.ninja").exists():
+        commands.insert(0, [*meson, "setup", str(folder), f"-Db_sanitize={sanitizer}"])
+    for command in commands:
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return folder
+
+
+def open_and_close(room: Room, process: subprocess.Popen[str], seed: int = 1) -> None:
+    """Do to the grant what a governor does, and what happens when one is away, until the end."""
+    draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
+    deadline = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        now = time.monotonic_ns()
+        room.alive = draw.random() > 0.02
+        room.write("contended", draw.randrange(2))
+        room.write("memory_overhead", draw.choice((0, 0, 0, 64 << 20)))
+        match draw.randrange(8):
+            case 0:
+                room.grant_until(2**64 - 1)
+            case 1:
+                room.write("standby_ns", now + 300_000)
+                room.wake()
+            case _:
+                room.grant_until(now + draw.randrange(500_000, 6_000_000))
+        time.sleep(draw.uniform(0.0005, 0.008))
+        if not room.alive:
+            time.sleep(1.2)
+        room.grant_until(0)
+        time.sleep(draw.uniform(0, 0.004))
+    room.grant_until(2**64 - 1)
+
+
+def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, str, str]:
+    """Run the stress program of a build; its status, output and errors."""
+    simgpu.create(work / "gpu")
+    library = control_folder(
+        work / "lib", folder / "libcontrol/libcuda.so.1", (folder / "simgpu/libcuda.so.1").resolve()
+    )
+    uuid = simgpu.device_uuid(1, 0).bytes
+    with Room(work / "room", [uuid], memory_limit=1 << 30) as room:
+        # Sanitizers want their shadow where randomised mappings may lie.
+        command = ["setarch", "-R", str(folder / "stress"), "--seconds", str(SECONDS)]
+        variables = {"LD_LIBRARY_PATH": str(library), "SIMGPU_DIR": str(work / "gpu")}
+        with (
+            (work / "errors").open("w") as errors,
+            subprocess.Popen(
+                room.command(*command),
+                env={**os.environ, **variables, **environment},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            ) as process,
+        ):
+            try:
+                open_and_close(room, process)
+                output, _ = process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return -1, "", f"the program did not end within {LIMIT_S} s"
+        if process.returncode == 0 and (not room.counter("launches") or room.counter("blocks")):
+            return -1, output, "the ledger has no launch, or keeps blocks that were freed"
+    return process.returncode, output, (work / "errors").read_text()
+
+
+def main() -> int:
+    """Build, run, and say what was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.guest.sanitize", description=__doc__)
+    parser.add_argument("sanitizer", choices=sorted(OPTIONS))
+    sanitizer = parser.parse_args().sanitizer
+    with tempfile.TemporaryDirectory() as work:
+        with Room(Path(work) / "probe", []) as room:
+            probe = subprocess.run(
+                room.command("true"), capture_output=True, text=True, check=False
+            )
+        if probe.returncode:
+            print(f"not here: no mount namespace ({probe.stderr.strip()})")
+            return NOT_HERE
+        try:
+            folder = build(sanitizer)
+        except subprocess.CalledProcessError as e:
+            print(e.stdout[-4000:] + e.stderr)
+            return 1
+        status, output, errors = stress(folder, Path(work) / "run", OPTIONS[sanitizer])
+    if status or "runtime error:" in errors or "WARNING: ThreadSanitizer" in errors:
+        print(f"{sanitizer} sanitizer: status {status}\n{output}{errors[:20000]}")
+        return 1
+    said = json.loads(output.splitlines()[-1])
+    print(f"{said['calls']} calls, nothing found; the longest took {said['longest_ms']} ms")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,409 @@
+/*
+ * Threads that use the driver API in every way that the control library knows, for a while
+ *
+ *   stress [--seconds S] [--threads N] [--seed N] [--limit-ms N] [--wait-file F]
+ *
+ * It is linked against libcuda.so.1 as an application is. Each thread draws what it does next:
+ * launches into streams of its own, a shared one and the per-thread one, allocations of all kinds,
+ * capture and replay of graphs, streams and contexts made and destroyed, questions. A call may say
+ * that memory is out; any other error ends the program with 1. A call that takes longer than
+ * --limit-ms ends it with 3 and a line that names the call. With --wait-file it makes F.ready once
+ * it is set up, and works until F is there and --seconds are over. The last line of its output is
+ * JSON: how many calls there were, and the longest.
+ */
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../../simgpu/cuda_abi.h"
+
+CUresult cuInit(unsigned flags);
+CUresult cuDeviceGet(CUdevice *device, int ordinal);
+CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device);
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device);
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device);
+CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device);
+CUresult cuCtxDestroy_v2(CUcontext context);
+CUresult cuCtxSetCurrent(CUcontext context);
+CUresult cuCtxSynchronize(void);
+CUresult cuModuleLoadData(CUmodule *module, const void *image);
+CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name);
+CUresult cuStreamCreate(CUstream *stream, unsigned flags);
+CUresult cuStreamDestroy_v2(CUstream stream);
+CUresult cuStreamSynchronize(CUstream stream);
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags);
+CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode);
+CUresult cuStreamEndCapture(CUstream stream, CUgraph *graph);
+CUresult cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgraph graph, unsigned long long flags);
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream);
+CUresult cuGraphExecDestroy(CUgraphExec exec);
+CUresult cuGraphDestroy(CUgraph graph);
+CUresult cuEventCreate(CUevent *event, unsigned flags);
+CUresult cuEventRecord(CUevent event, CUstream stream);
+CUresult cuEventDestroy_v2(CUevent event);
+CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t size);
+CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height,
+                            unsigned element);
+CUresult cuMemAllocManaged(CUdeviceptr *pointer, size_t size, unsigned flags);
+CUresult cuMemFree_v2(CUdeviceptr pointer);
+CUresult cuMemAllocAsync(CUdeviceptr *pointer, size_t size, CUstream stream);
+CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream stream);
+CUresult cuMemGetInfo_v2(size_t *left, size_t *total);
+CUresult cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,
+                             CUdriverProcAddressQueryResult *status);
+CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx,
+                        unsigned by, unsigned bz, unsigned shared, CUstream stream,
+                        void **parameters, void **extra);
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters,
+                          void **extra);
+
+#define THREADS_MOST 64
+#define BLOCKS       32
+#define BURN_MOST    60000u     /* ns of a kernel */
+#define BLOCK_MOST   (8u << 20) /* bytes of an allocation */
+
+struct worker {
+    pthread_t thread;
+    uint64_t random;
+    CUstream streams[2];
+    CUevent event;
+    CUgraphExec exec;
+    CUdeviceptr blocks[BLOCKS];
+    bool async[BLOCKS];
+    uint64_t n_calls;
+    uint64_t longest;
+    const char *longest_name;
+    /* What the watchdog looks at. */
+    _Atomic(const char *) call;
+    _Atomic uint64_t began;
+};
+
+static struct worker workers[THREADS_MOST];
+static CUdevice device;
+static CUcontext context;
+static CUfunction burn;
+static CUstream shared;
+static _Atomic bool stop;
+
+static uint64_t now(void)
+{
+    struct timespec ts;
+
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* xorshift64: the same seed does the same on every machine, as far as threads let it. */
+static uint64_t draw(struct worker *w, uint64_t below)
+{
+    w->random ^= w->random << 13;
+    w->random ^= w->random >> 7;
+    w->random ^= w->random << 17;
+    return w->random % below;
+}
+
+static void begin(struct worker *w, const char *call)
+{
+    atomic_store(&w->began, now());
+    atomic_store(&w->call, call);
+}
+
+static bool end(struct worker *w, const char *call, CUresult result)
+{
+    uint64_t took = now() - atomic_load(&w->began);
+
+    atomic_store(&w->call, NULL);
+    w->n_calls++;
+    if (took > w->longest) {
+        w->longest = took;
+        w->longest_name = call;
+    }
+    if (result == CUDA_SUCCESS)
+        return true;
+    if (result == CUDA_ERROR_OUT_OF_MEMORY)
+        return false;
+    fprintf(stderr, "stress: %s answered %d\n", call, (int)result);
+    _exit(1);
+}
+
+/* True unless memory is out. */
+#define CALL(w, function, ...) (begin((w), #function), end((w), #function, function(__VA_ARGS__)))
+
+/* ---- what a thread does ---- */
+
+static void launch(struct worker *w, CUstream stream)
+{
+    uint64_t ns = draw(w, BURN_MOST);
+    void *parameters[] = {&ns};
+    CUlaunchConfig config = {
+        .gridDimX = 1 + (unsigned)draw(w, 4),
+        .gridDimY = 1,
+        .gridDimZ = 1,
+        .blockDimX = 32,
+        .blockDimY = 1,
+        .blockDimZ = 1,
+        .hStream = stream,
+    };
+
+    if (draw(w, 4) == 0)
+        CALL(w, cuLaunchKernelEx, &config, burn, parameters, NULL);
+    else
+        CALL(w, cuLaunchKernel, burn, config.gridDimX, 1, 1, 32, 1, 1, 0, stream, parameters, NULL);
+}
+
+static void free_block(struct worker *w, unsigned i)
+{
+    if (w->async[i])
+        CALL(w, cuMemFreeAsync, w->blocks[i], w->streams[0]);
+    else
+        CALL(w, cuMemFree_v2, w->blocks[i]);
+    w->blocks[i] = 0;
+}
+
+static void block(struct worker *w)
+{
+    unsigned i = (unsigned)draw(w, BLOCKS);
+    size_t size = 1 + draw(w, BLOCK_MOST), pitch;
+    bool got = false;
+
+    if (w->blocks[i]) {
+        free_block(w, i);
+        return;
+    }
+    w->async[i] = false;
+    switch (draw(w, 5)) {
+    case 0:
+        got = CALL(w, cuMemAllocPitch_v2, &w->blocks[i], &pitch, 1 + size / 64, 64, 4);
+        break;
+    case 1:
+        got = CALL(w, cuMemAllocManaged, &w->blocks[i], size, 1);
+        break;
+    case 2:
+    case 3:
+        w->async[i] = true;
+        got = CALL(w, cuMemAllocAsync, &w->blocks[i], size, w->streams[0]);
+        break;
+    default:
+        got = CALL(w, cuMemAlloc_v2, &w->blocks[i], size);
+    }
+    if (!got)
+        w->blocks[i] = 0;
+}
+
+static void capture(struct worker *w)
+{
+    CUgraph graph;
+
+    if (w->exec)
+        CALL(w, cuGraphExecDestroy, w->exec);
+    CALL(w, cuStreamBeginCapture_v2, w->streams[1], CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
+    for (uint64_t n = 1 + draw(w, 5); n; n--)
+        launch(w, w->streams[1]);
+    CALL(w, cuStreamEndCapture, w->streams[1], &graph);
+    CALL(w, cuGraphInstantiateWithFlags, &w->exec, graph, 0);
+    CALL(w, cuGraphDestroy, graph);
+}
+
+static void other_context(struct worker *w)
+{
+    CUcontext other;
+    CUstream stream;
+    CUmodule module;
+    CUfunction function;
+    uint64_t ns = 1000;
+    void *parameters[] = {&ns};
+
+    if (!CALL(w, cuCtxCreate_v2, &other, 0, device))
+        return;
+    CALL(w, cuModuleLoadData, &module, "");
+    CALL(w, cuModuleGetFunction, &function, module, "burn");
+    CALL(w, cuStreamCreate, &stream, 1);
+    for (uint64_t n = 1 + draw(w, 8); n; n--)
+        CALL(w, cuLaunchKernel, function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
+    if (draw(w, 2))
+        CALL(w, cuStreamDestroy_v2, stream);
+    CALL(w, cuCtxDestroy_v2, other);
+    CALL(w, cuCtxSetCurrent, context);
+}
+
+static void new_stream(struct worker *w)
+{
+    unsigned i = (unsigned)draw(w, 2);
+
+    /* What was freed in its order is in there. */
+    CALL(w, cuStreamSynchronize, w->streams[i]);
+    CALL(w, cuStreamDestroy_v2, w->streams[i]);
+    /* The one that captures is none that the legacy stream waits for: a launch there would end it.
+     */
+    CALL(w, cuStreamCreate, &w->streams[i], i);
+}
+
+static void ask(struct worker *w)
+{
+    static const char *const names[] = {"cuLaunchKernel", "cuEventQuery", "cuMemAlloc"};
+    CUdriverProcAddressQueryResult status;
+    size_t left, total;
+    void *found;
+
+    CALL(w, cuMemGetInfo_v2, &left, &total);
+    if (left > total) {
+        fprintf(stderr, "stress: %zu bytes are free of %zu\n", left, total);
+        _exit(1);
+    }
+    CALL(w, cuDeviceTotalMem_v2, &total, device);
+    for (unsigned i = 0; i < 3; i++)
+        CALL(w, cuGetProcAddress_v2, names[i], &found, 12000, 0, &status);
+}
+
+static void work(struct worker *w)
+{
+    uint64_t what = draw(w, 100);
+
+    if (what < 30)
+        launch(w, w->streams[draw(w, 2)]);
+    else if (what < 38)
+        launch(w, shared);
+    else if (what < 42)
+        launch(w, CU_STREAM_PER_THREAD);
+    else if (what < 44)
+        launch(w, NULL);
+    else if (what < 70)
+        block(w);
+    else if (what < 78 && w->exec)
+        CALL(w, cuGraphLaunch, w->exec, w->streams[draw(w, 2)]);
+    else if (what < 82)
+        capture(w);
+    else if (what < 84)
+        new_stream(w);
+    else if (what < 85)
+        other_context(w);
+    else if (what < 90)
+        CALL(w, cuStreamSynchronize, w->streams[draw(w, 2)]);
+    else if (what < 93) {
+        CALL(w, cuEventRecord, w->event, w->streams[0]);
+        CALL(w, cuStreamWaitEvent, w->streams[1], w->event, 0);
+    } else
+        ask(w);
+}
+
+static void *run(void *argument)
+{
+    struct worker *w = argument;
+
+    CALL(w, cuCtxSetCurrent, context);
+    CALL(w, cuStreamCreate, &w->streams[0], 0);
+    CALL(w, cuStreamCreate, &w->streams[1], 1);
+    CALL(w, cuEventCreate, &w->event, CU_EVENT_DISABLE_TIMING);
+    while (!atomic_load(&stop))
+        work(w);
+    for (unsigned i = 0; i < BLOCKS; i++)
+        if (w->blocks[i])
+            free_block(w, i);
+    if (w->exec)
+        CALL(w, cuGraphExecDestroy, w->exec);
+    CALL(w, cuCtxSynchronize);
+    CALL(w, cuEventDestroy_v2, w->event);
+    for (unsigned i = 0; i < 2; i++)
+        CALL(w, cuStreamDestroy_v2, w->streams[i]);
+    return NULL;
+}
+
+/* ---- the main thread ---- */
+
+static const char *option(int argc, char **argv, const char *name, const char *otherwise)
+{
+    for (int i = 1; i + 1 < argc; i++)
+        if (!strcmp(argv[i], name))
+            return argv[i + 1];
+    return otherwise;
+}
+
+/* Ends the program where a thread has been in one call for too long. */
+static void watch(unsigned n_threads, uint64_t limit)
+{
+    for (unsigned i = 0; i < n_threads; i++) {
+        const char *call = atomic_load(&workers[i].call);
+        uint64_t began = atomic_load(&workers[i].began);
+
+        /* The two words are not of one call when another one begins in between: then it is young.
+         */
+        if (!call || atomic_load(&workers[i].call) != call || now() < began + limit)
+            continue;
+        fprintf(stderr, "stress: a thread has been in %s for more than %llu ms\n", call,
+                (unsigned long long)(limit / 1000000));
+        _exit(3);
+    }
+}
+
+static void *join_all(void *argument)
+{
+    for (unsigned i = 0; i < *(unsigned *)argument; i++)
+        pthread_join(workers[i].thread, NULL);
+    return NULL;
+}
+
+int main(int argc, char **argv)
+{
+    uint64_t length = (uint64_t)(atof(option(argc, argv, "--seconds", "2")) * 1e9);
+    unsigned n_threads = (unsigned)atoi(option(argc, argv, "--threads", "4"));
+    uint64_t seed = strtoull(option(argc, argv, "--seed", "1"), NULL, 10);
+    uint64_t limit = strtoull(option(argc, argv, "--limit-ms", "5000"), NULL, 10) * 1000000u;
+    const char *wait_file = option(argc, argv, "--wait-file", NULL);
+    struct worker *setup = &workers[THREADS_MOST - 1], total = {.longest_name = "none"};
+    CUmodule module;
+    pthread_t joiner;
+    uint64_t until;
+
+    if (n_threads < 1 || n_threads >= THREADS_MOST)
+        return 64;
+    CALL(setup, cuInit, 0);
+    CALL(setup, cuDeviceGet, &device, 0);
+    if (!CALL(setup, cuDevicePrimaryCtxRetain, &context, device)) {
+        fprintf(stderr, "stress: there is no room for a context\n");
+        return 2;
+    }
+    CALL(setup, cuCtxSetCurrent, context);
+    CALL(setup, cuModuleLoadData, &module, "");
+    CALL(setup, cuModuleGetFunction, &burn, module, "burn");
+    CALL(setup, cuStreamCreate, &shared, 1);
+    for (unsigned i = 0; i < n_threads; i++) {
+        workers[i].random = (seed * 1000003u + i) * 0x9e3779b97f4a7c15u | 1;
+        pthread_create(&workers[i].thread, NULL, run, &workers[i]);
+    }
+    if (wait_file) {
+        char ready[4096];
+
+        snprintf(ready, sizeof ready, "%s.ready", wait_file);
+        close(open(ready, O_CREAT | O_WRONLY | O_CLOEXEC, 0644));
+    }
+    until = now() + length;
+    while (now() < until || (wait_file && access(wait_file, F_OK))) {
+        watch(n_threads, limit);
+        usleep(2000);
+    }
+    atomic_store(&stop, true);
+    pthread_create(&joiner, NULL, join_all, &n_threads);
+    while (pthread_tryjoin_np(joiner, NULL)) {
+        watch(n_threads, limit);
+        usleep(2000);
+    }
+    CALL(setup, cuStreamDestroy_v2, shared);
+    CALL(setup, cuDevicePrimaryCtxRelease_v2, device);
+    for (unsigned i = 0; i < n_threads; i++) {
+        total.n_calls += workers[i].n_calls;
+        if (workers[i].longest > total.longest) {
+            total.longest = workers[i].longest;
+            total.longest_name = workers[i].longest_name;
+        }
+    }
+    printf("{\"calls\": %llu, \"longest_ms\": %.1f, \"longest\": \"%s\"}\n",
+           (unsigned long long)total.n_calls, (double)total.longest / 1e6, total.longest_name);
+    return 0;
+}

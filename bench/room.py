@@ -77,6 +77,7 @@ class Room:
         self.ledger = mmap.mmap(self._ledger_fd, layout.LEDGER_SIZE)
         self._word = (ctypes.c_char * layout.GRANT_SIZE).from_buffer(self.grant)
         self._uuids = uuids
+        self._recovered = 0
         self._fields = fields
         self.reset()
         pages.init_ledger(self.ledger)
@@ -112,12 +113,22 @@ class Room:
         os.close(self._ledger_fd)
 
     def reset(self) -> None:
-        """Fill the page anew."""
+        """Fill the page as a governor with its defaults does."""
         devices: list[dict[str, int | bytes]] = [
             {**DEVICE, "uuid": uuid, **self._fields} for uuid in self._uuids
         ]
         beat = {"heartbeat_ns": time.monotonic_ns()}
         pages.init_grant(self.grant, settings=SETTINGS | beat, devices=devices)
+
+    def recover(self) -> None:
+        """Fill the page anew, whatever is in it, and wake everybody; signals never go back."""
+        self._recovered += 1
+        self.reset()
+        for device in range(len(self._uuids)):
+            self.write("epoch", self._recovered * 1000 % 2**32, device)
+            self.write("signal", self._recovered * 1000 % 2**32, device)
+            self.write("standby_ns", 0, device)
+            self.wake(device)
 
     def write(self, field: str, value: int, device: int = 0) -> None:
         """Store a field of a device's entry."""

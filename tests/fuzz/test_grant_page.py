@@ -1,0 +1,235 @@
+"""The control library against a grant page that says anything, as long as TIDEGATE_FUZZ_SECONDS says.
+
+The governor alone writes the page, so nonsense in it means a fault of the governor, or another
+version of it. A process that is governed by it must not pay for that with its life: no crash, no
+call that never returns. Where the page closes the grant, calls wait, and that is right; they
+return when the page is sound again. The library itself has no options that could be fuzzed with it:
+it reads no environment variable and no file but the page.
+"""
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from bench.room import Room, control_folder
+from libcontrol import layout, pages
+from simgpu import simgpu
+from tests.conftest import lack
+
+SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
+LIMIT_MS = 5000
+"""A call that takes longer hangs: nothing here closes the grant for more than 0.2 s."""
+UUID = simgpu.device_uuid(1, 0).bytes
+SECOND_NS = 1_000_000_000
+
+FIELDS = [
+    (struct, base, field)
+    for struct, base in (
+        (layout.GRANT_HEADER, 0),
+        (layout.GRANT_DEVICE, layout.grant_device(0)),
+        (layout.GRANT_DEVICE, layout.grant_device(1)),
+    )
+    for field in struct.fields
+]
+
+
+class Guest:
+    """The stress program in a room, on a simulated GPU of its own."""
+
+    def __init__(self, work: Path, build: Path, **fields: int) -> None:
+        self.work = work
+        self.build = build
+        simgpu.create(work / "gpu")
+        driver = (build / "simgpu/libcuda.so.1").resolve()
+        self.library = control_folder(work / "lib", build / "libcontrol/libcuda.so.1", driver)
+        self.room = Room(work / "room", [UUID], **{"memory_limit": 1 << 30, **fields})
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """Start the program; its errors come with its output."""
+        return subprocess.Popen(
+            self.room.command(str(self.build / "stress"), "--limit-ms", str(LIMIT_MS), *options),
+            env={
+                **os.environ,
+                "LD_LIBRARY_PATH": str(self.library),
+                "SIMGPU_DIR": str(self.work / "gpu"),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@pytest.fixture
+def guest(build_dir):
+    """A guest, where this machine lets us have a mount namespace."""
+    with tempfile.TemporaryDirectory() as work:
+        made = Guest(Path(work), build_dir)
+        with made.room:
+            if subprocess.run(
+                made.room.command("true"), capture_output=True, check=False
+            ).returncode:
+                lack("this machine lets nobody make a mount namespace")
+            yield made
+
+
+def finish(process: subprocess.Popen[str], seconds: float) -> str:
+    """Return what a process said by its end; fail when it does not end."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        pytest.fail(f"it did not end within {seconds:g} s: {output}", pytrace=False)
+    return output
+
+
+def number(draw: random.Random) -> int:
+    """Draw a number that is likely to be trouble."""
+    now = time.monotonic_ns()
+    return draw.choice(
+        [
+            0, 1, 2, 5, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1,
+            now, now - 1, now - SECOND_NS, now + 10_000_000, now + SECOND_NS,
+            now + 1000 * SECOND_NS, now - 1000 * SECOND_NS, draw.getrandbits(64),
+            draw.getrandbits(20),
+        ]
+    )  # fmt: skip
+
+
+def damage(room: Room, draw: random.Random) -> list[str]:
+    """Change one to four words of the page, and return what was done."""
+    done = []
+    for _ in range(draw.randrange(1, 5)):
+        value = number(draw)
+        if draw.random() < 0.15:
+            at = draw.randrange(0, layout.GRANT_SIZE - 8, 4)
+            room.grant[at : at + 8] = value.to_bytes(8, "little")
+            done.append(f"[{at}] = {value:#x}")
+            continue
+        struct, base, field = draw.choice(FIELDS)
+        index = draw.randrange(field.n)
+        value &= (1 << (8 * layout.SIZES[field.type])) - 1
+        pages.write(room.grant, base, struct.name, field.name, value, index=index)
+        done.append(f"{struct.name}@{base}.{field.name}[{index}] = {value:#x}")
+    if draw.random() < 0.5:
+        room.wake()
+    return done
+
+
+def test_a_running_process_outlives_any_page_and_goes_on_when_it_is_sound(guest):
+    seed = time.time_ns()
+    draw = random.Random(seed)  # noqa: S311
+    history: list[list[str]] = []
+    process = guest.start("--wait-file", str(guest.work / "end"), "--seed", str(seed % 2**32))
+    wait_for(guest.work / "end.ready", process)
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        guest.room.alive = draw.random() < 0.8
+        history.append(damage(guest.room, draw))
+        time.sleep(draw.uniform(0.001, 0.1))
+        guest.room.recover()
+        time.sleep(draw.uniform(0.001, 0.02))
+    guest.room.recover()
+    guest.room.alive = True
+    (guest.work / "end").touch()
+    output = finish(process, 30)
+    assert process.returncode == 0, f"seed {seed}: {output}\nlast changes: {history[-5:]}"
+    said = json.loads(output.splitlines()[-1])
+    assert said["calls"] > 0
+    print(f"{len(history)} pages, {said}")
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 30) -> None:
+    """Wait until a file is there; fail when the process ends before."""
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            pytest.fail(f"it did not get ready: {finish(process, 1)}", pytrace=False)
+        time.sleep(0.005)
+
+
+def test_a_process_that_starts_with_any_page_ends(guest):
+    """It runs, or cuInit says that the system is not ready, or there is no room for a context."""
+    seed = time.time_ns()
+    draw = random.Random(seed)  # noqa: S311
+    deadline = time.monotonic() + SECONDS
+    rounds = 0
+    while rounds < 3 or time.monotonic() < deadline:
+        changes = damage(guest.room, draw)
+        process = guest.start("--seconds", "0.1", "--threads", "2")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        guest.room.recover()
+        output = finish(process, 30)
+        fine = process.returncode in (0, 2) or "cuInit answered 802" in output
+        assert fine, f"seed {seed}: {changes}: status {process.returncode}, {output}"
+        rounds += 1
+    print(f"{rounds} processes")
+
+
+FAR = time.monotonic_ns() + 10**6 * SECOND_NS
+AWAY = {
+    "a grant that ended": [("grant_device", "deadline_ns", 1)],
+    "a grant of the future": [("grant_device", "deadline_ns", FAR)],
+    "a heartbeat of none": [("grant_header", "heartbeat_ns", 0), ("grant_device", "deadline_ns", 0)],
+    "a heartbeat of the future": [
+        ("grant_header", "heartbeat_ns", FAR), ("grant_device", "deadline_ns", 0)
+    ],
+    "a heartbeat of the end of time": [
+        ("grant_header", "heartbeat_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)
+    ],
+    "standby for ever": [("grant_device", "standby_ns", FAR), ("grant_device", "deadline_ns", 0)],
+    "no share": [("grant_device", "compute", 0), ("grant_device", "deadline_ns", 0)],
+    "all shares": [("grant_device", "compute", 2**32 - 1), ("grant_device", "deadline_ns", 0)],
+    "nothing in flight": [("grant_header", "inflight_ns", 0), ("grant_device", "deadline_ns", 0)],
+    "markers for ever": [("grant_header", "marker_ns", 0), ("grant_device", "deadline_ns", 0)],
+    "never a marker": [("grant_header", "marker_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)],
+    "a lookahead for ever": [
+        ("grant_header", "lookahead_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)
+    ],
+}  # fmt: skip
+"""Pages that a governor left behind when it died with `on_governor_loss: keep`."""
+
+
+HANGS = {
+    "a heartbeat of the future": "gate_lost() believes a heartbeat that is not of the past",
+    "standby for ever": "gate_wait() and helper_run() spin until standby_ns, however far it is",
+    "no share": "gate_deadline() waits for 4 ms times a million at a share of 0",
+}
+"""Where the library does not keep going yet, and why."""
+
+
+def left_behind() -> list[object]:
+    """The pages, with a mark on those where a call hangs."""
+    return [
+        pytest.param(
+            fields,
+            id=name,
+            marks=[pytest.mark.xfail(reason=HANGS[name])] if name in HANGS else [],
+        )
+        for name, fields in AWAY.items()
+    ]
+
+
+@pytest.mark.parametrize("fields", left_behind())
+def test_a_process_whose_governor_died_in_the_middle_keeps_going(guest, fields):
+    process = guest.start(
+        "--seconds", "2", "--threads", "2", "--wait-file", str(guest.work / "end")
+    )
+    wait_for(guest.work / "end.ready", process)
+    guest.room.alive = False
+    time.sleep(0.1)  # the last heartbeat
+    for struct, field, value in fields:
+        base = 0 if struct == "grant_header" else layout.grant_device(0)
+        pages.write(guest.room.grant, base, struct, field, value)
+    guest.room.wake()
+    (guest.work / "end").touch()
+    output = finish(process, 30)
+    assert process.returncode == 0, output

@@ -110,8 +110,9 @@ def plan_mirror(
                 hint="install tidegate-control for the driver's machine",
             )
     builder = _Builder()
-    _answer(builder, driver.cuda, control.cuda, driver.version, "libcuda")
-    _answer(builder, driver.nvml, control.nvml, driver.version, "libnvidia-ml")
+    cuda, nvml = (control.cuda, control.cuda_content), (control.nvml, control.nvml_content)
+    _answer(builder, driver.cuda, *cuda, driver.version, "libcuda")
+    _answer(builder, driver.nvml, *nvml, driver.version, "libnvidia-ml")
     _libraries(builder, LIB64, driver.libraries, driver.version)
     governed = [f for f in driver.libraries32 if stem(f.name) not in UNGOVERNED]
     _libraries(builder, LIB32, governed, driver.version)
@@ -181,7 +182,14 @@ def _copy(path: str, file: DriverFile, role: Literal["library", "origin", "progr
     )
 
 
-def _answer(builder: _Builder, file: DriverFile, control: Library, version: str, name: str) -> None:
+def _answer(  # noqa: PLR0917 - private, and called twice
+    builder: _Builder,
+    file: DriverFile,
+    control: Library,
+    content: bytes | None,
+    version: str,
+    name: str,
+) -> None:
     """Put the control library under every name of a driver's library, and that one aside."""
     soname = f"{name}.so.1"
     copy = Copy(
@@ -194,6 +202,7 @@ def _answer(builder: _Builder, file: DriverFile, control: Library, version: str,
         None,
         control.soname,
         control.build_id,
+        content,
     )
     builder.add_name(LIB64, soname, copy, file.library)
     for other in dict.fromkeys((f"{name}.so", f"{name}.so.{version}", file.name)):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vdriver.control import read_control
+from vdriver.control import fit_control, read_control
 from vdriver.discover import find_driver
 from vdriver.driver import Skipped
 from vdriver.errors import MirrorError
@@ -71,7 +71,8 @@ def refresh(
 
     def look() -> MirrorPlan:
         driver = find_driver(root, driver_directories, read=readings.read, sockets=sockets)
-        plan = plan_mirror(driver, read_control(control, readings.read))
+        libraries = fit_control(read_control(control, readings.read), driver)
+        plan = plan_mirror(driver, libraries)
         if not accept_loss:
             _require_whole(plan, current_manifest(output))
         return plan

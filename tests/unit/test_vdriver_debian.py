@@ -345,6 +345,12 @@ def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
         ), one
     loaded = {x.path.removeprefix("lib64/") for x in report.libraries if x.outcome == "loaded"}
     assert {"libcuda.so.1", "libnvidia-ml.so.1"} <= loaded
+    for name in ("libcuda", "libnvidia-ml"):
+        ours = tmp_path / "out" / result.manifest.generation / "lib64" / f"{name}.so.1"
+        theirs = ours.parent / "origin" / f"{name}-origin.so.1"
+        # Nothing that this driver does not have, and all of what both have.
+        all_of_ours = set(read_exports((build_dir / "libcontrol" / ours.name).resolve()))
+        assert set(read_exports(ours)) == all_of_ours & set(read_exports(theirs))
     assert len(loaded) >= 18
     own = {p.name.partition(".so")[0] for p in libraries(driver_root)}
     for base in ("lib64", "lib32"):

@@ -34,9 +34,7 @@
 __asm__(".symver dlopen,dlopen@" PRIM_OLDEST);
 __asm__(".symver dlsym,dlsym@" PRIM_OLDEST);
 __asm__(".symver pthread_create,pthread_create@" PRIM_OLDEST);
-#ifdef __x86_64__
 __asm__(".symver fcntl64,fcntl@" PRIM_OLDEST);
-#endif
 __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
 #endif
 

@@ -60,6 +60,7 @@ def commands() -> dict[str, list[str]]:
             f"{name} sanitizer": [*python, "tests.guest.sanitize", name]
             for name in ("thread", "address", "undefined")
         },
+        "aarch64": [sys.executable, "tools/aarch64.py"],
         "mypy": [*python, "mypy"],
         "codespell": ["codespell", misspelt, *prose],
         "clang-format": ["clang-format", "--dry-run", "-Werror", *sources],

@@ -1,0 +1,69 @@
+"""Compiles the control library for aarch64, and holds what came out against what a container has.
+
+Nothing is run: this machine cannot. Where aarch64-linux-gnu-gcc is not installed it says so; the
+package (gcc-aarch64-linux-gnu) takes 160 MB, so `make bootstrap` does not install it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "aarch64"
+LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libtidegate-arbiter.so")
+GUEST = LIBRARIES[:2]
+"""What is loaded in containers, so in images with any glibc since 2.17."""
+GLIBC_LIMIT = (2, 17)
+
+
+def build() -> None:
+    """Build the libraries; CalledProcessError with what the compiler said."""
+    meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
+    commands = [["ninja", "-C", str(FOLDER), *(f"libcontrol/{name}" for name in LIBRARIES)]]
+    if not (FOLDER / "build.ninja").exists():
+        cross = ["--cross-file", str(ROOT / "tools" / "aarch64.ini")]
+        commands.insert(0, [*meson, "setup", str(FOLDER), *cross])
+    for command in commands:
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+
+
+def faults(name: str) -> list[str]:
+    """Say what is wrong with a library that was built."""
+    with (FOLDER / "libcontrol" / name).open("rb") as file:
+        elf = ELFFile(file)
+        found = [] if elf["e_machine"] == "EM_AARCH64" else [f"{name} is {elf['e_machine']}"]
+        for section in elf.iter_sections():
+            if not isinstance(section, GNUVerNeedSection) or name not in GUEST:
+                continue
+            for needed, auxiliaries in section.iter_versions():
+                for version in auxiliaries:
+                    match = re.fullmatch(r"GLIBC_([0-9]+)\.([0-9]+)(\.[0-9]+)?", version.name)
+                    if not match or (int(match[1]), int(match[2])) > GLIBC_LIMIT:
+                        found.append(f"{name} needs {version.name} of {needed.name}")
+    return found
+
+
+def main() -> int:
+    """Build, look, and say what is wrong."""
+    if shutil.which("aarch64-linux-gnu-gcc") is None:
+        print("not here: aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
+        return 0
+    try:
+        build()
+    except subprocess.CalledProcessError as e:
+        print((e.stdout + e.stderr)[-4000:])
+        return 1
+    found = [fault for name in LIBRARIES for fault in faults(name)]
+    print("\n".join(found) or f"{', '.join(LIBRARIES)}: no warning, nothing newer than glibc 2.17")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,6 +35,7 @@ class Machine(abc.ABC):
     def __init__(self, work: Path, build: Path) -> None:
         self.work = work
         self.build = build
+        self.programs: list[Path] = []  # what else a container has in /usr/bin
 
     @property
     @abc.abstractmethod
@@ -122,7 +123,8 @@ class Simulated(Machine):
                     f"{source} is not there; the demo runs on Debian and Ubuntu, x86_64"
                 )
             shutil.copy(source.resolve(), libraries / name)
-        shutil.copy(self.build / "simgpu/simgpu-workload", directory / "usr/bin")
+        for program in (self.build / "simgpu/simgpu-workload", *self.programs):
+            shutil.copy(program, directory / "usr/bin")
 
     def spec(self) -> dict[str, Any]:
         """Return the device, as a mount."""
@@ -201,7 +203,8 @@ class Nvidia(Machine):
         self._mounted.append(directory)
         for name in ("out", "workload"):
             (directory / name).mkdir(exist_ok=True)
-        shutil.copy(self.build / "burner", directory / "usr/bin")
+        for program in (self.build / "burner", *self.programs):
+            shutil.copy(program, directory / "usr/bin")
 
     def spec(self) -> dict[str, Any]:
         """Return the device nodes, the workload and a place for caches."""

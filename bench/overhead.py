@@ -211,22 +211,11 @@ class Contained:
         return read_samples(container.output, measures)
 
 
-def with_program(machine: Machine) -> Machine:
-    """Let a machine's containers have the program."""
-    make = machine.make_rootfs
-
-    def make_rootfs(directory: Path) -> None:
-        make(directory)
-        shutil.copy(machine.build / "overhead", directory / "usr/bin")
-
-    machine.make_rootfs = make_rootfs  # type: ignore[method-assign]
-    return machine
-
-
 def measure_node(args: argparse.Namespace) -> dict[str, Any]:
     """Measure on a GPU, natively and in containers."""
     args.compile = False
-    machine = with_program(find_machine(args, args.output, args.build))
+    machine = find_machine(args, args.output, args.build)
+    machine.programs.append(args.build / "overhead")
     program = [str(args.build / "overhead"), *args.options]
     report: dict[str, Any] = {}
     with Node(machine) as node:

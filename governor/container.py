@@ -409,6 +409,10 @@ class Container:
                     "blocks",
                     "predicted_ns",
                     "error_ns",
+                    "transfers",
+                    "transfer_bytes",
+                    "small",
+                    "contexts",
                 )
             }
             devices.append(

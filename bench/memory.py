@@ -1,0 +1,172 @@
+"""`python -m bench.memory`: a memory quota under attack.
+
+Runs bench/hoard.c in one container: processes that allocate and free at random in many threads,
+some of them killed. Meanwhile the driver's own NVML is asked a hundred times a second what the
+container's processes hold, and the governor what it charged at most. Writes memory.json with every
+sample.
+
+It fails when
+- the charges ever pass the quota, or processes hold more than the quota for longer than a second
+  (what the driver takes by itself is found within a second), or a call fails for another reason
+  than memory;
+- a process that takes all it can ends more than one allocation granule (2 MiB) below the quota, or
+  above it;
+- the memory of a killed process is not back within 100 ms of its end, or not all is back at last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.demo import find_machine
+from bench.machine import ROOT, MachineError
+from bench.node import Node, last_json
+from bench.overhead import gpu_name
+from bench.provenance import describe_run
+from governor.daemon import original_nvml
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+from vdriver.manifest import read_manifest
+from vdriver.nvml import Nvml
+
+GRANULE = 2 << 20
+STRETCH_S = 1.0
+RETURN_MS = 100.0
+SAMPLE_S = 0.01
+
+
+def longest_stretch(samples: list[tuple[float, int]], limit: int) -> float:
+    """Return for how many seconds, at most, samples in a row were above `limit`."""
+    longest, since = 0.0, None
+    for at, value in samples:
+        if value <= limit:
+            since = None
+        else:
+            since = at if since is None else since
+            longest = max(longest, at - since)
+    return longest
+
+
+def judge(report: dict[str, Any]) -> list[str]:
+    """Return what is wrong with a run, one line each."""
+    limit, hoard = report["limit"], report["hoard"]
+    held = [(at, value) for at, value in report["held"]]
+    wrong = []
+    most = max((value for _, value in report["charged"]), default=0)
+    if most > limit:
+        wrong.append(f"{most - limit} bytes more than the quota were charged")
+    stretch = longest_stretch(held, limit)
+    if stretch > STRETCH_S:
+        wrong.append(f"processes held more than the quota for {stretch:.2f} s")
+    if hoard["wrong"]:
+        wrong.append(f"{hoard['wrong']} calls failed, first {hoard['call']}: {hoard['error']}")
+    if not hoard["refused"]:
+        wrong.append("nothing was ever refused: the quota was not reached")
+    if not 0 <= hoard["left"] <= GRANULE:
+        wrong.append(f"{hoard['left']} bytes were left when no more could be had")
+    if hoard["total"] != limit:
+        wrong.append(f"cuMemGetInfo says that there are {hoard['total']} bytes")
+    full = report["full"]
+    if not limit - GRANULE * 2 <= full <= limit:
+        wrong.append(f"a full process holds {full} bytes by NVML, its quota is {limit}")
+    if hoard["returned_ms"] > RETURN_MS:
+        wrong.append(f"a dead process's memory was back after {hoard['returned_ms']} ms")
+    if report["after"]:
+        wrong.append(f"{report['after']} bytes stayed charged")
+    return wrong
+
+
+def watch(node: Node, arguments: list[str], limit: int) -> dict[str, Any]:
+    """Run the processes in a container and look at them until they end."""
+    held: list[tuple[float, int]] = []
+    charged: list[tuple[float, int]] = []
+    container = node.start("hoard", arguments, {"memory": str(limit), "compute": "100"})
+    with Nvml(original_nvml(str(node.driver_dir))) as nvml:
+        uuid = nvml.gpus()[0].uuid
+        began = time.monotonic()
+        while container.process.poll() is None:
+            at = round(time.monotonic() - began, 4)
+            held.append((at, sum(process.used or 0 for process in nvml.processes(uuid))))
+            seen = node.look().get(container.identifier)
+            if seen:
+                charged.append((at, seen["devices"][0]["memory_peak"]))
+            time.sleep(SAMPLE_S)
+    if node.wait(container, 60):
+        raise MachineError(f"the container failed: {container.output.strip()[-300:]}")
+    # The last process filled the quota and stood still for a second.
+    last = [value for at, value in held if at > held[-1][0] - 0.8]
+    return {
+        "limit": limit,
+        "hoard": last_json(container.output),
+        "held": held,
+        "charged": charged,
+        "full": max(last, default=0),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, print what was found and write memory.json; the status is 1 when something is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--limit-mib", type=int, default=8192, help="the quota (8192)")
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--seconds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--output", type=Path, default=ROOT / "build/memory")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+    args = parser.parse_args(argv)
+    args.compile = False
+    args.output, args.build = args.output.resolve(), args.build.resolve()
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    arguments = ["/usr/bin/hoard"]
+    for name in ("processes", "threads", "seconds", "seed"):
+        arguments += [f"--{name}", str(getattr(args, name))]
+    try:
+        machine = find_machine(args, args.output, args.build)
+        machine.programs.append(args.build / "hoard")
+        os.environ.update(machine.environment)  # for the driver's NVML in this process
+        with Node(machine) as node:
+            version = read_manifest((node.driver_dir / "current").resolve()).version
+            report = watch(node, arguments, args.limit_mib << 20)
+            report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}
+            deadline = time.monotonic() + 5
+            while node.look() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            report["after"] = sum(
+                device["memory_used"] for one in node.look().values() for device in one["devices"]
+            )
+    except (MachineError, TidegateError, VdriverError) as e:
+        print(f"memory: {e}", file=sys.stderr)
+        return 1
+    report["run"] = describe_run()
+    report["wrong"] = judge(report)
+    (args.output / "memory.json").write_text(json.dumps(report) + "\n")
+    hoard = report["hoard"]
+    held, limit = max(value for _, value in report["held"]), report["limit"]
+    print(
+        f"{hoard['allocations']} allocations, {hoard['refused']} refused,"
+        f" {hoard['killed']} killed\nquota {limit >> 20} MiB; most charged"
+        f" {max(value for _, value in report['charged']) / 2**20:.1f}, most held"
+        f" {held / 2**20:.1f} (above the quota for"
+        f" {longest_stretch(report['held'], limit) * 1000:.0f} ms at a stretch), filled to"
+        f" {report['full'] / 2**20:.1f}, {hoard['left'] / 2**20:.2f} left\n"
+        f"a dead process's memory was back after {hoard['returned_ms']} ms"
+    )
+    for line in report["wrong"]:
+        print(f"WRONG: {line}")
+    return 1 if report["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

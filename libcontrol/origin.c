@@ -87,6 +87,7 @@ __attribute__((constructor)) static void origin_resolve(void)
     FIND(cuDeviceGetCount, "cuDeviceGetCount");
     FIND(cuDeviceGet, "cuDeviceGet");
     FIND(cuDeviceGetUuid, "cuDeviceGetUuid");
+    FIND(cuDeviceGetUuid_v2, "cuDeviceGetUuid_v2");
     FIND(cuCtxGetCurrent, "cuCtxGetCurrent");
     FIND(cuCtxSetCurrent, "cuCtxSetCurrent");
     FIND(cuCtxGetDevice, "cuCtxGetDevice");

@@ -251,8 +251,10 @@ void pages_match_devices(void)
         CUdevice device;
         CUuuid uuid;
 
+        /* The second form names a slice of a GPU where the first names the GPU (MIG). */
         if (driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
-            driver->cuDeviceGetUuid(&uuid, device) != CUDA_SUCCESS)
+            (driver->cuDeviceGetUuid_v2(&uuid, device) != CUDA_SUCCESS &&
+             driver->cuDeviceGetUuid(&uuid, device) != CUDA_SUCCESS))
             continue;
         for (unsigned i = 0; i < pages_now.n_devices; i++)
             if (!memcmp(uuid.bytes, pages_grant_device(i)->uuid, sizeof uuid.bytes))

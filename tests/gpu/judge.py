@@ -156,11 +156,12 @@ def judge_call(key: Key, native: Row, governed: Row, quota: int) -> Verdict:
     """Hold the two runs of a call against each other; `quota` is the container's memory in bytes."""
     outcome = native["outcome"]
     if outcome != "ran":
-        # A driver may lack what the control library has, and a preparation may end otherwise then.
-        mild = ("absent", "unprepared", "not called", outcome)
+        # The control library may have what the driver lacks: it answers then that it cannot do it.
+        mild = ("absent", "unprepared", outcome)
+        refused = governed["outcome"] == "ran" and governed["result"]
         fault = f"{governed['outcome']} with a quota, natively {outcome}"
-        faults = [] if governed["outcome"] in mild else [fault]
-        return Verdict(key, native, governed, tuple(faults), native["reason"])
+        faults = () if governed["outcome"] in mild or refused else (fault,)
+        return Verdict(key, native, governed, faults, native["reason"])
     if governed["outcome"] != "ran":
         fault = f"{governed['outcome']} with a quota: {governed['reason']}"
         return Verdict(key, native, governed, (fault,), "")

@@ -129,7 +129,7 @@ extern const struct one *const __start_cases[], *const __stop_cases[];
 
 /* --- what preparations share ----------------------------------------------------------------- */
 
-/* `burn` works for so many nanoseconds of the GPU's clock; the others are there to be loaded. */
+/* `burn` works for so many nanoseconds of the GPU's clock; those of the others do nothing. */
 static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           ".visible .entry burn(.param .u64 ns)\n{\n"
                           "  .reg .u64 %n, %s, %t;\n  .reg .pred %q;\n"
@@ -137,17 +137,17 @@ static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           "LOOP:\n  mov.u64 %t, %globaltimer;\n  sub.u64 %t, %t, %s;\n"
                           "  setp.lt.u64 %q, %t, %n;\n  @%q bra LOOP;\n  ret;\n}\n";
 static const char empty_ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
-                                ".visible .entry nothing()\n{\n  ret;\n}\n";
+                                ".visible .entry burn()\n{\n  ret;\n}\n";
 static const char large_ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                                 ".visible .global .align 16 .b8 large[268435456];\n"
-                                ".visible .entry nothing()\n{\n  ret;\n}\n";
+                                ".visible .entry burn()\n{\n  ret;\n}\n";
 static const char managed_ptx[] =
     ".version 7.0\n.target sm_70\n.address_size 64\n"
     ".visible .global .attribute(.managed) .align 8 .b8 shared[16777216];\n"
-    ".visible .entry nothing()\n{\n  ret;\n}\n";
+    ".visible .entry burn()\n{\n  ret;\n}\n";
 static const char texture_ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                                   ".global .texref picture;\n.global .surfref canvas;\n"
-                                  ".visible .entry nothing()\n{\n  ret;\n}\n";
+                                  ".visible .entry burn()\n{\n  ret;\n}\n";
 /* 16 KiB of stack for each thread that the GPU can have: the driver takes it for the context. */
 static const char stack_ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                                 ".visible .entry deep(.param .u64 at)\n{\n"
@@ -506,7 +506,7 @@ static void need_library(const char *image)
 static void need_kernel(const char *image)
 {
     need_library(image);
-    NEED(CU(cuLibraryGetKernel)(&v.kernel, v.library, image == ptx ? "burn" : "nothing"));
+    NEED(CU(cuLibraryGetKernel)(&v.kernel, v.library, "burn"));
 }
 
 static void need_file(const char *text)
@@ -555,7 +555,7 @@ static void need_fatbin(void)
     *(uint16_t *)(fat + 18) = 0x101;
     *(uint32_t *)(fat + 20) = 64;
     *(uint64_t *)(fat + 24) = v.n;
-    *(uint16_t *)(fat + 40) = 7; /* ELF version, minor and major */
+    *(uint16_t *)(fat + 40) = 8; /* the version of its format, minor and major */
     *(uint16_t *)(fat + 42) = 1;
     *(uint32_t *)(fat + 44) = (uint32_t)(major * 10 + minor);
     *(uint64_t *)(fat + 56) = 0x11; /* 64 bit, Linux */
@@ -759,7 +759,6 @@ static void need_library_node(void)
     kernel_params();
     v.params.kernel.func = NULL;
     v.params.kernel.kern = v.kernel;
-    v.params.kernel.kernelParams = NULL;
     NEED(CU(cuGraphAddNode_v2)(&v.node, v.graph, NULL, NULL, 0, &v.params));
 }
 
@@ -827,7 +826,7 @@ struct shared {
 /* In another process: shares a block and an event until its input ends. */
 static int share(void)
 {
-    struct shared s;
+    struct shared s = {0};
     CUdevice device;
     CUcontext context;
     CUdeviceptr p;
@@ -837,10 +836,13 @@ static int share(void)
     cuda = dlopen("libcuda.so.1", RTLD_NOW);
     if (!cuda || CU(cuInit)(0) || CU(cuDeviceGet)(&device, 0) ||
         CU(cuDevicePrimaryCtxRetain)(&context, device) || CU(cuCtxSetCurrent)(context) ||
-        CU(cuMemAlloc_v2)(&p, TAKE) || CU(cuIpcGetMemHandle)(&s.memory, p) ||
-        CU(cuEventCreate)(&event, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING) ||
-        CU(cuIpcGetEventHandle)(&s.event, event) ||
-        write(STDOUT_FILENO, &s, sizeof s) != (ssize_t)sizeof s)
+        CU(cuMemAlloc_v2)(&p, TAKE))
+        return 1;
+    /* What cannot be shared is refused where it is opened, and judged there. */
+    CU(cuIpcGetMemHandle)(&s.memory, p);
+    if (CU(cuEventCreate)(&event, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING) == 0)
+        CU(cuIpcGetEventHandle)(&s.event, event);
+    if (write(STDOUT_FILENO, &s, sizeof s) != (ssize_t)sizeof s)
         return 1;
     while (read(STDIN_FILENO, &byte, 1) > 0)
         continue;

@@ -141,7 +141,7 @@ static enum pages_answer pages_join(void)
     if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0)
         goto fail;
     ledger_fd = pages_register(fd, &index);
-    if (index >= LAYOUT_N_SLOTS)
+    if (index == LAYOUT_NO_SLOT)
         answer = PAGES_REFUSED;
     if (ledger_fd < 0)
         goto fail;
@@ -227,8 +227,9 @@ bool pages_start(void)
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join();
             if (answer == PAGES_REFUSED)
-                control_log("the governor does not take this process: too many processes of this "
-                            "container use the GPU (64 may); end some");
+                control_log(
+                    "the governor does not take this process: 64 of this container use the GPU "
+                    "already, or it cannot be watched; see the governor's log");
             if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_books()))
                 atomic_store_release(&started, 1);
             else

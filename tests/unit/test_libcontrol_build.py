@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,45 @@ def test_no_glibc_newer_than_2_17_is_needed(elf: ELFFile) -> None:
 def test_the_stack_is_not_executable(elf: ELFFile) -> None:
     [stack] = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
     assert not stack["p_flags"] & 1
+
+
+SHOWS = """
+import ctypes, os, sys
+def now():
+    return len(os.listdir("/proc/self/task")), sorted(os.listdir("/proc/self/fd"))
+before = now()
+os.write(1, b"loading\\n")
+library = ctypes.CDLL(sys.argv[1])
+os.write(1, b"loaded\\n")
+assert now() == before, (before, now())
+"""
+
+
+def test_loading_it_starts_nothing_and_talks_to_nobody(
+    build_dir: Path, name: str, tmp_path: Path, require
+) -> None:
+    """A program that never calls CUDA, or forks first, has the library as well."""
+    require("strace")
+    stem = name.partition(".so")[0]
+    driver = {"libcuda": "libcuda-stub.so", "libnvidia-ml": "simgpu/libnvidia-ml.so.1"}[stem]
+    (tmp_path / "origin").mkdir()
+    shutil.copy(build_dir / "libcontrol" / name, tmp_path)
+    shutil.copy(build_dir / driver, tmp_path / f"origin/{stem}-origin.so.1")
+    log = tmp_path / "calls"
+    watched = "%process,%network,%file,write,eventfd2,epoll_create1,memfd_create,rt_sigaction"
+    done = subprocess.run(
+        ["strace", "-f", "-o", log, "-e", f"trace={watched}",
+         sys.executable, "-c", SHOWS, tmp_path / name],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text = log.read_text()
+    between = text.partition('"loading')[2].partition('"loaded')[0].splitlines()[1:-1]
+    calls = [line.split(maxsplit=1)[1] for line in between]
+    assert any(f"origin/{stem}-origin.so.1" in call for call in calls), text
+    # The loader looks for libraries and opens them; nothing else is opened, made or begun.
+    looks = re.compile(r"(stat|newfstatat|fstat|access|readlink)\(|open(at)?\(.*\.so")
+    assert [call for call in calls if not looks.match(call) or "/run/" in call] == []
 
 
 def structures(path: Path) -> dict[str, tuple[int, dict[str, tuple[int, int]]]]:

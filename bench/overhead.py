@@ -3,7 +3,7 @@
 Runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
 process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, whose
 functions return at once, so that what is left is the control library's own cost; then there is no
-container, but a grant page alone.
+container, but a grant page alone. With `--step` it compares steps of PyTorch: bench.step.
 
 A pair is a native run and the governed one beside it. The difference is the median over the pairs
 of the difference of a run's medians, its interval a bootstrap of the pairs.
@@ -14,21 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.demo import find_machine
+from bench.figures import in_turn, interval
 from bench.machine import ROOT, Machine, MachineError, Simulated
 from bench.node import Node, Running, last_json
 from bench.provenance import describe_run
 from bench.room import Room, control_folder
+from bench.step import measure_steps, render_steps, summarise_steps
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
@@ -42,7 +43,6 @@ BESIDE = ("launch-median",)
 """What is measured while somebody else wants the GPU: of the calls that wait, nothing."""
 
 STUB_UUID = b"tidegate stub 0."
-RESAMPLES = 10_000
 RUN_S = 120.0
 """How long one run may take."""
 
@@ -53,15 +53,6 @@ Arm = Callable[[Sequence[str]], Samples]
 # ---- the figures ----
 
 
-def bootstrap(differences: Sequence[float], seed: int = 1) -> tuple[float, float]:
-    """Return the 95 % interval of the median of `differences`, drawn again with replacement."""
-    draw = random.Random(seed)  # noqa: S311 - a sample, no secret
-    medians = sorted(
-        statistics.median(draw.choices(differences, k=len(differences))) for _ in range(RESAMPLES)
-    )
-    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
-
-
 def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]]:
     """Return ns natively, ns governed, and the difference with its interval, for each measure."""
     summary = {}
@@ -69,7 +60,7 @@ def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]
         native = [statistics.median(pair["native"][measure]) for pair in pairs]
         governed = [statistics.median(pair["governed"][measure]) for pair in pairs]
         differences = [b - a for a, b in zip(native, governed, strict=True)]
-        low, high = bootstrap(differences)
+        low, high = interval(differences)
         summary[measure] = {
             "native_ns": round(statistics.median(native), 1),
             "governed_ns": round(statistics.median(governed), 1),
@@ -92,12 +83,6 @@ def render_table(summary: dict[str, dict[str, float]]) -> str:
 
 
 # ---- the runs ----
-
-
-def in_turn(pairs: int) -> Iterator[tuple[str, str]]:
-    """Yield the order of each pair: A B, B A, A B... so that a drift favours nobody."""
-    for i in range(pairs):
-        yield ("native", "governed") if i % 2 == 0 else ("governed", "native")
 
 
 def run_pairs(
@@ -255,6 +240,20 @@ def measure_node(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def measure_step(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure steps of PyTorch on a GPU."""
+    args.simulated = args.compile = False
+    machine = find_machine(args, args.output, args.build)
+    if machine.kind != "nvidia":
+        machine.close()
+        raise MachineError("--step needs an NVIDIA GPU and PyTorch")
+    with Node(machine) as node:
+        version = read_manifest((node.driver_dir / "current").resolve()).version
+        report = measure_steps(node, args.output, args.pairs, args.seconds)
+    report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}
+    return report
+
+
 def gpu_name(machine: Machine) -> str:
     """Return the GPU's name as the driver's own nvidia-smi says it."""
     if isinstance(machine, Simulated):
@@ -266,36 +265,66 @@ def gpu_name(machine: Machine) -> str:
     return done.stdout.splitlines()[0].strip()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print the tables and write overhead.json."""
+def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
+    """Return what the runs of a report come to."""
+    summarise_one = summarise_steps if "train" in report else summarise
+    kinds = [kind for kind in ("alone", "beside", "train", "decode") if kind in report]
+    return {kind: summarise_one(report[kind]) for kind in kinds}
+
+
+def print_tables(summary: dict[str, Any]) -> None:
+    """Print what was measured."""
+    if "train" in summary:
+        print(f"\nms a step\n{render_steps(summary)}")
+        return
+    for kind, title in (("alone", "alone, ns"), ("beside", "with a grant that ends, ns")):
+        print(f"\n{title}\n{render_table(summary[kind])}")
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.overhead", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument("--stub", action="store_true", help="over a driver that does nothing")
+    parser.add_argument("--step", action="store_true", help="steps of PyTorch, not calls")
     parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
-    parser.add_argument("--pairs", type=int, default=10, help="native and governed runs (10)")
+    parser.add_argument("--pairs", type=int, help="native and governed runs (10; 20 with --step)")
     parser.add_argument("--samples", type=int, default=20, help="batches of calls in a run (20)")
     parser.add_argument("--calls", type=int, help="calls in a batch (200; 20000 with --stub)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="a run of steps (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "build/overhead")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
     args.output, args.build = args.output.resolve(), args.build.resolve()
-    calls = args.calls or (20_000 if args.stub else 200)
-    args.options = ["--samples", str(args.samples), "--calls", str(calls)]
+    args.pairs = args.pairs or (20 if args.step else 10)
+    args.calls = args.calls or (20_000 if args.stub else 200)
+    args.options = ["--samples", str(args.samples), "--calls", str(args.calls)]
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print the tables and write overhead.json."""
+    args = parse_arguments(argv)
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
+    measure = measure_step if args.step else measure_stub if args.stub else measure_node
     try:
-        report = measure_stub(args) if args.stub else measure_node(args)
+        report = measure(args)
     except (MachineError, TidegateError, VdriverError, subprocess.TimeoutExpired) as e:
         print(f"overhead: {e}", file=sys.stderr)
         return 1
+    summary = summarise_report(report)
     report["run"] = describe_run()
-    report["options"] = {"pairs": args.pairs, "samples": args.samples, "calls": calls}
-    report["summary"] = {kind: summarise(report[kind]) for kind in ("alone", "beside")}
+    report["options"] = (
+        {"pairs": args.pairs, "seconds": args.seconds}
+        if args.step
+        else {"pairs": args.pairs, "samples": args.samples, "calls": args.calls}
+    )
+    report["summary"] = summary
     (args.output / "overhead.json").write_text(json.dumps(report) + "\n")
-    for kind, title in (("alone", "alone, ns"), ("beside", "with a grant that ends, ns")):
-        print(f"\n{title}\n{render_table(report['summary'][kind])}")
+    print_tables(summary)
     return 0
 
 

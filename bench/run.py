@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.mirror import faults
-from bench.overhead import summarise
+from bench.overhead import summarise_report
 from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
 from bench.report import WINDOWS, sampled_shares
@@ -138,10 +138,10 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
     run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("summary")
     settings = report.pop("options")
     name_commit(run, options.commit)
-    if claimed != {kind: summarise(pairs) for kind, pairs in report.items()}:
+    if claimed != summarise_report(report):
         raise ResultError("the samples do not give the figures that the report claims")
     return {
-        "suite": "overhead",
+        "suite": "step" if "train" in report else "overhead",
         **run,
         "gpu": gpu,
         "configuration": settings,

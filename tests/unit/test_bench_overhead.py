@@ -3,10 +3,12 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
-from bench import overhead, report_docs, run
+from bench import figures, overhead, report_docs, run, step
+from bench.provenance import describe_run
 from bench.room import Room, control_folder
 from libcontrol import layout
 from tests.conftest import lack
@@ -29,7 +31,7 @@ def pair(native, governed):
 
 
 def test_the_order_of_the_pairs_turns():
-    assert list(overhead.in_turn(3)) == [
+    assert list(figures.in_turn(3)) == [
         ("native", "governed"), ("governed", "native"), ("native", "governed")
     ]  # fmt: skip
 
@@ -43,11 +45,11 @@ def test_a_difference_is_that_of_the_medians_of_a_pair():
 
 
 def test_the_interval_of_what_is_always_the_same_is_a_point():
-    assert overhead.bootstrap([3.0, 3.0, 3.0]) == (3.0, 3.0)
+    assert figures.interval([3.0, 3.0, 3.0]) == (3.0, 3.0)
 
 
 def test_the_interval_holds_the_median_and_is_within_what_was_seen():
-    low, high = overhead.bootstrap([1.0, 2.0, 3.0, 4.0, 100.0])
+    low, high = figures.interval([1.0, 2.0, 3.0, 4.0, 100.0])
     assert 1 <= low < 3 < high <= 100
 
 
@@ -110,3 +112,70 @@ def test_a_room_says_what_its_owner_wrote(tmp_path):
     assert second[at["deadline_ns"] :][:8] == bytes(8)
     assert (first[at["epoch"]], second[at["epoch"]]) == (1, 2)
     assert first[at["compute"]] == 5
+
+
+WORKER = """
+import json, pathlib, sys, time
+orders, ms = pathlib.Path(sys.argv[1]), float(sys.argv[2])
+(orders / "ready").touch()
+n = 0
+while not (orders / "end").exists():
+    if (orders / f"go-{n}").exists():
+        if ms < 0:
+            sys.exit("no GPU here")
+        (orders / "partial").write_text(json.dumps({"steps": 10, "seconds": ms / 100}))
+        (orders / "partial").rename(orders / f"done-{n}")
+        n += 1
+    time.sleep(0.001)
+"""
+
+
+def arm(directory, ms):
+    command = [sys.executable, "-c", WORKER, str(directory), str(ms)]
+    return step.native_arm(command, directory, 1.0)
+
+
+def test_two_processes_take_steps_in_turn(tmp_path):
+    with arm(tmp_path / "a", 2.0) as native, arm(tmp_path / "b", 2.1) as governed:
+        pairs = step.run_steps({"native": native, "governed": governed}, 4)
+    assert len(pairs) == 4
+    assert [list(pair) for pair in pairs[:2]] == [["native", "governed"], ["governed", "native"]]
+    assert step.summarise_steps(pairs) == {
+        "native_ms": 2.0, "governed_ms": 2.1, "slower_percent": 5.0, "upper_95_percent": 5.0
+    }  # fmt: skip
+
+
+def test_a_process_that_ends_in_the_middle_is_an_error_in_its_own_words(tmp_path):
+    with (
+        pytest.raises(step.MachineError, match="status 1, no GPU here"),
+        arm(tmp_path / "a", 1.0) as native,
+        arm(tmp_path / "b", -1.0) as governed,
+    ):
+        step.run_steps({"native": native, "governed": governed}, 1)
+
+
+def test_the_bound_is_above_the_median_and_within_what_was_seen():
+    pairs = [
+        {"native": {"steps": 100, "seconds": 1.0}, "governed": {"steps": 100, "seconds": seconds}}
+        for seconds in (0.99, 1.0, 1.01, 1.02, 1.03)
+    ]
+    found = step.summarise_steps(pairs)
+    assert found["slower_percent"] == 1.0
+    assert 1.0 < found["upper_95_percent"] <= 3.0
+
+
+def test_steps_become_a_result_and_a_section(tmp_path):
+    pairs = [{"native": {"steps": 10, "seconds": 1}, "governed": {"steps": 10, "seconds": 1.1}}]
+    report = {
+        "train": pairs, "decode": pairs, "options": {"pairs": 1, "seconds": 1},
+        "gpu": {"kind": "nvidia", "name": "NVIDIA H200", "driver": "580.159.04"},
+        "run": describe_run(),
+    }  # fmt: skip
+    report["summary"] = overhead.summarise_report(report)
+    (tmp_path / "overhead.json").write_text(json.dumps(report))
+    out = tmp_path / "bench/results/r.json"
+    keep = ["--suite", "overhead", "--from", str(tmp_path), "--commit", "0" * 40]
+    assert run.main([*keep, "--out", str(out)]) == 0
+    assert json.loads(out.read_text())["suite"] == "step"
+    [page] = report_docs.plan_files(tmp_path).values()
+    assert "| train | 100.000 ms | 110.000 ms | 10.00 % | 10.00 % |" in page

@@ -1,0 +1,27 @@
+"""How two arms are compared: in turn, by medians, with a bootstrap of the pairs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+
+RESAMPLES = 10_000
+
+
+def in_turn(pairs: int) -> Iterator[tuple[str, str]]:
+    """Yield the order of each pair: A B, B A, A B... so that a drift favours nobody."""
+    for i in range(pairs):
+        yield ("native", "governed") if i % 2 == 0 else ("governed", "native")
+
+
+def bootstrap_medians(values: Sequence[float], seed: int = 1) -> list[float]:
+    """Return the medians of samples of `values`, drawn again with replacement, in order."""
+    draw = random.Random(seed)  # noqa: S311 - a sample, no secret
+    return sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median of `values`."""
+    medians = bootstrap_medians(values)
+    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]

@@ -1,0 +1,184 @@
+"""`python -m bench.overhead --step`: what a training step and a token take, natively and governed.
+
+Each arm is a process that is warm and takes steps for a while when it is told to; one of the two
+sits still meanwhile. So the pairs are seconds apart, and nothing of a start is in them. The
+container is alone and has the whole GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.figures import bootstrap_medians, in_turn
+from bench.machine import ROOT, Machine, MachineError
+from bench.node import Node
+
+KINDS = ("train", "decode")
+READY_S = 180.0
+LATE_S = 30.0
+"""How much longer than its time a run of steps may take."""
+
+Pair = dict[str, dict[str, float]]
+
+
+class Arm:
+    """A process that takes orders in a directory; `failed` says why it is not there any more."""
+
+    def __init__(self, orders: Path, seconds: float, failed: Callable[[], str | None]) -> None:
+        self.orders = orders
+        self.seconds = seconds
+        self.failed = failed
+        self.number = 0
+
+    def _wait(self, path: Path, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            reason = self.failed()
+            if reason is not None:
+                raise MachineError(f"a process that takes steps ended: {reason}")
+            if time.monotonic() > deadline:
+                raise MachineError(f"no {path.name} within {seconds:g} s")
+            time.sleep(0.005)
+
+    def ready(self) -> None:
+        """Wait until it is warm."""
+        self._wait(self.orders / "ready", READY_S)
+
+    def run(self) -> dict[str, float]:
+        """Let it take steps for its time: how many, and in how many seconds."""
+        (self.orders / f"go-{self.number}").touch()
+        done = self.orders / f"done-{self.number}"
+        self._wait(done, self.seconds + LATE_S)
+        self.number += 1
+        answer = json.loads(done.read_text())
+        return {"steps": float(answer["steps"]), "seconds": float(answer["seconds"])}
+
+    def end(self) -> None:
+        """Let it end."""
+        (self.orders / "end").touch()
+
+
+def worker(kind: str, orders: Path, seconds: float, *, inside: bool) -> list[str]:
+    """Return the command of a process that takes steps."""
+    folder = Path("/workload") if inside else ROOT / "examples" / "workloads"
+    return [
+        sys.executable, str(folder / "torch_step.py"),
+        "--kind", kind, "--orders", str(orders), "--seconds", str(seconds),
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def native_arm(
+    command: Sequence[str], orders: Path, seconds: float, machine: Machine | None = None
+) -> Iterator[Arm]:
+    """Run a process outside of a container."""
+    orders.mkdir(parents=True)
+    environment = {**os.environ, **(machine.environment if machine else {})}
+    log = orders / "output"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
+    ):
+
+        def failed() -> str | None:
+            if process.poll() is None:
+                return None
+            return f"status {process.returncode}, {log.read_text().strip()[-300:]}"
+
+        try:
+            yield Arm(orders, seconds, failed)
+            (orders / "end").touch()
+            process.wait(LATE_S)
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def governed_arm(node: Node, kind: str, seconds: float) -> Iterator[Arm]:
+    """Run a process in a container that has the whole GPU."""
+    command = worker(kind, Path("/out"), seconds, inside=True)
+    container = node.start(f"step-{kind}", command, {"memory": "16Gi", "compute": "100"})
+
+    def failed() -> str | None:
+        status = container.process.poll()
+        if status is None:
+            return None
+        text = (container.bundle / "output").read_text(errors="replace")
+        return f"status {status}, {text.strip()[-300:]}"
+
+    try:
+        arm = Arm(container.out, seconds, failed)
+        yield arm
+        node.look()
+        if not container.seen["devices"][0]["launches"]:
+            raise MachineError("the governor saw no launch: the container was not governed")
+        arm.end()
+        node.wait(container, LATE_S)
+    finally:
+        node.delete(container)
+        node.running.remove(container)
+
+
+def run_steps(arms: Mapping[str, Arm], pairs: int) -> list[Pair]:
+    """Let the two take steps in turn; what the first run of each shows is left out."""
+    for arm in arms.values():
+        arm.ready()
+    for arm in arms.values():
+        arm.run()
+    return [{name: arms[name].run() for name in order} for order in in_turn(pairs)]
+
+
+def summarise_steps(pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return the ms of a step in each arm, and how much slower governed ones are, in percent.
+
+    `upper_95_percent` is the bound below which the slow-down lies with 95 % confidence.
+    """
+    took = {
+        name: [1000 * pair[name]["seconds"] / pair[name]["steps"] for pair in pairs]
+        for name in ("native", "governed")
+    }
+    slower = [
+        100 * (b / a - 1) for a, b in zip(took["native"], took["governed"], strict=True)
+    ]  # fmt: skip
+    medians = bootstrap_medians(slower)
+    return {
+        "native_ms": round(statistics.median(took["native"]), 4),
+        "governed_ms": round(statistics.median(took["governed"]), 4),
+        "slower_percent": round(statistics.median(slower), 3),
+        "upper_95_percent": round(medians[round(0.95 * len(medians)) - 1], 3),
+    }
+
+
+def measure_steps(node: Node, output: Path, pairs: int, seconds: float) -> dict[str, Any]:
+    """Measure both kinds of step on a node; the pairs of each, and their summary."""
+    report: dict[str, Any] = {}
+    for kind in KINDS:
+        orders = output / f"native-{kind}"
+        command = worker(kind, orders, seconds, inside=False)
+        with (
+            native_arm(command, orders, seconds, node.machine) as native,
+            governed_arm(node, kind, seconds) as governed,
+        ):
+            report[kind] = run_steps({"native": native, "governed": governed}, pairs)
+        print(f"  {kind}: {summarise_steps(report[kind])}", flush=True)
+    return report
+
+
+def render_steps(summary: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the summary as a table."""
+    lines = [f"{'':10}{'native':>10}{'governed':>10}{'slower':>10}   upper 95 %"]
+    lines += [
+        f"{kind:10}{one['native_ms']:10.3f}{one['governed_ms']:10.3f}"
+        f"{one['slower_percent']:8.2f} %   {one['upper_95_percent']:.2f} %"
+        for kind, one in summary.items()
+    ]
+    return "\n".join(lines)

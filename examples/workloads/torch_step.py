@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""A process that takes steps on command, so that two of them can be compared in turn.
+
+    torch_step.py --kind train|decode --orders DIR --seconds S
+
+Once it is warm it makes DIR/ready. For each file DIR/go-<n> it takes steps for S seconds and writes
+DIR/done-<n>, a JSON object: how many steps, and in how many seconds. DIR/end ends it. `train` is a
+step of the transformer of torch_models, `decode` is a token of a model of 24 layers in eager mode,
+read back before the next one begins: some 300 small kernels, so the host is what it waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_models import Transformer
+
+WARM_UP_S = 2.0
+STEPS_IN_FLIGHT = 2
+POLL_S = 0.002
+
+
+class Train:
+    """Forward, backward and optimiser; at most two steps are in flight."""
+
+    def __init__(self, device: torch.device, *, tiny: bool) -> None:
+        self.model = Transformer(lambda part: part, tiny=tiny).to(device, Transformer.dtype)
+        self.x, self.target = self.model.data(2 if tiny else Transformer.batch, device)
+        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.events: collections.deque[Any] = collections.deque()
+        self.cuda = device.type == "cuda"
+
+    def step(self) -> None:
+        self.optimiser.zero_grad(set_to_none=True)
+        self.model.loss(self.x, self.target, lambda x, _name: x).backward()
+        self.optimiser.step()
+        if self.cuda:
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+            self.events.append(event)
+            if len(self.events) > STEPS_IN_FLIGHT:
+                self.events.popleft().synchronize()
+
+
+class Layer(nn.Module):
+    """Attention over a cache of a fixed length, and a feed-forward part."""
+
+    def __init__(self, wide: int, heads: int, batch: int, length: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(wide), nn.LayerNorm(wide)
+        self.project, self.out = nn.Linear(wide, 3 * wide), nn.Linear(wide, wide)
+        self.up, self.down = nn.Linear(wide, 4 * wide), nn.Linear(4 * wide, wide)
+        shape = (batch, heads, length, wide // heads)
+        self.register_buffer("keys", torch.randn(shape))
+        self.register_buffer("values", torch.randn(shape))
+
+    def forward(self, x: Tensor, at: int) -> Tensor:
+        batch, wide = x.shape
+        new = self.project(self.before(x)).view(batch, 3, self.heads, 1, wide // self.heads)
+        query, key, value = new.unbind(1)
+        self.keys[:, :, at : at + 1] = key
+        self.values[:, :, at : at + 1] = value
+        seen = functional.scaled_dot_product_attention(query, self.keys, self.values)
+        x = x + self.out(seen.reshape(batch, wide))
+        update: Tensor = self.down(functional.gelu(self.up(self.between(x))))
+        return x + update
+
+
+class Decode:
+    """A token for each of eight sequences; the token is read back."""
+
+    def __init__(self, device: torch.device, *, tiny: bool) -> None:
+        layers, wide, heads, self.length = (2, 32, 2, 16) if tiny else (24, 1024, 16, 512)
+        batch, words = 8, 1024
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.words = nn.Embedding(words, wide).to(device, dtype)
+        self.layers = nn.ModuleList(Layer(wide, heads, batch, self.length) for _ in range(layers))
+        self.layers.to(device, dtype)
+        self.head = nn.Linear(wide, words).to(device, dtype)
+        self.token = torch.zeros(batch, dtype=torch.long, device=device)
+        self.at = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        x = self.words(self.token)
+        for layer in self.layers:
+            x = layer(x, self.at % self.length)
+        self.token = self.head(x).argmax(-1)
+        self.at += 1
+        self.token.tolist()
+
+
+def take_steps(step: Callable[[], None], seconds: float, device: torch.device) -> dict[str, float]:
+    """Take steps for so long, and until all of them are done."""
+    steps, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        step()
+        steps += 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return {"steps": steps, "seconds": time.perf_counter() - begin}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Takes steps on command.")
+    parser.add_argument("--kind", choices=("train", "decode"), required=True)
+    parser.add_argument("--orders", type=pathlib.Path, required=True)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
+    options = parser.parse_args()
+    torch.manual_seed(1)
+    device = torch.device(options.device)
+    job = (Train if options.kind == "train" else Decode)(device, tiny=options.tiny)
+    take_steps(job.step, min(WARM_UP_S, options.seconds), device)
+    (options.orders / "ready").touch()
+    number = 0
+    while not (options.orders / "end").exists():
+        if not (options.orders / f"go-{number}").exists():
+            time.sleep(POLL_S)
+            continue
+        result = json.dumps(take_steps(job.step, options.seconds, device))
+        partial = options.orders / "partial"
+        partial.write_text(result)
+        partial.rename(options.orders / f"done-{number}")
+        number += 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -58,7 +58,8 @@ def main() -> int:
     try:
         build()
     except subprocess.CalledProcessError as e:
-        print((e.stdout + e.stderr)[-4000:])
+        said = e.stdout + e.stderr
+        print(said[max(said.find("FAILED:"), 0) :][:4000])
         return 1
     found = [fault for name in LIBRARIES for fault in faults(name)]
     print("\n".join(found) or f"{', '.join(LIBRARIES)}: no warning, nothing newer than glibc 2.17")

@@ -60,6 +60,18 @@ def control_folder(folder: Path, control: Path, driver: Path) -> Path:
     return folder
 
 
+def has_ended(process: socket.socket) -> bool:
+    """Return whether the other end of a process's connection is closed; its wake-ups are read."""
+    try:
+        while process.recv(4096, socket.MSG_DONTWAIT):
+            pass
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 class Room:
     """Between `with` and its end: a grant page that says what its owner wrote, with a heartbeat."""
 
@@ -87,7 +99,8 @@ class Room:
         self._listener.bind(f"/proc/self/fd/{self._folder_fd}/governor.sock")
         (directory / "governor.sock").chmod(0o666)
         self._listener.listen(layout.N_SLOTS)
-        self._processes: list[socket.socket] = []
+        self._processes: dict[int, socket.socket] = {}  # by slot
+        self._used: set[int] = set()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._beat), threading.Thread(target=self._serve)]
 
@@ -107,7 +120,7 @@ class Room:
             self._listener.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join()
-        for process in [self._listener, *self._processes]:
+        for process in [self._listener, *self._processes.values()]:
             process.close()
         os.close(self._folder_fd)
         os.close(self._ledger_fd)
@@ -177,16 +190,24 @@ class Room:
                 pages.write(self.grant, 0, "grant_header", "heartbeat_ns", now)
 
     def _serve(self) -> None:
-        """Give each process that comes the next slot; its wake-ups stay unread."""
+        """Give each process that comes a slot: one that nobody had, or an ended process's."""
         while True:
             try:
                 process, _ = self._listener.accept()
             except OSError:
                 return
-            slot = len(self._processes)
-            self._processes.append(process)
-            if slot == layout.N_SLOTS or not process.recv(1):
+            for slot in [s for s, known in self._processes.items() if has_ended(known)]:
+                self._processes.pop(slot).close()
+            free = [slot for slot in range(layout.N_SLOTS) if slot not in self._processes]
+            if not free or not process.recv(1):
+                process.close()
                 continue
+            # What an ended process counted is kept for as long as there are others.
+            slot = min(free, key=lambda one: (one in self._used, one))
+            if slot in self._used:
+                pages.clear_slot(self.ledger, slot)
+            self._used.add(slot)
+            self._processes[slot] = process
             pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
-            pages.write(self.ledger, 0, "ledger_header", "n_slots", slot + 1)
+            pages.write(self.ledger, 0, "ledger_header", "n_slots", len(self._used))
             socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])

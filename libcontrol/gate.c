@@ -138,7 +138,8 @@ static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, 
     default:
         if (now >= g->local_next) {
             g->local_deadline = now + GATE_LOCAL_NS;
-            g->local_next = now + GATE_LOCAL_NS * 1000000 / (share ? share : 1);
+            /* A page that says no share at all must not stop a program for an hour. */
+            g->local_next = now + GATE_LOCAL_NS * 1000000 / (share > 10000 ? share : 10000);
         }
         return g->local_deadline;
     }
@@ -225,38 +226,46 @@ void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, boo
 
 /* ---- the short way ---- */
 
+/* Launches of all GPUs share the passes: who changes one holds this, within the gate's lock. */
+static struct prim_lock passes_lock;
+
 /* Tells the ledger of the launches that a pass let by. */
-static void pass_tell(struct pass *p, struct ledger_device *ledger)
+static void pass_tell(struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
 
-    atomic_bump(&ledger->launches, used - p->told);
+    if (p->ledger)
+        atomic_add_relaxed(&p->ledger->launches, used - p->told);
     p->told = used;
 }
 
-static void pass_end(struct pass *p, struct ledger_device *ledger)
+static void pass_end(struct pass *p)
 {
     atomic_store_relaxed(&p->limit, 0);
-    pass_tell(p, ledger);
+    pass_tell(p);
     atomic_store_relaxed(&p->used, 0);
     p->told = 0;
 }
 
-void gate_tell_passes(const struct grant_device *grant, struct ledger_device *ledger)
+static void passes_each(const struct grant_device *grant, void (*act)(struct pass *))
 {
+    prim_lock(&passes_lock);
     for (unsigned i = 0; i < PASS_N; i++)
         if (passes[i].grant == grant && passes[i].limit)
-            pass_tell(&passes[i], ledger);
+            act(&passes[i]);
+    prim_unlock(&passes_lock);
+}
+
+void gate_tell_passes(const struct grant_device *grant)
+{
+    passes_each(grant, pass_tell);
 }
 
 /* The lock is held. */
-void gate_stop_passing(struct gate *g, const struct grant_device *grant,
-                       struct ledger_device *ledger)
+void gate_stop_passing(struct gate *g, const struct grant_device *grant)
 {
     g->passing = false;
-    for (unsigned i = 0; i < PASS_N; i++)
-        if (passes[i].grant == grant && passes[i].limit)
-            pass_end(&passes[i], ledger);
+    passes_each(grant, pass_end);
 }
 
 /* A stream's handle alone says where work goes, unless it is one of the names for a default one. */
@@ -275,8 +284,10 @@ static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant
 {
     struct pass *p = pass_of(s->stream);
 
-    s->n_passed += 1 + (p->stream == s->stream ? p->used : 0);
-    pass_end(p, ledger);
+    prim_lock(&passes_lock);
+    s->n_passed +=
+        1 + (atomic_load_relaxed(&p->stream) == s->stream ? atomic_load_relaxed(&p->used) : 0);
+    pass_end(p);
     g->passing = true;
     g->blind = true;
     if (s->n_passed > s->sample_at) {
@@ -285,17 +296,20 @@ static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant
         s->draw = s->draw * 1103515245 + 12345;
         s->sample_at = 192 + (s->draw >> 16) % 128;
         s->n_passed = 0;
+        prim_unlock(&passes_lock);
         return true;
     }
     s->unmarked = true;
     s->blind = true;
     s->era = g->queue.era;
     if (pass_fits(s->stream)) {
+        p->ledger = ledger;
         atomic_store_relaxed(&p->stream, s->stream);
         atomic_store_relaxed(&p->grant, grant);
         atomic_store_relaxed(&p->epoch, g->epoch);
         atomic_store_release(&p->limit, s->sample_at - s->n_passed + 1);
     }
+    prim_unlock(&passes_lock);
     return false;
 }
 
@@ -563,7 +577,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             break;
         }
         if (g->passing)
-            gate_stop_passing(g, grant, ledger);
+            gate_stop_passing(g, grant);
         if (!gate_open(g, grant, ledger, now) && g->queue.n_markers &&
             now >= g->queue.markers[g->queue.head].look_at) {
             gate_visit_begin(&visit);
@@ -632,7 +646,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     else if (!g->passing && !held)
         queue_add_unseen(&g->queue, predicted, now);
     g->last_launch = now;
-    atomic_bump(&ledger->launches, 1);
+    atomic_add_relaxed(&ledger->launches, 1);
     atomic_bump(&ledger->predicted_ns, predicted);
     prim_unlock(&g->lock);
     errno = saved;
@@ -669,8 +683,10 @@ static void gate_end_passes(unsigned device, CUstream stream)
 {
     struct pass *p = pass_of(stream);
 
+    prim_lock(&passes_lock);
     if (p->stream == stream && p->grant == pages_grant_device(device))
-        pass_end(p, pages_ledger_device(device));
+        pass_end(p);
+    prim_unlock(&passes_lock);
 }
 
 void gate_forget_stream(CUstream stream)
@@ -703,7 +719,7 @@ void gate_forget_context(CUcontext ctx)
         if (!g->started)
             continue;
         prim_lock(&g->lock);
-        gate_stop_passing(g, pages_grant_device(device), pages_ledger_device(device));
+        gate_stop_passing(g, pages_grant_device(device));
         queue_forget_context(&g->queue, ctx);
         for (unsigned i = 0; i < GATE_N_HOLDS; i++) {
             if (!g->holds[i].word || (ctx && g->holds[i].ctx != ctx))
@@ -729,6 +745,7 @@ void gate_after_fork(void)
         if (gate_devices[device].started)
             memset(&gate_devices[device], 0, sizeof gate_devices[device]);
     memset(passes, 0, sizeof passes);
+    passes_lock.word = 0;
     n_captures = 0;
     visiting = false;
 }

@@ -145,7 +145,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     gate_open(g, grant, ledger, now);
     lost = gate_lost(now);
     if (g->passing && (lost || deadline != GRANT_OPEN))
-        gate_stop_passing(g, grant, ledger);
+        gate_stop_passing(g, grant);
     /* After an open grant the model knows little: the markers tell. */
     if (g->blind && !g->passing)
         helper_mark_tails(g, ledger);
@@ -159,7 +159,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (g->released || (!g->active && now >= deadline))
         return g->holding ? HELPER_HELD_NS : NS_PER_S;
     if (deadline == GRANT_OPEN) {
-        gate_tell_passes(grant, ledger);
+        gate_tell_passes(grant);
         return HELPER_OPEN_NS;
     }
     end = now + lookahead < deadline ? deadline - lookahead - now : 0;

@@ -19,6 +19,7 @@ struct pass {
     uint32_t epoch; /* of the grant in which this was announced */
     uint32_t used;  /* launches that went; two threads at once may count as one */
     uint32_t told;  /* how many of them the ledger knows */
+    struct ledger_device *ledger;
     uint32_t limit; /* how many may go; 0: none */
 };
 
@@ -36,11 +37,14 @@ static inline bool pass_launch(CUstream stream)
 {
     struct pass *p = pass_of(stream);
     uint32_t used = atomic_load_relaxed(&p->used);
+    const struct grant_device *grant;
 
     if (unlikely(atomic_load_acquire(&p->limit) <= used) ||
-        unlikely(atomic_load_relaxed(&p->stream) != stream) ||
-        unlikely(atomic_load_relaxed(&p->grant->deadline_ns) != GRANT_OPEN) ||
-        unlikely(atomic_load_relaxed(&p->grant->epoch) != p->epoch))
+        unlikely(atomic_load_relaxed(&p->stream) != stream))
+        return false;
+    grant = atomic_load_relaxed(&p->grant);
+    if (unlikely(atomic_load_relaxed(&grant->deadline_ns) != GRANT_OPEN) ||
+        unlikely(atomic_load_relaxed(&grant->epoch) != atomic_load_relaxed(&p->epoch)))
         return false;
     atomic_store_relaxed(&p->used, used + 1);
     return true;

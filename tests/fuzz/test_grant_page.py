@@ -198,25 +198,7 @@ AWAY = {
 """Pages that a governor left behind when it died with `on_governor_loss: keep`."""
 
 
-HANGS = {
-    "no share": "gate_deadline() waits for 4 ms times a million at a share of 0",
-}
-"""Where the library does not keep going yet, and why."""
-
-
-def left_behind() -> list[object]:
-    """The pages, with a mark on those where a call hangs."""
-    return [
-        pytest.param(
-            fields,
-            id=name,
-            marks=[pytest.mark.xfail(reason=HANGS[name])] if name in HANGS else [],
-        )
-        for name, fields in AWAY.items()
-    ]
-
-
-@pytest.mark.parametrize("fields", left_behind())
+@pytest.mark.parametrize("fields", AWAY.values(), ids=AWAY)
 def test_a_process_whose_governor_died_in_the_middle_keeps_going(guest, fields):
     process = guest.start(
         "--seconds", "2", "--threads", "2", "--wait-file", str(guest.work / "end")

@@ -7,72 +7,53 @@
  * takes its reservation back. There is no lock to die with: when a process is killed, the governor
  * clears its slot.
  *
- * The sizes of live blocks are kept in this process, in an open-addressing table by address: charge
- * and refund cost the same with ten blocks as with a hundred thousand.
+ * What the driver takes by itself (a context, a module) no call tells. NVML does: the governor
+ * looks and publishes what it saw beyond the books as `memory_overhead`, as of `reconciled_ns`.
+ * Until a look that began later, a process counts what it expects that the driver took as
+ * `provisional`.
  */
 #include "control.h"
 
 #include <string.h>
-#include <sys/mman.h>
 
-struct account_block {
-    CUdeviceptr pointer; /* 0 free, 1 deleted */
-    uint64_t size;
-    int32_t device;
-};
+#define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* a heartbeat older than this: nobody looks */
+#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* a refusal waits so long for a look that is due */
 
-#define BLOCK_FREE    0
-#define BLOCK_DELETED 1
+static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
 
-static struct account_block *blocks;
-static size_t n_capacity; /* a power of two */
-static size_t n_live;
-static size_t n_taken; /* live and deleted */
-static struct prim_lock blocks_lock;
-
-static size_t blocks_hash(CUdeviceptr pointer, size_t capacity)
+void account_relax(CUstreamCaptureMode *mode)
 {
-    return (size_t)((pointer >> 9) * 0x9e3779b97f4a7c15ull >> 20) & (capacity - 1);
+    *mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    driver->cuThreadExchangeStreamCaptureMode(mode);
 }
 
-static void blocks_put(struct account_block *table, size_t capacity, struct account_block block)
+void account_unrelax(CUstreamCaptureMode *mode)
 {
-    size_t at = blocks_hash(block.pointer, capacity);
-
-    while (table[at].pointer > BLOCK_DELETED)
-        at = (at + 1) & (capacity - 1);
-    table[at] = block;
+    driver->cuThreadExchangeStreamCaptureMode(mode);
 }
 
-/* malloc is the application's; a mapping of our own cannot meet its hooks or its locks. */
-static cold bool blocks_grow(void)
+CUdevice account_ordinal(int device)
 {
-    struct account_block *table;
-    size_t capacity = 4096;
+    CUdevice ordinal = 0;
 
-    while (capacity < n_live * 4)
-        capacity *= 2;
-    table = mmap(NULL, capacity * sizeof *table, PROT_READ | PROT_WRITE,
-                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (table == MAP_FAILED)
-        return false;
-    for (size_t i = 0; i < n_capacity; i++)
-        if (blocks[i].pointer > BLOCK_DELETED)
-            blocks_put(table, capacity, blocks[i]);
-    if (blocks)
-        munmap(blocks, n_capacity * sizeof *blocks);
-    blocks = table;
-    n_capacity = capacity;
-    n_taken = n_live;
-    return true;
+    while (ordinal < 4 * (int)LAYOUT_N_DEVICES && pages_index_of(ordinal) != device)
+        ordinal++;
+    return ordinal;
 }
 
-uint64_t account_used(int device)
+/* ---- sums ---- */
+
+/* The sum, and whether the driver may have taken or given something that nobody has looked at. */
+static uint64_t account_sum(int device, bool *duep)
 {
+    const struct grant_device *grant = pages_grant_device((unsigned)device);
     struct ledger_header *ledger = pages_ledger();
     uint32_t n_slots = atomic_load_relaxed(&ledger->n_slots);
-    uint64_t sum = 0;
+    /* First: what was provisional before a look is in the overhead that the look found. */
+    uint64_t reconciled = atomic_load_acquire(&grant->reconciled_ns);
+    uint64_t sum = atomic_load_relaxed(&grant->memory_overhead);
 
+    *duep = false;
     if (n_slots > LAYOUT_N_SLOTS)
         n_slots = LAYOUT_N_SLOTS;
     for (uint32_t i = 0; i < n_slots; i++) {
@@ -83,8 +64,25 @@ uint64_t account_used(int device)
 
         if (__builtin_add_overflow(sum, atomic_load_seq_cst(&entry->memory), &sum))
             return UINT64_MAX;
+        if (likely(atomic_load_seq_cst(&entry->provisional_ns) <= reconciled))
+            continue;
+        *duep = true;
+        if (__builtin_add_overflow(sum, atomic_load_seq_cst(&entry->provisional), &sum))
+            return UINT64_MAX;
     }
     return sum;
+}
+
+uint64_t account_used(int device)
+{
+    bool due;
+
+    return account_sum(device, &due);
+}
+
+static uint64_t account_limit(int device)
+{
+    return atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
 }
 
 uint64_t account_product(uint64_t a, uint64_t b)
@@ -94,18 +92,22 @@ uint64_t account_product(uint64_t a, uint64_t b)
     return __builtin_mul_overflow(a, b, &product) ? UINT64_MAX : product;
 }
 
+uint64_t account_round(uint64_t size, uint64_t unit)
+{
+    uint64_t sum;
+
+    return __builtin_add_overflow(size, unit - 1, &sum) ? UINT64_MAX : sum / unit * unit;
+}
+
 /* The driver chooses the pitch; rows are aligned to 512 bytes on every GPU since Kepler. */
 uint64_t account_pitch(uint64_t width, uint64_t height)
 {
-    uint64_t row;
-
-    if (__builtin_add_overflow(width, 511, &row))
-        return UINT64_MAX;
-    return account_product(row & ~511ull, height);
+    return account_product(account_round(width, 512), height);
 }
 
-static void account_note_peak(int device, uint64_t sum)
+void account_note_peak(int device)
 {
+    uint64_t sum = account_used(device);
     uint64_t *peak = &pages_ledger()->memory_peak[device];
     uint64_t seen = atomic_load_relaxed(peak);
 
@@ -114,134 +116,477 @@ static void account_note_peak(int device, uint64_t sum)
         ;
 }
 
-CUresult account_reserve_on(struct account_charge *charge, int device, uint64_t size)
-{
-    const struct grant_device *grant;
-    struct ledger_device *entry;
-    uint64_t limit, overhead, sum;
-
-    charge->device = device;
-    charge->size = 0;
-    if (device < 0)
-        return CUDA_SUCCESS;
-    grant = pages_grant_device((unsigned)device);
-    entry = pages_ledger_device((unsigned)device);
-    limit = atomic_load_relaxed(&grant->memory_limit);
-    overhead = atomic_load_relaxed(&grant->memory_overhead);
-    /* Two processes that reserve at once may each see the other and both step back although one of
-     * them fits: the loser looks again a few times before it refuses. */
-    for (int attempt = 0;; attempt++) {
-        if (size <= limit) {
-            atomic_add_seq_cst(&entry->memory, size);
-            sum = account_used(device);
-            if (!__builtin_add_overflow(sum, overhead, &sum) && sum <= limit) {
-                charge->size = size;
-                account_note_peak(device, sum);
-                return CUDA_SUCCESS;
-            }
-            atomic_sub_seq_cst(&entry->memory, size);
-            sum = account_used(device);
-        } else {
-            sum = UINT64_MAX;
-        }
-        if (attempt == 3 || __builtin_add_overflow(sum, overhead, &sum) ||
-            __builtin_add_overflow(sum, size, &sum) || sum > limit)
-            break;
-        prim_sleep(20 * NS_PER_US * (uint64_t)(1 + (getpid() + attempt) % 4));
-    }
-    atomic_add_relaxed(&entry->refused, 1);
-    return CUDA_ERROR_OUT_OF_MEMORY;
-}
-
-CUresult account_reserve(struct account_charge *charge, uint64_t size)
-{
-    return account_reserve_on(charge, pages_index_current(), size);
-}
+/* ---- charges ---- */
 
 /* Never below zero: the sum belongs to a page that others can reset. */
-static void account_return(int device, uint64_t size)
+static void lower(uint64_t *sum, uint64_t size)
 {
-    uint64_t *memory = &pages_ledger_device((unsigned)device)->memory;
-    uint64_t seen = atomic_load_relaxed(memory);
+    uint64_t seen = atomic_load_relaxed(sum);
 
-    while (!__atomic_compare_exchange_n(memory, &seen, seen > size ? seen - size : 0, true,
+    while (!__atomic_compare_exchange_n(sum, &seen, seen > size ? seen - size : 0, true,
                                         __ATOMIC_SEQ_CST, __ATOMIC_RELAXED))
         ;
 }
 
-void account_cancel(struct account_charge *charge)
+/* `unseen` goes up first and down last: a look in between takes too much for the driver's. */
+void account_add(int device, uint64_t size, bool unseen)
 {
-    if (charge->device >= 0 && charge->size)
-        account_return(charge->device, charge->size);
-    charge->size = 0;
+    struct ledger_device *entry = pages_ledger_device((unsigned)device);
+
+    if (unseen)
+        atomic_add_seq_cst(&entry->unseen, size);
+    atomic_add_seq_cst(&entry->memory, size);
 }
 
-/* The driver took `size` where another size was reserved: the difference is charged or returned. */
-uint64_t account_settle(struct account_charge *charge, uint64_t size)
+void account_give(int device, uint64_t size, bool unseen)
 {
-    struct ledger_device *entry;
+    struct ledger_device *entry = pages_ledger_device((unsigned)device);
 
-    if (charge->device < 0)
-        return 0;
-    entry = pages_ledger_device((unsigned)charge->device);
-    if (size > charge->size)
-        atomic_add_seq_cst(&entry->memory, size - charge->size);
-    else
-        account_return(charge->device, charge->size - size);
-    return size;
-}
-
-void account_record(const struct account_charge *charge, CUdeviceptr pointer)
-{
-    struct account_block block = {pointer, charge->size, charge->device};
-
-    if (charge->device < 0 || pointer <= BLOCK_DELETED)
+    if (!size)
         return;
-    prim_lock(&blocks_lock);
-    if (unlikely((n_taken + 1) * 2 > n_capacity) && !blocks_grow() && n_taken + 1 >= n_capacity) {
-        /* No memory for the table: the block stays charged for the life of the process. */
-        prim_unlock(&blocks_lock);
+    lower(&entry->memory, size);
+    if (unseen)
+        lower(&entry->unseen, size);
+}
+
+bool account_try(int device, uint64_t size, bool unseen)
+{
+    uint64_t limit = account_limit(device);
+    uint64_t sum;
+    int saved;
+
+    if (size > limit)
+        return false;
+    /* Two processes that reserve at once may each see the other and both step back although one of
+     * them fits: the loser looks again a few times before it gives up. */
+    for (int attempt = 0;; attempt++) {
+        account_add(device, size, unseen);
+        if (likely(account_used(device) <= limit))
+            return true;
+        account_give(device, size, unseen);
+        sum = account_used(device);
+        if (attempt == 3 || __builtin_add_overflow(sum, size, &sum) || sum > limit)
+            return false;
+        saved = errno;
+        prim_sleep(20 * NS_PER_US * (uint64_t)(1 + (getpid() + attempt) % 4));
+        errno = saved;
+    }
+}
+
+/* Whether more is held than may be, once those that race for the rest have stepped back. */
+bool account_over(int device)
+{
+    for (int attempt = 0; account_used(device) > account_limit(device); attempt++) {
+        if (attempt == 3)
+            return true;
+        prim_sleep(50 * NS_PER_US);
+    }
+    return false;
+}
+
+cold CUresult account_refuse(int device)
+{
+    atomic_add_relaxed(&pages_ledger_device((unsigned)device)->refused, 1);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+bool account_alone(void)
+{
+    return prim_now() >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + ACCOUNT_LOST_NS;
+}
+
+/* Waits for a look that began after `since`. False if none came, or nobody is there to look. */
+cold bool account_await_look(int device, uint64_t since, uint64_t patience)
+{
+    const struct grant_device *grant = pages_grant_device((unsigned)device);
+    uint64_t end = prim_now() + patience;
+
+    while (atomic_load_acquire(&grant->reconciled_ns) < since) {
+        if (prim_now() >= end || account_alone())
+            return false;
+        prim_sleep(NS_PER_MS);
+    }
+    return true;
+}
+
+/* No room: what our pools hold unused goes back, and what the driver gave back is looked at. */
+static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
+{
+    int saved = errno;
+    bool due;
+    bool claimed = size <= account_limit(device);
+
+    if (claimed) {
+        claimed = pools_squeeze(device) && account_try(device, size, unseen);
+        if (!claimed && (account_sum(device, &due), due)) {
+            account_await_look(device, prim_now(), ACCOUNT_PATIENCE_NS);
+            claimed = account_try(device, size, unseen);
+        }
+    }
+    errno = saved;
+    return claimed;
+}
+
+bool account_claim(int device, uint64_t size, bool unseen)
+{
+    return likely(account_try(device, size, unseen)) || account_claim_slowly(device, size, unseen);
+}
+
+/* ---- what the driver takes by itself ---- */
+
+/* The old amount is in the overhead if somebody has looked since: then a new one begins. */
+static void provisional_move(int device, uint64_t more, uint64_t less)
+{
+    struct ledger_device *entry = pages_ledger_device((unsigned)device);
+    const struct grant_device *grant = pages_grant_device((unsigned)device);
+
+    prim_lock(&provisional_locks[device]);
+    if (entry->provisional_ns <= atomic_load_acquire(&grant->reconciled_ns)) {
+        atomic_store_seq_cst(&entry->provisional, more);
+    } else {
+        atomic_add_seq_cst(&entry->provisional, more);
+        lower(&entry->provisional, less);
+    }
+    atomic_store_seq_cst(&entry->provisional_ns, prim_now());
+    prim_unlock(&provisional_locks[device]);
+}
+
+/*
+ * A charge becomes provisional. A look that reads the page in between, and subtracts the charge
+ * from what it sees, began before the second stamp and does not count.
+ */
+void account_convert(int device, uint64_t size, bool unseen)
+{
+    struct ledger_device *entry = pages_ledger_device((unsigned)device);
+    const struct grant_device *grant = pages_grant_device((unsigned)device);
+
+    prim_lock(&provisional_locks[device]);
+    if (entry->provisional_ns <= atomic_load_acquire(&grant->reconciled_ns))
+        atomic_store_seq_cst(&entry->provisional, size);
+    else
+        atomic_add_seq_cst(&entry->provisional, size);
+    atomic_store_seq_cst(&entry->provisional_ns, prim_now());
+    account_give(device, size, unseen);
+    atomic_store_seq_cst(&entry->provisional_ns, prim_now());
+    prim_unlock(&provisional_locks[device]);
+}
+
+void account_driver_takes(int device, uint64_t size)
+{
+    if (device >= 0)
+        provisional_move(device, size, 0);
+}
+
+void account_driver_gives(int device, uint64_t size)
+{
+    if (device >= 0)
+        provisional_move(device, 0, size);
+}
+
+/*
+ * While the driver is at it, the claim is a charge that NVML does not attribute: whether a look
+ * sees none, a part or all of what the driver takes, the sum is never too small.
+ */
+bool account_begin(struct account_charge *charge, int device, uint64_t size)
+{
+    *charge = (struct account_charge){.device = device, .flags = BLOCK_UNSEEN};
+    if (device < 0 || !size)
+        return true;
+    if (!account_claim(device, size, true)) {
+        account_refuse(device);
+        return false;
+    }
+    charge->size = size;
+    return true;
+}
+
+void account_end(struct account_charge *charge, CUresult result)
+{
+    if (charge->device < 0)
+        return;
+    if (result != CUDA_SUCCESS) {
+        account_cancel(charge);
         return;
     }
-    blocks_put(blocks, n_capacity, block);
-    n_live++;
-    n_taken++;
-    prim_unlock(&blocks_lock);
-    atomic_add_relaxed(&pages_ledger_device((unsigned)charge->device)->blocks, 1);
+    account_convert(charge->device, charge->size, true);
+    account_note_peak(charge->device);
 }
 
-/* Takes the block out of the table; a pointer that is not ours is left to the driver to judge. */
-void account_forget(struct account_charge *charge, CUdeviceptr pointer)
+/* ---- allocations ---- */
+
+/* What the driver takes for a block: small ones are cut from slabs, and a slab is charged whole. */
+static void account_measure(struct account_charge *charge, enum account_kind kind, uint64_t size)
 {
-    charge->device = -1;
-    charge->size = 0;
-    if (pointer <= BLOCK_DELETED || !n_capacity)
-        return;
-    prim_lock(&blocks_lock);
-    for (size_t at = blocks_hash(pointer, n_capacity); blocks[at].pointer != BLOCK_FREE;
-         at = (at + 1) & (n_capacity - 1)) {
-        if (blocks[at].pointer != pointer)
-            continue;
-        charge->device = blocks[at].device;
-        charge->size = blocks[at].size;
-        blocks[at].pointer = BLOCK_DELETED;
-        n_live--;
+    charge->kind = BLOCK_MEMORY;
+    charge->flags = 0;
+    charge->size = size;
+    switch (kind) {
+    case ACCOUNT_BLOCK:
+        if (size && size < ACCOUNT_SMALL)
+            charge->flags = BLOCK_SMALL;
+        charge->size = account_round(size, ACCOUNT_UNIT);
+        break;
+    case ACCOUNT_MANAGED:
+        charge->flags = BLOCK_UNSEEN;
+        charge->size = account_round(size, size < ACCOUNT_SMALL ? 512 : ACCOUNT_UNIT);
+        break;
+    case ACCOUNT_ARRAY:
+        charge->kind = BLOCK_ARRAY;
+        charge->size = account_round(size, size < ACCOUNT_SMALL ? 512 : ACCOUNT_UNIT);
+        break;
+    case ACCOUNT_EXTERNAL:
+        charge->kind = BLOCK_EXTERNAL;
+        charge->flags = BLOCK_UNSEEN;
+        break;
+    case ACCOUNT_IPC:
+        charge->kind = BLOCK_IPC;
+        charge->flags = BLOCK_UNSEEN;
         break;
     }
-    prim_unlock(&blocks_lock);
-    if (charge->device >= 0)
-        atomic_add_relaxed(&pages_ledger_device((unsigned)charge->device)->blocks, -1ull);
 }
 
-/* A process's first context on a GPU takes memory that no allocation shows. */
-void account_context(CUdevice dev)
+CUresult account_reserve(struct account_charge *charge, enum account_kind kind, uint64_t size)
 {
-    static uint32_t charged[LAYOUT_N_DEVICES];
-    int device = pages_index_of(dev);
+    charge->device = pages_index_current();
+    charge->size = 0;
+    if (charge->device < 0)
+        return CUDA_SUCCESS;
+    account_measure(charge, kind, size);
+    if (!charge->size ||
+        likely(account_claim(charge->device, charge->size, charge->flags & BLOCK_UNSEEN)))
+        return CUDA_SUCCESS;
+    return account_refuse(charge->device);
+}
 
-    if (device < 0 || atomic_exchange_acq_rel(&charged[device], 1))
+void account_cancel(struct account_charge *charge)
+{
+    if (charge->device >= 0)
+        account_give(charge->device, charge->size, charge->flags & BLOCK_UNSEEN);
+    charge->size = 0;
+}
+
+/* The driver took another size than was reserved: the difference is charged or returned. */
+void account_settle(struct account_charge *charge, enum account_kind kind, uint64_t size)
+{
+    uint64_t before = charge->size;
+
+    if (charge->device < 0)
         return;
-    atomic_add_seq_cst(&pages_ledger_device((unsigned)device)->memory,
-                       atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
-    account_note_peak(device, account_used(device));
+    account_measure(charge, kind, size);
+    if (charge->size > before)
+        account_add(charge->device, charge->size - before, charge->flags & BLOCK_UNSEEN);
+    else
+        account_give(charge->device, before - charge->size, charge->flags & BLOCK_UNSEEN);
+}
+
+/* With the lock of its part. Answers what is returned of the charges. */
+static uint64_t slab_leave(uint64_t address)
+{
+    struct block *slab = blocks_peer(BLOCK_SLAB, address & ~(ACCOUNT_UNIT - 1));
+
+    if (!slab || --slab->count)
+        return 0;
+    blocks_remove(slab);
+    return ACCOUNT_UNIT;
+}
+
+/* A block of a slab that is there already needs no charge of its own. */
+static uint64_t slab_enter(const struct account_charge *charge, uint64_t address)
+{
+    uint64_t base = address & ~(ACCOUNT_UNIT - 1);
+    struct block *slab = blocks_peer(BLOCK_SLAB, base);
+
+    if (slab) {
+        slab->count++;
+        return ACCOUNT_UNIT;
+    }
+    blocks_add(&(struct block){.key = base,
+                               .size = ACCOUNT_UNIT,
+                               .count = 1,
+                               .kind = BLOCK_SLAB,
+                               .device = (int8_t)charge->device,
+                               .owner = OWNER_NONE});
+    return 0;
+}
+
+/* A block that has no place in the table stays charged for the life of the process. */
+void account_record(const struct account_charge *charge, uint64_t key)
+{
+    struct block block = {.key = key,
+                          .size = charge->flags & BLOCK_SMALL ? 0 : charge->size,
+                          .count = 1,
+                          .kind = charge->kind,
+                          .device = (int8_t)charge->device,
+                          .flags = charge->flags,
+                          .owner = OWNER_NONE};
+    struct block *stale;
+    struct block gone = {0};
+    uint64_t returned = 0;
+
+    if (charge->device < 0 || !charge->size || !key)
+        return;
+    block.owner = contexts_owner();
+    stale = blocks_lock(charge->kind, key);
+    if (unlikely(stale)) {
+        /* The driver gives an address twice: what was there ended unnoticed. */
+        gone = *stale;
+        blocks_remove(stale);
+        if (gone.flags & BLOCK_SMALL)
+            returned += slab_leave(key);
+    }
+    if (likely(blocks_add(&block)) && block.flags & BLOCK_SMALL)
+        returned += slab_enter(charge, key);
+    blocks_unlock(charge->kind, key);
+    if (unlikely(gone.key))
+        account_give(gone.device, gone.size, gone.flags & BLOCK_UNSEEN);
+    else
+        atomic_add_relaxed(&pages_ledger_device((unsigned)charge->device)->blocks, 1);
+    account_give(charge->device, returned, false);
+    if (charge->size > returned)
+        account_note_peak(charge->device);
+}
+
+/* Takes the block out of the table; what is not in it is left to the driver to judge. */
+void account_forget(struct account_charge *charge, enum account_kind kind, uint64_t key)
+{
+    struct block *block;
+
+    charge->device = -1;
+    charge->size = 0;
+    if (unlikely(!pages_slot()))
+        return;
+    account_measure(charge, kind, 0);
+    block = blocks_lock(charge->kind, key);
+    if (block && block->count > 1) {
+        block->count--;
+    } else if (block) {
+        charge->device = block->device;
+        charge->flags = block->flags;
+        charge->owner = block->owner;
+        charge->size = block->size;
+        blocks_remove(block);
+    }
+    blocks_unlock(charge->kind, key);
+}
+
+/* The driver has freed the block: it is refunded. Or it did not: then it is put back. */
+void account_forgotten(struct account_charge *charge, uint64_t key, CUresult result)
+{
+    uint64_t returned = charge->size;
+
+    if (charge->device < 0)
+        return;
+    blocks_lock(charge->kind, key);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        blocks_add(&(struct block){.key = key,
+                                   .size = charge->size,
+                                   .count = 1,
+                                   .kind = charge->kind,
+                                   .device = (int8_t)charge->device,
+                                   .flags = charge->flags,
+                                   .owner = charge->owner});
+        blocks_unlock(charge->kind, key);
+        return;
+    }
+    if (charge->flags & BLOCK_SMALL)
+        returned = slab_leave(key);
+    blocks_unlock(charge->kind, key);
+    account_give(charge->device, returned, charge->flags & BLOCK_UNSEEN);
+    atomic_add_relaxed(&pages_ledger_device((unsigned)charge->device)->blocks, -1ull);
+}
+
+CUresult account_open(enum block_kind kind, int device, uint64_t key, uint64_t size)
+{
+    struct block block = {.key = key,
+                          .size = size,
+                          .count = 1,
+                          .kind = (uint8_t)kind,
+                          .device = (int8_t)device,
+                          .flags = BLOCK_UNSEEN,
+                          .owner = contexts_owner()};
+    bool known;
+
+    for (;;) {
+        struct block *open = blocks_lock(kind, key);
+
+        known = open;
+        if (open)
+            open->count++;
+        blocks_unlock(kind, key);
+        if (known)
+            return CUDA_SUCCESS;
+        if (!account_claim(device, size, true))
+            return account_refuse(device);
+        if (!blocks_lock(kind, key)) {
+            blocks_add(&block);
+            blocks_unlock(kind, key);
+            atomic_add_relaxed(&pages_ledger_device((unsigned)device)->blocks, 1);
+            account_note_peak(device);
+            return CUDA_SUCCESS;
+        }
+        /* Another thread was faster. */
+        blocks_unlock(kind, key);
+        account_give(device, size, true);
+    }
+}
+
+struct sweep {
+    int device;
+    uint8_t owner;
+    uint64_t seen, unseen, n;
+};
+
+static bool sweep_visit(const struct block *block, void *data)
+{
+    struct sweep *sweep = data;
+    struct block *slab;
+
+    if (block->device != sweep->device)
+        return false;
+    if (block->kind == BLOCK_SLAB && !block->count) {
+        sweep->seen += block->size;
+        return true;
+    }
+    if (block->owner != sweep->owner)
+        return false;
+    if (block->flags & BLOCK_SMALL) {
+        slab = blocks_peer(BLOCK_SLAB, block->key & ~(ACCOUNT_UNIT - 1));
+        if (slab)
+            slab->count--;
+    }
+    *(block->flags & BLOCK_UNSEEN ? &sweep->unseen : &sweep->seen) += block->size;
+    sweep->n++;
+    return true;
+}
+
+/* A context has ended: what was allocated in it is gone. */
+bool account_sweep(int device, uint8_t owner)
+{
+    struct sweep sweep = {.device = device, .owner = owner};
+
+    blocks_sweep(sweep_visit, &sweep);
+    account_give(device, sweep.seen, false);
+    account_give(device, sweep.unseen, true);
+    atomic_add_relaxed(&pages_ledger_device((unsigned)device)->blocks, -sweep.n);
+    return sweep.n;
+}
+
+void account_refresh(void)
+{
+    int saved = errno;
+
+    for (unsigned device = 0; device < pages_n_devices() && pages_slot(); device++) {
+        pools_refresh((int)device);
+        graphs_refresh((int)device);
+    }
+    errno = saved;
+}
+
+void account_after_fork(void)
+{
+    memset(provisional_locks, 0, sizeof provisional_locks);
+    blocks_after_fork();
+    contexts_after_fork();
+    pools_after_fork();
+    graphs_after_fork();
 }

@@ -11,6 +11,7 @@
  */
 #pragma once
 
+#include "account.h"
 #include "cuda_abi.h"
 #include "entries.gen.h"
 #include "layout.gen.h"
@@ -41,6 +42,26 @@ struct driver_cuda {
     CUresult (*cuCtxPushCurrent)(CUcontext ctx);
     CUresult (*cuCtxPopCurrent)(CUcontext *ctx);
     CUresult (*cuDeviceGetAttribute)(int *value, unsigned int attribute, CUdevice dev);
+    CUresult (*cuDeviceGetMemPool)(CUmemoryPool *pool, CUdevice dev);
+    CUresult (*cuDeviceGetDefaultMemPool)(CUmemoryPool *pool, CUdevice dev);
+    CUresult (*cuMemGetDefaultMemPool)(CUmemoryPool *pool, CUmemLocation *location, int type);
+    CUresult (*cuMemPoolGetAttribute)(CUmemoryPool pool, int attribute, void *value);
+    CUresult (*cuMemPoolTrimTo)(CUmemoryPool pool, size_t keep);
+    CUresult (*cuMemFree)(CUdeviceptr pointer);
+    CUresult (*cuMemFreeAsync)(CUdeviceptr pointer, CUstream stream);
+    CUresult (*cuMemGetInfo)(size_t *free_bytes, size_t *total);
+    CUresult (*cuMemGetAddressRange)(CUdeviceptr *base, size_t *size, CUdeviceptr pointer);
+    CUresult (*cuMemGetAllocationPropertiesFromHandle)(CUmemAllocationProp *prop,
+                                                       CUmemGenericAllocationHandle handle);
+    CUresult (*cuCtxGetLimit)(size_t *value, CUlimit limit);
+    CUresult (*cuDevicePrimaryCtxGetState)(CUdevice dev, unsigned int *flags, int *active);
+    CUresult (*cuDeviceGetGraphMemAttribute)(CUdevice dev, int attribute, void *value);
+    CUresult (*cuDeviceGraphMemTrim)(CUdevice dev);
+    CUresult (*cuGraphGetNodes)(CUgraph graph, CUgraphNode *nodes, size_t *n);
+    CUresult (*cuGraphNodeGetType)(CUgraphNode node, int *type);
+    CUresult (*cuGraphChildGraphNodeGetGraph)(CUgraphNode node, CUgraph *graph);
+    CUresult (*cuGraphMemAllocNodeGetParams)(CUgraphNode node, CUDA_MEM_ALLOC_NODE_PARAMS *params);
+    CUresult (*cuKernelGetLibrary)(CUlibrary *library, CUkernel kernel);
 };
 
 extern struct real_cuda origin_real;
@@ -130,23 +151,6 @@ void pages_poke(void);
 
 /* One bounded line on standard error, at most 16 in a process's life. */
 void control_log(const char *message) cold;
-
-/* account.c: device memory. */
-struct account_charge {
-    int device;    /* the grant's index, -1: not governed */
-    uint64_t size; /* bytes charged */
-};
-
-CUresult account_reserve(struct account_charge *charge, uint64_t size);
-CUresult account_reserve_on(struct account_charge *charge, int device, uint64_t size);
-void account_cancel(struct account_charge *charge);
-uint64_t account_settle(struct account_charge *charge, uint64_t size);
-void account_record(const struct account_charge *charge, CUdeviceptr pointer);
-void account_forget(struct account_charge *charge, CUdeviceptr pointer);
-uint64_t account_used(int device);
-uint64_t account_product(uint64_t a, uint64_t b);
-uint64_t account_pitch(uint64_t width, uint64_t height);
-void account_context(CUdevice dev);
 
 /* gate.c: GPU time. */
 struct gate_work {

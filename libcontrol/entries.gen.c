@@ -4,10 +4,25 @@
 #include "copies.h"
 #include "pass.h"
 
+CONTROL_EXPORT CUresult cuMemAlloc(CUdeviceptr_v1 *dptr, unsigned int bytesize)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAlloc(dptr, bytesize);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*dptr);
+    return result;
+}
+
 CONTROL_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, bytesize);
+    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, bytesize);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuMemAlloc_v2(dptr, bytesize);
@@ -15,14 +30,30 @@ CONTROL_EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
         account_cancel(&charge);
         return result;
     }
-    account_record(&charge, *dptr);
+    account_record(&charge, (uintptr_t)*dptr);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemAllocPitch(CUdeviceptr_v1 *dptr, unsigned int *pPitch, unsigned int WidthInBytes, unsigned int Height, unsigned int ElementSizeBytes)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocPitch(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_settle(&charge, ACCOUNT_BLOCK, account_product(*pPitch, Height));
+    account_record(&charge, (uintptr_t)*dptr);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, size_t WidthInBytes, size_t Height, unsigned int ElementSizeBytes)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, account_pitch(WidthInBytes, Height));
+    CUresult result = account_reserve(&charge, ACCOUNT_BLOCK, account_pitch(WidthInBytes, Height));
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuMemAllocPitch_v2(dptr, pPitch, WidthInBytes, Height, ElementSizeBytes);
@@ -30,15 +61,15 @@ CONTROL_EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, si
         account_cancel(&charge);
         return result;
     }
-    charge.size = account_settle(&charge, account_product(*pPitch, Height));
-    account_record(&charge, *dptr);
+    account_settle(&charge, ACCOUNT_BLOCK, account_product(*pPitch, Height));
+    account_record(&charge, (uintptr_t)*dptr);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, unsigned int flags)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, bytesize);
+    CUresult result = account_reserve(&charge, ACCOUNT_MANAGED, bytesize);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuMemAllocManaged(dptr, bytesize, flags);
@@ -46,103 +77,151 @@ CONTROL_EXPORT CUresult cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, un
         account_cancel(&charge);
         return result;
     }
-    account_record(&charge, *dptr);
+    account_record(&charge, (uintptr_t)*dptr);
     return result;
 }
 
-CONTROL_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+CONTROL_EXPORT CUresult cuMemFree(CUdeviceptr_v1 dptr)
 {
     struct account_charge charge;
-    CUresult result = account_reserve(&charge, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
-        return result;
-    result = real->cuMemAllocAsync(dptr, bytesize, hStream);
-    if (unlikely(result != CUDA_SUCCESS)) {
-        account_cancel(&charge);
-        return result;
-    }
-    account_record(&charge, *dptr);
-    return result;
-}
-
-CONTROL_EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
-{
-    struct account_charge charge;
-    CUresult result = account_reserve(&charge, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
-        return result;
-    result = real->cuMemAllocAsync_ptsz(dptr, bytesize, hStream);
-    if (unlikely(result != CUDA_SUCCESS)) {
-        account_cancel(&charge);
-        return result;
-    }
-    account_record(&charge, *dptr);
-    return result;
-}
-
-CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
-{
-    struct account_charge charge;
-    CUresult result = account_reserve(&charge, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
-        return result;
-    result = real->cuMemAllocFromPoolAsync(dptr, bytesize, pool, hStream);
-    if (unlikely(result != CUDA_SUCCESS)) {
-        account_cancel(&charge);
-        return result;
-    }
-    account_record(&charge, *dptr);
-    return result;
-}
-
-CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
-{
-    struct account_charge charge;
-    CUresult result = account_reserve(&charge, bytesize);
-    if (unlikely(result != CUDA_SUCCESS))
-        return result;
-    result = real->cuMemAllocFromPoolAsync_ptsz(dptr, bytesize, pool, hStream);
-    if (unlikely(result != CUDA_SUCCESS)) {
-        account_cancel(&charge);
-        return result;
-    }
-    account_record(&charge, *dptr);
+    account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
+    CUresult result = real->cuMemFree(dptr);
+    account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemFree_v2(CUdeviceptr dptr)
 {
     struct account_charge charge;
-    account_forget(&charge, dptr);
+    account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
     CUresult result = real->cuMemFree_v2(dptr);
-    if (likely(result == CUDA_SUCCESS))
-        account_cancel(&charge);
-    else
-        account_record(&charge, dptr);
+    account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
 {
     struct account_charge charge;
-    account_forget(&charge, dptr);
+    account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
     CUresult result = real->cuMemFreeAsync(dptr, hStream);
-    if (likely(result == CUDA_SUCCESS))
-        account_cancel(&charge);
-    else
-        account_record(&charge, dptr);
+    account_forgotten(&charge, (uintptr_t)dptr, result);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr dptr, CUstream hStream)
 {
     struct account_charge charge;
-    account_forget(&charge, dptr);
+    account_forget(&charge, ACCOUNT_BLOCK, (uintptr_t)dptr);
     CUresult result = real->cuMemFreeAsync_ptsz(dptr, hStream);
-    if (likely(result == CUDA_SUCCESS))
+    account_forgotten(&charge, (uintptr_t)dptr, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr dptr)
+{
+    struct account_charge charge;
+    account_forget(&charge, ACCOUNT_IPC, (uintptr_t)dptr);
+    CUresult result = real->cuIpcCloseMemHandle(dptr);
+    account_forgotten(&charge, (uintptr_t)dptr, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuImportExternalMemory(CUexternalMemory *extMem_out, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC *memHandleDesc)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_EXTERNAL, memHandleDesc ? memHandleDesc->size : 0);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuImportExternalMemory(extMem_out, memHandleDesc);
+    if (unlikely(result != CUDA_SUCCESS)) {
         account_cancel(&charge);
-    else
-        account_record(&charge, dptr);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*extMem_out);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuDestroyExternalMemory(CUexternalMemory extMem)
+{
+    struct account_charge charge;
+    account_forget(&charge, ACCOUNT_EXTERNAL, (uintptr_t)extMem);
+    CUresult result = real->cuDestroyExternalMemory(extMem);
+    account_forgotten(&charge, (uintptr_t)extMem, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuArrayCreate(CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR_v1 *pAllocateArray)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_v1(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuArrayCreate(pHandle, pAllocateArray);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*pHandle);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuArrayCreate_v2(CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR *pAllocateArray)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuArrayCreate_v2(pHandle, pAllocateArray);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*pHandle);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuArray3DCreate(CUarray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR_v1 *pAllocateArray)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_3d_v1(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuArray3DCreate(pHandle, pAllocateArray);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*pHandle);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuArray3DCreate_v2(CUarray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR *pAllocateArray)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_3d(pAllocateArray));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuArray3DCreate_v2(pHandle, pAllocateArray);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*pHandle);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMipmappedArrayCreate(CUmipmappedArray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR *pMipmappedArrayDesc, unsigned int numMipmapLevels)
+{
+    struct account_charge charge;
+    CUresult result = account_reserve(&charge, ACCOUNT_ARRAY, array_size_mipmapped(pMipmappedArrayDesc, numMipmapLevels));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMipmappedArrayCreate(pHandle, pMipmappedArrayDesc, numMipmapLevels);
+    if (unlikely(result != CUDA_SUCCESS)) {
+        account_cancel(&charge);
+        return result;
+    }
+    account_record(&charge, (uintptr_t)*pHandle);
     return result;
 }
 
@@ -1558,25 +1637,93 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuInit", offsetof(struct real_cuda, cuInit), (void *)cuInit},
     {"cuGetProcAddress", offsetof(struct real_cuda, cuGetProcAddress), (void *)cuGetProcAddress},
     {"cuGetProcAddress_v2", offsetof(struct real_cuda, cuGetProcAddress_v2), (void *)cuGetProcAddress_v2},
-    {"cuDeviceTotalMem_v2", offsetof(struct real_cuda, cuDeviceTotalMem_v2), (void *)cuDeviceTotalMem_v2},
-    {"cuMemGetInfo_v2", offsetof(struct real_cuda, cuMemGetInfo_v2), (void *)cuMemGetInfo_v2},
+    {"cuCtxCreate", offsetof(struct real_cuda, cuCtxCreate), (void *)cuCtxCreate},
     {"cuCtxCreate_v2", offsetof(struct real_cuda, cuCtxCreate_v2), (void *)cuCtxCreate_v2},
     {"cuCtxCreate_v3", offsetof(struct real_cuda, cuCtxCreate_v3), (void *)cuCtxCreate_v3},
     {"cuCtxCreate_v4", offsetof(struct real_cuda, cuCtxCreate_v4), (void *)cuCtxCreate_v4},
+    {"cuGLCtxCreate", offsetof(struct real_cuda, cuGLCtxCreate), (void *)cuGLCtxCreate},
+    {"cuGLCtxCreate_v2", offsetof(struct real_cuda, cuGLCtxCreate_v2), (void *)cuGLCtxCreate_v2},
+    {"cuVDPAUCtxCreate", offsetof(struct real_cuda, cuVDPAUCtxCreate), (void *)cuVDPAUCtxCreate},
+    {"cuVDPAUCtxCreate_v2", offsetof(struct real_cuda, cuVDPAUCtxCreate_v2), (void *)cuVDPAUCtxCreate_v2},
+    {"cuCtxDestroy", offsetof(struct real_cuda, cuCtxDestroy), (void *)cuCtxDestroy},
     {"cuCtxDestroy_v2", offsetof(struct real_cuda, cuCtxDestroy_v2), (void *)cuCtxDestroy_v2},
+    {"cuCtxAttach", offsetof(struct real_cuda, cuCtxAttach), (void *)cuCtxAttach},
+    {"cuCtxDetach", offsetof(struct real_cuda, cuCtxDetach), (void *)cuCtxDetach},
     {"cuDevicePrimaryCtxRetain", offsetof(struct real_cuda, cuDevicePrimaryCtxRetain), (void *)cuDevicePrimaryCtxRetain},
+    {"cuDevicePrimaryCtxRelease", offsetof(struct real_cuda, cuDevicePrimaryCtxRelease), (void *)cuDevicePrimaryCtxRelease},
     {"cuDevicePrimaryCtxRelease_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxRelease_v2), (void *)cuDevicePrimaryCtxRelease_v2},
+    {"cuDevicePrimaryCtxReset", offsetof(struct real_cuda, cuDevicePrimaryCtxReset), (void *)cuDevicePrimaryCtxReset},
     {"cuDevicePrimaryCtxReset_v2", offsetof(struct real_cuda, cuDevicePrimaryCtxReset_v2), (void *)cuDevicePrimaryCtxReset_v2},
+    {"cuGreenCtxCreate", offsetof(struct real_cuda, cuGreenCtxCreate), (void *)cuGreenCtxCreate},
+    {"cuGreenCtxDestroy", offsetof(struct real_cuda, cuGreenCtxDestroy), (void *)cuGreenCtxDestroy},
+    {"cuCtxSetLimit", offsetof(struct real_cuda, cuCtxSetLimit), (void *)cuCtxSetLimit},
+    {"cuStreamCreate", offsetof(struct real_cuda, cuStreamCreate), (void *)cuStreamCreate},
+    {"cuStreamCreateWithPriority", offsetof(struct real_cuda, cuStreamCreateWithPriority), (void *)cuStreamCreateWithPriority},
+    {"cuGreenCtxStreamCreate", offsetof(struct real_cuda, cuGreenCtxStreamCreate), (void *)cuGreenCtxStreamCreate},
+    {"cuMemAlloc", offsetof(struct real_cuda, cuMemAlloc), (void *)cuMemAlloc},
     {"cuMemAlloc_v2", offsetof(struct real_cuda, cuMemAlloc_v2), (void *)cuMemAlloc_v2},
+    {"cuMemAllocPitch", offsetof(struct real_cuda, cuMemAllocPitch), (void *)cuMemAllocPitch},
     {"cuMemAllocPitch_v2", offsetof(struct real_cuda, cuMemAllocPitch_v2), (void *)cuMemAllocPitch_v2},
     {"cuMemAllocManaged", offsetof(struct real_cuda, cuMemAllocManaged), (void *)cuMemAllocManaged},
+    {"cuMemFree", offsetof(struct real_cuda, cuMemFree), (void *)cuMemFree},
+    {"cuMemFree_v2", offsetof(struct real_cuda, cuMemFree_v2), (void *)cuMemFree_v2},
+    {"cuMemFreeAsync", offsetof(struct real_cuda, cuMemFreeAsync), (void *)cuMemFreeAsync},
+    {"cuMemFreeAsync_ptsz", offsetof(struct real_cuda, cuMemFreeAsync_ptsz), (void *)cuMemFreeAsync_ptsz},
+    {"cuIpcOpenMemHandle", offsetof(struct real_cuda, cuIpcOpenMemHandle), (void *)cuIpcOpenMemHandle},
+    {"cuIpcOpenMemHandle_v2", offsetof(struct real_cuda, cuIpcOpenMemHandle_v2), (void *)cuIpcOpenMemHandle_v2},
+    {"cuIpcCloseMemHandle", offsetof(struct real_cuda, cuIpcCloseMemHandle), (void *)cuIpcCloseMemHandle},
+    {"cuImportExternalMemory", offsetof(struct real_cuda, cuImportExternalMemory), (void *)cuImportExternalMemory},
+    {"cuDestroyExternalMemory", offsetof(struct real_cuda, cuDestroyExternalMemory), (void *)cuDestroyExternalMemory},
+    {"cuArrayCreate", offsetof(struct real_cuda, cuArrayCreate), (void *)cuArrayCreate},
+    {"cuArrayCreate_v2", offsetof(struct real_cuda, cuArrayCreate_v2), (void *)cuArrayCreate_v2},
+    {"cuArray3DCreate", offsetof(struct real_cuda, cuArray3DCreate), (void *)cuArray3DCreate},
+    {"cuArray3DCreate_v2", offsetof(struct real_cuda, cuArray3DCreate_v2), (void *)cuArray3DCreate_v2},
+    {"cuMipmappedArrayCreate", offsetof(struct real_cuda, cuMipmappedArrayCreate), (void *)cuMipmappedArrayCreate},
+    {"cuArrayDestroy", offsetof(struct real_cuda, cuArrayDestroy), (void *)cuArrayDestroy},
+    {"cuMipmappedArrayDestroy", offsetof(struct real_cuda, cuMipmappedArrayDestroy), (void *)cuMipmappedArrayDestroy},
     {"cuMemAllocAsync", offsetof(struct real_cuda, cuMemAllocAsync), (void *)cuMemAllocAsync},
     {"cuMemAllocAsync_ptsz", offsetof(struct real_cuda, cuMemAllocAsync_ptsz), (void *)cuMemAllocAsync_ptsz},
     {"cuMemAllocFromPoolAsync", offsetof(struct real_cuda, cuMemAllocFromPoolAsync), (void *)cuMemAllocFromPoolAsync},
     {"cuMemAllocFromPoolAsync_ptsz", offsetof(struct real_cuda, cuMemAllocFromPoolAsync_ptsz), (void *)cuMemAllocFromPoolAsync_ptsz},
-    {"cuMemFree_v2", offsetof(struct real_cuda, cuMemFree_v2), (void *)cuMemFree_v2},
-    {"cuMemFreeAsync", offsetof(struct real_cuda, cuMemFreeAsync), (void *)cuMemFreeAsync},
-    {"cuMemFreeAsync_ptsz", offsetof(struct real_cuda, cuMemFreeAsync_ptsz), (void *)cuMemFreeAsync_ptsz},
+    {"cuMemPoolCreate", offsetof(struct real_cuda, cuMemPoolCreate), (void *)cuMemPoolCreate},
+    {"cuMemPoolDestroy", offsetof(struct real_cuda, cuMemPoolDestroy), (void *)cuMemPoolDestroy},
+    {"cuMemPoolTrimTo", offsetof(struct real_cuda, cuMemPoolTrimTo), (void *)cuMemPoolTrimTo},
+    {"cuMemPoolImportFromShareableHandle", offsetof(struct real_cuda, cuMemPoolImportFromShareableHandle), (void *)cuMemPoolImportFromShareableHandle},
+    {"cuMemPoolImportPointer", offsetof(struct real_cuda, cuMemPoolImportPointer), (void *)cuMemPoolImportPointer},
+    {"cuMemCreate", offsetof(struct real_cuda, cuMemCreate), (void *)cuMemCreate},
+    {"cuMemRelease", offsetof(struct real_cuda, cuMemRelease), (void *)cuMemRelease},
+    {"cuMemRetainAllocationHandle", offsetof(struct real_cuda, cuMemRetainAllocationHandle), (void *)cuMemRetainAllocationHandle},
+    {"cuMemImportFromShareableHandle", offsetof(struct real_cuda, cuMemImportFromShareableHandle), (void *)cuMemImportFromShareableHandle},
+    {"cuMemMap", offsetof(struct real_cuda, cuMemMap), (void *)cuMemMap},
+    {"cuMemUnmap", offsetof(struct real_cuda, cuMemUnmap), (void *)cuMemUnmap},
+    {"cuMemMapArrayAsync", offsetof(struct real_cuda, cuMemMapArrayAsync), (void *)cuMemMapArrayAsync},
+    {"cuMemMapArrayAsync_ptsz", offsetof(struct real_cuda, cuMemMapArrayAsync_ptsz), (void *)cuMemMapArrayAsync_ptsz},
+    {"cuModuleLoad", offsetof(struct real_cuda, cuModuleLoad), (void *)cuModuleLoad},
+    {"cuModuleLoadData", offsetof(struct real_cuda, cuModuleLoadData), (void *)cuModuleLoadData},
+    {"cuModuleLoadDataEx", offsetof(struct real_cuda, cuModuleLoadDataEx), (void *)cuModuleLoadDataEx},
+    {"cuModuleLoadFatBinary", offsetof(struct real_cuda, cuModuleLoadFatBinary), (void *)cuModuleLoadFatBinary},
+    {"cuModuleUnload", offsetof(struct real_cuda, cuModuleUnload), (void *)cuModuleUnload},
+    {"cuLibraryLoadData", offsetof(struct real_cuda, cuLibraryLoadData), (void *)cuLibraryLoadData},
+    {"cuLibraryLoadFromFile", offsetof(struct real_cuda, cuLibraryLoadFromFile), (void *)cuLibraryLoadFromFile},
+    {"cuLibraryUnload", offsetof(struct real_cuda, cuLibraryUnload), (void *)cuLibraryUnload},
+    {"cuLibraryGetModule", offsetof(struct real_cuda, cuLibraryGetModule), (void *)cuLibraryGetModule},
+    {"cuKernelGetFunction", offsetof(struct real_cuda, cuKernelGetFunction), (void *)cuKernelGetFunction},
+    {"cuGraphAddMemAllocNode", offsetof(struct real_cuda, cuGraphAddMemAllocNode), (void *)cuGraphAddMemAllocNode},
+    {"cuGraphAddNode", offsetof(struct real_cuda, cuGraphAddNode), (void *)cuGraphAddNode},
+    {"cuGraphAddNode_v2", offsetof(struct real_cuda, cuGraphAddNode_v2), (void *)cuGraphAddNode_v2},
+    {"cuGraphInstantiate", offsetof(struct real_cuda, cuGraphInstantiate), (void *)cuGraphInstantiate},
+    {"cuGraphInstantiate_v2", offsetof(struct real_cuda, cuGraphInstantiate_v2), (void *)cuGraphInstantiate_v2},
+    {"cuGraphInstantiateWithFlags", offsetof(struct real_cuda, cuGraphInstantiateWithFlags), (void *)cuGraphInstantiateWithFlags},
+    {"cuGraphInstantiateWithParams", offsetof(struct real_cuda, cuGraphInstantiateWithParams), (void *)cuGraphInstantiateWithParams},
+    {"cuGraphInstantiateWithParams_ptsz", offsetof(struct real_cuda, cuGraphInstantiateWithParams_ptsz), (void *)cuGraphInstantiateWithParams_ptsz},
+    {"cuGraphUpload", offsetof(struct real_cuda, cuGraphUpload), (void *)cuGraphUpload},
+    {"cuGraphUpload_ptsz", offsetof(struct real_cuda, cuGraphUpload_ptsz), (void *)cuGraphUpload_ptsz},
+    {"cuGraphExecDestroy", offsetof(struct real_cuda, cuGraphExecDestroy), (void *)cuGraphExecDestroy},
+    {"cuDeviceGraphMemTrim", offsetof(struct real_cuda, cuDeviceGraphMemTrim), (void *)cuDeviceGraphMemTrim},
+    {"cuDeviceTotalMem", offsetof(struct real_cuda, cuDeviceTotalMem), (void *)cuDeviceTotalMem},
+    {"cuDeviceTotalMem_v2", offsetof(struct real_cuda, cuDeviceTotalMem_v2), (void *)cuDeviceTotalMem_v2},
+    {"cuMemGetInfo", offsetof(struct real_cuda, cuMemGetInfo), (void *)cuMemGetInfo},
+    {"cuMemGetInfo_v2", offsetof(struct real_cuda, cuMemGetInfo_v2), (void *)cuMemGetInfo_v2},
     {"cuLaunchKernel", offsetof(struct real_cuda, cuLaunchKernel), (void *)cuLaunchKernel},
     {"cuLaunchKernel_ptsz", offsetof(struct real_cuda, cuLaunchKernel_ptsz), (void *)cuLaunchKernel_ptsz},
     {"cuLaunchKernelEx", offsetof(struct real_cuda, cuLaunchKernelEx), (void *)cuLaunchKernelEx},

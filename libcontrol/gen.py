@@ -96,16 +96,16 @@ def entry(fn: api.Fn) -> str:
     if fn.method == "charge":
         if not fn.size or not fn.pointer:
             raise ValueError(f"{fn.name}: a charged function needs size and pointer")
-        settle = f"    charge.size = account_settle(&charge, {fn.settle});\n" if fn.settle else ""
+        settle = f"    account_settle(&charge, {fn.kind}, {fn.settle});\n" if fn.settle else ""
         return (
             f"{head}    struct account_charge charge;\n"
-            f"    CUresult result = account_reserve(&charge, {fn.size});\n"
+            f"    CUresult result = account_reserve(&charge, {fn.kind}, {fn.size});\n"
             f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
             f"    result = {call};\n"
             f"    if (unlikely(result != CUDA_SUCCESS)) {{\n"
             f"        account_cancel(&charge);\n        return result;\n    }}\n"
             f"{settle}"
-            f"    account_record(&charge, {fn.pointer});\n"
+            f"    account_record(&charge, (uintptr_t){fn.pointer});\n"
             f"    return result;\n}}\n"
         )
     if fn.method == "refund":
@@ -115,10 +115,9 @@ def entry(fn: api.Fn) -> str:
         # have been given the same address. A failed call puts it back.
         return (
             f"{head}    struct account_charge charge;\n"
-            f"    account_forget(&charge, {fn.pointer});\n"
+            f"    account_forget(&charge, {fn.kind}, (uintptr_t){fn.pointer});\n"
             f"    CUresult result = {call};\n"
-            f"    if (likely(result == CUDA_SUCCESS))\n        account_cancel(&charge);\n"
-            f"    else\n        account_record(&charge, {fn.pointer});\n"
+            f"    account_forgotten(&charge, (uintptr_t){fn.pointer}, result);\n"
             f"    return result;\n}}\n"
         )
     raise ValueError(f"{fn.name}: unknown method {fn.method}")

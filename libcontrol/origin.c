@@ -104,5 +104,24 @@ __attribute__((constructor)) static void origin_resolve(void)
     FIND(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     FIND(cuCtxPopCurrent, "cuCtxPopCurrent_v2");
     FIND(cuDeviceGetAttribute, "cuDeviceGetAttribute");
+    FIND(cuDeviceGetMemPool, "cuDeviceGetMemPool");
+    FIND(cuDeviceGetDefaultMemPool, "cuDeviceGetDefaultMemPool");
+    FIND(cuMemGetDefaultMemPool, "cuMemGetDefaultMemPool");
+    FIND(cuMemPoolGetAttribute, "cuMemPoolGetAttribute");
+    FIND(cuMemPoolTrimTo, "cuMemPoolTrimTo");
+    FIND(cuMemFree, "cuMemFree_v2");
+    FIND(cuMemFreeAsync, "cuMemFreeAsync");
+    FIND(cuMemGetInfo, "cuMemGetInfo_v2");
+    FIND(cuMemGetAddressRange, "cuMemGetAddressRange_v2");
+    FIND(cuMemGetAllocationPropertiesFromHandle, "cuMemGetAllocationPropertiesFromHandle");
+    FIND(cuCtxGetLimit, "cuCtxGetLimit");
+    FIND(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState");
+    FIND(cuDeviceGetGraphMemAttribute, "cuDeviceGetGraphMemAttribute");
+    FIND(cuDeviceGraphMemTrim, "cuDeviceGraphMemTrim");
+    FIND(cuGraphGetNodes, "cuGraphGetNodes");
+    FIND(cuGraphNodeGetType, "cuGraphNodeGetType");
+    FIND(cuGraphChildGraphNodeGetGraph, "cuGraphChildGraphNodeGetGraph");
+    FIND(cuGraphMemAllocNodeGetParams, "cuGraphMemAllocNodeGetParams");
+    FIND(cuKernelGetLibrary, "cuKernelGetLibrary");
 #undef FIND
 }

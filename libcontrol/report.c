@@ -2,41 +2,77 @@
 #include "control.h"
 
 /* The quota is the GPU's size, unless the GPU is smaller. */
+static uint64_t total_of(int device, uint64_t total)
+{
+    uint64_t limit = atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
+
+    return limit < total ? limit : total;
+}
+
 CONTROL_EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice dev)
 {
     CUresult result = real->cuDeviceTotalMem_v2(bytes, dev);
     int device = pages_index_of(dev);
 
-    if (result == CUDA_SUCCESS && device >= 0) {
-        uint64_t limit = atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
-
-        if (limit < *bytes)
-            *bytes = limit;
-    }
+    if (result == CUDA_SUCCESS && device >= 0)
+        *bytes = total_of(device, *bytes);
     return result;
+}
+
+CONTROL_EXPORT CUresult cuDeviceTotalMem(unsigned int *bytes, CUdevice dev)
+{
+    CUresult result = real->cuDeviceTotalMem(bytes, dev);
+    int device = pages_index_of(dev);
+
+    if (result == CUDA_SUCCESS && device >= 0)
+        *bytes = (unsigned int)total_of(device, *bytes);
+    return result;
+}
+
+/* The answer needs no call of the driver's, which takes 3.7 us of an H200. */
+static bool info(uint64_t *free_bytes, uint64_t *total)
+{
+    static uint64_t totals[LAYOUT_N_DEVICES];
+    int device = pages_index_current();
+    uint64_t used, known;
+
+    if (device < 0)
+        return false;
+    known = atomic_load_relaxed(&totals[device]);
+    if (unlikely(!known)) {
+        size_t bytes;
+
+        if (real->cuDeviceTotalMem_v2(&bytes, account_ordinal(device)) != CUDA_SUCCESS)
+            return false;
+        known = bytes;
+        atomic_store_relaxed(&totals[device], known);
+    }
+    pools_refresh(device);
+    graphs_refresh(device);
+    used = account_used(device);
+    *total = total_of(device, known);
+    *free_bytes = used < *total ? *total - used : 0;
+    return true;
 }
 
 CONTROL_EXPORT CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
-    CUresult result = real->cuMemGetInfo_v2(free_bytes, total);
-    int device;
+    uint64_t left, size;
 
-    if (result != CUDA_SUCCESS)
-        return result;
-    device = pages_index_current();
-    if (device >= 0) {
-        const struct grant_device *grant = pages_grant_device((unsigned)device);
-        uint64_t limit = atomic_load_relaxed(&grant->memory_limit);
-        uint64_t used = account_used(device);
-        uint64_t left;
+    if (!free_bytes || !total || !info(&left, &size))
+        return real->cuMemGetInfo_v2(free_bytes, total);
+    *free_bytes = left;
+    *total = size;
+    return CUDA_SUCCESS;
+}
 
-        if (__builtin_add_overflow(used, atomic_load_relaxed(&grant->memory_overhead), &used))
-            used = UINT64_MAX;
-        left = used < limit ? limit - used : 0;
-        if (limit < *total)
-            *total = limit;
-        if (left < *free_bytes)
-            *free_bytes = left;
-    }
-    return result;
+CONTROL_EXPORT CUresult cuMemGetInfo(unsigned int *free_bytes, unsigned int *total)
+{
+    uint64_t left, size;
+
+    if (!free_bytes || !total || !info(&left, &size))
+        return real->cuMemGetInfo(free_bytes, total);
+    *free_bytes = left < UINT_MAX ? (unsigned int)left : UINT_MAX;
+    *total = size < UINT_MAX ? (unsigned int)size : UINT_MAX;
+    return CUDA_SUCCESS;
 }

@@ -1,4 +1,4 @@
-"""Start, look-up and what is reported."""
+"""Start and look-up."""
 
 from __future__ import annotations
 
@@ -17,6 +17,4 @@ ROWS: tuple[Fn, ...] = (
         "CUdriverProcAddressQueryResult *symbolStatus",
         "custom",
     ),
-    Fn("cuDeviceTotalMem_v2", "size_t *bytes, CUdevice dev", "custom"),
-    Fn("cuMemGetInfo_v2", "size_t *free_bytes, size_t *total", "custom"),
 )

@@ -1,11 +1,23 @@
-"""What takes device memory and gives it back: contexts, blocks."""
+"""What takes device memory, gives it back and tells of it.
+
+Functions without a suffix beside one with `_v2` are the forms of CUDA before 3.2, with addresses
+and sizes of 32 bits.
+"""
 
 from __future__ import annotations
 
 from libcontrol.api.row import Fn, with_ptsz
 
-ROWS: tuple[Fn, ...] = (
-    Fn("cuCtxCreate_v2", "CUcontext *pctx, unsigned int flags, CUdevice dev", "custom"),
+_CREATE = "CUcontext *pctx, unsigned int flags, CUdevice dev"
+_INTEROP = "CUcontext *pCtx, unsigned int Flags, CUdevice device"
+_VDPAU = (
+    "CUcontext *pCtx, unsigned int flags, CUdevice device, uint32_t vdpDevice, "
+    "void *vdpGetProcAddress"
+)
+
+_CONTEXTS: tuple[Fn, ...] = (
+    Fn("cuCtxCreate", _CREATE, "custom"),
+    Fn("cuCtxCreate_v2", _CREATE, "custom"),
     Fn(
         "cuCtxCreate_v3",
         "CUcontext *pctx, void *paramsArray, int numParams, unsigned int flags, CUdevice dev",
@@ -16,15 +28,61 @@ ROWS: tuple[Fn, ...] = (
         "CUcontext *pctx, void *ctxCreateParams, unsigned int flags, CUdevice dev",
         "custom",
     ),
+    Fn("cuGLCtxCreate", _INTEROP, "custom"),
+    Fn("cuGLCtxCreate_v2", _INTEROP, "custom"),
+    Fn("cuVDPAUCtxCreate", _VDPAU, "custom"),
+    Fn("cuVDPAUCtxCreate_v2", _VDPAU, "custom"),
+    Fn("cuCtxDestroy", "CUcontext ctx", "custom"),
     Fn("cuCtxDestroy_v2", "CUcontext ctx", "custom"),
+    Fn("cuCtxAttach", "CUcontext *pctx, unsigned int flags", "custom"),
+    Fn("cuCtxDetach", "CUcontext ctx", "custom"),
     Fn("cuDevicePrimaryCtxRetain", "CUcontext *pctx, CUdevice dev", "custom"),
+    Fn("cuDevicePrimaryCtxRelease", "CUdevice dev", "custom"),
     Fn("cuDevicePrimaryCtxRelease_v2", "CUdevice dev", "custom"),
+    Fn("cuDevicePrimaryCtxReset", "CUdevice dev", "custom"),
     Fn("cuDevicePrimaryCtxReset_v2", "CUdevice dev", "custom"),
+    Fn(
+        "cuGreenCtxCreate",
+        "CUgreenCtx *phCtx, CUdevResourceDesc desc, CUdevice dev, unsigned int flags",
+        "custom",
+    ),
+    Fn("cuGreenCtxDestroy", "CUgreenCtx hCtx", "custom"),
+    Fn("cuCtxSetLimit", "CUlimit limit, size_t value", "custom"),
+    Fn("cuStreamCreate", "CUstream *phStream, unsigned int Flags", "custom"),
+    Fn(
+        "cuStreamCreateWithPriority",
+        "CUstream *phStream, unsigned int flags, int priority",
+        "custom",
+    ),
+    Fn(
+        "cuGreenCtxStreamCreate",
+        "CUstream *phStream, CUgreenCtx greenCtx, unsigned int flags, int priority",
+        "custom",
+    ),
+)
+
+_BLOCKS: tuple[Fn, ...] = (
+    Fn(
+        "cuMemAlloc",
+        "CUdeviceptr_v1 *dptr, unsigned int bytesize",
+        "charge",
+        size="bytesize",
+        pointer="*dptr",
+    ),
     Fn(
         "cuMemAlloc_v2",
         "CUdeviceptr *dptr, size_t bytesize",
         "charge",
         size="bytesize",
+        pointer="*dptr",
+    ),
+    Fn(
+        "cuMemAllocPitch",
+        "CUdeviceptr_v1 *dptr, unsigned int *pPitch, unsigned int WidthInBytes, "
+        "unsigned int Height, unsigned int ElementSizeBytes",
+        "charge",
+        size="account_pitch(WidthInBytes, Height)",
+        settle="account_product(*pPitch, Height)",
         pointer="*dptr",
     ),
     Fn(
@@ -42,27 +100,218 @@ ROWS: tuple[Fn, ...] = (
         "charge",
         size="bytesize",
         pointer="*dptr",
+        kind="ACCOUNT_MANAGED",
     ),
+    Fn("cuMemFree", "CUdeviceptr_v1 dptr", "refund", pointer="dptr"),
+    Fn("cuMemFree_v2", "CUdeviceptr dptr", "refund", pointer="dptr"),
     *with_ptsz(
-        Fn(
-            "cuMemAllocAsync",
-            "CUdeviceptr *dptr, size_t bytesize, CUstream hStream",
-            "charge",
-            size="bytesize",
-            pointer="*dptr",
-        )
+        Fn("cuMemFreeAsync", "CUdeviceptr dptr, CUstream hStream", "refund", pointer="dptr")
+    ),
+    Fn(
+        "cuIpcOpenMemHandle",
+        "CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags",
+        "custom",
+    ),
+    Fn(
+        "cuIpcOpenMemHandle_v2",
+        "CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags",
+        "custom",
+    ),
+    Fn("cuIpcCloseMemHandle", "CUdeviceptr dptr", "refund", pointer="dptr", kind="ACCOUNT_IPC"),
+    Fn(
+        "cuImportExternalMemory",
+        "CUexternalMemory *extMem_out, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC *memHandleDesc",
+        "charge",
+        size="memHandleDesc ? memHandleDesc->size : 0",
+        pointer="*extMem_out",
+        kind="ACCOUNT_EXTERNAL",
+    ),
+    Fn(
+        "cuDestroyExternalMemory",
+        "CUexternalMemory extMem",
+        "refund",
+        pointer="extMem",
+        kind="ACCOUNT_EXTERNAL",
+    ),
+)
+
+_ARRAYS: tuple[Fn, ...] = (
+    Fn(
+        "cuArrayCreate",
+        "CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR_v1 *pAllocateArray",
+        "charge",
+        size="array_size_v1(pAllocateArray)",
+        pointer="*pHandle",
+        kind="ACCOUNT_ARRAY",
+    ),
+    Fn(
+        "cuArrayCreate_v2",
+        "CUarray *pHandle, const CUDA_ARRAY_DESCRIPTOR *pAllocateArray",
+        "charge",
+        size="array_size(pAllocateArray)",
+        pointer="*pHandle",
+        kind="ACCOUNT_ARRAY",
+    ),
+    Fn(
+        "cuArray3DCreate",
+        "CUarray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR_v1 *pAllocateArray",
+        "charge",
+        size="array_size_3d_v1(pAllocateArray)",
+        pointer="*pHandle",
+        kind="ACCOUNT_ARRAY",
+    ),
+    Fn(
+        "cuArray3DCreate_v2",
+        "CUarray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR *pAllocateArray",
+        "charge",
+        size="array_size_3d(pAllocateArray)",
+        pointer="*pHandle",
+        kind="ACCOUNT_ARRAY",
+    ),
+    Fn(
+        "cuMipmappedArrayCreate",
+        "CUmipmappedArray *pHandle, const CUDA_ARRAY3D_DESCRIPTOR *pMipmappedArrayDesc, "
+        "unsigned int numMipmapLevels",
+        "charge",
+        size="array_size_mipmapped(pMipmappedArrayDesc, numMipmapLevels)",
+        pointer="*pHandle",
+        kind="ACCOUNT_ARRAY",
+    ),
+    Fn("cuArrayDestroy", "CUarray hArray", "custom"),
+    Fn("cuMipmappedArrayDestroy", "CUmipmappedArray hMipmappedArray", "custom"),
+)
+
+_POOLS: tuple[Fn, ...] = (
+    *with_ptsz(
+        Fn("cuMemAllocAsync", "CUdeviceptr *dptr, size_t bytesize, CUstream hStream", "custom")
     ),
     *with_ptsz(
         Fn(
             "cuMemAllocFromPoolAsync",
             "CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream",
-            "charge",
-            size="bytesize",
-            pointer="*dptr",
+            "custom",
         )
     ),
-    Fn("cuMemFree_v2", "CUdeviceptr dptr", "refund", pointer="dptr"),
-    *with_ptsz(
-        Fn("cuMemFreeAsync", "CUdeviceptr dptr, CUstream hStream", "refund", pointer="dptr")
+    Fn("cuMemPoolCreate", "CUmemoryPool *pool, const CUmemPoolProps *poolProps", "custom"),
+    Fn("cuMemPoolDestroy", "CUmemoryPool pool", "custom"),
+    Fn("cuMemPoolTrimTo", "CUmemoryPool pool, size_t minBytesToKeep", "custom"),
+    Fn(
+        "cuMemPoolImportFromShareableHandle",
+        "CUmemoryPool *pool_out, void *handle, CUmemAllocationHandleType handleType, "
+        "unsigned long long flags",
+        "custom",
     ),
+    Fn(
+        "cuMemPoolImportPointer",
+        "CUdeviceptr *ptr_out, CUmemoryPool pool, CUmemPoolPtrExportData *shareData",
+        "custom",
+    ),
+)
+
+_PHYSICAL: tuple[Fn, ...] = (
+    Fn(
+        "cuMemCreate",
+        "CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn("cuMemRelease", "CUmemGenericAllocationHandle handle", "custom"),
+    Fn("cuMemRetainAllocationHandle", "CUmemGenericAllocationHandle *handle, void *addr", "custom"),
+    Fn(
+        "cuMemImportFromShareableHandle",
+        "CUmemGenericAllocationHandle *handle, void *osHandle, "
+        "CUmemAllocationHandleType shHandleType",
+        "custom",
+    ),
+    Fn(
+        "cuMemMap",
+        "CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn("cuMemUnmap", "CUdeviceptr ptr, size_t size", "custom"),
+    *with_ptsz(
+        Fn(
+            "cuMemMapArrayAsync",
+            "CUarrayMapInfo *mapInfoList, unsigned int count, CUstream hStream",
+            "custom",
+        )
+    ),
+)
+
+_JIT = "unsigned int numOptions, CUjit_option *options, void **optionValues"
+_LIBRARY_OPTIONS = (
+    "CUjit_option *jitOptions, void **jitOptionsValues, unsigned int numJitOptions, "
+    "CUlibraryOption *libraryOptions, void **libraryOptionValues, unsigned int numLibraryOptions"
+)
+
+_MODULES: tuple[Fn, ...] = (
+    Fn("cuModuleLoad", "CUmodule *module, const char *fname", "custom"),
+    Fn("cuModuleLoadData", "CUmodule *module, const void *image", "custom"),
+    Fn("cuModuleLoadDataEx", f"CUmodule *module, const void *image, {_JIT}", "custom"),
+    Fn("cuModuleLoadFatBinary", "CUmodule *module, const void *fatCubin", "custom"),
+    Fn("cuModuleUnload", "CUmodule hmod", "custom"),
+    Fn("cuLibraryLoadData", f"CUlibrary *library, const void *code, {_LIBRARY_OPTIONS}", "custom"),
+    Fn(
+        "cuLibraryLoadFromFile",
+        f"CUlibrary *library, const char *fileName, {_LIBRARY_OPTIONS}",
+        "custom",
+    ),
+    Fn("cuLibraryUnload", "CUlibrary library", "custom"),
+    Fn("cuLibraryGetModule", "CUmodule *pMod, CUlibrary library", "custom"),
+    Fn("cuKernelGetFunction", "CUfunction *pFunc, CUkernel kernel", "custom"),
+)
+
+_NODE = (
+    "CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, "
+    "{}size_t numDependencies, {} *nodeParams"
+)
+_INSTANTIATE = (
+    "CUgraphExec *phGraphExec, CUgraph hGraph, CUgraphNode *phErrorNode, char *logBuffer, "
+    "size_t bufferSize"
+)
+
+_GRAPHS: tuple[Fn, ...] = (
+    Fn("cuGraphAddMemAllocNode", _NODE.format("", "CUDA_MEM_ALLOC_NODE_PARAMS"), "custom"),
+    Fn("cuGraphAddNode", _NODE.format("", "CUgraphNodeParams"), "custom"),
+    Fn(
+        "cuGraphAddNode_v2",
+        _NODE.format("const void *dependencyData, ", "CUgraphNodeParams"),
+        "custom",
+    ),
+    Fn("cuGraphInstantiate", _INSTANTIATE, "custom"),
+    Fn("cuGraphInstantiate_v2", _INSTANTIATE, "custom"),
+    Fn(
+        "cuGraphInstantiateWithFlags",
+        "CUgraphExec *phGraphExec, CUgraph hGraph, unsigned long long flags",
+        "custom",
+    ),
+    *with_ptsz(
+        Fn(
+            "cuGraphInstantiateWithParams",
+            "CUgraphExec *phGraphExec, CUgraph hGraph, void *instantiateParams",
+            "custom",
+        )
+    ),
+    *with_ptsz(Fn("cuGraphUpload", "CUgraphExec hGraphExec, CUstream hStream", "custom")),
+    Fn("cuGraphExecDestroy", "CUgraphExec hGraphExec", "custom"),
+    Fn("cuDeviceGraphMemTrim", "CUdevice device", "custom"),
+)
+
+_REPORTS: tuple[Fn, ...] = (
+    Fn("cuDeviceTotalMem", "unsigned int *bytes, CUdevice dev", "custom"),
+    Fn("cuDeviceTotalMem_v2", "size_t *bytes, CUdevice dev", "custom"),
+    Fn("cuMemGetInfo", "unsigned int *free_bytes, unsigned int *total", "custom"),
+    Fn("cuMemGetInfo_v2", "size_t *free_bytes, size_t *total", "custom"),
+)
+
+ROWS: tuple[Fn, ...] = (
+    *_CONTEXTS,
+    *_BLOCKS,
+    *_ARRAYS,
+    *_POOLS,
+    *_PHYSICAL,
+    *_MODULES,
+    *_GRAPHS,
+    *_REPORTS,
 )

@@ -6,8 +6,9 @@
 - `copy`     copies or fills: `copy` says how much and where (copies.h); what is within the GPU's
              memory and large enough passes the gate, the rest is counted.
 - `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names
-             the block afterwards, `settle` (optional) is the size once the driver has answered.
-- `refund`   gives device memory back: `pointer` names the block.
+             the block afterwards, `settle` (optional) is the size once the driver has answered;
+             `kind` is one of account.h's.
+- `refund`   gives device memory back: `pointer` names the block, `kind` says what it is.
 - `custom`   written by hand in C.
 
 Parameters are as in NVIDIA's cuda.h 13.0.
@@ -31,6 +32,7 @@ class Fn(NamedTuple):
     size: str = ""
     settle: str = ""
     pointer: str = ""
+    kind: str = "ACCOUNT_BLOCK"
 
 
 def with_ptsz(fn: Fn) -> tuple[Fn, Fn]:

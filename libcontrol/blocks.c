@@ -1,0 +1,170 @@
+/*
+ * The live allocations of this process, by address or handle.
+ *
+ * Sixteen open-addressing tables, each with a lock of its own: two threads seldom meet, and an
+ * allocation costs the same with ten blocks as with a hundred thousand. A removed entry leaves no
+ * mark behind: those after it move up. All entries of one slab of 2 MiB lie in the same part, so a
+ * small block and its slab change under one lock.
+ *
+ * malloc is the application's; a mapping of our own cannot meet its hooks or its locks.
+ */
+#include "control.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#define BLOCKS_N_PARTS 16
+#define BLOCKS_FIRST   256 /* places in a part at first */
+
+static struct part {
+    struct prim_lock lock;
+    size_t n;
+    size_t capacity; /* a power of two, at least twice n */
+    struct block *places;
+} parts[BLOCKS_N_PARTS];
+
+static uint64_t mix(uint64_t x)
+{
+    x *= 0x9e3779b97f4a7c15ull;
+    return x ^ x >> 32;
+}
+
+static struct part *part_of(enum block_kind kind, uint64_t key)
+{
+    return &parts[mix(kind <= BLOCK_SLAB ? key / ACCOUNT_UNIT : key) % BLOCKS_N_PARTS];
+}
+
+static size_t home_of(const struct part *part, unsigned kind, uint64_t key)
+{
+    return mix(mix(key) + kind) >> 8 & (part->capacity - 1);
+}
+
+static void part_put(struct part *part, const struct block *block)
+{
+    size_t at = home_of(part, block->kind, block->key);
+
+    while (part->places[at].key)
+        at = (at + 1) & (part->capacity - 1);
+    part->places[at] = *block;
+}
+
+static cold bool part_grow(struct part *part)
+{
+    struct part larger = {.capacity = part->capacity ? 2 * part->capacity : BLOCKS_FIRST};
+
+    larger.places = mmap(NULL, larger.capacity * sizeof *larger.places, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (larger.places == MAP_FAILED)
+        return false;
+    for (size_t i = 0; i < part->capacity; i++)
+        if (part->places[i].key)
+            part_put(&larger, &part->places[i]);
+    if (part->places)
+        munmap(part->places, part->capacity * sizeof *part->places);
+    part->places = larger.places;
+    part->capacity = larger.capacity;
+    return true;
+}
+
+static struct block *part_find(struct part *part, enum block_kind kind, uint64_t key)
+{
+    if (!part->n)
+        return NULL;
+    for (size_t at = home_of(part, kind, key); part->places[at].key;
+         at = (at + 1) & (part->capacity - 1))
+        if (part->places[at].key == key && part->places[at].kind == kind)
+            return &part->places[at];
+    return NULL;
+}
+
+/* A system call that waits must not be seen in errno. */
+static cold void part_lock_slowly(struct part *part)
+{
+    int saved = errno;
+
+    prim_lock(&part->lock);
+    errno = saved;
+}
+
+struct block *blocks_lock(enum block_kind kind, uint64_t key)
+{
+    struct part *part = part_of(kind, key);
+
+    if (unlikely(!prim_trylock(&part->lock)))
+        part_lock_slowly(part);
+    return key ? part_find(part, kind, key) : NULL;
+}
+
+void blocks_unlock(enum block_kind kind, uint64_t key)
+{
+    prim_unlock(&part_of(kind, key)->lock);
+}
+
+bool blocks_add(const struct block *block)
+{
+    struct part *part = part_of(block->kind, block->key);
+    int saved = errno;
+    bool grown;
+
+    if (unlikely((part->n + 1) * 2 > part->capacity)) {
+        grown = part_grow(part);
+        errno = saved;
+        if (!grown && part->n + 1 >= part->capacity)
+            return false;
+    }
+    part_put(part, block);
+    part->n++;
+    return true;
+}
+
+/* The entries behind it that do not stand at their home, or could stand nearer to it, move up. */
+void blocks_remove(struct block *block)
+{
+    struct part *part = part_of(block->kind, block->key);
+    size_t mask = part->capacity - 1;
+    size_t hole = (size_t)(block - part->places);
+
+    part->n--;
+    for (size_t at = (hole + 1) & mask; part->places[at].key; at = (at + 1) & mask) {
+        size_t home = home_of(part, part->places[at].kind, part->places[at].key);
+
+        if (((at - home) & mask) < ((at - hole) & mask))
+            continue;
+        part->places[hole] = part->places[at];
+        hole = at;
+    }
+    part->places[hole].key = 0;
+}
+
+/* A removal moves others, perhaps to places that were visited already: again, until none goes. */
+void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *data)
+{
+    for (size_t i = 0; i < BLOCKS_N_PARTS; i++) {
+        struct part *part = &parts[i];
+        bool again;
+
+        part_lock_slowly(part);
+        do {
+            again = false;
+            for (size_t at = 0; at < part->capacity; at++)
+                while (part->places[at].key && visit(&part->places[at], data)) {
+                    blocks_remove(&part->places[at]);
+                    again = true;
+                }
+        } while (again);
+        prim_unlock(&part->lock);
+    }
+}
+
+/* Under the lock of a part: another entry that lies in the same one. */
+struct block *blocks_peer(enum block_kind kind, uint64_t key)
+{
+    return part_find(part_of(kind, key), kind, key);
+}
+
+/* What the tables tell of is the parent's. Another thread of it may have been at work on them when
+ * it forked, so the child leaves their memory alone. */
+void blocks_after_fork(void)
+{
+    memset(parts, 0, sizeof parts);
+}

@@ -1,0 +1,405 @@
+/*
+ * Memory of graphs: nodes that allocate, added or captured.
+ *
+ * The driver backs their addresses from one pool per GPU, at the first launch or the upload of an
+ * executable, and keeps it until cuDeviceGraphMemTrim. What that pool holds is charged
+ * (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, 7 ns on an H200). What an executable may need is known
+ * when it is instantiated: the driver gives the same address to nodes that can share memory, so it
+ * is the union of their ranges. A graph with such nodes can be instantiated once and not be cloned.
+ */
+#include "control.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#define GRAPHS_UNIT  (32ull << 20)
+#define GRAPHS_DEPTH 8 /* graphs within graphs */
+
+static uint32_t in_use; /* a graph of this process has memory of its own */
+static struct held held[LAYOUT_N_DEVICES];
+
+void graphs_note_memory(void)
+{
+    if (!atomic_load_relaxed(&in_use))
+        atomic_store_release(&in_use, 1);
+}
+
+void graphs_after_fork(void)
+{
+    memset(held, 0, sizeof held);
+    in_use = 0;
+}
+
+static bool ask(const void *whom, uint64_t *bytes)
+{
+    int device = (int)((const struct held *)whom - held);
+
+    return driver->cuDeviceGetGraphMemAttribute(account_ordinal(device),
+                                                CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT,
+                                                bytes) == CUDA_SUCCESS;
+}
+
+static void settle(int device, uint64_t claimed)
+{
+    CUstreamCaptureMode mode;
+
+    account_relax(&mode);
+    held_settle(&held[device], device, false, claimed, ask, &held[device]);
+    account_unrelax(&mode);
+}
+
+void graphs_refresh(int device)
+{
+    if (unlikely(atomic_load_relaxed(&in_use)))
+        settle(device, 0);
+}
+
+/* What no graph uses now goes back. True if any did. */
+bool graphs_squeeze(int device)
+{
+    uint64_t before = held_bytes(&held[device]);
+
+    if (!before)
+        return false;
+    driver->cuDeviceGraphMemTrim(account_ordinal(device));
+    settle(device, 0);
+    return held_bytes(&held[device]) < before;
+}
+
+/* ---- what an executable may need ---- */
+
+struct range {
+    CUdeviceptr start, end;
+};
+
+struct ranges {
+    struct range *items;
+    size_t n;
+    size_t room;
+    int device;
+};
+
+static bool ranges_add(struct ranges *ranges, struct range range)
+{
+    if (ranges->n == ranges->room) {
+        size_t room = ranges->room ? 2 * ranges->room : 256;
+        struct range *items = mmap(NULL, room * sizeof *items, PROT_READ | PROT_WRITE,
+                                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+        if (items == MAP_FAILED)
+            return false;
+        if (ranges->items) {
+            memcpy(items, ranges->items, ranges->n * sizeof *items);
+            munmap(ranges->items, ranges->room * sizeof *items);
+        }
+        ranges->items = items;
+        ranges->room = room;
+    }
+    ranges->items[ranges->n++] = range;
+    return true;
+}
+
+/* By start, in place: a shell sort, because qsort may allocate. */
+static void ranges_sort(struct ranges *ranges)
+{
+    for (size_t gap = ranges->n / 2; gap; gap /= 2)
+        for (size_t i = gap; i < ranges->n; i++) {
+            struct range moving = ranges->items[i];
+            size_t at = i;
+
+            for (; at >= gap && ranges->items[at - gap].start > moving.start; at -= gap)
+                ranges->items[at] = ranges->items[at - gap];
+            ranges->items[at] = moving;
+        }
+}
+
+static uint64_t ranges_union(struct ranges *ranges)
+{
+    CUdeviceptr reached = 0;
+    uint64_t sum = 0;
+
+    ranges_sort(ranges);
+    for (size_t i = 0; i < ranges->n; i++) {
+        struct range range = ranges->items[i];
+
+        if (range.start < reached)
+            range.start = reached;
+        if (range.end <= range.start)
+            continue;
+        sum += range.end - range.start;
+        reached = range.end;
+    }
+    return sum;
+}
+
+/* Adds what the graph's nodes allocate on the GPU of the first one that is governed. */
+static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
+{
+    CUgraphNode *nodes;
+    size_t n = 0, room;
+
+    if (driver->cuGraphGetNodes(graph, NULL, &n) != CUDA_SUCCESS || !n)
+        return;
+    room = n * sizeof *nodes;
+    nodes = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (nodes == MAP_FAILED)
+        return;
+    if (driver->cuGraphGetNodes(graph, nodes, &n) != CUDA_SUCCESS)
+        n = 0;
+    for (size_t i = 0; i < n; i++) {
+        CUDA_MEM_ALLOC_NODE_PARAMS params;
+        CUgraph child;
+        int type, device;
+
+        if (driver->cuGraphNodeGetType(nodes[i], &type) != CUDA_SUCCESS)
+            continue;
+        if (type == CU_GRAPH_NODE_TYPE_GRAPH && depth &&
+            driver->cuGraphChildGraphNodeGetGraph(nodes[i], &child) == CUDA_SUCCESS)
+            ranges_collect(ranges, child, depth - 1);
+        if (type != CU_GRAPH_NODE_TYPE_MEM_ALLOC ||
+            driver->cuGraphMemAllocNodeGetParams(nodes[i], &params) != CUDA_SUCCESS)
+            continue;
+        device = pages_index_of(params.poolProps.location.id);
+        if (ranges->device < 0)
+            ranges->device = device;
+        if (device >= 0 && device == ranges->device)
+            ranges_add(ranges, (struct range){params.dptr, params.dptr + params.bytesize});
+    }
+    munmap(nodes, room);
+}
+
+static void instantiated(CUgraphExec exec, CUgraph graph)
+{
+    struct ranges ranges = {.device = -1};
+    struct block block = {.key = (uintptr_t)exec, .kind = BLOCK_EXEC, .owner = OWNER_NONE};
+    int saved = errno;
+    struct block *stale;
+
+    ranges_collect(&ranges, graph, GRAPHS_DEPTH);
+    if (ranges.n) {
+        block.device = (int8_t)ranges.device;
+        block.size = account_round(ranges_union(&ranges), GRAPHS_UNIT);
+        stale = blocks_lock(BLOCK_EXEC, block.key);
+        if (stale)
+            blocks_remove(stale);
+        blocks_add(&block);
+        blocks_unlock(BLOCK_EXEC, block.key);
+    }
+    if (ranges.items)
+        munmap(ranges.items, ranges.room * sizeof *ranges.items);
+    errno = saved;
+}
+
+/* ---- launches ---- */
+
+/* The claim of a launch, from before it until after it; launches of one executable follow each
+ * other. */
+static uint64_t exec_exchange(CUgraphExec exec, uint64_t claim, struct block *found)
+{
+    struct block *block = blocks_lock(BLOCK_EXEC, (uintptr_t)exec);
+    uint64_t before = 0;
+
+    found->key = 0;
+    if (block) {
+        *found = *block;
+        before = block->value;
+        block->value = claim;
+    }
+    blocks_unlock(BLOCK_EXEC, (uintptr_t)exec);
+    return before;
+}
+
+static cold CUresult graph_claim(CUgraphExec exec)
+{
+    struct block block;
+    uint64_t before = exec_exchange(exec, 0, &block);
+    uint64_t now, missing;
+
+    if (!block.key)
+        return CUDA_SUCCESS;
+    account_give(block.device, before, false);
+    settle(block.device, 0);
+    now = held_bytes(&held[block.device]);
+    missing = block.size > now ? block.size - now : 0;
+    if (missing && !account_claim(block.device, missing, false))
+        return account_refuse(block.device);
+    exec_exchange(exec, missing, &block);
+    return CUDA_SUCCESS;
+}
+
+static cold void graph_settle(CUgraphExec exec)
+{
+    struct block block;
+    uint64_t claimed = exec_exchange(exec, 0, &block);
+
+    if (block.key)
+        settle(block.device, claimed);
+}
+
+CUresult account_graph_before(CUgraphExec exec)
+{
+    return likely(!atomic_load_relaxed(&in_use)) ? CUDA_SUCCESS : graph_claim(exec);
+}
+
+void account_graph_after(CUgraphExec exec)
+{
+    if (unlikely(atomic_load_relaxed(&in_use)))
+        graph_settle(exec);
+}
+
+/* ---- the functions ---- */
+
+static CUresult added(CUresult result, int type)
+{
+    if (result == CUDA_SUCCESS && type == CU_GRAPH_NODE_TYPE_MEM_ALLOC)
+        graphs_note_memory();
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphAddMemAllocNode(CUgraphNode *phGraphNode, CUgraph hGraph,
+                                               const CUgraphNode *dependencies,
+                                               size_t numDependencies,
+                                               CUDA_MEM_ALLOC_NODE_PARAMS *nodeParams)
+{
+    return added(real->cuGraphAddMemAllocNode(phGraphNode, hGraph, dependencies, numDependencies,
+                                              nodeParams),
+                 CU_GRAPH_NODE_TYPE_MEM_ALLOC);
+}
+
+CONTROL_EXPORT CUresult cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph,
+                                       const CUgraphNode *dependencies, size_t numDependencies,
+                                       CUgraphNodeParams *nodeParams)
+{
+    CUresult result =
+        real->cuGraphAddNode(phGraphNode, hGraph, dependencies, numDependencies, nodeParams);
+
+    return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;
+}
+
+CONTROL_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGraph,
+                                          const CUgraphNode *dependencies,
+                                          const void *dependencyData, size_t numDependencies,
+                                          CUgraphNodeParams *nodeParams)
+{
+    CUresult result = real->cuGraphAddNode_v2(phGraphNode, hGraph, dependencies, dependencyData,
+                                              numDependencies, nodeParams);
+
+    return result == CUDA_SUCCESS ? added(result, nodeParams->type) : result;
+}
+
+static void after_instantiation(CUresult result, const CUgraphExec *exec, CUgraph graph)
+{
+    if (likely(!atomic_load_relaxed(&in_use)) || result != CUDA_SUCCESS)
+        return;
+    instantiated(*exec, graph);
+    graph_settle(*exec); /* it may have been uploaded, too */
+}
+
+CONTROL_EXPORT CUresult cuGraphInstantiate(CUgraphExec *phGraphExec, CUgraph hGraph,
+                                           CUgraphNode *phErrorNode, char *logBuffer,
+                                           size_t bufferSize)
+{
+    CUresult result =
+        real->cuGraphInstantiate(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
+
+    after_instantiation(result, phGraphExec, hGraph);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphInstantiate_v2(CUgraphExec *phGraphExec, CUgraph hGraph,
+                                              CUgraphNode *phErrorNode, char *logBuffer,
+                                              size_t bufferSize)
+{
+    CUresult result =
+        real->cuGraphInstantiate_v2(phGraphExec, hGraph, phErrorNode, logBuffer, bufferSize);
+
+    after_instantiation(result, phGraphExec, hGraph);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph hGraph,
+                                                    unsigned long long flags)
+{
+    CUresult result = real->cuGraphInstantiateWithFlags(phGraphExec, hGraph, flags);
+
+    after_instantiation(result, phGraphExec, hGraph);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph hGraph,
+                                                     void *instantiateParams)
+{
+    CUresult result = real->cuGraphInstantiateWithParams(phGraphExec, hGraph, instantiateParams);
+
+    after_instantiation(result, phGraphExec, hGraph);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphInstantiateWithParams_ptsz(CUgraphExec *phGraphExec, CUgraph hGraph,
+                                                          void *instantiateParams)
+{
+    CUresult result =
+        real->cuGraphInstantiateWithParams_ptsz(phGraphExec, hGraph, instantiateParams);
+
+    after_instantiation(result, phGraphExec, hGraph);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphUpload(CUgraphExec hGraphExec, CUstream hStream)
+{
+    CUresult result = account_graph_before(hGraphExec);
+
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = real->cuGraphUpload(hGraphExec, hStream);
+    account_graph_after(hGraphExec);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphUpload_ptsz(CUgraphExec hGraphExec, CUstream hStream)
+{
+    CUresult result = account_graph_before(hGraphExec);
+
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = real->cuGraphUpload_ptsz(hGraphExec, hStream);
+    account_graph_after(hGraphExec);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
+{
+    struct block gone = {.device = -1};
+    struct block *block;
+    CUresult result;
+
+    if (unlikely(atomic_load_relaxed(&in_use))) {
+        block = blocks_lock(BLOCK_EXEC, (uintptr_t)hGraphExec);
+        if (block) {
+            gone = *block;
+            blocks_remove(block);
+        }
+        blocks_unlock(BLOCK_EXEC, (uintptr_t)hGraphExec);
+    }
+    result = real->cuGraphExecDestroy(hGraphExec);
+    if (gone.device < 0)
+        return result;
+    if (result == CUDA_SUCCESS) {
+        settle(gone.device, gone.value);
+    } else {
+        blocks_lock(BLOCK_EXEC, gone.key);
+        blocks_add(&gone);
+        blocks_unlock(BLOCK_EXEC, gone.key);
+    }
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuDeviceGraphMemTrim(CUdevice device)
+{
+    CUresult result = real->cuDeviceGraphMemTrim(device);
+    int index = pages_index_of(device);
+
+    if (result == CUDA_SUCCESS && index >= 0)
+        graphs_refresh(index);
+    return result;
+}

@@ -1,0 +1,257 @@
+/*
+ * Modules and libraries: their code and their global variables take device memory, and nobody says
+ * how much.
+ *
+ * The driver's own cuMemGetInfo, before and after, does, as long as the neighbours are quiet; 4 us
+ * each on an H200, beside a load of a millisecond. Little is provisional until the governor has
+ * looked. Much is not believed before that: the load waits for a look, and is undone if the
+ * container is over its quota then.
+ *
+ * A library is loaded into a context when its first kernel is asked for there.
+ */
+#include "control.h"
+
+#define MODULES_MUCH    (64ull << 20)
+#define MODULES_WAIT_NS (500 * NS_PER_MS)
+
+static uint32_t n_waiting; /* libraries that were loaded into no context yet */
+
+struct load {
+    int device;
+    size_t before; /* free on the GPU */
+};
+
+static size_t free_now(void)
+{
+    CUstreamCaptureMode mode;
+    size_t free_bytes = 0, total;
+
+    account_relax(&mode);
+    if (driver->cuMemGetInfo(&free_bytes, &total) != CUDA_SUCCESS)
+        free_bytes = 0;
+    account_unrelax(&mode);
+    return free_bytes;
+}
+
+static void load_begin(struct load *load)
+{
+    load->device = pages_index_current();
+    if (load->device >= 0)
+        load->before = free_now();
+}
+
+/* False if the container is over its quota now: then the load has to be undone. */
+static bool load_end(struct load *load, CUresult result)
+{
+    uint64_t now, taken;
+    size_t after;
+
+    if (load->device < 0 || result != CUDA_SUCCESS)
+        return true;
+    after = free_now();
+    now = prim_now();
+    taken = load->before > after ? load->before - after : 0;
+    if (taken < MODULES_MUCH) {
+        account_driver_takes(load->device, taken);
+        return true;
+    }
+    account_driver_takes(load->device, 0);
+    if (!account_await_look(load->device, now, MODULES_WAIT_NS))
+        account_driver_takes(load->device, taken);
+    return !account_over(load->device);
+}
+
+static CUresult module_loaded(struct load *load, CUresult result, CUmodule *module)
+{
+    if (likely(load_end(load, result)))
+        return result;
+    real->cuModuleUnload(*module);
+    *module = NULL;
+    account_driver_gives(load->device, 0);
+    return account_refuse(load->device);
+}
+
+CONTROL_EXPORT CUresult cuModuleLoad(CUmodule *module, const char *fname)
+{
+    struct load load;
+
+    load_begin(&load);
+    return module_loaded(&load, real->cuModuleLoad(module, fname), module);
+}
+
+CONTROL_EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
+{
+    struct load load;
+
+    load_begin(&load);
+    return module_loaded(&load, real->cuModuleLoadData(module, image), module);
+}
+
+CONTROL_EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image,
+                                           unsigned int numOptions, CUjit_option *options,
+                                           void **optionValues)
+{
+    struct load load;
+
+    load_begin(&load);
+    return module_loaded(
+        &load, real->cuModuleLoadDataEx(module, image, numOptions, options, optionValues), module);
+}
+
+CONTROL_EXPORT CUresult cuModuleLoadFatBinary(CUmodule *module, const void *fatCubin)
+{
+    struct load load;
+
+    load_begin(&load);
+    return module_loaded(&load, real->cuModuleLoadFatBinary(module, fatCubin), module);
+}
+
+CONTROL_EXPORT CUresult cuModuleUnload(CUmodule hmod)
+{
+    CUresult result = real->cuModuleUnload(hmod);
+
+    if (result == CUDA_SUCCESS)
+        account_driver_gives(pages_index_current(), 0);
+    return result;
+}
+
+/* ---- libraries ---- */
+
+static void library_note(CUlibrary library)
+{
+    struct block block = {
+        .key = (uintptr_t)library, .kind = BLOCK_LIBRARY, .device = -1, .owner = OWNER_NONE};
+
+    if (!blocks_lock(BLOCK_LIBRARY, block.key) && blocks_add(&block))
+        atomic_add_relaxed(&n_waiting, 1);
+    blocks_unlock(BLOCK_LIBRARY, block.key);
+}
+
+/* True if the library is loaded into the current context by what follows. */
+static bool library_enters(CUlibrary library, uint64_t *bitp)
+{
+    struct block *block;
+    bool first = false;
+
+    *bitp = 1ull << contexts_owner();
+    block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    if (block) {
+        first = !(block->value & *bitp);
+        if (!block->value)
+            atomic_add_relaxed(&n_waiting, -1u);
+        block->value |= *bitp;
+    }
+    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    return first;
+}
+
+/* It does not fit, or could not be loaded. A library cannot be unloaded under the application, but
+ * the next to ask is told the same. */
+static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
+{
+    struct block *block;
+    bool fits = load_end(load, result);
+
+    if (fits && result == CUDA_SUCCESS)
+        return result;
+    block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    if (block) {
+        block->value &= ~bit;
+        if (!block->value)
+            atomic_add_relaxed(&n_waiting, 1);
+    }
+    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    return fits ? result : account_refuse(load->device);
+}
+
+static CUresult library_loaded(struct load *load, CUresult result, CUlibrary *library)
+{
+    if (result == CUDA_SUCCESS && load->device >= 0)
+        library_note(*library);
+    if (likely(load_end(load, result)))
+        return result;
+    cuLibraryUnload(*library);
+    *library = NULL;
+    return account_refuse(load->device);
+}
+
+CONTROL_EXPORT CUresult cuLibraryLoadData(CUlibrary *library, const void *code,
+                                          CUjit_option *jitOptions, void **jitOptionsValues,
+                                          unsigned int numJitOptions,
+                                          CUlibraryOption *libraryOptions,
+                                          void **libraryOptionValues,
+                                          unsigned int numLibraryOptions)
+{
+    struct load load;
+
+    load_begin(&load);
+    return library_loaded(&load,
+                          real->cuLibraryLoadData(library, code, jitOptions, jitOptionsValues,
+                                                  numJitOptions, libraryOptions,
+                                                  libraryOptionValues, numLibraryOptions),
+                          library);
+}
+
+CONTROL_EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *library, const char *fileName,
+                                              CUjit_option *jitOptions, void **jitOptionsValues,
+                                              unsigned int numJitOptions,
+                                              CUlibraryOption *libraryOptions,
+                                              void **libraryOptionValues,
+                                              unsigned int numLibraryOptions)
+{
+    struct load load;
+
+    load_begin(&load);
+    return library_loaded(
+        &load,
+        real->cuLibraryLoadFromFile(library, fileName, jitOptions, jitOptionsValues, numJitOptions,
+                                    libraryOptions, libraryOptionValues, numLibraryOptions),
+        library);
+}
+
+CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
+{
+    struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    bool known = block;
+
+    if (block) {
+        if (!block->value)
+            atomic_add_relaxed(&n_waiting, -1u);
+        blocks_remove(block);
+    }
+    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    CUresult result = real->cuLibraryUnload(library);
+    if (known && result == CUDA_SUCCESS)
+        for (int device = 0; device < (int)pages_n_devices(); device++)
+            account_driver_gives(device, 0);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
+{
+    struct load load;
+    uint64_t bit;
+    CUresult result;
+
+    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+        return real->cuLibraryGetModule(pMod, library);
+    load_begin(&load);
+    result = real->cuLibraryGetModule(pMod, library);
+    return library_entered(&load, library, bit, result);
+}
+
+CONTROL_EXPORT CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
+{
+    struct load load;
+    CUlibrary library;
+    uint64_t bit;
+    CUresult result;
+
+    if (likely(!atomic_load_relaxed(&n_waiting)) ||
+        driver->cuKernelGetLibrary(&library, kernel) != CUDA_SUCCESS ||
+        !library_enters(library, &bit))
+        return real->cuKernelGetFunction(pFunc, kernel);
+    load_begin(&load);
+    result = real->cuKernelGetFunction(pFunc, kernel);
+    return library_entered(&load, library, bit, result);
+}

@@ -1,0 +1,552 @@
+/*
+ * Stream-ordered allocation: what the driver's pools hold is charged, not what is live in them.
+ *
+ * A pool grows in units of 32 MiB and gives units back when it likes to, so it is asked
+ * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation of ours, where
+ * memory is short, and now and then by another thread. Before an allocation the most that the pool
+ * may grow by is claimed. Where that is not to be had, but what is free in the pool may do, the
+ * allocation goes ahead without and is taken back if the pool grew all the same.
+ *
+ * Frees need nothing. A pool that the application destroys, or that ends with the primary context,
+ * may hold memory until its last block is freed, and must not be asked any more: what it held last
+ * is handed over to NVML, as what the driver takes by itself.
+ */
+#include "control.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#define POOLS_UNIT      (32ull << 20)
+#define POOLS_N_BUCKETS 64
+#define POOLS_CHUNK     4096
+#define POOLS_WAIT_NS   (10 * NS_PER_US)
+
+enum pool_state {
+    POOL_FREE,   /* nobody's place */
+    POOL_LIVE,   /* may be asked */
+    POOL_SILENT, /* must not be asked until the application uses it again */
+};
+
+/* Places are used again but never unmapped, so that readers need no lock. */
+struct pool {
+    struct pool *next;
+    CUmemoryPool handle;
+    int device; /* -1: what it holds is not charged */
+    bool unseen;
+    uint32_t state;
+    uint32_t n_askers; /* threads that ask it without the application's leave */
+    struct held held;
+};
+
+static struct pool *buckets[POOLS_N_BUCKETS];
+static struct pool *spare;
+static struct prim_lock pools_lock;
+static struct pool *last[LAYOUT_N_DEVICES]; /* each GPU's current pool, as far as we know */
+
+/* ---- what is held ---- */
+
+void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
+                 bool (*ask)(const void *whom, uint64_t *bytes), const void *whom)
+{
+    uint64_t before = 0, now = 0, bytes;
+
+    for (;;) {
+        uint64_t word = atomic_load_acquire(&held->word);
+
+        /* Whoever replaces the word meanwhile asked after us, or will: then we ask again. */
+        if (!ask(whom, &bytes))
+            break;
+        before = word & HELD_MASK;
+        now = bytes / HELD_UNIT + !!(bytes % HELD_UNIT);
+        if (likely(now == before) ||
+            __atomic_compare_exchange_n(&held->word, &word, ((word >> 48) + 1) << 48 | now, false,
+                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+            break;
+        before = now = 0;
+    }
+    if (now > before) {
+        uint64_t grown = (now - before) * HELD_UNIT;
+
+        if (grown > claimed)
+            account_add(device, grown - claimed, unseen);
+        else
+            account_give(device, claimed - grown, unseen);
+        account_note_peak(device);
+    } else {
+        account_give(device, claimed + (before - now) * HELD_UNIT, unseen);
+    }
+}
+
+/* What was charged is charged no more, and is the caller's to account for. */
+uint64_t held_clear(struct held *held)
+{
+    uint64_t word = atomic_load_acquire(&held->word);
+
+    while (!__atomic_compare_exchange_n(&held->word, &word, ((word >> 48) + 1) << 48, false,
+                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+        ;
+    return (word & HELD_MASK) * HELD_UNIT;
+}
+
+static bool pool_ask(const void *whom, uint64_t *bytes)
+{
+    const struct pool *pool = whom;
+
+    return driver->cuMemPoolGetAttribute(pool->handle, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
+                                         bytes) == CUDA_SUCCESS;
+}
+
+static void pool_settle(struct pool *pool, uint64_t claimed)
+{
+    CUstreamCaptureMode mode;
+
+    account_relax(&mode);
+    held_settle(&pool->held, pool->device, pool->unseen, claimed, pool_ask, pool);
+    account_unrelax(&mode);
+}
+
+/* ---- which pools there are ---- */
+
+static struct pool **bucket_of(CUmemoryPool handle)
+{
+    return &buckets[((uintptr_t)handle * 0x9e3779b97f4a7c15ull) >> 58];
+}
+
+static struct pool *pool_find(CUmemoryPool handle)
+{
+    struct pool *pool = atomic_load_acquire(bucket_of(handle));
+
+    while (pool && (atomic_load_relaxed(&pool->handle) != handle ||
+                    atomic_load_acquire(&pool->state) == POOL_FREE))
+        pool = pool->next;
+    return pool;
+}
+
+/* Under the lock: a place in the handle's bucket. Those that were used before are there for ever.
+ */
+static struct pool *pool_place(CUmemoryPool handle)
+{
+    struct pool **bucket = bucket_of(handle);
+    struct pool *pool = *bucket;
+
+    while (pool && pool->state != POOL_FREE)
+        pool = pool->next;
+    if (pool)
+        return pool;
+    if (!spare) {
+        struct pool *chunk =
+            mmap(NULL, POOLS_CHUNK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+        if (chunk == MAP_FAILED)
+            return NULL;
+        for (size_t i = 0; i < POOLS_CHUNK / sizeof *chunk; i++) {
+            chunk[i].next = spare;
+            spare = &chunk[i];
+        }
+    }
+    pool = spare;
+    spare = pool->next;
+    pool->next = *bucket;
+    atomic_store_release(bucket, pool);
+    return pool;
+}
+
+static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
+{
+    int saved = errno;
+    struct pool *pool;
+
+    prim_lock(&pools_lock);
+    pool = pool_find(handle);
+    if (!pool)
+        pool = pool_place(handle);
+    if (pool && pool->state == POOL_FREE) {
+        pool->device = device;
+        pool->unseen = unseen;
+        atomic_store_release(&pool->handle, handle);
+        atomic_store_seq_cst(&pool->state, POOL_LIVE);
+    }
+    prim_unlock(&pools_lock);
+    errno = saved;
+    return pool;
+}
+
+/* A pool that we have not seen made: a GPU's default one, or one of the host. */
+static cold struct pool *pool_meet(CUmemoryPool handle)
+{
+    for (int device = 0; device < (int)pages_n_devices(); device++) {
+        CUdevice dev = account_ordinal(device);
+        CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, dev};
+        CUmemoryPool known;
+
+        if (driver->cuDeviceGetDefaultMemPool(&known, dev) == CUDA_SUCCESS && known == handle)
+            return pool_add(handle, device, false);
+        if (driver->cuDeviceGetMemPool(&known, dev) == CUDA_SUCCESS && known == handle)
+            return pool_add(handle, device, false);
+        if (driver->cuMemGetDefaultMemPool(&known, &location, CU_MEM_ALLOCATION_TYPE_MANAGED) ==
+                CUDA_SUCCESS &&
+            known == handle)
+            return pool_add(handle, device, true);
+    }
+    return pool_add(handle, -1, false);
+}
+
+static struct pool *pool_of(CUmemoryPool handle)
+{
+    struct pool *pool;
+
+    if (!handle || !pages_slot())
+        return NULL;
+    pool = pool_find(handle);
+    if (unlikely(!pool))
+        pool = pool_meet(handle);
+    if (!pool || pool->device < 0)
+        return NULL;
+    if (unlikely(atomic_load_relaxed(&pool->state) == POOL_SILENT))
+        atomic_store_seq_cst(&pool->state, POOL_LIVE);
+    return pool;
+}
+
+/* The current pool of the stream's GPU. */
+static struct pool *pool_of_stream(CUstream stream)
+{
+    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* + 1 */
+    int device = -1;
+    CUmemoryPool handle;
+    CUcontext ctx;
+    CUdevice dev;
+
+    if (unlikely(!pages_slot()))
+        return NULL;
+    if (likely(pages_n_devices() == 1))
+        device = 0;
+    else if (stream > CU_STREAM_PER_THREAD && driver->cuStreamGetCtx(stream, &ctx) == CUDA_SUCCESS)
+        device = contexts_device(ctx);
+    if (device < 0)
+        device = pages_index_current();
+    if (device < 0)
+        return NULL;
+    dev = atomic_load_relaxed(&ordinals[device]) - 1;
+    if (unlikely(dev < 0)) {
+        dev = account_ordinal(device);
+        atomic_store_relaxed(&ordinals[device], dev + 1);
+    }
+    if (driver->cuDeviceGetMemPool(&handle, dev) != CUDA_SUCCESS)
+        return NULL;
+    if (unlikely(!last[device] || last[device]->handle != handle ||
+                 last[device]->state != POOL_LIVE)) {
+        pool_add(handle, device, false);
+        last[device] = pool_of(handle);
+    }
+    return last[device];
+}
+
+/* ---- allocations ---- */
+
+struct pool_ticket {
+    struct pool *pool; /* NULL: nothing to account for */
+    uint64_t claimed;
+    bool unsure; /* the pool may have grown by more than was claimed */
+};
+
+/* What the pool has to grow by at least. */
+static uint64_t pool_growth(struct pool *pool, uint64_t size)
+{
+    uint64_t live = 0;
+    uint64_t held;
+
+    pool_settle(pool, 0);
+    driver->cuMemPoolGetAttribute(pool->handle, CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &live);
+    held = held_bytes(&pool->held);
+    if (__builtin_add_overflow(live, size, &live))
+        return UINT64_MAX;
+    return live > held ? account_round(live - held, POOLS_UNIT) : 0;
+}
+
+static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
+{
+    struct pool *pool = ticket->pool;
+
+    ticket->unsure = true;
+    for (int attempt = 0; attempt < 2; attempt++) {
+        ticket->claimed = pool_growth(pool, size);
+        if (!ticket->claimed || account_try(pool->device, ticket->claimed, pool->unseen))
+            return CUDA_SUCCESS;
+        if (!attempt)
+            pools_squeeze(pool->device);
+    }
+    if (account_claim(pool->device, ticket->claimed, pool->unseen))
+        return CUDA_SUCCESS;
+    return account_refuse(pool->device);
+}
+
+static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64_t size,
+                           CUstream stream)
+{
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+
+    ticket->pool = NULL;
+    if (!pool)
+        return CUDA_SUCCESS;
+    if (driver->cuStreamIsCapturing(stream, &capturing) == CUDA_SUCCESS &&
+        unlikely(capturing != CU_STREAM_CAPTURE_STATUS_NONE)) {
+        graphs_note_memory();
+        return CUDA_SUCCESS;
+    }
+    ticket->pool = pool;
+    ticket->claimed = account_round(size, POOLS_UNIT);
+    ticket->unsure = false;
+    if (likely(account_try(pool->device, ticket->claimed, pool->unseen)))
+        return CUDA_SUCCESS;
+    return pool_enter_tight(ticket, size);
+}
+
+/* The pool grew beyond the quota: the block goes back, in the order of its stream. */
+static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
+{
+    driver->cuMemFreeAsync(*dptr, stream);
+    *dptr = 0;
+    pools_squeeze(pool->device);
+    return account_refuse(pool->device);
+}
+
+static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
+                           CUstream stream)
+{
+    if (!ticket->pool)
+        return result;
+    pool_settle(ticket->pool, ticket->claimed);
+    if (likely(!ticket->unsure))
+        return result;
+    if (result == CUDA_SUCCESS && account_over(ticket->pool->device))
+        return pool_revoke(ticket->pool, dptr, stream);
+    return result == CUDA_ERROR_OUT_OF_MEMORY ? account_refuse(ticket->pool->device) : result;
+}
+
+CONTROL_EXPORT CUresult cuMemAllocAsync(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of_stream(hStream), bytesize, hStream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocAsync(dptr, bytesize, hStream);
+    return pool_leave(&ticket, result, dptr, hStream);
+}
+
+CONTROL_EXPORT CUresult cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize, CUstream hStream)
+{
+    CUstream stream = gate_ptsz(hStream);
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of_stream(stream), bytesize, stream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocAsync_ptsz(dptr, bytesize, hStream);
+    return pool_leave(&ticket, result, dptr, stream);
+}
+
+CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize,
+                                                CUmemoryPool pool, CUstream hStream)
+{
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of(pool), bytesize, hStream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocFromPoolAsync(dptr, bytesize, pool, hStream);
+    return pool_leave(&ticket, result, dptr, hStream);
+}
+
+CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t bytesize,
+                                                     CUmemoryPool pool, CUstream hStream)
+{
+    CUstream stream = gate_ptsz(hStream);
+    struct pool_ticket ticket;
+    CUresult result = pool_enter(&ticket, pool_of(pool), bytesize, stream);
+
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemAllocFromPoolAsync_ptsz(dptr, bytesize, pool, hStream);
+    return pool_leave(&ticket, result, dptr, stream);
+}
+
+/* ---- asking without the application's leave ---- */
+
+/* A pool that is asked is not destroyed meanwhile: see pool_hush(). */
+static bool pool_approach(struct pool *pool)
+{
+    if (atomic_load_acquire(&pool->state) != POOL_LIVE || pool->device < 0)
+        return false;
+    atomic_add_seq_cst(&pool->n_askers, 1);
+    if (atomic_load_seq_cst(&pool->state) == POOL_LIVE)
+        return true;
+    atomic_sub_seq_cst(&pool->n_askers, 1);
+    return false;
+}
+
+static void pool_retreat(struct pool *pool)
+{
+    atomic_sub_seq_cst(&pool->n_askers, 1);
+}
+
+/* From here on nobody asks the pool. */
+static void pool_hush(struct pool *pool)
+{
+    atomic_store_seq_cst(&pool->state, POOL_SILENT);
+    while (atomic_load_seq_cst(&pool->n_askers))
+        prim_sleep(POOLS_WAIT_NS);
+}
+
+static void pool_hand_over(struct pool *pool)
+{
+    uint64_t bytes = held_clear(&pool->held);
+
+    if (bytes && pool->unseen)
+        account_give(pool->device, bytes, true);
+    else if (bytes)
+        account_convert(pool->device, bytes, false);
+}
+
+void pools_refresh(int device)
+{
+    for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
+        for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
+            if (pool->device == device && pool_approach(pool)) {
+                pool_settle(pool, 0);
+                pool_retreat(pool);
+            }
+}
+
+/* What pools hold unused goes back to the driver; none of this waits for the GPU. True if any did.
+ */
+cold bool pools_squeeze(int device)
+{
+    uint64_t before = pages_ledger_device((unsigned)device)->memory;
+    CUstreamCaptureMode mode;
+
+    account_relax(&mode);
+    for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
+        for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
+            if (pool->device == device && pool_approach(pool)) {
+                driver->cuMemPoolTrimTo(pool->handle, 0);
+                pool_settle(pool, 0);
+                pool_retreat(pool);
+            }
+    graphs_squeeze(device);
+    account_unrelax(&mode);
+    return pages_ledger_device((unsigned)device)->memory < before;
+}
+
+/* The pools of this GPU may end, or not: they are asked again when the application uses them. */
+cold void pools_hand_over(int device)
+{
+    int saved = errno;
+
+    for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
+        for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
+            if (pool->device == device && atomic_load_acquire(&pool->state) == POOL_LIVE) {
+                pool_hush(pool);
+                pool_hand_over(pool);
+            }
+    errno = saved;
+}
+
+void pools_after_fork(void)
+{
+    memset(buckets, 0, sizeof buckets);
+    memset(last, 0, sizeof last);
+    spare = NULL;
+    pools_lock.word = 0;
+}
+
+/* ---- pools of the application's own ---- */
+
+CONTROL_EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolProps)
+{
+    CUresult result = real->cuMemPoolCreate(pool, poolProps);
+    int device = -1;
+
+    if (result == CUDA_SUCCESS && pages_slot()) {
+        if (poolProps->location.type == CU_MEM_LOCATION_TYPE_DEVICE)
+            device = pages_index_of(poolProps->location.id);
+        pool_add(*pool, device, poolProps->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED);
+    }
+    return result;
+}
+
+/* What it holds is the exporter's; the pointers that are imported are charged. */
+CONTROL_EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool_out, void *handle,
+                                                           CUmemAllocationHandleType handleType,
+                                                           unsigned long long flags)
+{
+    CUresult result = real->cuMemPoolImportFromShareableHandle(pool_out, handle, handleType, flags);
+
+    if (result == CUDA_SUCCESS && pages_slot())
+        pool_add(*pool_out, -1, false);
+    return result;
+}
+
+/* The place is nobody's from before the call on: afterwards another pool may have the handle. */
+CONTROL_EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
+{
+    struct pool *known = pages_slot() ? pool_find(pool) : NULL;
+    CUstreamCaptureMode mode;
+    CUresult result;
+
+    if (!known)
+        return real->cuMemPoolDestroy(pool);
+    if (known->device >= 0) {
+        account_relax(&mode);
+        driver->cuMemPoolTrimTo(pool, 0);
+        account_unrelax(&mode);
+        pool_settle(known, 0);
+    }
+    pool_hush(known);
+    atomic_store_release(&known->handle, NULL);
+    result = real->cuMemPoolDestroy(pool);
+    if (result != CUDA_SUCCESS) {
+        atomic_store_release(&known->handle, pool);
+        atomic_store_seq_cst(&known->state, POOL_LIVE);
+        return result;
+    }
+    if (known->device >= 0)
+        pool_hand_over(known);
+    atomic_store_seq_cst(&known->state, POOL_FREE);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t minBytesToKeep)
+{
+    CUresult result = real->cuMemPoolTrimTo(pool, minBytesToKeep);
+    struct pool *known = result == CUDA_SUCCESS ? pool_of(pool) : NULL;
+
+    if (known)
+        pool_settle(known, 0);
+    return result;
+}
+
+/* One block of another process's pool. It ends with cuMemFree or cuMemFreeAsync. */
+CONTROL_EXPORT CUresult cuMemPoolImportPointer(CUdeviceptr *ptr_out, CUmemoryPool pool,
+                                               CUmemPoolPtrExportData *shareData)
+{
+    CUresult result = real->cuMemPoolImportPointer(ptr_out, pool, shareData);
+    CUdeviceptr base;
+    int ordinal = -1;
+    int device;
+    size_t size;
+
+    if (result != CUDA_SUCCESS ||
+        driver->cuPointerGetAttribute(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, *ptr_out) !=
+            CUDA_SUCCESS)
+        return result;
+    device = pages_index_of(ordinal);
+    if (device < 0 || driver->cuMemGetAddressRange(&base, &size, *ptr_out) != CUDA_SUCCESS)
+        return result;
+    result = account_open(BLOCK_MEMORY, device, *ptr_out, size);
+    if (result != CUDA_SUCCESS) {
+        driver->cuMemFree(*ptr_out);
+        *ptr_out = 0;
+    }
+    return result;
+}

@@ -1,0 +1,395 @@
+/*
+ * Physical allocations (cuMemCreate) and their mappings.
+ *
+ * An allocation lives as long as a reference to its handle (creation, cuMemRetainAllocationHandle)
+ * or a mapping of it does. The driver never gives a handle that still has a mapping to another
+ * allocation, so the handle names it throughout. A mapping is of a whole allocation; one call may
+ * unmap several. An imported allocation holds memory of somebody else, and is charged when its
+ * first mapping tells how much.
+ */
+#include "control.h"
+
+static void unlock_handle(CUmemGenericAllocationHandle handle)
+{
+    blocks_unlock(BLOCK_HANDLE, handle);
+}
+
+CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size,
+                                    const CUmemAllocationProp *prop, unsigned long long flags)
+{
+    int device = prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE
+                     ? pages_index_of(prop->location.id)
+                     : -1;
+    struct block block = {.size = account_round(size, ACCOUNT_UNIT),
+                          .count = 1,
+                          .kind = BLOCK_HANDLE,
+                          .device = (int8_t)device,
+                          .owner = OWNER_NONE};
+    struct block stale = {.device = -1};
+    struct block *found;
+    CUresult result;
+
+    if (device < 0)
+        return real->cuMemCreate(handle, size, prop, flags);
+    if (!account_claim(device, block.size, false))
+        return account_refuse(device);
+    result = real->cuMemCreate(handle, size, prop, flags);
+    if (result != CUDA_SUCCESS) {
+        account_give(device, block.size, false);
+        return result;
+    }
+    block.key = *handle;
+    found = blocks_lock(BLOCK_HANDLE, block.key);
+    if (unlikely(found)) {
+        stale = *found;
+        blocks_remove(found);
+    }
+    blocks_add(&block);
+    unlock_handle(block.key);
+    if (unlikely(stale.device >= 0))
+        account_give(stale.device, stale.size, stale.flags & BLOCK_UNSEEN);
+    else
+        atomic_add_relaxed(&pages_ledger_device((unsigned)device)->blocks, 1);
+    account_note_peak(device);
+    return result;
+}
+
+/* Takes a reference or a mapping off, and with the last of both the allocation off the table. */
+static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
+{
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+    bool known = block && (mapping ? block->value : block->count);
+
+    gone->key = 0;
+    if (known) {
+        if (mapping)
+            block->value--;
+        else
+            block->count--;
+        if (!block->count && !block->value) {
+            *gone = *block;
+            blocks_remove(block);
+        }
+    }
+    unlock_handle(handle);
+    return known;
+}
+
+/* The driver did not let it go after all. */
+static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
+{
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+
+    if (!block && gone->key) {
+        blocks_add(gone);
+        block = blocks_peer(BLOCK_HANDLE, handle);
+    }
+    if (block && mapping)
+        block->value++;
+    else if (block)
+        block->count++;
+    unlock_handle(handle);
+}
+
+static void handle_refund(const struct block *gone)
+{
+    if (!gone->key || gone->device < 0 || !gone->size)
+        return;
+    account_give(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
+    atomic_add_relaxed(&pages_ledger_device((unsigned)gone->device)->blocks, -1ull);
+}
+
+CONTROL_EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
+{
+    struct block gone;
+    bool known = handle_leave(handle, false, &gone);
+    CUresult result = real->cuMemRelease(handle);
+
+    if (result == CUDA_SUCCESS)
+        handle_refund(&gone);
+    else if (known)
+        handle_return(handle, false, &gone);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle,
+                                                    void *addr)
+{
+    CUresult result = real->cuMemRetainAllocationHandle(handle, addr);
+
+    if (result == CUDA_SUCCESS) {
+        struct block *block = blocks_lock(BLOCK_HANDLE, *handle);
+
+        if (block)
+            block->count++;
+        unlock_handle(*handle);
+    }
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle,
+                                                       void *osHandle,
+                                                       CUmemAllocationHandleType shHandleType)
+{
+    CUresult result = real->cuMemImportFromShareableHandle(handle, osHandle, shHandleType);
+    struct block block = {
+        .count = 1, .kind = BLOCK_HANDLE, .device = -1, .flags = BLOCK_UNSEEN, .owner = OWNER_NONE};
+    CUmemAllocationProp prop;
+    struct block *found;
+
+    /* What has no properties is no memory: a multicast object. */
+    if (result != CUDA_SUCCESS || !pages_slot() ||
+        driver->cuMemGetAllocationPropertiesFromHandle(&prop, *handle) != CUDA_SUCCESS)
+        return result;
+    if (prop.location.type == CU_MEM_LOCATION_TYPE_DEVICE)
+        block.device = (int8_t)pages_index_of(prop.location.id);
+    block.key = *handle;
+    found = blocks_lock(BLOCK_HANDLE, block.key);
+    if (found)
+        found->count++;
+    else if (block.device >= 0)
+        blocks_add(&block);
+    unlock_handle(block.key);
+    return result;
+}
+
+/* The mapping is counted before the driver makes it, so that a release meanwhile keeps the charge.
+ * An import that is mapped first gets its charge. */
+static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool *knownp)
+{
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+    struct block first = {0};
+    bool mine;
+
+    *knownp = block;
+    if (block) {
+        block->value++;
+        if (!block->size)
+            first = *block;
+    }
+    unlock_handle(handle);
+    if (!first.key)
+        return CUDA_SUCCESS;
+    if (!account_claim(first.device, size, true)) {
+        handle_leave(handle, true, &first);
+        return account_refuse(first.device);
+    }
+    block = blocks_lock(BLOCK_HANDLE, handle);
+    mine = block && !block->size;
+    if (mine)
+        block->size = size;
+    unlock_handle(handle);
+    if (!mine) {
+        account_give(first.device, size, true); /* another thread was faster */
+    } else {
+        atomic_add_relaxed(&pages_ledger_device((unsigned)first.device)->blocks, 1);
+        account_note_peak(first.device);
+    }
+    return CUDA_SUCCESS;
+}
+
+/* An import that is not mapped at all has no size again: this one may have been wrong. */
+static void map_fails(CUmemGenericAllocationHandle handle)
+{
+    struct block gone = {0};
+    struct block *block;
+
+    handle_leave(handle, true, &gone);
+    if (!gone.key) {
+        block = blocks_lock(BLOCK_HANDLE, handle);
+        if (block && !block->value && block->flags & BLOCK_UNSEEN && block->size) {
+            gone = *block;
+            block->size = 0;
+        }
+        unlock_handle(handle);
+    }
+    handle_refund(&gone);
+}
+
+CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
+                                 CUmemGenericAllocationHandle handle, unsigned long long flags)
+{
+    struct block mapping = {.key = ptr,
+                            .size = size,
+                            .value = handle,
+                            .kind = BLOCK_MAPPING,
+                            .device = -1,
+                            .owner = OWNER_NONE};
+    CUresult result;
+    bool known;
+
+    result = map_enter(handle, size, &known);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = real->cuMemMap(ptr, size, offset, handle, flags);
+    if (result != CUDA_SUCCESS) {
+        if (known)
+            map_fails(handle);
+        return result;
+    }
+    if (!pages_slot())
+        return result;
+    if (!blocks_lock(BLOCK_MAPPING, ptr))
+        blocks_add(&mapping);
+    blocks_unlock(BLOCK_MAPPING, ptr);
+    return result;
+}
+
+/*
+ * Goes over the mappings of a range, three ways. LEAVE comes before the driver's call: as soon as
+ * it has unmapped the last of an allocation, another may have the handle. What goes then is noted
+ * in the mapping itself, because there can be any number of them. END comes after the call, UNDO
+ * after one that failed.
+ */
+enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
+
+#define UNMAP_LEFT 1 /* in `count`: the handle has been told */
+#define UNMAP_LAST 2 /* and it was the last that kept the allocation */
+
+static void unmap_one(CUdeviceptr at, struct block mapping, enum unmap_step step)
+{
+    struct block gone = {0};
+    struct block *block;
+
+    if (step == UNMAP_LEAVE) {
+        handle_leave(mapping.value, true, &gone);
+        block = blocks_lock(BLOCK_MAPPING, at);
+        if (block) {
+            block->count = UNMAP_LEFT;
+            if (gone.key) {
+                block->count |= UNMAP_LAST;
+                block->size = gone.size; /* mappings are of whole allocations */
+                block->device = gone.device;
+                block->flags = gone.flags;
+            }
+        }
+        blocks_unlock(BLOCK_MAPPING, at);
+        return;
+    }
+    if (mapping.count & UNMAP_LAST)
+        gone = (struct block){.key = mapping.value,
+                              .size = mapping.size,
+                              .kind = BLOCK_HANDLE,
+                              .device = mapping.device,
+                              .flags = mapping.flags,
+                              .owner = OWNER_NONE};
+    block = blocks_lock(BLOCK_MAPPING, at);
+    if (block && step == UNMAP_END)
+        blocks_remove(block);
+    else if (block)
+        block->count = 0;
+    blocks_unlock(BLOCK_MAPPING, at);
+    if (step == UNMAP_END)
+        handle_refund(&gone);
+    else if (mapping.count & UNMAP_LEFT)
+        handle_return(mapping.value, true, &gone);
+}
+
+static void unmap_range(CUdeviceptr ptr, size_t size, enum unmap_step step)
+{
+    CUdeviceptr end = ptr + size;
+
+    while (ptr < end) {
+        struct block *block = blocks_lock(BLOCK_MAPPING, ptr);
+        struct block mapping = block ? *block : (struct block){0};
+
+        blocks_unlock(BLOCK_MAPPING, ptr);
+        if (!mapping.size)
+            break; /* nothing is mapped there: the driver refuses the range */
+        unmap_one(ptr, mapping, step);
+        ptr += mapping.size;
+    }
+}
+
+CONTROL_EXPORT CUresult cuMemUnmap(CUdeviceptr ptr, size_t size)
+{
+    CUresult result;
+
+    if (pages_slot())
+        unmap_range(ptr, size, UNMAP_LEAVE);
+    result = real->cuMemUnmap(ptr, size);
+    if (pages_slot())
+        unmap_range(ptr, size, result == CUDA_SUCCESS ? UNMAP_END : UNMAP_UNDO);
+    return result;
+}
+
+/* ---- sparse arrays ---- */
+
+static uint32_t n_sparse;
+
+static uint64_t sparse_key(uint64_t array, uint64_t handle)
+{
+    return array ^ (handle << 17 | handle >> 47);
+}
+
+/* An allocation that is mapped into an array lives until the array ends. */
+static void sparse_mapped(const CUarrayMapInfo *info)
+{
+    struct block entry = {.size = (uintptr_t)info->resource,
+                          .value = info->memHandle,
+                          .kind = BLOCK_SPARSE,
+                          .device = -1,
+                          .owner = OWNER_NONE};
+    bool known;
+
+    entry.key = sparse_key(entry.size, entry.value);
+    known = blocks_lock(BLOCK_SPARSE, entry.key);
+    if (!known)
+        known = !blocks_add(&entry);
+    blocks_unlock(BLOCK_SPARSE, entry.key);
+    if (!known) {
+        atomic_add_relaxed(&n_sparse, 1);
+        struct block *block = blocks_lock(BLOCK_HANDLE, entry.value);
+
+        if (block)
+            block->value++;
+        unlock_handle(entry.value);
+    }
+}
+
+static bool sparse_visit(const struct block *block, void *data)
+{
+    struct block *found = data;
+
+    if (block->kind != BLOCK_SPARSE || block->size != found->size || found->key)
+        return false;
+    *found = *block;
+    return true;
+}
+
+void vmm_array_ends(uint64_t array)
+{
+    struct block found, gone;
+
+    while (unlikely(atomic_load_relaxed(&n_sparse))) {
+        found = (struct block){.size = array};
+        blocks_sweep(sparse_visit, &found);
+        if (!found.key)
+            break;
+        atomic_add_relaxed(&n_sparse, -1u);
+        handle_leave(found.value, true, &gone);
+        handle_refund(&gone);
+    }
+}
+
+static CUresult arrays_mapped(const CUarrayMapInfo *list, unsigned int count, CUresult result)
+{
+    if (result == CUDA_SUCCESS && pages_slot())
+        for (unsigned int i = 0; i < count; i++)
+            if (list[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP && list[i].memHandle)
+                sparse_mapped(&list[i]);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemMapArrayAsync(CUarrayMapInfo *mapInfoList, unsigned int count,
+                                           CUstream hStream)
+{
+    return arrays_mapped(mapInfoList, count, real->cuMemMapArrayAsync(mapInfoList, count, hStream));
+}
+
+CONTROL_EXPORT CUresult cuMemMapArrayAsync_ptsz(CUarrayMapInfo *mapInfoList, unsigned int count,
+                                                CUstream hStream)
+{
+    return arrays_mapped(mapInfoList, count,
+                         real->cuMemMapArrayAsync_ptsz(mapInfoList, count, hStream));
+}

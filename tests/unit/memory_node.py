@@ -1,0 +1,359 @@
+"""A container without a container: processes under the control library on a simulated GPU, and the test for a governor.
+
+`Node` makes the pages and answers at the socket; `Agent` is a process that sees them at /run/tidegate, in a mount
+namespace of its own, and does what the test tells it. Looks at the GPU are the test's: nothing happens by itself
+unless `looking` is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from libcontrol import layout, pages
+from simgpu import simgpu
+from simgpu.testing import CudaError
+from tests.conftest import ROOT, lack
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+CONTEXT = 64 * MIB
+SECOND = 1_000_000_000
+
+PRELUDE = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+NEWNS, NEWUSER, REC, PRIVATE, BIND = 0x20000, 0x10000000, 0x4000, 1 << 18, 0x1000
+uid, gid = os.getuid(), os.getgid()
+def must(status):
+    if status:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+must(libc.unshare(NEWNS | (NEWUSER if uid else 0)))
+if uid:
+    open('/proc/self/setgroups', 'w').write('deny')
+    open('/proc/self/uid_map', 'w').write(f'{uid} {uid} 1')
+    open('/proc/self/gid_map', 'w').write(f'{gid} {gid} 1')
+must(libc.mount(b'none', b'/', None, REC | PRIVATE, None))
+here = os.open(sys.argv[2], os.O_PATH)
+must(libc.mount(b'tmpfs', b'/run', b'tmpfs', 0, None))
+os.mkdir('/run/tidegate')
+must(libc.mount(f'/proc/self/fd/{here}'.encode(), b'/run/tidegate', None, BIND, None))
+"""
+
+AGENT = """
+import json, threading, time
+from simgpu.testing import CudaError, Driver
+
+class Governed(Driver):
+    def __init__(self, path):
+        self.path = path
+        self.library = ctypes.CDLL(path)
+
+driver = Governed(sys.argv[1])
+answers = os.fdopen(os.dup(1), 'w', buffering=1)
+scope = globals()
+for line in sys.stdin:
+    try:
+        program = json.loads(line)
+        try:
+            code = compile(program, 'agent', 'eval')
+        except SyntaxError:
+            code = compile(program, 'agent', 'exec')
+        answer = {'value': eval(code, scope)}
+    except CudaError as error:
+        answer = {'error': error.name, 'call': str(error), 'code': error.code}
+    answers.write(json.dumps(answer) + '\\n')
+"""
+
+
+class Agent:
+    """A process of the container; `run` evaluates Python in it, with `driver` in scope."""
+
+    def __init__(self, node: Node, slot: int | None, process: subprocess.Popen[str]) -> None:
+        self.node = node
+        self.slot = slot
+        self.process = process
+
+    def send(self, program: str) -> None:
+        """Begin `program`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(program) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> object:
+        """Return what the program evaluated to, or raise the driver's error."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CudaError(answer["call"].split(":")[0], answer["code"], answer["error"])
+        return answer["value"]
+
+    def run(self, program: str) -> object:
+        self.send(program)
+        return self.answer()
+
+    def number(self, program: str) -> int:
+        value = self.run(program)
+        assert isinstance(value, int)
+        return value
+
+    def refuses(self, program: str) -> bool:
+        """Whether the program ends for want of memory."""
+        try:
+            self.run(program)
+        except CudaError as error:
+            if error.name != "CUDA_ERROR_OUT_OF_MEMORY":
+                raise
+            return True
+        return False
+
+    def field(self, name: str, device: int = 0) -> int:
+        """A field of this process's part of the ledger."""
+        assert self.slot is not None
+        base = layout.ledger_device(self.slot, device)
+        return pages.read(self.node.ledger, base, "ledger_device", name)
+
+    @property
+    def charged(self) -> int:
+        """What calls took, of what NVML attributes to the process."""
+        return self.field("memory") - self.field("unseen")
+
+    @property
+    def seen(self) -> int:
+        """What the GPU says that the process holds."""
+        return self.node.seen().get(self.process.pid, 0)
+
+    def free(self) -> tuple[int, int]:
+        """What cuMemGetInfo answers."""
+        value = self.run("memory_info()")
+        assert isinstance(value, list)
+        return value[0], value[1]
+
+    def kill(self) -> None:
+        """End it at once; its slot is cleared, as at its pidfd."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.stdout.close()
+        self.node.ended(self)
+
+
+HELPERS = """
+def memory_info():
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    driver.call('cuMemGetInfo_v2', ctypes.byref(free), ctypes.byref(total))
+    return [free.value, total.value]
+def out(name, *arguments):
+    return driver.get(name, *arguments)
+def prop(kind=1, identity=0, handles=1):
+    return ctypes.create_string_buffer(__import__('struct').pack('<iiiiQ8x', 1, handles, kind, identity, 0))
+def pool_props(kind=1, identity=0):
+    return ctypes.create_string_buffer(__import__('struct').pack('<iiiiQQH54x', 1, 1, kind, identity, 0, 0, 0))
+def info(pool, attribute):
+    value = ctypes.c_uint64()
+    driver.call('cuMemPoolGetAttribute', pool, attribute, ctypes.byref(value))
+    return value.value
+"""
+
+
+class Node:
+    """One container on one simulated GPU, with a quota of `limit` bytes."""
+
+    def __init__(self, build: Path, work: Path, limit: int, *, memory: int = 64 * GIB) -> None:
+        self.work = work
+        self.limit = limit
+        self.agents: list[Agent] = []
+        self._slots: dict[int, int] = {}  # slot: pid
+        lib = work / "lib"
+        (lib / "origin").mkdir(parents=True)
+        self.library = shutil.copy(build / "libcontrol" / "libcuda.so.1", lib)
+        shutil.copy(build / "simgpu" / "libcuda.so.1", lib / "origin" / "libcuda-origin.so.1")
+        [self.gpu] = simgpu.create(work / "gpus", memory=memory, context_memory=CONTEXT)
+        self.runtime = work / "run"
+        self.runtime.mkdir()
+        self.grant = self._make_grant()
+        self._ledger_fd = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
+        os.ftruncate(self._ledger_fd, layout.LEDGER_SIZE)
+        self.ledger = mmap.mmap(self._ledger_fd, layout.LEDGER_SIZE)
+        pages.init_ledger(self.ledger)
+        # Bound by a short name: a socket's path has 107 bytes at most.
+        directory = os.open(self.runtime, os.O_PATH)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"/proc/self/fd/{directory}/governor.sock")
+        os.close(directory)
+        self._listener.listen(64)
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _make_grant(self) -> mmap.mmap:
+        path = self.runtime / "grant"
+        path.write_bytes(bytes(layout.GRANT_SIZE))
+        with path.open("r+b") as file:
+            page = mmap.mmap(file.fileno(), layout.GRANT_SIZE)
+        pages.init_grant(
+            page,
+            settings={"heartbeat_ns": time.monotonic_ns() + 3600 * SECOND, "marker_ns": 250_000},
+            devices=[
+                {
+                    "uuid": uuid.UUID(simgpu.status(self.gpu).uuid.removeprefix("GPU-")).bytes,
+                    "memory_limit": self.limit,
+                    "context_bytes": CONTEXT,
+                    "compute": 1_000_000,
+                    "compute_limit": 1_000_000,
+                    "deadline_ns": layout.OPEN,
+                }
+            ],
+        )
+        return page
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            if connection.recv(1) != b"r":
+                connection.close()
+                continue
+            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            with self._lock:
+                slot = next(i for i in range(layout.N_SLOTS) if i not in self._slots)
+                pages.clear_slot(self.ledger, slot)
+                pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
+                ever = pages.read(self.ledger, 0, "ledger_header", "n_slots")
+                pages.write(self.ledger, 0, "ledger_header", "n_slots", max(ever, slot + 1))
+                self._slots[slot] = struct.unpack("3i", peer)[0]
+                self._connections.append(connection)
+            socket.send_fds(connection, [struct.pack("I", slot)], [self._ledger_fd])
+
+    def agent(self, *, context: bool = True) -> Agent:
+        """A new process: initialised, and with a context unless it shall have none."""
+        process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + HELPERS + AGENT, self.library, str(self.runtime)],
+            env=os.environ | {"SIMGPU_DIR": str(self.work / "gpus"), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        agent = Agent(self, None, process)
+        self.agents.append(agent)
+        agent.run("driver.call('cuInit', 0)")
+        agent.slot = self.slot_of(process.pid)
+        if context:
+            agent.run("context = driver.get('cuCtxCreate_v2', 0, 0)")
+            self.look()
+        return agent
+
+    def slot_of(self, pid: int) -> int:
+        with self._lock:
+            return next(slot for slot, owner in self._slots.items() if owner == pid)
+
+    def ended(self, agent: Agent) -> None:
+        self.agents.remove(agent)
+        self.clear(agent.process.pid)
+
+    def clear(self, pid: int) -> None:
+        with self._lock:
+            for slot in [slot for slot, owner in self._slots.items() if owner == pid]:
+                pages.clear_slot(self.ledger, slot)
+                del self._slots[slot]
+
+    def seen(self) -> dict[int, int]:
+        """What the GPU says of each process."""
+        return {process.pid: process.memory for process in simgpu.status(self.gpu).processes}
+
+    def write(self, field: str, value: int) -> None:
+        """Store a field of the GPU's part of the grant page."""
+        pages.write(self.grant, layout.grant_device(0), "grant_device", field, value)
+
+    def read(self, field: str) -> int:
+        """A field of the GPU's part of the grant page."""
+        return pages.read(self.grant, layout.grant_device(0), "grant_device", field)
+
+    def look(self) -> int:
+        """Do what the governor does four times a second. Returns the overhead."""
+        began = time.monotonic_ns()
+        seen = self.seen()
+        overhead = 0
+        with self._lock:
+            slots = dict(self._slots)
+        for slot, pid in slots.items():
+            base = layout.ledger_device(slot, 0)
+            memory = pages.read(self.ledger, base, "ledger_device", "memory")
+            unseen = pages.read(self.ledger, base, "ledger_device", "unseen")
+            overhead += max(0, seen.get(pid, 0) - (memory - unseen))
+        self.write("memory_overhead", overhead)
+        self.write("reconciled_ns", began)
+        return overhead
+
+    @contextlib.contextmanager
+    def looking(self, interval: float = 0.005) -> Iterator[None]:
+        """A governor that looks all the time."""
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.wait(interval):
+                self.look()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def used(self) -> int:
+        """What the processes are charged, and what the driver took, as `account_used` has it."""
+        reconciled = self.read("reconciled_ns")
+        total = self.read("memory_overhead")
+        for slot in range(pages.read(self.ledger, 0, "ledger_header", "n_slots")):
+            base = layout.ledger_device(slot, 0)
+            total += pages.read(self.ledger, base, "ledger_device", "memory")
+            if pages.read(self.ledger, base, "ledger_device", "provisional_ns") > reconciled:
+                total += pages.read(self.ledger, base, "ledger_device", "provisional")
+        return total
+
+    @property
+    def peak(self) -> int:
+        return pages.read(self.ledger, 0, "ledger_header", "memory_peak", 0)
+
+    def close(self) -> None:
+        """End every process and the socket."""
+        for agent in list(self.agents):
+            agent.kill()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        for connection in self._connections:
+            connection.close()
+        os.close(self._ledger_fd)
+        self.ledger.close()
+        self.grant.close()
+
+
+def need_namespaces() -> None:
+    """End the test where a process may not have a mount namespace of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE, "-", "/tmp"], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lack(f"needs a mount namespace: {done.stderr.splitlines()[-1]}")

@@ -1,0 +1,606 @@
+"""What each call that takes device memory is charged, what its end refunds, and what is refused.
+
+The measure is the simulated GPU's own account of the process, as NVML's is on hardware: what calls took and what the
+GPU says that the process holds, less its contexts, are the same number.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from simgpu.testing import CudaError
+from tests.unit.memory_node import CONTEXT, GIB, KIB, MIB, Agent, Node, need_namespaces
+
+LIMIT = GIB
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    need_namespaces()
+
+
+@pytest.fixture
+def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
+    node = Node(build_dir, tmp_path, LIMIT)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def agent(node: Node) -> Agent:
+    return node.agent()
+
+
+def exact(agent: Agent, charged: int, *, contexts: int = 1) -> None:
+    """The process is charged so much, and holds so much."""
+    assert agent.charged == charged
+    assert agent.seen == charged + contexts * CONTEXT
+
+
+def left(node: Node) -> int:
+    return node.limit - node.used()
+
+
+# ---- blocks ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "charged"),
+    [
+        ([1], 2 * MIB),
+        ([256] * 5000, 4 * MIB),
+        ([600 * KIB] * 4, 4 * MIB),
+        ([600 * KIB] * 100, 68 * MIB),
+        ([MIB - 1, MIB], 4 * MIB),
+        ([MIB + 1], 2 * MIB),
+        ([2 * MIB + 1], 4 * MIB),
+        ([64 * MIB + 1], 66 * MIB),
+        ([3 * MIB, 100, 1536 * KIB], 8 * MIB),
+    ],
+)
+def test_blocks_are_charged_as_the_driver_rounds_them(agent, sizes, charged) -> None:
+    agent.run(f"blocks = [driver.allocate(size) for size in {sizes}]")
+    exact(agent, charged)
+    assert agent.field("blocks") == len(sizes)
+    agent.run("for block in blocks: driver.call('cuMemFree_v2', block)")
+    exact(agent, 0)
+    assert agent.field("blocks") == 0
+    assert agent.field("unseen") == 0
+
+
+def test_a_slab_is_charged_until_its_last_block_is_freed(agent) -> None:
+    agent.run("blocks = [driver.allocate(700 << 10) for _ in range(4)]")  # two to a slab
+    exact(agent, 4 * MIB)
+    agent.run("driver.call('cuMemFree_v2', blocks[0])")
+    exact(agent, 4 * MIB)
+    agent.run("driver.call('cuMemFree_v2', blocks[1])")
+    exact(agent, 2 * MIB)
+    agent.run("for block in blocks[2:]: driver.call('cuMemFree_v2', block)")
+    exact(agent, 0)
+
+
+def test_pitched_memory_is_charged_by_the_pitch_that_the_driver_chose(agent) -> None:
+    agent.run("pitch = ctypes.c_size_t()")
+    agent.run("block = driver.get('cuMemAllocPitch_v2', ctypes.byref(pitch), 1000, 4000, 4)")
+    assert agent.number("pitch.value") == 1024
+    exact(agent, 4 * MIB)
+    agent.run("driver.call('cuMemFree_v2', block)")
+    exact(agent, 0)
+
+
+def test_managed_memory_is_charged_although_no_process_holds_it(agent, node) -> None:
+    agent.run("block = driver.get('cuMemAllocManaged', 100 << 20, 1)")
+    exact(agent, 0)
+    assert agent.field("memory") == agent.field("unseen") == 100 * MIB
+    assert node.look() == CONTEXT  # it does not hide what the driver took
+    agent.run("driver.call('cuMemFree_v2', block)")
+    assert agent.field("memory") == agent.field("unseen") == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "driver.allocate(size)",
+        "driver.get('cuMemAllocPitch_v2', ctypes.byref(ctypes.c_size_t()), 1 << 20, size >> 20, 4)",
+        "driver.get('cuMemAllocManaged', size, 1)",
+        "driver.get('cuMemAllocAsync', size, 0)",
+        "driver.get('cuMemCreate', size, prop(), 0)",
+        "driver.get('cuArrayCreate_v2', ctypes.create_string_buffer(__import__('struct').pack('<QQiI', 1024, size >> 14, 0x20, 4)))",
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_driver_is_asked(agent, node, call) -> None:
+    room = left(node)
+    before = agent.seen
+    agent.run(f"size = {room + 32 * MIB}")
+    assert agent.refuses(call)
+    assert agent.seen == before
+    assert agent.charged == agent.field("unseen") == 0
+    assert agent.field("refused") == 1
+    assert node.peak <= LIMIT
+    agent.run(f"size = {room // (32 * MIB) * 32 * MIB}")
+    agent.run(call)
+    assert node.used() <= LIMIT
+
+
+@pytest.mark.parametrize("size", [0, 2**63, 2**64 - 1])
+def test_sizes_that_make_no_sense_leave_nothing_behind(agent, size) -> None:
+    for call in (
+        f"driver.allocate({size})",
+        f"driver.get('cuMemAllocAsync', {size}, 0)",
+        f"driver.get('cuMemAllocManaged', {size}, 1)",
+        f"driver.get('cuMemCreate', {size}, prop(), 0)",
+        f"driver.get('cuMemAllocPitch_v2', ctypes.byref(ctypes.c_size_t()), {size}, {size}, 4)",
+    ):
+        with pytest.raises(CudaError):
+            agent.run(call)
+        exact(agent, 0)
+        assert agent.field("unseen") == 0
+
+
+def test_a_free_that_fails_refunds_nothing(agent) -> None:
+    agent.run("block = driver.allocate(4 << 20)")
+    agent.run("other = driver.allocate(100)")
+    for address in ("block + 512", "other + 512"):
+        with pytest.raises(CudaError):
+            agent.run(f"driver.call('cuMemFree_v2', {address})")
+    agent.run("driver.call('cuStreamBeginCapture_v2', (stream := driver.stream()), 0)")
+    for block in ("block", "other"):
+        with pytest.raises(CudaError):
+            agent.run(f"driver.call('cuMemFree_v2', {block})")
+    exact(agent, 6 * MIB)
+    agent.run("driver.try_call('cuStreamEndCapture', stream, ctypes.byref(ctypes.c_uint64()))")
+    agent.run("driver.call('cuMemFree_v2', block)")
+    agent.run("driver.call('cuMemFree_v2', other)")
+    exact(agent, 0)
+
+
+def test_thousands_of_blocks_are_found_again(agent) -> None:
+    agent.run("blocks = [driver.allocate(512) for _ in range(10_000)]")
+    assert agent.field("blocks") == 10_000
+    exact(agent, 6 * MIB)
+    agent.run("import random; random.Random(1).shuffle(blocks)")
+    agent.run("for block in blocks[:5_000]: driver.call('cuMemFree_v2', block)")
+    agent.run("more = [driver.allocate(512) for _ in range(5_000)]")
+    agent.run("for block in blocks[5_000:] + more: driver.call('cuMemFree_v2', block)")
+    exact(agent, 0)
+    assert agent.field("blocks") == 0
+
+
+# ---- pools ----
+
+
+def test_what_a_pool_holds_is_charged(agent, node) -> None:
+    agent.run("stream = driver.stream()")
+    agent.run("first = driver.get('cuMemAllocAsync', 33 << 20, stream)")
+    exact(agent, 64 * MIB)
+    agent.run("small = [driver.get('cuMemAllocAsync', 1000, stream) for _ in range(2)]")
+    exact(agent, 64 * MIB)
+    agent.run("more = driver.get('cuMemAllocAsync', 100 << 20, stream)")
+    exact(agent, 160 * MIB)
+    agent.run("driver.call('cuMemFreeAsync', more, stream)")
+    exact(agent, 160 * MIB)
+    agent.run("driver.call('cuStreamSynchronize', stream)")
+    agent.free()  # asks the pool
+    exact(agent, 64 * MIB)
+    agent.run("for block in [first, *small]: driver.call('cuMemFree_v2', block)")
+    agent.run("driver.call('cuCtxSynchronize')")
+    agent.free()
+    exact(agent, 0)
+    assert node.peak >= 160 * MIB + CONTEXT
+
+
+def test_a_free_block_of_a_pool_is_used_where_the_quota_has_no_room(agent, node) -> None:
+    agent.run("stream = driver.stream()")
+    agent.run("pool = driver.get('cuDeviceGetDefaultMemPool', 0)")
+    agent.run(
+        "driver.call('cuMemPoolSetAttribute', pool, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))"
+    )
+    agent.run("block = driver.get('cuMemAllocAsync', 320 << 20, stream)")
+    agent.run(f"rest = driver.allocate({left(node) - 4 * MIB})")
+    agent.run("driver.call('cuMemFreeAsync', block, stream)")
+    agent.run("driver.call('cuStreamSynchronize', stream)")
+    assert left(node) < 32 * MIB
+    agent.run("blocks = [driver.get('cuMemAllocAsync', 32 << 20, stream) for _ in range(10)]")
+    assert agent.refuses("driver.get('cuMemAllocAsync', 32 << 20, stream)")
+    assert node.used() <= LIMIT
+    assert agent.charged == agent.seen - CONTEXT
+
+
+def test_what_pools_hold_unused_is_given_back_before_anything_is_refused(agent) -> None:
+    agent.run("stream = driver.stream()")
+    agent.run("pool = driver.get('cuMemPoolCreate', pool_props())")
+    agent.run(
+        "driver.call('cuMemPoolSetAttribute', pool, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))"
+    )
+    agent.run("block = driver.get('cuMemAllocFromPoolAsync', 640 << 20, pool, stream)")
+    agent.run("driver.call('cuMemFreeAsync', block, stream)")
+    agent.run("driver.call('cuStreamSynchronize', stream)")
+    exact(agent, 640 * MIB)
+    agent.run("large = driver.allocate(600 << 20)")
+    exact(agent, 600 * MIB)
+    assert agent.field("refused") == 0
+
+
+def test_a_trim_is_refunded_and_a_destroyed_pool_is_left_to_nvml(agent, node) -> None:
+    agent.run("stream = driver.stream()")
+    agent.run("pool = driver.get('cuMemPoolCreate', pool_props())")
+    agent.run(
+        "blocks = [driver.get('cuMemAllocFromPoolAsync', 32 << 20, pool, stream) for _ in range(2)]"
+    )
+    exact(agent, 64 * MIB)
+    agent.run("driver.call('cuMemFreeAsync', blocks[0], stream)")
+    agent.run(
+        "driver.call('cuMemPoolSetAttribute', pool, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))"
+    )
+    agent.run("driver.call('cuStreamSynchronize', stream)")
+    exact(agent, 64 * MIB)
+    agent.run("driver.call('cuMemPoolTrimTo', pool, 0)")
+    exact(agent, 32 * MIB)
+    node.look()
+    used = node.used()
+    agent.run("driver.call('cuMemPoolDestroy', pool)")
+    assert agent.charged == 0  # it lives on until the block is freed, and cannot be asked
+    assert node.used() == used
+    node.look()
+    assert node.used() == used
+    agent.run("driver.call('cuMemFree_v2', blocks[1])")
+    agent.run("driver.call('cuCtxSynchronize')")
+    node.look()
+    assert node.used() == used - 32 * MIB
+
+
+def test_pools_of_the_host_are_free(agent) -> None:
+    agent.run("pool = driver.get('cuMemPoolCreate', pool_props(kind=2))")
+    agent.run("block = driver.get('cuMemAllocFromPoolAsync', 2 << 30, pool, 0)")
+    exact(agent, 0)
+    agent.run("driver.call('cuMemFreeAsync', block, 0)")
+    agent.run("driver.call('cuMemPoolDestroy', pool)")
+
+
+def test_the_pool_that_a_device_was_given_is_the_one_that_is_charged(agent) -> None:
+    agent.run("pool = driver.get('cuMemPoolCreate', pool_props())")
+    agent.run("driver.call('cuDeviceSetMemPool', 0, pool)")
+    agent.run("block = driver.get('cuMemAllocAsync', 40 << 20, 0)")
+    assert agent.number("info(pool, 5)") == 64 * MIB
+    exact(agent, 64 * MIB)
+    agent.run("default = driver.get('cuDeviceGetDefaultMemPool', 0)")
+    agent.run("other = driver.get('cuMemAllocFromPoolAsync', 1 << 20, default, 0)")
+    exact(agent, 96 * MIB)
+
+
+def test_a_plain_block_may_be_freed_in_a_stream(agent) -> None:
+    agent.run("block = driver.allocate(4 << 20)")
+    agent.run(
+        "driver.try_call('cuMemFreeAsync', block, 0) or driver.call('cuStreamSynchronize', 0)"
+    )
+    assert agent.charged == agent.seen - CONTEXT
+
+
+# ---- physical memory ----
+
+VMM = """
+def create(size): return driver.get('cuMemCreate', size, prop(), 0)
+def reserve(size): return driver.get('cuMemAddressReserve', size, 0, 0, 0)
+def mapped(at, size, handle): driver.call('cuMemMap', at, size, 0, handle, 0)
+def unmapped(at, size): driver.call('cuMemUnmap', at, size)
+def release(handle): driver.call('cuMemRelease', handle)
+M = 1 << 20
+"""
+
+
+def test_an_allocation_lives_until_its_handles_and_mappings_are_gone(agent) -> None:
+    agent.run(VMM)
+    agent.run("handle = create(4 * M); at = reserve(16 * M)")
+    exact(agent, 4 * MIB)
+    agent.run("mapped(at, 4 * M, handle); mapped(at + 4 * M, 4 * M, handle)")
+    agent.run("release(handle)")
+    exact(agent, 4 * MIB)
+    agent.run("unmapped(at, 4 * M)")
+    exact(agent, 4 * MIB)
+    agent.run("again = driver.get('cuMemRetainAllocationHandle', at + 4 * M)")
+    agent.run("unmapped(at + 4 * M, 4 * M)")
+    exact(agent, 4 * MIB)
+    agent.run("release(again)")
+    exact(agent, 0)
+    assert agent.field("blocks") == 0
+
+
+def test_one_call_unmaps_several_and_one_that_fails_none(agent) -> None:
+    agent.run(VMM)
+    agent.run("at = reserve(64 * M); handles = [create(size * M) for size in (2, 4, 6)]")
+    agent.run(
+        "mapped(at, 2 * M, handles[0]); mapped(at + 2 * M, 4 * M, handles[1]); mapped(at + 6 * M, 6 * M, handles[2])"
+    )
+    agent.run("for handle in handles: release(handle)")
+    exact(agent, 12 * MIB)
+    for at, size in (("at", "4 * M"), ("at", "64 * M"), ("at + M", "M"), ("at", "1 << 62")):
+        with pytest.raises(CudaError):
+            agent.run(f"unmapped({at}, {size})")
+        exact(agent, 12 * MIB)
+    agent.run("unmapped(at + 2 * M, 10 * M)")
+    exact(agent, 2 * MIB)
+    agent.run("unmapped(at, 2 * M)")
+    exact(agent, 0)
+
+
+def test_memory_of_the_host_is_free(agent) -> None:
+    agent.run(VMM)
+    agent.run("handle = driver.get('cuMemCreate', 2 << 30, prop(kind=3), 0); at = reserve(2 << 30)")
+    agent.run("mapped(at, 2 << 30, handle); unmapped(at, 2 << 30); release(handle)")
+    exact(agent, 0)
+
+
+def test_failures_of_the_driver_leave_the_books_alone(agent) -> None:
+    agent.run(VMM)
+    agent.run("handle = create(4 * M); at = reserve(16 * M)")
+    for call in (
+        "driver.get('cuMemCreate', M, prop(), 0)",
+        "mapped(at, 2 * M, handle)",
+        "mapped(at + M, 4 * M, handle)",
+        "driver.call('cuMemMap', at, 4 * M, 2 * M, handle, 0)",
+        "release(0)",
+    ):
+        with pytest.raises(CudaError):
+            agent.run(call)
+        exact(agent, 4 * MIB)
+    agent.run("release(handle)")
+    exact(agent, 0)
+
+
+def test_imported_memory_is_charged_when_it_is_mapped_and_refused_where_it_does_not_fit(
+    node,
+) -> None:
+    owner, guest = node.agent(), node.agent()
+    for agent in (owner, guest):
+        agent.run(VMM)
+    owner.run("handle = create(200 * M); fd = ctypes.c_int()")
+    owner.run("driver.call('cuMemExportToShareableHandle', ctypes.byref(fd), handle, 1, 0)")
+    guest.run(
+        f"import os; fd = os.open('/proc/{owner.process.pid}/fd/{owner.number('fd.value')}', os.O_RDWR)"
+    )
+    guest.run("handle = driver.get('cuMemImportFromShareableHandle', fd, 1); at = reserve(400 * M)")
+    assert guest.field("memory") == 0
+    guest.run("mapped(at, 200 * M, handle)")
+    assert guest.field("memory") == guest.field("unseen") == 200 * MIB
+    exact(guest, 0)
+    guest.run("mapped(at + 200 * M, 200 * M, handle)")
+    assert guest.field("memory") == 200 * MIB
+    guest.run("release(handle); unmapped(at, 400 * M)")
+    assert guest.field("memory") == guest.field("unseen") == 0
+    guest.run("handle = driver.get('cuMemImportFromShareableHandle', fd, 1)")
+    owner.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
+    assert guest.refuses("mapped(at, 200 * M, handle)")
+    assert guest.field("memory") == guest.field("unseen") == 0
+    guest.run("release(handle)")
+
+
+# ---- memory of others, arrays ----
+
+
+def test_memory_opened_by_ipc_is_charged_once_and_refused_by_closing_it(node) -> None:
+    owner, guest = node.agent(), node.agent()
+    owner.run("block = driver.allocate(100 << 20); handle = ctypes.create_string_buffer(64)")
+    owner.run("driver.call('cuIpcGetMemHandle', handle, block)")
+    secret = owner.run("handle.raw.hex()")
+    guest.run("class Handle(ctypes.Structure): _fields_ = [('reserved', ctypes.c_char * 64)]")
+    guest.run(f"handle = Handle.from_buffer_copy(bytes.fromhex('{secret}'))")
+    for name in ("cuIpcOpenMemHandle_v2", "cuIpcOpenMemHandle"):
+        guest.run(f"opened = [driver.get('{name}', handle, 1) for _ in range(2)]")
+        assert guest.field("memory") == guest.field("unseen") == 100 * MIB
+        guest.run("driver.call('cuIpcCloseMemHandle', opened[0])")
+        assert guest.field("memory") == 100 * MIB
+        guest.run("driver.call('cuIpcCloseMemHandle', opened[1])")
+        assert guest.field("memory") == guest.field("unseen") == 0
+    owner.run(f"rest = driver.allocate({left(node) - 50 * MIB})")
+    assert guest.refuses("driver.get('cuIpcOpenMemHandle_v2', handle, 1)")
+    assert guest.field("memory") == guest.field("unseen") == 0
+    owner.run("driver.call('cuMemFree_v2', rest)")
+    guest.run("driver.get('cuIpcOpenMemHandle_v2', handle, 1)")
+
+
+def descriptor(
+    width: int, height: int, depth: int, *, form: int = 0x20, channels: int = 4, flags: int = 0
+) -> str:
+    raw = struct.pack("<QQQiII4x", width, height, depth, form, channels, flags)
+    return f"ctypes.create_string_buffer(bytes.fromhex('{raw.hex()}'))"
+
+
+@pytest.mark.parametrize(
+    ("shape", "charged"),
+    [((1024, 1024, 0), 16 * MIB), ((333, 777, 33), 203_423_744), ((4096, 0, 0), None)],
+)
+def test_arrays_are_charged_by_their_shape(agent, shape, charged) -> None:
+    agent.run(f"array = driver.get('cuArray3DCreate_v2', {descriptor(*shape)})")
+    if charged is None:  # a small one shares a slab with others
+        assert 0 < agent.charged <= 2 * MIB
+    else:
+        exact(agent, charged)
+    agent.run("driver.call('cuArrayDestroy', array)")
+    exact(agent, 0)
+
+
+def test_mipmapped_arrays_are_charged_with_their_levels(agent) -> None:
+    agent.run(f"array = driver.get('cuMipmappedArrayCreate', {descriptor(2048, 2048, 0)}, 12)")
+    exact(agent, 90_177_536)
+    agent.run("driver.call('cuMipmappedArrayDestroy', array)")
+    exact(agent, 0)
+
+
+# ---- contexts ----
+
+
+def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) -> None:
+    assert node.used() == CONTEXT
+    agent.run("others = [driver.get('cuCtxCreate_v2', 0, 0) for _ in range(2)]")
+    assert node.used() == 3 * CONTEXT  # before anybody has looked
+    assert agent.field("contexts") == 3
+    node.look()
+    assert node.used() == 3 * CONTEXT
+    agent.run(f"rest = driver.allocate({left(node) - CONTEXT // 2 // MIB * MIB})")
+    for call in (
+        "driver.get('cuCtxCreate_v2', 0, 0)",
+        "driver.get('cuCtxCreate_v3', None, 0, 0, 0)",
+        "driver.get('cuCtxCreate_v4', None, 0, 0)",
+        "driver.get('cuDevicePrimaryCtxRetain', 0)",
+    ):
+        assert agent.refuses(call)
+        assert node.used() <= LIMIT
+    assert agent.field("contexts") == 3
+    agent.run("driver.call('cuCtxDestroy_v2', others.pop())")
+    node.look()
+    assert node.used() == 2 * CONTEXT  # the rest was allocated in it
+    assert agent.field("contexts") == 2
+
+
+def test_what_was_allocated_in_a_context_ends_with_it(agent) -> None:
+    agent.run("first = driver.allocate(4 << 20)")
+    agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
+    agent.run("gone = [driver.allocate(size) for size in (4 << 20, 1000, 2000, 6 << 20)]")
+    agent.run("driver.get('cuMemAllocManaged', 8 << 20, 1)")
+    agent.run(f"driver.get('cuArray3DCreate_v2', {descriptor(1024, 1024, 0)})")
+    exact(agent, 32 * MIB, contexts=2)
+    assert agent.field("unseen") == 8 * MIB
+    agent.run("driver.call('cuCtxDestroy_v2', other)")
+    exact(agent, 4 * MIB)
+    assert agent.field("unseen") == 0
+    assert agent.field("blocks") == 1
+    agent.run("driver.call('cuCtxSetCurrent', context); driver.call('cuMemFree_v2', first)")
+    exact(agent, 0)
+
+
+def test_the_primary_context_ends_with_its_last_reference_or_a_reset(node) -> None:
+    agent = node.agent(context=False)
+    for end in ("cuDevicePrimaryCtxRelease_v2", "cuDevicePrimaryCtxReset_v2"):
+        agent.run("primary = [driver.get('cuDevicePrimaryCtxRetain', 0) for _ in range(2)][0]")
+        assert agent.field("contexts") == 1
+        agent.run("driver.call('cuCtxSetCurrent', primary)")
+        agent.run("blocks = [driver.allocate(4 << 20), driver.get('cuMemAllocAsync', 5, 0)]")
+        exact(agent, 36 * MIB)
+        node.look()
+        assert node.used() == 36 * MIB + CONTEXT
+        if end == "cuDevicePrimaryCtxRelease_v2":
+            agent.run("driver.call('cuDevicePrimaryCtxRelease_v2', 0)")
+            assert agent.field("contexts") == 1
+        agent.run(f"driver.call('{end}', 0)")
+        assert agent.field("contexts") == 0
+        assert agent.field("memory") == 0
+        node.look()
+        assert node.used() == 0
+        if end == "cuDevicePrimaryCtxReset_v2":
+            for _ in range(2):
+                agent.run("driver.try_call('cuDevicePrimaryCtxRelease_v2', 0)")
+
+
+def test_stacks_are_refused_beforehand_and_counted_until_the_next_look(agent, node) -> None:
+    before = agent.seen
+    assert agent.refuses("driver.call('cuCtxSetLimit', 0, 64 << 10)")
+    assert agent.seen == before
+    agent.run("driver.call('cuCtxSetLimit', 0, 2048)")
+    taken = agent.seen - before
+    assert taken > 0
+    assert node.used() == CONTEXT + taken
+    node.look()
+    assert node.used() == CONTEXT + taken
+
+
+def test_streams_are_counted_until_the_next_look(agent, node) -> None:
+    agent.run("stream = driver.stream()")
+    assert 0 < node.used() - CONTEXT < MIB
+    node.look()
+    assert node.used() == CONTEXT
+
+
+# ---- modules ----
+
+
+def test_a_module_is_counted_until_the_next_look(agent, node) -> None:
+    agent.run("module = driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:33554432'))")
+    assert node.used() == CONTEXT + 32 * MIB
+    assert node.look() == CONTEXT + 32 * MIB
+    assert node.used() == CONTEXT + 32 * MIB
+    agent.run("driver.call('cuModuleUnload', module)")
+    node.look()
+    assert node.used() == CONTEXT
+
+
+def test_a_large_module_waits_for_a_look_and_is_unloaded_if_it_does_not_fit(agent, node) -> None:
+    with node.looking():
+        agent.run("module = driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:268435456'))")
+        assert node.used() == CONTEXT + 256 * MIB
+        agent.run("rest = driver.allocate(640 << 20)")
+        before = agent.seen
+        assert agent.refuses(
+            "driver.get('cuModuleLoadData', ctypes.c_char_p(b'globals:268435456'))"
+        )
+        assert agent.seen == before
+    node.look()
+    assert node.used() == before
+
+
+# ---- reports ----
+
+
+def test_the_quota_is_the_size_of_the_gpu(agent, node) -> None:
+    agent.run("block = driver.allocate(10 << 20)")
+    assert agent.free() == (LIMIT - CONTEXT - 10 * MIB, LIMIT)
+    assert agent.number("driver.get('cuDeviceTotalMem_v2', 0)") == LIMIT
+    node.write("memory_limit", 1 << 50)
+    free, total = agent.free()
+    assert total == 64 * GIB
+    assert free == 64 * GIB - CONTEXT - 10 * MIB
+    node.write("memory_limit", 1 * MIB)
+    assert agent.free() == (0, MIB)
+
+
+def test_without_a_context_the_driver_answers(node) -> None:
+    agent = node.agent(context=False)
+    with pytest.raises(CudaError, match="INVALID_CONTEXT"):
+        agent.free()
+    agent.run("driver.get('cuCtxCreate_v2', 0, 0)")
+    with pytest.raises(CudaError, match="INVALID_VALUE"):
+        agent.run("driver.call('cuMemGetInfo_v2', None, None)")
+
+
+def test_a_refusal_waits_for_the_look_that_is_due(agent, node) -> None:
+    """What a context gave back is free as soon as it is gone, not only a quarter of a second later."""
+    agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
+    node.look()
+    agent.run(f"driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
+    agent.run("driver.call('cuCtxDestroy_v2', other)")
+    assert node.read("memory_overhead") == 2 * CONTEXT
+    with node.looking():
+        agent.run("driver.call('cuCtxSetCurrent', context)")
+        agent.run(f"driver.allocate({CONTEXT})")
+    assert agent.field("refused") == 0
+
+
+def test_a_killed_process_leaves_nothing_behind(node) -> None:
+    first, second = node.agent(), node.agent()
+    first.run("driver.allocate(300 << 20); driver.get('cuMemAllocAsync', 100 << 20, 0)")
+    first.run(
+        "driver.get('cuMemAllocManaged', 100 << 20, 1); driver.get('cuMemCreate', 64 << 20, prop(), 0)"
+    )
+    assert second.free()[0] == LIMIT - 2 * CONTEXT - 592 * MIB
+    first.kill()
+    node.look()
+    assert second.free()[0] == LIMIT - CONTEXT
+    second.run(f"driver.allocate({LIMIT - CONTEXT})")
+
+
+def test_errno_is_the_applications(agent) -> None:
+    agent.run(
+        "ctypes.set_errno(0); raw = ctypes.CDLL(driver.path, use_errno=True); place = ctypes.c_uint64()"
+    )
+    for call in (
+        "raw.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(1000))",
+        "raw.cuMemAlloc_v2(ctypes.byref(place), ctypes.c_size_t(1 << 40))",
+        "raw.cuMemAllocAsync(ctypes.byref(place), ctypes.c_size_t(1 << 29), None)",
+        "raw.cuMemAllocAsync(ctypes.byref(place), ctypes.c_size_t(1 << 29), None)",
+    ):
+        agent.run("ctypes.set_errno(77)")
+        agent.run(call)
+        assert agent.number("ctypes.get_errno()") == 77

@@ -191,6 +191,7 @@ static void pages_after_fork(void)
     started = 0;
     start_lock.word = 0;
     gate_after_fork();
+    account_after_fork();
 }
 
 extern int __register_atfork(void (*prepare)(void), void (*parent)(void), void (*child)(void),

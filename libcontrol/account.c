@@ -105,12 +105,16 @@ uint64_t account_pitch(uint64_t width, uint64_t height)
     return account_product(account_round(width, 512), height);
 }
 
+/* Beyond the limit the sum has what others are about to step back from. */
 void account_note_peak(int device)
 {
     uint64_t sum = account_used(device);
+    uint64_t limit = account_limit(device);
     uint64_t *peak = &pages_ledger()->memory_peak[device];
     uint64_t seen = atomic_load_relaxed(peak);
 
+    if (sum > limit)
+        sum = limit;
     while (sum > seen &&
            !__atomic_compare_exchange_n(peak, &seen, sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         ;

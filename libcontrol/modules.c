@@ -145,20 +145,28 @@ static bool library_enters(CUlibrary library, uint64_t *bitp)
     return first;
 }
 
-/* It does not fit, or could not be loaded. A library cannot be unloaded under the application, but
- * the next to ask is told the same. */
+/* It does not fit, or could not be loaded. Under the application a library cannot be unloaded; who
+ * asks again is told the same until there is room. */
 static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
 {
-    struct block *block;
     bool fits = load_end(load, result);
+    bool loaded = result == CUDA_SUCCESS;
+    struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    bool refused = block && block->count;
 
-    if (fits && result == CUDA_SUCCESS)
+    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    if (fits && refused && loaded)
+        fits = load->device < 0 || !account_over(load->device);
+    if (likely(fits && loaded && !refused))
         return result;
     block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
     if (block) {
-        block->value &= ~bit;
-        if (!block->value)
-            atomic_add_relaxed(&n_waiting, 1);
+        block->count = loaded && !fits;
+        if (!(fits && loaded)) {
+            block->value &= ~bit;
+            if (!block->value)
+                atomic_add_relaxed(&n_waiting, 1);
+        }
     }
     blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
     return fits ? result : account_refuse(load->device);

@@ -175,7 +175,15 @@ def info(pool, attribute):
 class Node:
     """One container on one simulated GPU, with a quota of `limit` bytes."""
 
-    def __init__(self, build: Path, work: Path, limit: int, *, memory: int = 64 * GIB) -> None:
+    def __init__(
+        self,
+        build: Path,
+        work: Path,
+        limit: int,
+        *,
+        memory: int = 64 * GIB,
+        shim: Path | None = None,
+    ) -> None:
         self.work = work
         self.limit = limit
         self.agents: list[Agent] = []
@@ -183,7 +191,12 @@ class Node:
         lib = work / "lib"
         (lib / "origin").mkdir(parents=True)
         self.library = shutil.copy(build / "libcontrol" / "libcuda.so.1", lib)
-        shutil.copy(build / "simgpu" / "libcuda.so.1", lib / "origin" / "libcuda-origin.so.1")
+        origin = lib / "origin" / "libcuda-origin.so.1"
+        if shim is None:
+            shutil.copy(build / "simgpu" / "libcuda.so.1", origin)
+        else:  # a driver in front of the simulated one
+            shutil.copy(build / "simgpu" / "libcuda.so.1", origin.with_name("libsimgpu.so"))
+            compile_shim(shim, origin)
         [self.gpu] = simgpu.create(work / "gpus", memory=memory, context_memory=CONTEXT)
         self.runtime = work / "run"
         self.runtime.mkdir()
@@ -348,6 +361,20 @@ class Node:
         os.close(self._ledger_fd)
         self.ledger.close()
         self.grant.close()
+
+
+def compile_shim(source: Path, library: Path) -> None:
+    """Build a library that answers what it can, with the simulated driver beside it for the rest.
+
+    The linker records the soname of what it links, so it is shown an empty library of the name that is meant.
+    """
+    empty = library.parent / "empty" / "libsimgpu.so"
+    empty.parent.mkdir()
+    shared = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror"]
+    named = [*shared, "-x", "c", "/dev/null", "-o", str(empty), f"-Wl,-soname,{empty.name}"]
+    subprocess.run(named, check=True)
+    link = ["-Wl,--no-as-needed", str(empty), "-ldl", "-Wl,-rpath,$ORIGIN,-Bsymbolic"]
+    subprocess.run([*shared, str(source), "-o", str(library), *link], check=True)
 
 
 def need_namespaces() -> None:

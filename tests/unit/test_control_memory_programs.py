@@ -224,14 +224,14 @@ def perform(models: list[Model], who: int, what: str, size: int, which: int) -> 
     model.node.look()
 
 
+# fmt: off
+KINDS = ("small", "large", "managed", "async", "free", "free async", "create", "map", "unmap", "release", "retain",
+         "import", "kill")
+# fmt: on
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 1),
-        st.sampled_from(
-            "small,large,managed,async,free,free async,create,map,unmap,release,retain,import,kill".split(
-                ","
-            )
-        ),
+        st.sampled_from(KINDS),
         st.integers(0, 2**31),
         st.integers(0, 2**16),
     ),

@@ -1,0 +1,342 @@
+/*
+ * What the simulated driver lacks of the driver's memory API, put in front of it: the forms of the
+ * first CUDA versions, and functions that need hardware or another process. What they take is the
+ * simulated GPU's where it has the means, and nothing otherwise; the tests look at the books.
+ *
+ * Built as libcuda-origin.so.1 and linked against the simulated driver.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef unsigned long long address;
+typedef struct {
+    int pool[22]; /* CUmemPoolProps */
+    const void *access;
+    size_t n_access, size;
+    address at;
+} alloc_node;
+_Static_assert(sizeof(alloc_node) == 120, "CUDA_MEM_ALLOC_NODE_PARAMS");
+
+/* Ours would lead to the control library again, which stands in front. */
+#define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
+
+int cuMemAlloc_v2(address *at, size_t size);
+int cuMemAllocPitch_v2(address *at, size_t *pitch, size_t width, size_t height, unsigned element);
+int cuMemFree_v2(address at);
+int cuMemGetInfo_v2(size_t *left, size_t *total);
+int cuDeviceTotalMem_v2(size_t *bytes, int device);
+int cuCtxCreate_v2(void **context, unsigned flags, int device);
+int cuCtxDestroy_v2(void *context);
+int cuCtxGetCurrent(void **context);
+int cuDevicePrimaryCtxRetain(void **context, int device);
+int cuDevicePrimaryCtxRelease_v2(int device);
+int cuDevicePrimaryCtxReset_v2(int device);
+int cuArrayCreate_v2(void **array, const void *descriptor);
+int cuArray3DCreate_v2(void **array, const void *descriptor);
+int cuLibraryGetKernel(void **kernel, void *library, const char *name);
+int cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags);
+int cuGraphAddMemAllocNode(void **node, void *graph, void *const *from, size_t n,
+                           alloc_node *params);
+
+/* ---- addresses of 32 bits ---- */
+
+static address low[1024];
+
+static unsigned int shorten(address at)
+{
+    for (unsigned int i = 1; i < 1024; i++)
+        if (!low[i]) {
+            low[i] = at;
+            return i << 8;
+        }
+    abort();
+}
+
+int cuMemAlloc(unsigned int *at, unsigned int size)
+{
+    address wide = 0;
+    int r = NEXT(cuMemAlloc_v2)(&wide, size);
+
+    if (!r)
+        *at = shorten(wide);
+    return r;
+}
+
+int cuMemAllocPitch(unsigned int *at, unsigned int *pitch, unsigned int width, unsigned int height,
+                    unsigned int element)
+{
+    address wide = 0;
+    size_t wide_pitch;
+    int r = NEXT(cuMemAllocPitch_v2)(&wide, &wide_pitch, width, height, element);
+
+    if (!r) {
+        *at = shorten(wide);
+        *pitch = (unsigned int)wide_pitch;
+    }
+    return r;
+}
+
+int cuMemFree(unsigned int at)
+{
+    int r = at >> 8 < 1024 && low[at >> 8] ? NEXT(cuMemFree_v2)(low[at >> 8]) : 1;
+
+    if (!r)
+        low[at >> 8] = 0;
+    return r;
+}
+
+static unsigned int clamp(size_t size)
+{
+    return size < UINT32_MAX ? (unsigned int)size : UINT32_MAX;
+}
+
+int cuMemGetInfo(unsigned int *left, unsigned int *total)
+{
+    size_t wide_left, wide_total;
+    int r = NEXT(cuMemGetInfo_v2)(&wide_left, &wide_total);
+
+    if (!r) {
+        *left = clamp(wide_left);
+        *total = clamp(wide_total);
+    }
+    return r;
+}
+
+int cuDeviceTotalMem(unsigned int *bytes, int device)
+{
+    size_t wide;
+    int r = NEXT(cuDeviceTotalMem_v2)(&wide, device);
+
+    if (!r)
+        *bytes = clamp(wide);
+    return r;
+}
+
+int cuArrayCreate(void **array, const unsigned int *d)
+{
+    struct {
+        size_t width, height;
+        unsigned int format, channels;
+    } wide = {d[0], d[1], d[2], d[3]};
+
+    return NEXT(cuArrayCreate_v2)(array, &wide);
+}
+
+int cuArray3DCreate(void **array, const unsigned int *d)
+{
+    struct {
+        size_t width, height, depth;
+        unsigned int format, channels, flags;
+    } wide = {d[0], d[1], d[2], d[3], d[4], d[5]};
+
+    return NEXT(cuArray3DCreate_v2)(array, &wide);
+}
+
+/* ---- contexts ---- */
+
+static int attached;
+
+int cuCtxCreate(void **context, unsigned int flags, int device)
+{
+    return NEXT(cuCtxCreate_v2)(context, flags, device);
+}
+
+int cuCtxDestroy(void *context)
+{
+    return NEXT(cuCtxDestroy_v2)(context);
+}
+
+int cuCtxAttach(void **context, unsigned int flags)
+{
+    (void)flags;
+    attached++;
+    return NEXT(cuCtxGetCurrent)(context);
+}
+
+int cuCtxDetach(void *context)
+{
+    return attached-- ? 0 : (attached = 0, NEXT(cuCtxDestroy_v2)(context));
+}
+
+int cuDevicePrimaryCtxRelease(int device)
+{
+    return NEXT(cuDevicePrimaryCtxRelease_v2)(device);
+}
+
+int cuDevicePrimaryCtxReset(int device)
+{
+    return NEXT(cuDevicePrimaryCtxReset_v2)(device);
+}
+
+int cuGLCtxCreate_v2(void **context, unsigned int flags, int device)
+{
+    return NEXT(cuCtxCreate_v2)(context, flags, device);
+}
+
+int cuGreenCtxCreate(int **green, void *description, int device, unsigned int flags)
+{
+    void *primary;
+
+    (void)description;
+    (void)flags;
+    *green = malloc(sizeof **green);
+    **green = device;
+    return NEXT(cuDevicePrimaryCtxRetain)(&primary, device);
+}
+
+int cuGreenCtxDestroy(int *green)
+{
+    int device = *green;
+
+    free(green);
+    return NEXT(cuDevicePrimaryCtxRelease_v2)(device);
+}
+
+/* ---- memory of others ---- */
+
+int cuImportExternalMemory(void **memory, const void *descriptor)
+{
+    return descriptor ? *memory = malloc(1), 0 : 1;
+}
+
+int cuDestroyExternalMemory(void *memory)
+{
+    free(memory);
+    return 0;
+}
+
+int cuMemPoolImportFromShareableHandle(void **pool, void *handle, int type,
+                                       unsigned long long flags)
+{
+    (void)handle;
+    (void)type;
+    (void)flags;
+    *pool = malloc(1);
+    return 0;
+}
+
+int cuMemPoolImportPointer(address *at, void *pool, void *data)
+{
+    (void)pool;
+    (void)data;
+    return NEXT(cuMemAlloc_v2)(at, 10 << 20);
+}
+
+int cuMemMapArrayAsync(void *list, unsigned int count, void *stream)
+{
+    (void)list;
+    (void)count;
+    (void)stream;
+    return 0;
+}
+
+/* ---- libraries and graphs ---- */
+
+static void *kernels[64], *libraries[64];
+static unsigned int n_kernels;
+
+int cuLibraryGetKernel(void **kernel, void *library, const char *name)
+{
+    int r = NEXT(cuLibraryGetKernel)(kernel, library, name);
+
+    if (!r) {
+        kernels[n_kernels] = *kernel;
+        libraries[n_kernels++] = library;
+    }
+    return r;
+}
+
+int cuKernelGetLibrary(void **library, void *kernel)
+{
+    for (unsigned int i = n_kernels; i-- > 0;)
+        if (kernels[i] == kernel)
+            return *library = libraries[i], 0;
+    return 400;
+}
+
+static struct {
+    void *graph;
+    alloc_node params;
+} nodes[256];
+static uintptr_t n_nodes;
+
+int cuGraphAddMemAllocNode(void **node, void *graph, void *const *from, size_t n,
+                           alloc_node *params)
+{
+    int r = NEXT(cuGraphAddMemAllocNode)(node, graph, from, n, params);
+
+    if (!r) {
+        nodes[n_nodes].graph = graph;
+        nodes[n_nodes++].params = *params;
+    }
+    return r;
+}
+
+int cuGraphAddNode(void **node, void *graph, void *const *from, size_t n, int *params)
+{
+    alloc_node own;
+    int r;
+
+    if (params[0] != 10)
+        return 801;
+    memcpy(&own, params + 4, sizeof own);
+    r = cuGraphAddMemAllocNode(node, graph, from, n, &own);
+    memcpy(params + 4, &own, sizeof own);
+    return r;
+}
+
+int cuGraphAddNode_v2(void **node, void *graph, void *const *from, void *edges, size_t n,
+                      int *params)
+{
+    (void)edges;
+    return cuGraphAddNode(node, graph, from, n, params);
+}
+
+int cuGraphGetNodes(void *graph, void **found, size_t *n)
+{
+    size_t count = 0;
+
+    for (uintptr_t i = 0; i < n_nodes; i++)
+        if (nodes[i].graph == graph) {
+            if (found && count < *n)
+                found[count] = (void *)(i + 1);
+            count++;
+        }
+    *n = count;
+    return 0;
+}
+
+int cuGraphNodeGetType(void *node, int *type)
+{
+    (void)node;
+    *type = 10;
+    return 0;
+}
+
+int cuGraphMemAllocNodeGetParams(void *node, alloc_node *params)
+{
+    *params = nodes[(uintptr_t)node - 1].params;
+    return 0;
+}
+
+int cuGraphInstantiate(void **exec, void *graph, void **node, char *log, size_t n)
+{
+    (void)node;
+    (void)log;
+    (void)n;
+    return NEXT(cuGraphInstantiateWithFlags)(exec, graph, 0);
+}
+
+int cuGraphInstantiate_v2(void **exec, void *graph, void **node, char *log, size_t n)
+{
+    return cuGraphInstantiate(exec, graph, node, log, n);
+}
+
+int cuGraphInstantiateWithParams(void **exec, void *graph, void *params)
+{
+    (void)params;
+    return NEXT(cuGraphInstantiateWithFlags)(exec, graph, 0);
+}

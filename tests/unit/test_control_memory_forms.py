@@ -1,0 +1,305 @@
+"""The older forms and the rarer functions, over a shim that adds them to the simulated driver."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from simgpu.testing import CudaError
+from tests.conftest import ROOT, need
+from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, Node, need_namespaces
+
+LIMIT = GIB
+SHIM = ROOT / "tests" / "unit" / "memory_shim.c"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    need("gcc")
+    need_namespaces()
+
+
+@pytest.fixture
+def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
+    node = Node(build_dir, tmp_path, LIMIT, shim=SHIM)
+    yield node
+    node.close()
+
+
+@pytest.fixture
+def agent(node: Node) -> Agent:
+    return node.agent()
+
+
+def raw(layout: str, *values: int) -> str:
+    return f"ctypes.create_string_buffer(bytes.fromhex('{struct.pack(layout, *values).hex()}'))"
+
+
+def filled(node: Node, leave: int) -> str:
+    """A program that takes all but `leave` bytes."""
+    return f"driver.allocate({(node.limit - node.used() - leave) // (2 * MIB) * 2 * MIB})"
+
+
+def test_blocks_of_the_first_versions(agent, node) -> None:
+    agent.run("block = driver.get('cuMemAlloc', 3 << 20)")
+    agent.run("pitch = ctypes.c_uint()")
+    agent.run("other = driver.get('cuMemAllocPitch', ctypes.byref(pitch), 1000, 4000, 4)")
+    assert agent.charged == 8 * MIB
+    free, total = ctypes_pair(agent)
+    assert (free, total) == (LIMIT - CONTEXT - 8 * MIB, LIMIT)
+    assert agent.number("driver.get('cuDeviceTotalMem', 0)") == LIMIT
+    agent.run("driver.call('cuMemFree', block); driver.call('cuMemFree', other)")
+    assert agent.charged == 0
+    agent.run(filled(node, 4 * MIB))
+    assert agent.refuses("driver.get('cuMemAlloc', 6 << 20)")
+
+
+def ctypes_pair(agent: Agent) -> tuple[int, int]:
+    agent.run("pair = (ctypes.c_uint(), ctypes.c_uint())")
+    agent.run("driver.call('cuMemGetInfo', ctypes.byref(pair[0]), ctypes.byref(pair[1]))")
+    return agent.number("pair[0].value"), agent.number("pair[1].value")
+
+
+def test_arrays_of_the_first_versions(agent) -> None:
+    agent.run(f"flat = driver.get('cuArrayCreate', {raw('<IIiI', 1024, 1024, 0x20, 4)})")
+    assert agent.charged == 16 * MIB
+    agent.run(f"deep = driver.get('cuArray3DCreate', {raw('<IIIiII', 333, 777, 33, 0x20, 4, 0)})")
+    assert agent.charged == 16 * MIB + 203_423_744
+    agent.run("driver.call('cuArrayDestroy', flat); driver.call('cuArrayDestroy', deep)")
+    assert agent.charged == 0
+
+
+@pytest.mark.parametrize(
+    ("create", "destroy"),
+    [
+        ("driver.get('cuCtxCreate', 0, 0)", "cuCtxDestroy"),
+        ("driver.get('cuGLCtxCreate_v2', 0, 0)", "cuCtxDestroy_v2"),
+        ("driver.get('cuCtxCreate_v2', 0, 0)", "cuCtxDetach"),
+    ],
+)
+def test_contexts_of_all_kinds(agent, node, create, destroy) -> None:
+    agent.run(f"other = {create}")
+    assert node.used() == 2 * CONTEXT
+    assert agent.field("contexts") == 2
+    agent.run("driver.allocate(4 << 20)")
+    if destroy == "cuCtxDetach":
+        agent.run("driver.get('cuCtxAttach', 0)")
+        agent.run("driver.call('cuCtxDetach', other)")
+        assert agent.charged == 4 * MIB
+    agent.run(f"driver.call('{destroy}', other)")
+    assert agent.charged == 0
+    assert agent.field("contexts") == 1
+    node.look()
+    assert node.used() == CONTEXT
+    agent.run("driver.call('cuCtxSetCurrent', context)")
+    agent.run(filled(node, CONTEXT // 2))
+    assert agent.refuses(create)
+
+
+def test_the_primary_context_by_its_first_functions(node) -> None:
+    agent = node.agent(context=False)
+    for end in ("cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"):
+        agent.run("driver.call('cuCtxSetCurrent', driver.get('cuDevicePrimaryCtxRetain', 0))")
+        agent.run("driver.allocate(4 << 20)")
+        assert agent.charged == 4 * MIB
+        agent.run(f"driver.call('{end}', 0)")
+        assert agent.charged == agent.field("contexts") == 0
+
+
+def test_a_green_context_and_the_primary_one_that_it_keeps(node) -> None:
+    agent = node.agent(context=False)
+    agent.run("green = driver.get('cuGreenCtxCreate', 0, 0, 0)")
+    assert agent.field("contexts") == 2
+    assert node.used() == CONTEXT
+    agent.run("driver.call('cuCtxSetCurrent', driver.get('cuDevicePrimaryCtxRetain', 0))")
+    agent.run("driver.allocate(4 << 20)")
+    agent.run("driver.call('cuDevicePrimaryCtxRelease_v2', 0)")
+    assert agent.charged == 4 * MIB
+    agent.run("driver.call('cuGreenCtxDestroy', green)")
+    assert agent.charged == agent.field("contexts") == 0
+    node.look()
+    assert node.used() == 0
+
+
+def test_external_memory_is_charged_by_its_description(agent, node) -> None:
+    def description(size: int) -> str:
+        return raw("<i4xQQQ68x", 1, 0, 0, size)
+
+    agent.run(f"memory = driver.get('cuImportExternalMemory', {description(100 * MIB)})")
+    assert agent.field("memory") == agent.field("unseen") == 100 * MIB
+    assert agent.refuses(f"driver.get('cuImportExternalMemory', {description(LIMIT)})")
+    agent.run("driver.call('cuDestroyExternalMemory', memory)")
+    assert agent.field("memory") == agent.field("unseen") == 0
+    with pytest.raises(CudaError):
+        agent.run("driver.get('cuImportExternalMemory', None)")
+    assert node.used() == CONTEXT
+
+
+def test_a_block_of_another_processs_pool_is_charged_until_it_is_freed(agent, node) -> None:
+    agent.run("pool = driver.get('cuMemPoolImportFromShareableHandle', None, 1, 0)")
+    for free in (
+        "driver.call('cuMemFree_v2', block)",
+        # The simulated driver takes only its own pools' blocks here.
+        "driver.try_call('cuMemFreeAsync', block, 0) and driver.call('cuMemFree_v2', block)",
+    ):
+        agent.run(
+            "block = driver.get('cuMemPoolImportPointer', pool, ctypes.create_string_buffer(64))"
+        )
+        assert agent.field("memory") == agent.field("unseen") == 10 * MIB
+        agent.run(free)
+        assert agent.field("memory") == agent.field("unseen") == 0
+    agent.run(filled(node, 4 * MIB))
+    assert agent.refuses(
+        "driver.get('cuMemPoolImportPointer', pool, ctypes.create_string_buffer(64))"
+    )
+    assert agent.field("unseen") == 0
+
+
+def test_memory_that_is_mapped_into_an_array_lives_until_the_array_ends(agent) -> None:
+    agent.run("handle = driver.get('cuMemCreate', 4 << 20, prop(), 0)")
+    sparse = raw("<QQQiII4x", 512, 512, 0, 0x20, 4, 0)
+    agent.run(f"array = driver.get('cuArray3DCreate_v2', {sparse})")
+    held = agent.charged
+    pack = "<i4xQi4x32si4xQQII8x"
+    agent.run(
+        f"import struct; entry = ctypes.create_string_buffer(struct.pack({pack!r}, 0, array, 0, bytes(32), 1, handle, 0, 1, 0))"
+    )
+    assert agent.number("len(entry.raw)") == 97  # 96, and an end
+    agent.run("driver.call('cuMemMapArrayAsync', entry, 1, 0)")
+    agent.run("driver.call('cuMemMapArrayAsync', entry, 1, 0)")
+    agent.run("driver.call('cuMemRelease', handle)")
+    assert agent.charged == held
+    agent.run("driver.call('cuArrayDestroy', array)")
+    assert agent.charged == 0
+
+
+def test_arrays_that_have_no_memory_of_their_own_are_free(agent) -> None:
+    for flags in (0x40, 0x80):
+        agent.run(
+            f"driver.try_call('cuArray3DCreate_v2', ctypes.byref(ctypes.c_uint64()), {raw('<QQQiII4x', 65536, 65536, 0, 0x20, 4, flags)})"
+        )
+        assert agent.field("refused") == 0
+
+
+# ---- libraries ----
+
+
+def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
+    load = "driver.get('cuLibraryLoadData', ctypes.c_char_p(b'globals:{}'), None, None, 0, None, None, 0)"
+    kernel = "driver.get('cuLibraryGetKernel', library, ctypes.c_char_p(b'burn'))"
+    agent.run(f"library = {load.format(32 * MIB)}; kernel = {kernel}")
+    assert node.used() == CONTEXT
+    agent.run("driver.get('cuKernelGetFunction', kernel)")
+    assert node.used() == CONTEXT + 32 * MIB
+    agent.run("driver.get('cuKernelGetFunction', kernel)")
+    node.look()
+    assert node.used() == CONTEXT + 32 * MIB
+    agent.run("driver.call('cuLibraryUnload', library)")
+    node.look()
+    assert node.used() == CONTEXT
+    with node.looking():
+        agent.run(filled(node, 128 * MIB))
+        agent.run(f"library = {load.format(256 * MIB)}; kernel = {kernel}")
+        for _ in range(2):
+            assert agent.refuses("driver.get('cuKernelGetFunction', kernel)")
+        agent.run("driver.call('cuLibraryUnload', library)")
+
+
+# ---- graphs ----
+
+GRAPHS = """
+def node_of(graph, size):
+    raw = ctypes.create_string_buffer(120)
+    raw[:88] = pool_props().raw[:88]
+    raw[104:112] = size.to_bytes(8, 'little')
+    driver.get('cuGraphAddMemAllocNode', graph, None, 0, raw)
+    return int.from_bytes(raw[112:120], 'little')
+def graph_of(*sizes):
+    graph = driver.get('cuGraphCreate', 0)
+    for size in sizes:
+        address = node_of(graph, size << 20)
+        driver.get('cuGraphAddMemFreeNode', graph, None, 0, address)
+    return graph
+"""
+
+
+@pytest.mark.parametrize(
+    "instantiate",
+    [
+        "driver.get('cuGraphInstantiateWithFlags', graph, 0)",
+        "driver.get('cuGraphInstantiateWithParams', graph, None)",
+        "driver.get('cuGraphInstantiate', graph, None, None, 0)",
+        "driver.get('cuGraphInstantiate_v2', graph, None, None, 0)",
+    ],
+)
+def test_memory_of_graphs_is_charged_when_it_is_taken(agent, node, instantiate) -> None:
+    agent.run(GRAPHS)
+    agent.run("stream = driver.stream()")
+    node.look()
+    agent.run(f"graph = graph_of(100, 80); graph_exec = {instantiate}")
+    assert agent.charged == 0
+    agent.run("driver.call('cuGraphUpload', graph_exec, stream)")
+    assert agent.charged == agent.seen - CONTEXT == 128 * MIB
+    agent.run("driver.call('cuGraphExecDestroy', graph_exec)")
+    assert agent.charged == 128 * MIB
+    agent.run("driver.call('cuGraphDestroy', graph); driver.call('cuDeviceGraphMemTrim', 0)")
+    assert agent.charged == agent.seen - CONTEXT == 0
+
+
+def test_a_graph_that_does_not_fit_is_refused_and_what_graphs_hold_unused_goes_back(
+    agent, node
+) -> None:
+    agent.run(GRAPHS)
+    agent.run("stream = driver.stream()")
+    node.look()
+    agent.run("graph = graph_of(100); small = driver.get('cuGraphInstantiateWithFlags', graph, 0)")
+    agent.run("driver.call('cuGraphUpload', small, stream)")
+    agent.run("driver.call('cuGraphExecDestroy', small); driver.call('cuGraphDestroy', graph)")
+    agent.run(filled(node, 64 * MIB))
+    assert agent.charged == agent.seen - CONTEXT
+    agent.run("graph = graph_of(300); large = driver.get('cuGraphInstantiateWithFlags', graph, 0)")
+    assert agent.refuses("driver.call('cuGraphUpload', large, stream)")
+    assert agent.charged == agent.seen - CONTEXT  # without the 128 MiB of the other graph
+    agent.run("graph = graph_of(150); fits = driver.get('cuGraphInstantiateWithFlags', graph, 0)")
+    agent.run("driver.call('cuGraphUpload', fits, stream)")
+    assert agent.charged == agent.seen - CONTEXT
+    assert node.used() <= LIMIT
+
+
+def test_a_node_that_is_added_by_the_general_function_counts_too(agent) -> None:
+    agent.run(GRAPHS)
+    agent.run(
+        """
+stream = driver.stream()
+for name, more in (('cuGraphAddNode', ()), ('cuGraphAddNode_v2', (None,))):
+    graph = driver.get('cuGraphCreate', 0)
+    params = ctypes.create_string_buffer(256)
+    params[0:4] = (10).to_bytes(4, 'little')
+    params[16:104] = pool_props().raw[:88]
+    params[120:128] = (20 << 20).to_bytes(8, 'little')
+    driver.get(name, graph, None, *more, 0, params)
+    graph_exec = driver.get('cuGraphInstantiateWithFlags', graph, 0)
+    driver.call('cuGraphUpload_ptsz', graph_exec, stream)
+"""
+    )
+    assert agent.charged == agent.seen - CONTEXT > 0
+
+
+def test_what_is_allocated_while_capturing_is_the_graphs(agent, node) -> None:
+    agent.run("stream = driver.stream()")
+    node.look()
+    agent.run(filled(node, 4 * MIB))
+    before = agent.charged
+    agent.run("driver.call('cuStreamBeginCapture_v2', stream, 2)")
+    assert (
+        agent.number(
+            "driver.try_call('cuMemAllocAsync', ctypes.byref(ctypes.c_uint64()), 100 << 20, stream)"
+        )
+        != 2
+    )
+    agent.run("driver.try_call('cuStreamEndCapture', stream, ctypes.byref(ctypes.c_uint64()))")
+    assert agent.charged == before
+    assert agent.field("refused") == 0

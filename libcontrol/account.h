@@ -184,7 +184,8 @@ struct held {
 };
 
 #define HELD_UNIT 65536ull
-#define HELD_MASK ((1ull << 48) - 1)
+#define HELD_BITS 28 /* of the amount: 16 TiB; the rest is the version */
+#define HELD_MASK ((1ull << HELD_BITS) - 1)
 
 static inline uint64_t held_bytes(const struct held *held)
 {

@@ -45,25 +45,27 @@ static struct pool *last[LAYOUT_N_DEVICES]; /* each GPU's current pool, as far a
 
 /* ---- what is held ---- */
 
+static uint64_t held_next(uint64_t word, uint64_t units)
+{
+    return ((word >> HELD_BITS) + 1) << HELD_BITS | units;
+}
+
 void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
                  bool (*ask)(const void *whom, uint64_t *bytes), const void *whom)
 {
-    uint64_t before = 0, now = 0, bytes;
+    uint64_t before, now, bytes, word;
 
-    for (;;) {
-        uint64_t word = atomic_load_acquire(&held->word);
-
-        /* Whoever replaces the word meanwhile asked after us, or will: then we ask again. */
+    /* Whoever replaces the word meanwhile may have asked after us: then we ask again. An answer
+     * that changes nothing is written, too, lest an older one is written after it. */
+    do {
+        before = now = 0;
+        word = atomic_load_acquire(&held->word);
         if (!ask(whom, &bytes))
             break;
         before = word & HELD_MASK;
         now = bytes / HELD_UNIT + !!(bytes % HELD_UNIT);
-        if (likely(now == before) ||
-            __atomic_compare_exchange_n(&held->word, &word, ((word >> 48) + 1) << 48 | now, false,
-                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
-            break;
-        before = now = 0;
-    }
+    } while (!__atomic_compare_exchange_n(&held->word, &word, held_next(word, now), false,
+                                          __ATOMIC_ACQ_REL, __ATOMIC_RELAXED));
     if (now > before) {
         uint64_t grown = (now - before) * HELD_UNIT;
 
@@ -82,7 +84,7 @@ uint64_t held_clear(struct held *held)
 {
     uint64_t word = atomic_load_acquire(&held->word);
 
-    while (!__atomic_compare_exchange_n(&held->word, &word, ((word >> 48) + 1) << 48, false,
+    while (!__atomic_compare_exchange_n(&held->word, &word, held_next(word, 0), false,
                                         __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
         ;
     return (word & HELD_MASK) * HELD_UNIT;

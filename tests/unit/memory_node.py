@@ -183,6 +183,7 @@ class Node:
         *,
         memory: int = 64 * GIB,
         shim: Path | None = None,
+        devices: int = 1,
     ) -> None:
         self.work = work
         self.limit = limit
@@ -197,7 +198,9 @@ class Node:
         else:  # a driver in front of the simulated one
             shutil.copy(build / "simgpu" / "libcuda.so.1", origin.with_name("libsimgpu.so"))
             compile_shim(shim, origin)
-        [self.gpu] = simgpu.create(work / "gpus", memory=memory, context_memory=CONTEXT)
+        self.gpus = simgpu.create(
+            work / "gpus", memory=memory, context_memory=CONTEXT, devices=devices
+        )
         self.runtime = work / "run"
         self.runtime.mkdir()
         self.grant = self._make_grant()
@@ -226,13 +229,14 @@ class Node:
             settings={"heartbeat_ns": time.monotonic_ns() + 3600 * SECOND, "marker_ns": 250_000},
             devices=[
                 {
-                    "uuid": uuid.UUID(simgpu.status(self.gpu).uuid.removeprefix("GPU-")).bytes,
+                    "uuid": uuid.UUID(simgpu.status(gpu).uuid.removeprefix("GPU-")).bytes,
                     "memory_limit": self.limit,
                     "context_bytes": CONTEXT,
                     "compute": 1_000_000,
                     "compute_limit": 1_000_000,
                     "deadline_ns": layout.OPEN,
                 }
+                for gpu in self.gpus
             ],
         )
         return page
@@ -289,33 +293,40 @@ class Node:
                 pages.clear_slot(self.ledger, slot)
                 del self._slots[slot]
 
-    def seen(self) -> dict[int, int]:
-        """What the GPU says of each process."""
-        return {process.pid: process.memory for process in simgpu.status(self.gpu).processes}
+    def seen(self, device: int = 0) -> dict[int, int]:
+        """What a GPU says of each process."""
+        status = simgpu.status(self.gpus[device])
+        return {process.pid: process.memory for process in status.processes}
 
-    def write(self, field: str, value: int) -> None:
-        """Store a field of the GPU's part of the grant page."""
-        pages.write(self.grant, layout.grant_device(0), "grant_device", field, value)
+    def write(self, field: str, value: int, device: int = 0) -> None:
+        """Store a field of a GPU's part of the grant page."""
+        pages.write(self.grant, layout.grant_device(device), "grant_device", field, value)
 
-    def read(self, field: str) -> int:
-        """A field of the GPU's part of the grant page."""
-        return pages.read(self.grant, layout.grant_device(0), "grant_device", field)
+    def read(self, field: str, device: int = 0) -> int:
+        """A field of a GPU's part of the grant page."""
+        return pages.read(self.grant, layout.grant_device(device), "grant_device", field)
 
     def look(self) -> int:
-        """Do what the governor does four times a second. Returns the overhead."""
-        began = time.monotonic_ns()
-        seen = self.seen()
-        overhead = 0
-        with self._lock:
-            slots = dict(self._slots)
-        for slot, pid in slots.items():
-            base = layout.ledger_device(slot, 0)
-            memory = pages.read(self.ledger, base, "ledger_device", "memory")
-            unseen = pages.read(self.ledger, base, "ledger_device", "unseen")
-            overhead += max(0, seen.get(pid, 0) - (memory - unseen))
-        self.write("memory_overhead", overhead)
-        self.write("reconciled_ns", began)
-        return overhead
+        """Do what the governor does four times a second. Returns the overhead of the first GPU."""
+        for device in range(len(self.gpus)):
+            began = time.monotonic_ns()
+            with self._lock:
+                slots = dict(self._slots)
+            # What is charged or given back while the GPU is looked at is taken for the driver's.
+            before = {slot: self._charged(slot, device) for slot in slots}
+            seen = self.seen(device)
+            overhead = sum(
+                max(0, seen.get(pid, 0) - min(before[slot], self._charged(slot, device)))
+                for slot, pid in slots.items()
+            )
+            self.write("memory_overhead", overhead, device)
+            self.write("reconciled_ns", began, device)
+        return self.read("memory_overhead")
+
+    def _charged(self, slot: int, device: int) -> int:
+        base = layout.ledger_device(slot, device)
+        memory = pages.read(self.ledger, base, "ledger_device", "memory")
+        return memory - pages.read(self.ledger, base, "ledger_device", "unseen")
 
     @contextlib.contextmanager
     def looking(self, interval: float = 0.005) -> Iterator[None]:
@@ -334,12 +345,12 @@ class Node:
             stop.set()
             thread.join()
 
-    def used(self) -> int:
+    def used(self, device: int = 0) -> int:
         """What the processes are charged, and what the driver took, as `account_used` has it."""
-        reconciled = self.read("reconciled_ns")
-        total = self.read("memory_overhead")
+        reconciled = self.read("reconciled_ns", device)
+        total = self.read("memory_overhead", device)
         for slot in range(pages.read(self.ledger, 0, "ledger_header", "n_slots")):
-            base = layout.ledger_device(slot, 0)
+            base = layout.ledger_device(slot, device)
             total += pages.read(self.ledger, base, "ledger_device", "memory")
             if pages.read(self.ledger, base, "ledger_device", "provisional_ns") > reconciled:
                 total += pages.read(self.ledger, base, "ledger_device", "provisional")

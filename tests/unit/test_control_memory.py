@@ -591,6 +591,32 @@ def test_a_killed_process_leaves_nothing_behind(node) -> None:
     second.run(f"driver.allocate({LIMIT - CONTEXT})")
 
 
+def test_every_gpu_has_books_of_its_own(build_dir, tmp_path) -> None:
+    node = Node(build_dir, tmp_path / "two", LIMIT, devices=2)
+    try:
+        agent = node.agent()
+        agent.run("here, there = context, driver.get('cuCtxCreate_v2', 0, 1)")
+        node.look()
+        agent.run("driver.call('cuCtxSetCurrent', here); near = driver.stream()")
+        agent.run("driver.call('cuCtxSetCurrent', there); far = driver.stream()")
+        agent.run("driver.call('cuCtxSetCurrent', here)")
+        agent.run("block = driver.get('cuMemAllocAsync', 5, far)")  # the stream's GPU
+        agent.run("handle = driver.get('cuMemCreate', 64 << 20, prop(identity=1), 0)")
+        agent.run("pool = driver.get('cuMemPoolCreate', pool_props(identity=1))")
+        agent.run("other = driver.get('cuMemAllocFromPoolAsync', 5, pool, far)")
+        assert (agent.field("memory", 0), agent.field("memory", 1)) == (0, 128 * MIB)
+        agent.run("driver.allocate(4 << 20); driver.get('cuMemAllocAsync', 5, near)")
+        assert (agent.field("memory", 0), agent.field("memory", 1)) == (36 * MIB, 128 * MIB)
+        node.look()
+        for device, memory in ((0, 36 * MIB), (1, 128 * MIB)):
+            assert node.seen(device)[agent.process.pid] == memory + CONTEXT == node.used(device)
+        assert agent.refuses("driver.get('cuMemCreate', 900 << 20, prop(identity=1), 0)")
+        assert (agent.field("refused", 0), agent.field("refused", 1)) == (0, 1)
+        agent.run("driver.get('cuMemCreate', 900 << 20, prop(), 0)")
+    finally:
+        node.close()
+
+
 def test_errno_is_the_applications(agent) -> None:
     agent.run(
         "ctypes.set_errno(0); raw = ctypes.CDLL(driver.path, use_errno=True); place = ctypes.c_uint64()"

@@ -187,6 +187,7 @@ class Node:
     ) -> None:
         self.work = work
         self.limit = limit
+        self.environment = {"SIMGPU_DIR": str(work / "gpus"), "PYTHONPATH": str(ROOT)}
         self.agents: list[Agent] = []
         self._slots: dict[int, int] = {}  # slot: pid
         lib = work / "lib"
@@ -265,7 +266,7 @@ class Node:
         """A new process: initialised, and with a context unless it shall have none."""
         process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + HELPERS + AGENT, self.library, str(self.runtime)],
-            env=os.environ | {"SIMGPU_DIR": str(self.work / "gpus"), "PYTHONPATH": str(ROOT)},
+            env=os.environ | self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -6,6 +6,7 @@ quota, so an allocation that the driver itself has to refuse shows that the book
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simgpu.testing import CudaError
+from tests.conftest import ROOT, need
 from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, Node, need_namespaces
 
 LIMIT = GIB
@@ -344,6 +346,46 @@ def test_eight_processes_of_eight_threads_never_pass_the_quota(node) -> None:
     refused = finish_race(node, agents)
     # Nothing was left for the driver to refuse: every refusal was one of the books.
     assert refused == sum(agent.field("refused") for agent in agents) > 0
+
+
+HAMMER = """
+def hammer(rounds):
+    driver.call('cuCtxSetCurrent', context)
+    place = ctypes.c_uint64()
+    where, size = ctypes.byref(place), ctypes.c_size_t(2 << 20)
+    allocate, free = driver.library.cuMemAlloc_v2, driver.library.cuMemFree_v2
+    for _ in range(rounds):
+        if not allocate(where, size):
+            free(place)
+"""
+
+
+def test_the_sum_is_within_the_quota_at_every_moment(build_dir, tmp_path) -> None:
+    need("gcc")
+    room = 6  # blocks, for 64 threads
+    counter = tmp_path / "counter"
+    counter.write_bytes(bytes(4096))
+    shim = ROOT / "tests" / "unit" / "memory_counter.c"
+    node = Node(build_dir, tmp_path / "node", 8 * CONTEXT + room * UNIT, shim=shim)
+    node.environment["MEMORY_COUNTER"] = str(counter)
+    try:
+        agents = [node.agent() for _ in range(8)]
+        node.look()
+        for agent in agents:
+            agent.run(HAMMER)
+            agent.run("workers = [threading.Thread(target=hammer, args=(2000,)) for _ in range(8)]")
+        for agent in agents:
+            agent.send(
+                "[worker.start() for worker in workers] and [worker.join() for worker in workers] and None"
+            )
+        for agent in agents:
+            agent.answer()
+        live, most = struct.unpack_from("<QQ", counter.read_bytes())
+        assert live == 0
+        assert 2 <= most <= room
+        assert [agent.field("memory") for agent in agents] == [0] * 8
+    finally:
+        node.close()
 
 
 def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(

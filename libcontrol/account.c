@@ -80,7 +80,7 @@ uint64_t account_used(int device)
     return account_sum(device, &due);
 }
 
-static uint64_t account_limit(int device)
+uint64_t account_limit(int device)
 {
     return atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
 }

@@ -83,6 +83,7 @@ struct account_charge {
 
 /* What the container holds of a GPU: what its processes are charged, and what the driver took. */
 uint64_t account_used(int device);
+uint64_t account_limit(int device);
 
 /* Charges so many bytes, or not at all. `account_claim` does what it can before it says no. */
 bool account_try(int device, uint64_t size, bool unseen);

@@ -248,6 +248,32 @@ CONTROL_EXPORT CUresult cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
     return library_entered(&load, library, bit, result);
 }
 
+CONTROL_EXPORT CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
+                                           const char *name)
+{
+    struct load load;
+    uint64_t bit;
+    CUresult result;
+
+    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+        return real->cuLibraryGetGlobal(dptr, bytes, library, name);
+    load_begin(&load);
+    result = real->cuLibraryGetGlobal(dptr, bytes, library, name);
+    return library_entered(&load, library, bit, result);
+}
+
+/* Loaded for certain, where the driver would wait for a launch. It cannot be undone. */
+CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
+{
+    struct load load;
+    CUresult result;
+
+    load_begin(&load);
+    result = real->cuFuncLoad(function);
+    load_end(&load, result);
+    return result;
+}
+
 CONTROL_EXPORT CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
 {
     struct load load;

@@ -274,7 +274,7 @@ static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
         ticket->claimed = pool_growth(pool, size);
         if (!ticket->claimed || account_try(pool->device, ticket->claimed, pool->unseen))
             return CUDA_SUCCESS;
-        if (!attempt)
+        if (!attempt && size <= account_limit(pool->device))
             pools_squeeze(pool->device);
     }
     if (account_claim(pool->device, ticket->claimed, pool->unseen))

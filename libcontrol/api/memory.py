@@ -259,7 +259,13 @@ _MODULES: tuple[Fn, ...] = (
     ),
     Fn("cuLibraryUnload", "CUlibrary library", "custom"),
     Fn("cuLibraryGetModule", "CUmodule *pMod, CUlibrary library", "custom"),
+    Fn(
+        "cuLibraryGetGlobal",
+        "CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name",
+        "custom",
+    ),
     Fn("cuKernelGetFunction", "CUfunction *pFunc, CUkernel kernel", "custom"),
+    Fn("cuFuncLoad", "CUfunction function", "custom"),
 )
 
 _NODE = (

@@ -37,6 +37,7 @@ int cuDevicePrimaryCtxReset_v2(int device);
 int cuArrayCreate_v2(void **array, const void *descriptor);
 int cuArray3DCreate_v2(void **array, const void *descriptor);
 int cuLibraryGetKernel(void **kernel, void *library, const char *name);
+int cuLibraryGetModule(void **module, void *library);
 int cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags);
 int cuGraphAddMemAllocNode(void **node, void *graph, void *const *from, size_t n,
                            alloc_node *params);
@@ -255,6 +256,21 @@ int cuKernelGetLibrary(void **library, void *kernel)
         if (kernels[i] == kernel)
             return *library = libraries[i], 0;
     return 400;
+}
+
+int cuLibraryGetGlobal(address *at, size_t *size, void *library, const char *name)
+{
+    void *module;
+
+    (void)at;
+    (void)size;
+    (void)name;
+    return NEXT(cuLibraryGetModule)(&module, library);
+}
+
+int cuFuncLoad(void *function)
+{
+    return !function;
 }
 
 static struct {

@@ -208,6 +208,22 @@ def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
         agent.run("driver.call('cuLibraryUnload', library)")
 
 
+@pytest.mark.parametrize(
+    "touch",
+    [
+        "driver.call('cuLibraryGetGlobal', ctypes.byref(ctypes.c_uint64()), None, library, b'x')",
+        "driver.get('cuLibraryGetModule', library)",
+    ],
+)
+def test_a_library_takes_its_memory_with_whatever_is_asked_for_first(agent, node, touch) -> None:
+    agent.run(
+        "library = driver.get('cuLibraryLoadData', b'globals:33554432', None, None, 0, None, None, 0)"
+    )
+    assert node.used() == CONTEXT
+    agent.run(touch)
+    assert node.used() == CONTEXT + 32 * MIB
+
+
 # ---- graphs ----
 
 GRAPHS = """

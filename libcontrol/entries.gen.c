@@ -1708,6 +1708,8 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuLibraryUnload", offsetof(struct real_cuda, cuLibraryUnload), (void *)cuLibraryUnload},
     {"cuLibraryGetModule", offsetof(struct real_cuda, cuLibraryGetModule), (void *)cuLibraryGetModule},
     {"cuLibraryGetGlobal", offsetof(struct real_cuda, cuLibraryGetGlobal), (void *)cuLibraryGetGlobal},
+    {"cuLibraryGetManaged", offsetof(struct real_cuda, cuLibraryGetManaged), (void *)cuLibraryGetManaged},
+    {"cuLibraryGetUnifiedFunction", offsetof(struct real_cuda, cuLibraryGetUnifiedFunction), (void *)cuLibraryGetUnifiedFunction},
     {"cuKernelGetFunction", offsetof(struct real_cuda, cuKernelGetFunction), (void *)cuKernelGetFunction},
     {"cuFuncLoad", offsetof(struct real_cuda, cuFuncLoad), (void *)cuFuncLoad},
     {"cuGraphAddMemAllocNode", offsetof(struct real_cuda, cuGraphAddMemAllocNode), (void *)cuGraphAddMemAllocNode},

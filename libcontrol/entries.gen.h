@@ -80,6 +80,8 @@ struct real_cuda {
     CUresult (*cuLibraryUnload)(CUlibrary library);
     CUresult (*cuLibraryGetModule)(CUmodule *pMod, CUlibrary library);
     CUresult (*cuLibraryGetGlobal)(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name);
+    CUresult (*cuLibraryGetManaged)(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name);
+    CUresult (*cuLibraryGetUnifiedFunction)(void **fptr, CUlibrary library, const char *symbol);
     CUresult (*cuKernelGetFunction)(CUfunction *pFunc, CUkernel kernel);
     CUresult (*cuFuncLoad)(CUfunction function);
     CUresult (*cuGraphAddMemAllocNode)(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUDA_MEM_ALLOC_NODE_PARAMS *nodeParams);
@@ -304,6 +306,8 @@ CUresult cuLibraryLoadFromFile(CUlibrary *library, const char *fileName, CUjit_o
 CUresult cuLibraryUnload(CUlibrary library);
 CUresult cuLibraryGetModule(CUmodule *pMod, CUlibrary library);
 CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name);
+CUresult cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name);
+CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary library, const char *symbol);
 CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel);
 CUresult cuFuncLoad(CUfunction function);
 CUresult cuGraphAddMemAllocNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUDA_MEM_ALLOC_NODE_PARAMS *nodeParams);
@@ -460,5 +464,5 @@ struct control_hook {
     void *ours;
 };
 
-#define CONTROL_N_HOOKS 222
+#define CONTROL_N_HOOKS 224
 extern const struct control_hook control_hooks[CONTROL_N_HOOKS];

@@ -262,6 +262,34 @@ CONTROL_EXPORT CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUl
     return library_entered(&load, library, bit, result);
 }
 
+CONTROL_EXPORT CUresult cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
+                                            const char *name)
+{
+    struct load load;
+    uint64_t bit;
+    CUresult result;
+
+    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+        return real->cuLibraryGetManaged(dptr, bytes, library, name);
+    load_begin(&load);
+    result = real->cuLibraryGetManaged(dptr, bytes, library, name);
+    return library_entered(&load, library, bit, result);
+}
+
+CONTROL_EXPORT CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary library,
+                                                    const char *symbol)
+{
+    struct load load;
+    uint64_t bit;
+    CUresult result;
+
+    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+        return real->cuLibraryGetUnifiedFunction(fptr, library, symbol);
+    load_begin(&load);
+    result = real->cuLibraryGetUnifiedFunction(fptr, library, symbol);
+    return library_entered(&load, library, bit, result);
+}
+
 /* Loaded for certain, where the driver would wait for a launch. It cannot be undone. */
 CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
 {

@@ -264,6 +264,16 @@ _MODULES: tuple[Fn, ...] = (
         "CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name",
         "custom",
     ),
+    Fn(
+        "cuLibraryGetManaged",
+        "CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name",
+        "custom",
+    ),
+    Fn(
+        "cuLibraryGetUnifiedFunction",
+        "void **fptr, CUlibrary library, const char *symbol",
+        "custom",
+    ),
     Fn("cuKernelGetFunction", "CUfunction *pFunc, CUkernel kernel", "custom"),
     Fn("cuFuncLoad", "CUfunction function", "custom"),
 )

@@ -268,6 +268,16 @@ int cuLibraryGetGlobal(address *at, size_t *size, void *library, const char *nam
     return NEXT(cuLibraryGetModule)(&module, library);
 }
 
+int cuLibraryGetManaged(address *at, size_t *size, void *library, const char *name)
+{
+    return cuLibraryGetGlobal(at, size, library, name);
+}
+
+int cuLibraryGetUnifiedFunction(void **function, void *library, const char *symbol)
+{
+    return cuLibraryGetGlobal((address *)function, NULL, library, symbol);
+}
+
 int cuFuncLoad(void *function)
 {
     return !function;

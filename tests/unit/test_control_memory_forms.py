@@ -212,6 +212,8 @@ def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
     "touch",
     [
         "driver.call('cuLibraryGetGlobal', ctypes.byref(ctypes.c_uint64()), None, library, b'x')",
+        "driver.call('cuLibraryGetManaged', ctypes.byref(ctypes.c_uint64()), None, library, b'x')",
+        "driver.get('cuLibraryGetUnifiedFunction', library, b'x') and None",
         "driver.get('cuLibraryGetModule', library)",
     ],
 )

@@ -32,15 +32,6 @@ void account_unrelax(CUstreamCaptureMode *mode)
     driver->cuThreadExchangeStreamCaptureMode(mode);
 }
 
-CUdevice account_ordinal(int device)
-{
-    CUdevice ordinal = 0;
-
-    while (ordinal < 4 * (int)LAYOUT_N_DEVICES && pages_index_of(ordinal) != device)
-        ordinal++;
-    return ordinal;
-}
-
 /* ---- sums ---- */
 
 /* The sum, and whether the driver may have taken or given something that nobody has looked at. */
@@ -159,7 +150,7 @@ bool account_try(int device, uint64_t size, bool unseen)
     uint64_t sum;
     int saved;
 
-    if (size > limit)
+    if (size > limit || unlikely(pages_denied()))
         return false;
     /* Two processes that reserve at once may each see the other and both step back although one of
      * them fits: the loser looks again a few times before it gives up. */
@@ -218,7 +209,7 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 {
     int saved = errno;
     bool due;
-    bool claimed = size <= account_limit(device);
+    bool claimed = size <= account_limit(device) && !pages_denied();
 
     if (claimed) {
         claimed = pools_squeeze(device) && account_try(device, size, unseen);

@@ -122,7 +122,6 @@ bool account_sweep(int device, uint8_t owner);
 uint64_t account_product(uint64_t a, uint64_t b);
 uint64_t account_round(uint64_t size, uint64_t unit);
 uint64_t account_pitch(uint64_t width, uint64_t height);
-CUdevice account_ordinal(int device); /* the driver's number of the grant's GPU */
 
 /* Asks the driver what changed without a call of ours; another thread calls it now and then. */
 void account_refresh(void);

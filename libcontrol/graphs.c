@@ -34,7 +34,7 @@ static bool ask(const void *whom, uint64_t *bytes)
 {
     int device = (int)((const struct held *)whom - held);
 
-    return driver->cuDeviceGetGraphMemAttribute(account_ordinal(device),
+    return driver->cuDeviceGetGraphMemAttribute(pages_device((unsigned)device),
                                                 CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT,
                                                 bytes) == CUDA_SUCCESS;
 }
@@ -61,7 +61,7 @@ bool graphs_squeeze(int device)
 
     if (!before)
         return false;
-    driver->cuDeviceGraphMemTrim(account_ordinal(device));
+    driver->cuDeviceGraphMemTrim(pages_device((unsigned)device));
     settle(device, 0);
     return held_bytes(&held[device]) < before;
 }

@@ -177,7 +177,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
 static cold struct pool *pool_meet(CUmemoryPool handle)
 {
     for (int device = 0; device < (int)pages_n_devices(); device++) {
-        CUdevice dev = account_ordinal(device);
+        CUdevice dev = pages_device((unsigned)device);
         CUmemLocation location = {CU_MEM_LOCATION_TYPE_DEVICE, dev};
         CUmemoryPool known;
 
@@ -230,7 +230,7 @@ static struct pool *pool_of_stream(CUstream stream)
         return NULL;
     dev = atomic_load_relaxed(&ordinals[device]) - 1;
     if (unlikely(dev < 0)) {
-        dev = account_ordinal(device);
+        dev = pages_device((unsigned)device);
         atomic_store_relaxed(&ordinals[device], dev + 1);
     }
     if (driver->cuDeviceGetMemPool(&handle, dev) != CUDA_SUCCESS)

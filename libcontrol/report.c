@@ -42,7 +42,7 @@ static bool info(uint64_t *free_bytes, uint64_t *total)
     if (unlikely(!known)) {
         size_t bytes;
 
-        if (real->cuDeviceTotalMem_v2(&bytes, account_ordinal(device)) != CUDA_SUCCESS)
+        if (real->cuDeviceTotalMem_v2(&bytes, pages_device((unsigned)device)) != CUDA_SUCCESS)
             return false;
         known = bytes;
         atomic_store_relaxed(&totals[device], known);

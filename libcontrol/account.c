@@ -566,14 +566,12 @@ bool account_sweep(int device, uint8_t owner)
     return sweep.n;
 }
 
-void account_refresh(void)
+void account_refresh(int device)
 {
     int saved = errno;
 
-    for (unsigned device = 0; device < pages_n_devices() && pages_slot(); device++) {
-        pools_refresh((int)device);
-        graphs_refresh((int)device);
-    }
+    pools_refresh(device);
+    graphs_refresh(device);
     errno = saved;
 }
 

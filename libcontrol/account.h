@@ -124,7 +124,7 @@ uint64_t account_round(uint64_t size, uint64_t unit);
 uint64_t account_pitch(uint64_t width, uint64_t height);
 
 /* Asks the driver what changed without a call of ours; another thread calls it now and then. */
-void account_refresh(void);
+void account_refresh(int device);
 
 /* In a forked child: it holds nothing. */
 void account_after_fork(void);
@@ -159,6 +159,13 @@ void pools_after_fork(void);
  */
 CUresult account_graph_before(CUgraphExec exec);
 void account_graph_after(CUgraphExec exec);
+
+extern uint32_t graphs_in_use;
+
+static inline bool account_graphs(void)
+{
+    return unlikely(atomic_load_relaxed(&graphs_in_use));
+}
 
 void graphs_note_memory(void); /* a graph of this process has memory of its own */
 void graphs_refresh(int device);

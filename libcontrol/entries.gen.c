@@ -230,7 +230,9 @@ static noinline CUresult long_cuLaunchKernel(CUfunction f, unsigned int gridDimX
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_blocks(gridDimX, gridDimY, gridDimZ), .stream = hStream};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchKernel(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
@@ -252,7 +254,9 @@ static noinline CUresult long_cuLaunchKernel_ptsz(CUfunction f, unsigned int gri
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_blocks(gridDimX, gridDimY, gridDimZ), .stream = gate_ptsz(hStream)};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchKernel_ptsz(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
@@ -274,7 +278,9 @@ static noinline CUresult long_cuLaunchKernelEx(const CUlaunchConfig *config, CUf
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_config_blocks(config), .stream = gate_config_stream(config)};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchKernelEx(config, f, kernelParams, extra);
@@ -296,7 +302,9 @@ static noinline CUresult long_cuLaunchKernelEx_ptsz(const CUlaunchConfig *config
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_config_blocks(config), .stream = gate_ptsz(gate_config_stream(config))};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchKernelEx_ptsz(config, f, kernelParams, extra);
@@ -318,7 +326,9 @@ static noinline CUresult long_cuLaunchCooperativeKernel(CUfunction f, unsigned i
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_blocks(gridDimX, gridDimY, gridDimZ), .stream = hStream};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchCooperativeKernel(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams);
@@ -340,7 +350,9 @@ static noinline CUresult long_cuLaunchCooperativeKernel_ptsz(CUfunction f, unsig
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_blocks(gridDimX, gridDimY, gridDimZ), .stream = gate_ptsz(hStream)};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchCooperativeKernel_ptsz(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams);
@@ -362,11 +374,14 @@ static noinline CUresult long_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hSt
     struct gate_work work = {
         .key = (uintptr_t)hGraphExec, .blocks = 1, .stream = hStream};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = account_graph_before(hGraphExec);
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuGraphLaunch(hGraphExec, hStream);
     gate_leave(&ticket, result);
+    account_graph_after(hGraphExec);
     return result;
 }
 
@@ -374,7 +389,7 @@ CONTROL_EXPORT CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 {
     __typeof__(&cuGraphLaunch) way = long_cuGraphLaunch;
 
-    if (likely(pass_launch(hStream)))
+    if (!account_graphs() && likely(pass_launch(hStream)))
         way = real->cuGraphLaunch;
     return way(hGraphExec, hStream);
 }
@@ -384,11 +399,14 @@ static noinline CUresult long_cuGraphLaunch_ptsz(CUgraphExec hGraphExec, CUstrea
     struct gate_work work = {
         .key = (uintptr_t)hGraphExec, .blocks = 1, .stream = gate_ptsz(hStream)};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = account_graph_before(hGraphExec);
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuGraphLaunch_ptsz(hGraphExec, hStream);
     gate_leave(&ticket, result);
+    account_graph_after(hGraphExec);
     return result;
 }
 
@@ -396,7 +414,7 @@ CONTROL_EXPORT CUresult cuGraphLaunch_ptsz(CUgraphExec hGraphExec, CUstream hStr
 {
     __typeof__(&cuGraphLaunch_ptsz) way = long_cuGraphLaunch_ptsz;
 
-    if (likely(pass_launch(gate_ptsz(hStream))))
+    if (!account_graphs() && likely(pass_launch(gate_ptsz(hStream))))
         way = real->cuGraphLaunch_ptsz;
     return way(hGraphExec, hStream);
 }
@@ -406,7 +424,9 @@ static noinline CUresult long_cuLaunch(CUfunction f)
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = 1, .stream = NULL};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunch(f);
@@ -428,7 +448,9 @@ static noinline CUresult long_cuLaunchGrid(CUfunction f, int grid_width, int gri
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1), .stream = NULL};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchGrid(f, grid_width, grid_height);
@@ -450,7 +472,9 @@ static noinline CUresult long_cuLaunchGridAsync(CUfunction f, int grid_width, in
     struct gate_work work = {
         .key = (uintptr_t)f, .blocks = gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1), .stream = hStream};
     struct gate_ticket ticket;
-    CUresult result = gate_enter(&ticket, &work);
+    CUresult result = CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = gate_enter(&ticket, &work);
     if (unlikely(result != CUDA_SUCCESS))
         return result;
     result = real->cuLaunchGridAsync(f, grid_width, grid_height, hStream);

@@ -66,19 +66,23 @@ def entry(fn: api.Fn) -> str:
     if fn.method == "gate":
         if not fn.key or not fn.stream:
             raise ValueError(f"{fn.name}: a gated function needs key and stream")
+        after = f"    {fn.after};\n" if fn.after else ""
+        unless = f"!{fn.needed} && " if fn.needed else ""
         # The long way is a function of its own, so that the short one needs no stack frame.
         return (
             f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
             f"    struct gate_work work = {{\n"
             f"        .key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}}};\n"
             f"    struct gate_ticket ticket;\n"
-            f"    CUresult result = gate_enter(&ticket, &work);\n"
+            f"    CUresult result = {fn.before or 'CUDA_SUCCESS'};\n"
+            f"    if (result == CUDA_SUCCESS)\n"
+            f"        result = gate_enter(&ticket, &work);\n"
             f"    if (unlikely(result != CUDA_SUCCESS))\n        return result;\n"
             f"    result = {call};\n"
-            f"    gate_leave(&ticket, result);\n"
+            f"    gate_leave(&ticket, result);\n{after}"
             f"    return result;\n}}\n\n"
             f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
-            f"    if (likely(pass_launch({fn.stream})))\n"
+            f"    if ({unless}likely(pass_launch({fn.stream})))\n"
             f"        way = real->{fn.name};\n"
             f"    return way({names});\n}}\n"
         )

@@ -15,19 +15,19 @@
 #define GRAPHS_UNIT  (32ull << 20)
 #define GRAPHS_DEPTH 8 /* graphs within graphs */
 
-static uint32_t in_use; /* a graph of this process has memory of its own */
+uint32_t graphs_in_use; /* a graph of this process has memory of its own */
 static struct held held[LAYOUT_N_DEVICES];
 
 void graphs_note_memory(void)
 {
-    if (!atomic_load_relaxed(&in_use))
-        atomic_store_release(&in_use, 1);
+    if (!atomic_load_relaxed(&graphs_in_use))
+        atomic_store_release(&graphs_in_use, 1);
 }
 
 void graphs_after_fork(void)
 {
     memset(held, 0, sizeof held);
-    in_use = 0;
+    graphs_in_use = 0;
 }
 
 static bool ask(const void *whom, uint64_t *bytes)
@@ -50,7 +50,7 @@ static void settle(int device, uint64_t claimed)
 
 void graphs_refresh(int device)
 {
-    if (unlikely(atomic_load_relaxed(&in_use)))
+    if (unlikely(atomic_load_relaxed(&graphs_in_use)))
         settle(device, 0);
 }
 
@@ -238,12 +238,12 @@ static cold void graph_settle(CUgraphExec exec)
 
 CUresult account_graph_before(CUgraphExec exec)
 {
-    return likely(!atomic_load_relaxed(&in_use)) ? CUDA_SUCCESS : graph_claim(exec);
+    return likely(!atomic_load_relaxed(&graphs_in_use)) ? CUDA_SUCCESS : graph_claim(exec);
 }
 
 void account_graph_after(CUgraphExec exec)
 {
-    if (unlikely(atomic_load_relaxed(&in_use)))
+    if (unlikely(atomic_load_relaxed(&graphs_in_use)))
         graph_settle(exec);
 }
 
@@ -289,7 +289,7 @@ CONTROL_EXPORT CUresult cuGraphAddNode_v2(CUgraphNode *phGraphNode, CUgraph hGra
 
 static void after_instantiation(CUresult result, const CUgraphExec *exec, CUgraph graph)
 {
-    if (likely(!atomic_load_relaxed(&in_use)) || result != CUDA_SUCCESS)
+    if (likely(!atomic_load_relaxed(&graphs_in_use)) || result != CUDA_SUCCESS)
         return;
     instantiated(*exec, graph);
     graph_settle(*exec); /* it may have been uploaded, too */
@@ -373,7 +373,7 @@ CONTROL_EXPORT CUresult cuGraphExecDestroy(CUgraphExec hGraphExec)
     struct block *block;
     CUresult result;
 
-    if (unlikely(atomic_load_relaxed(&in_use))) {
+    if (unlikely(atomic_load_relaxed(&graphs_in_use))) {
         block = blocks_lock(BLOCK_EXEC, (uintptr_t)hGraphExec);
         if (block) {
             gone = *block;

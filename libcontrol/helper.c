@@ -12,9 +12,10 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-#define HELPER_ALONE_NS (NS_PER_MS)       /* between two looks while the governor is away */
-#define HELPER_HELD_NS  (50 * NS_PER_MS)  /* between looks whether the governor is away */
-#define HELPER_OPEN_NS  (200 * NS_PER_MS) /* the same while the grant is open */
+#define HELPER_ALONE_NS   (NS_PER_MS)       /* between two looks while the governor is away */
+#define HELPER_HELD_NS    (50 * NS_PER_MS)  /* between looks whether the governor is away */
+#define HELPER_REFRESH_NS (100 * NS_PER_MS) /* between looks at what pools hold */
+#define HELPER_OPEN_NS    (200 * NS_PER_MS) /* the same while the grant is open */
 
 static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
@@ -179,6 +180,7 @@ static void *helper_run(void *argument)
     struct gate *g = &gate_devices[device];
     const struct grant_device *grant = pages_grant_device(device);
     struct gate_visit visit;
+    uint64_t refresh_at = 0;
 
     gate_visit_begin(&visit); /* for good */
     prctl(PR_SET_NAME, "tidegate");
@@ -191,6 +193,13 @@ static void *helper_run(void *argument)
         ns = helper_step(g, grant, pages_ledger_device(device));
         standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
         prim_unlock(&g->lock);
+        /* What pools gave back by themselves is seen here. */
+        if (prim_now() >= refresh_at) {
+            account_refresh((int)device);
+            refresh_at = prim_now() + HELPER_REFRESH_NS;
+        }
+        if (ns > HELPER_REFRESH_NS)
+            ns = HELPER_REFRESH_NS;
         /* The governor said that the grant is near: a core that sleeps now would answer late. */
         while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
             prim_relax();

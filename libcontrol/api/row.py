@@ -2,7 +2,9 @@
 
 - `gate`     starts work on the GPU: may go while the container holds GPU time. `key` is the
              expression that identifies the work (its duration is learned under it), `blocks`
-             distinguishes sizes of the same work, `stream` is the stream it goes to.
+             distinguishes sizes of the same work, `stream` is the stream it goes to. `before` is an
+             expression that may refuse the call, `after` follows it; they are left out while
+             `needed` is false.
 - `copy`     copies or fills: `copy` says how much and where (copies.h); what is within the GPU's
              memory and large enough passes the gate, the rest is counted.
 - `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names
@@ -28,6 +30,9 @@ class Fn(NamedTuple):
     key: str = ""
     blocks: str = "1"
     stream: str = ""
+    needed: str = ""
+    before: str = ""
+    after: str = ""
     copy: str = ""
     size: str = ""
     settle: str = ""

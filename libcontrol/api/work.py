@@ -52,6 +52,9 @@ _LAUNCHES: tuple[Fn, ...] = (
             "gate",
             key="hGraphExec",
             stream="hStream",
+            needed="account_graphs()",
+            before="account_graph_before(hGraphExec)",
+            after="account_graph_after(hGraphExec)",
         )
     ),
     Fn(

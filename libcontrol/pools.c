@@ -131,7 +131,7 @@ static struct pool *pool_place(CUmemoryPool handle)
     struct pool **bucket = bucket_of(handle);
     struct pool *pool = *bucket;
 
-    while (pool && pool->state != POOL_FREE)
+    while (pool && atomic_load_acquire(&pool->state) != POOL_FREE)
         pool = pool->next;
     if (pool)
         return pool;
@@ -162,7 +162,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     pool = pool_find(handle);
     if (!pool)
         pool = pool_place(handle);
-    if (pool && pool->state == POOL_FREE) {
+    if (pool && atomic_load_acquire(&pool->state) == POOL_FREE) {
         pool->device = device;
         pool->unseen = unseen;
         atomic_store_release(&pool->handle, handle);
@@ -214,6 +214,7 @@ static struct pool *pool_of_stream(CUstream stream)
 {
     static CUdevice ordinals[LAYOUT_N_DEVICES]; /* + 1 */
     int device = -1;
+    struct pool *pool;
     CUmemoryPool handle;
     CUcontext ctx;
     CUdevice dev;
@@ -235,12 +236,14 @@ static struct pool *pool_of_stream(CUstream stream)
     }
     if (driver->cuDeviceGetMemPool(&handle, dev) != CUDA_SUCCESS)
         return NULL;
-    if (unlikely(!last[device] || last[device]->handle != handle ||
-                 last[device]->state != POOL_LIVE)) {
+    pool = atomic_load_acquire(&last[device]);
+    if (unlikely(!pool || atomic_load_relaxed(&pool->handle) != handle ||
+                 atomic_load_relaxed(&pool->state) != POOL_LIVE)) {
         pool_add(handle, device, false);
-        last[device] = pool_of(handle);
+        pool = pool_of(handle);
+        atomic_store_release(&last[device], pool);
     }
-    return last[device];
+    return pool;
 }
 
 /* ---- allocations ---- */
@@ -424,7 +427,8 @@ void pools_refresh(int device)
  */
 cold bool pools_squeeze(int device)
 {
-    uint64_t before = pages_ledger_device((unsigned)device)->memory;
+    uint64_t *memory = &pages_ledger_device((unsigned)device)->memory;
+    uint64_t before = atomic_load_relaxed(memory);
     CUstreamCaptureMode mode;
 
     account_relax(&mode);
@@ -437,7 +441,7 @@ cold bool pools_squeeze(int device)
             }
     graphs_squeeze(device);
     account_unrelax(&mode);
-    return pages_ledger_device((unsigned)device)->memory < before;
+    return atomic_load_relaxed(memory) < before;
 }
 
 /* The pools of this GPU may end, or not: they are asked again when the application uses them. */

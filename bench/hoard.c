@@ -3,6 +3,7 @@
  * in every way that there is, and some are killed in the middle of it.
  *
  *   hoard [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed N]
+ *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
  *
  * Then two questions: how long after the death of a process is its memory there for another, and
  * how much does a process get that takes all it can. Prints one JSON object. Talks to libcuda.so.1
@@ -80,7 +81,7 @@ static struct shared {
 } *shared;
 
 static handle context;
-static unsigned n_processes = 8, n_threads = 8, kill_every = 500, seconds = 5, seed = 1;
+static unsigned n_processes = 8, n_threads = 8, kill_every = 500, seconds = 5, seed = 1, ways = 7;
 static size_t most = 256 * MIB;
 
 static uint64_t now(void)
@@ -230,7 +231,9 @@ static void *hoard(void *argument)
         if (n < N_BLOCKS && rand_r(&draw) % 5 < 3) {
             struct block *b = &blocks[n];
 
-            b->way = (enum way)(rand_r(&draw) % 3);
+            do
+                b->way = (enum way)(rand_r(&draw) % 3);
+            while (!(ways >> b->way & 1));
             /* As many small ones as large ones. */
             b->size = most >> rand_r(&draw) % 18;
             b->size = b->size / 2 + (size_t)rand_r(&draw) % (b->size / 2 + 1) + 1;
@@ -422,13 +425,15 @@ int main(int argc, char **argv)
             kill_every = (unsigned)value;
         else if (!strcmp(argv[i], "--most"))
             most = value;
+        else if (!strcmp(argv[i], "--ways"))
+            ways = (unsigned)value & 7;
         else if (!strcmp(argv[i], "--seed"))
             seed = (unsigned)value;
         else
             n_processes = 0;
     }
     if (!n_processes || n_processes > N_PROCESSES || !n_threads || n_threads > N_THREADS ||
-        most < 2 * MIB) {
+        most < 2 * MIB || !ways) {
         fprintf(stderr, "hoard: 1 to 64 processes and threads, --most of 2 MiB and more; see the "
                         "head of hoard.c\n");
         return 64;

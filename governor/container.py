@@ -17,7 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import structlog
 from governor.arbiter import WHOLE, Runner
 from governor.books import Device, Quota
 from governor.config import Config
-from governor.usage import Charge, Meter, combine, of_limit, read_charge, sampled_percent
+from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
 from vdriver.nvml import ProcessUse
 
@@ -72,8 +72,7 @@ def _namespace_pids(pid: int) -> list[int]:
 class _Use:
     """What a process uses of one GPU, as of the last look."""
 
-    seen: int = 0
-    overhead: int = 0
+    debt: Debt = field(default_factory=Debt)
     used: int = 0
     peak: int = 0
     part: float = 0.0  # of the GPU's time, percent
@@ -314,11 +313,10 @@ class Container:
             since = look.began_ns
         for process, charge in after.items():
             use = process.uses[device]
-            books = combine(before.get(process, charge), charge)
             if look is not None:
-                use.seen = look.seen.get(process.pid, 0)
-                use.overhead = books.overhead(use.seen)
-            use.used = books.used(use.seen, since)
+                seen = look.seen.get(process.pid, 0)
+                use.debt.look(look.began_ns, seen, before.get(process, Charge()), charge)
+            use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
         if look is not None:
@@ -355,7 +353,7 @@ class Container:
         base = layout.grant_device(device)
         uses = [process.uses[device] for process in self._processes.values()]
         for name, value in (
-            ("memory_overhead", sum(use.overhead for use in uses)),
+            ("memory_overhead", sum(use.debt.bytes for use in uses)),
             ("memory_used", sum(use.used for use in uses)),
         ):
             pages.write(self.grant, base, "grant_device", name, min(value, 2**64 - 1))
@@ -388,7 +386,7 @@ class Container:
         base = layout.grant_device(device)
         since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
         return sum(
-            charge.used(process.uses[device].seen, since)
+            charge.used(process.uses[device].debt.bytes, since)
             for process, charge in self.charges(device).items()
         )
 

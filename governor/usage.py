@@ -30,50 +30,72 @@ class Charge:
     provisional: int = 0
     provisional_ns: int = 0
     busy_ns: int = 0
+    returned: int = 0
 
     @property
     def attributed(self) -> int:
         """The part of the charge that NVML attributes to the process."""
         return self.memory - self.unseen
 
-    def overhead(self, seen: int) -> int:
-        """Return what the driver took by itself, of the `seen` bytes of this process."""
-        return max(0, seen - self.attributed)
+    def used(self, overhead: int, since_ns: int) -> int:
+        """Return what the process uses when the last look, at `since_ns`, found `overhead`.
 
-    def used(self, seen: int, since_ns: int) -> int:
-        """Return what the process uses when NVML saw `seen` bytes in a look that began `since_ns`.
-
-        NVML does not attribute everything, and what the driver took after the look nobody has seen.
+        What the driver took after the look nobody has seen.
         """
         late = self.provisional if self.provisional_ns > since_ns else 0
-        return max(seen, self.attributed) + self.unseen + late
+        return self.memory + overhead + late
 
 
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
     base = layout.ledger_device(slot, device)
-    memory, unseen, provisional, provisional_ns, busy_ns = (
+    # The sum before what was given back: one that is given back in between is in both.
+    memory, unseen, returned, provisional, provisional_ns, busy_ns = (
         pages.read(ledger, base, "ledger_device", name)
-        for name in ("memory", "unseen", "provisional", "provisional_ns", "busy_ns")
+        for name in ("memory", "unseen", "returned", "provisional", "provisional_ns", "busy_ns")
     )
     memory = min(memory, whole)
-    return Charge(memory, min(unseen, memory), min(provisional, whole), provisional_ns, busy_ns)
-
-
-def combine(before: Charge, after: Charge) -> Charge:
-    """Return the books to hold against a look between the two.
-
-    A block that was freed or taken in between is no debt: the larger charge counts, and the smaller
-    part of it that NVML cannot see.
-    """
-    memory = max(before.memory, after.memory)
     return Charge(
-        memory,
-        min(before.unseen, after.unseen),
-        after.provisional,
-        after.provisional_ns,
-        after.busy_ns,
+        memory, min(unseen, memory), min(provisional, whole), provisional_ns, busy_ns, returned
     )
+
+
+class Debt:
+    """What the driver took by itself for one process: what NVML sees beyond the process's books.
+
+    Books move while NVML is asked. A look during which they stood still says what the driver took;
+    one during which they moved says what it took at least: NVML saw no more of the books than all
+    that they held before it or were charged meanwhile. An allocation that is charged and not made
+    yet makes a look say too little, so the largest of a second counts, unless the process has said
+    meanwhile that the driver took something, or gave it back.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._known: deque[tuple[int, int]] = deque()
+        self._last_ns = 0
+
+    def look(self, began_ns: int, seen: int, before: Charge, after: Charge) -> int:
+        """Return the debt after a look that began at `began_ns`, bytes, at most `seen`."""
+        changed = self._last_ns < after.provisional_ns <= began_ns
+        self._last_ns = began_ns
+        if (before.memory, before.unseen, before.returned) == (
+            after.memory,
+            after.unseen,
+            after.returned,
+        ):
+            if changed:
+                self._known.clear()
+            self._known.append((began_ns, max(0, seen - after.attributed)))
+            while self._known[0][0] < began_ns - WINDOW_NS:
+                self._known.popleft()
+            self.bytes = min(seen, max(value for _, value in self._known))
+        else:
+            charged = after.memory - min(before.unseen, after.unseen)
+            charged += max(0, after.returned - before.returned)
+            late = after.provisional if changed else 0
+            self.bytes = min(seen, max(seen - charged, self.bytes + late))
+        return self.bytes
 
 
 class Meter(Generic[Key]):

@@ -139,6 +139,10 @@ void account_give(int device, uint64_t size, bool unseen)
 
     if (!size)
         return;
+    /* First what is given back, then the sum without it: a look in between takes more to have been
+     * charged than was. */
+    if (!unseen)
+        atomic_add_seq_cst(&entry->returned, size);
     lower(&entry->memory, size);
     if (unseen)
         lower(&entry->unseen, size);

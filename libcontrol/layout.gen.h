@@ -166,7 +166,8 @@ struct ledger_device {
     uint64_t transfer_bytes; /* container, relaxed: what they copied */
     uint64_t small; /* container, relaxed: device-side copies and fills too small to gate */
     uint64_t contexts; /* container, relaxed: live contexts */
-    uint8_t pad[16];
+    uint64_t returned; /* container, seq_cst: given back ever, less what is unseen */
+    uint8_t pad[8];
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");
@@ -192,6 +193,7 @@ _Static_assert(offsetof(struct ledger_device, transfers) == 144, "ledger_device.
 _Static_assert(offsetof(struct ledger_device, transfer_bytes) == 152, "ledger_device.transfer_bytes");
 _Static_assert(offsetof(struct ledger_device, small) == 160, "ledger_device.small");
 _Static_assert(offsetof(struct ledger_device, contexts) == 168, "ledger_device.contexts");
+_Static_assert(offsetof(struct ledger_device, returned) == 176, "ledger_device.returned");
 _Static_assert(sizeof(struct ledger_device) == 192, "ledger_device");
 
 /* One process; its devices follow at LEDGER_SLOT_DEVICES. */

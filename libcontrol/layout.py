@@ -134,6 +134,7 @@ LEDGER_DEVICE = Struct(
         Field("transfer_bytes", "u64", 1, "container", doc="what they copied"),
         Field("small", "u64", 1, "container", doc="device-side copies and fills too small to gate"),
         Field("contexts", "u64", 1, "container", doc="live contexts"),
+        Field("returned", "u64", 1, "container", "seq_cst", "given back ever, less what is unseen"),
     ),
     "One process on one GPU.",
 )

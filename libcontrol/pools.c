@@ -4,8 +4,8 @@
  * A pool grows in units of 32 MiB and gives units back when it likes to, so it is asked
  * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation of ours, where
  * memory is short, and now and then by another thread. Before an allocation the most that the pool
- * may grow by is claimed. Where that is not to be had, but what is free in the pool may do, the
- * allocation goes ahead without and is taken back if the pool grew all the same.
+ * may grow by is claimed. Where that is not to be had, but what is free in the pool may do for a
+ * small block, the allocation goes ahead without and is taken back if the pool grew all the same.
  *
  * Frees need nothing. A pool that the application destroys, or that ends with the primary context,
  * may hold memory until its last block is freed, and must not be asked any more: what it held last
@@ -20,6 +20,7 @@
 #define POOLS_N_BUCKETS 64
 #define POOLS_CHUNK     4096
 #define POOLS_WAIT_NS   (10 * NS_PER_US)
+#define POOLS_N_WAITS   200
 
 enum pool_state {
     POOL_FREE,   /* nobody's place */
@@ -35,6 +36,7 @@ struct pool {
     bool unseen;
     uint32_t state;
     uint32_t n_askers; /* threads that ask it without the application's leave */
+    uint32_t trusting; /* a thread takes a block that may make it grow unclaimed */
     struct held held;
 };
 
@@ -268,19 +270,44 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
     return live > held ? account_round(live - held, POOLS_UNIT) : 0;
 }
 
+/* One thread at a time takes a small block on trust, so that a pool passes the quota by one unit.
+ */
+static bool pool_trust(struct pool *pool)
+{
+    for (int attempt = 0; __atomic_exchange_n(&pool->trusting, 1, __ATOMIC_ACQUIRE); attempt++) {
+        if (attempt == POOLS_N_WAITS)
+            return false;
+        prim_sleep(POOLS_WAIT_NS);
+    }
+    return true;
+}
+
+/*
+ * Memory is short. A block that is smaller than a unit may still find a place in what the pool
+ * holds: it goes ahead without a claim for a unit, and is taken back if the pool grew for it. A
+ * larger one needs its whole size: what is free in the pool is given back first, and is claimed
+ * again, because nobody knows whether it would do.
+ */
 static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
 {
     struct pool *pool = ticket->pool;
+    uint64_t whole = account_round(size, POOLS_UNIT);
 
-    ticket->unsure = true;
     for (int attempt = 0; attempt < 2; attempt++) {
-        ticket->claimed = pool_growth(pool, size);
-        if (!ticket->claimed || account_try(pool->device, ticket->claimed, pool->unseen))
+        uint64_t growth = pool_growth(pool, size);
+
+        ticket->claimed = whole;
+        if (account_try(pool->device, whole, pool->unseen))
             return CUDA_SUCCESS;
+        if (size < POOLS_UNIT && !growth && pool_trust(pool)) {
+            ticket->claimed = 0;
+            ticket->unsure = true;
+            return CUDA_SUCCESS;
+        }
         if (!attempt && size <= account_limit(pool->device))
             pools_squeeze(pool->device);
     }
-    if (account_claim(pool->device, ticket->claimed, pool->unseen))
+    if (account_claim(pool->device, whole, pool->unseen))
         return CUDA_SUCCESS;
     return account_refuse(pool->device);
 }
@@ -323,6 +350,7 @@ static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdevice
     pool_settle(ticket->pool, ticket->claimed);
     if (likely(!ticket->unsure))
         return result;
+    atomic_store_release(&ticket->pool->trusting, 0);
     if (result == CUDA_SUCCESS && account_over(ticket->pool->device))
         return pool_revoke(ticket->pool, dptr, stream);
     return result == CUDA_ERROR_OUT_OF_MEMORY ? account_refuse(ticket->pool->device) : result;

@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         return os.EX_NOINPUT
     program = output / "judge"
     options = ["--block", str(args.block), *(["--only", args.only] if args.only else [])]
-    machine: JudgedSimulated | JudgedNvidia | None = None
+    machine: JudgedSimulated | JudgedNvidia
     try:
         compile_judge(include, program)
         build = ROOT / "build/meson"
@@ -307,9 +307,6 @@ def main(argv: list[str] | None = None) -> int:
     except MachineError as e:
         print(f"judge: {e}", file=sys.stderr)
         return 1
-    finally:
-        if machine is not None:
-            machine.close()
     for arm, text in lines.items():
         (output / f"{arm}.jsonl").write_text(text)
     native, governed = (read_rows(lines[arm]) for arm in ("native", "governed"))

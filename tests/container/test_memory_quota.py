@@ -1,0 +1,61 @@
+"""A memory quota under attack, in a container on the simulated GPU: see bench/memory.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import memory
+
+
+def test_processes_that_fight_for_memory_do_not_pass_the_quota(
+    build_dir: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require("runc")
+    out = tmp_path / "out"
+    arguments = ["--simulated", "--seconds", "4", "--output", str(out), "--build", str(build_dir)]
+    assert memory.main(arguments) == 0, json.loads((out / "memory.json").read_text())["wrong"]
+    report = json.loads((out / "memory.json").read_text())
+    assert report["hoard"]["killed"] > 0
+    # A granule at most is left, and a full process has the whole quota by the driver's own NVML.
+    assert report["limit"] - memory.GRANULE <= report["full"] <= report["limit"]
+
+
+GOOD = {
+    "limit": 100 << 20,
+    "processes": 2,
+    "nobodys": 1 << 20,
+    "samples": [[0.0, 0, 0], [1.0, 102 << 20, 102 << 20], [2.0, 100 << 20, 99 << 20]],
+    "full": 99 << 20,
+    "after": 0,
+    "hoard": {
+        "wrong": 0, "call": "", "error": 0, "refused": 5, "left": 1 << 20, "total": 100 << 20,
+        "returned_ms": 99.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, []),
+        ({"samples": [[0.0, 103 << 20, 0], [1.5, 103 << 20, 0]]}, ["was used for 1.50 s"]),
+        ({"samples": [[0.0, 103 << 20, 0], [0.5, 0, 0], [1.5, 103 << 20, 0]]}, []),
+        ({"full": 101 << 20}, ["a full process holds 105906176 bytes"]),
+        ({"full": 97 << 20}, ["a full process holds 101711872 bytes"]),
+        ({"after": 1}, ["1 bytes stayed charged"]),
+        ({"hoard": {"wrong": 2, "call": "cuMemMap", "error": 999}}, ["first cuMemMap: 999"]),
+        ({"hoard": {"refused": 0}}, ["the quota was not reached"]),
+        ({"hoard": {"left": 3 << 20}}, ["3145728 bytes were left"]),
+        ({"hoard": {"total": 1}}, ["that there are 1 bytes"]),
+        ({"hoard": {"returned_ms": 100.1}}, ["back after 100.1 ms"]),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_said(change: dict, says: list[str]) -> None:
+    hoard = {**GOOD["hoard"], **change.get("hoard", {})}
+    wrong = memory.judge({**GOOD, **change, "hoard": hoard})
+    assert len(wrong) == len(says)
+    assert all(part in line for part, line in zip(says, wrong, strict=True))

@@ -179,6 +179,7 @@ void gate_capture_began(void);
 void gate_capture_failed(void);
 void gate_capture_ended(CUstream stream, bool was);
 void gate_after_fork(void);
+void gate_watch(int device); /* the helper is needed although nothing was launched yet */
 
 static inline uint64_t gate_blocks(unsigned x, unsigned y, unsigned z)
 {
@@ -216,3 +217,4 @@ struct copy {
 };
 
 CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream stream);
+void copy_note_small(void);

@@ -55,6 +55,14 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     return CUDA_SUCCESS;
 }
 
+/* Work that is none of a kernel's kind and too small to matter, of a call that is no copy. */
+void copy_note_small(void)
+{
+    struct gate_ticket ticket;
+
+    copy_enter(&ticket, (struct copy){COPY_OTHER, 0}, NULL);
+}
+
 /* ---- what a call copies, and where ---- */
 
 /* The driver knows host memory only if it is pinned; what it does not know is the host's, too. */
@@ -161,6 +169,15 @@ struct copy copy_batch_3d(const CUDA_MEMCPY3D_BATCH_OP *ops, size_t count)
             copy.bytes += account_product(
                 account_product(ops[i].extent.width, ops[i].extent.height), ops[i].extent.depth);
     }
+    return copy;
+}
+
+struct copy copy_host_batch(const size_t *sizes, size_t count)
+{
+    struct copy copy = {COPY_HOST, 0};
+
+    for (size_t i = 0; sizes && i < count; i++)
+        copy.bytes += sizes[i];
     return copy;
 }
 

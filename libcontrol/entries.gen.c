@@ -1657,6 +1657,94 @@ CONTROL_EXPORT CUresult cuMemsetD2D32Async_ptsz(CUdeviceptr dstDevice, size_t ds
     return result;
 }
 
+CONTROL_EXPORT CUresult cuMemPrefetchAsync(CUdeviceptr devPtr, size_t count, CUdevice dstDevice, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host(count), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemPrefetchAsync(devPtr, count, dstDevice, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemPrefetchAsync_ptsz(CUdeviceptr devPtr, size_t count, CUdevice dstDevice, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host(count), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemPrefetchAsync_ptsz(devPtr, count, dstDevice, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemPrefetchAsync_v2(CUdeviceptr devPtr, size_t count, CUmemLocation location, unsigned int flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host(count), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemPrefetchAsync_v2(devPtr, count, location, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemPrefetchAsync_v2_ptsz(CUdeviceptr devPtr, size_t count, CUmemLocation location, unsigned int flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host(count), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemPrefetchAsync_v2_ptsz(devPtr, count, location, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemPrefetchBatchAsync(CUdeviceptr *dptrs, size_t *sizes, size_t count, CUmemLocation *prefetchLocs, size_t *prefetchLocIdxs, size_t numPrefetchLocs, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host_batch(sizes, count), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemPrefetchBatchAsync(dptrs, sizes, count, prefetchLocs, prefetchLocIdxs, numPrefetchLocs, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemPrefetchBatchAsync_ptsz(CUdeviceptr *dptrs, size_t *sizes, size_t count, CUmemLocation *prefetchLocs, size_t *prefetchLocIdxs, size_t numPrefetchLocs, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host_batch(sizes, count), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemPrefetchBatchAsync_ptsz(dptrs, sizes, count, prefetchLocs, prefetchLocIdxs, numPrefetchLocs, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemDiscardAndPrefetchBatchAsync(CUdeviceptr *dptrs, size_t *sizes, size_t count, CUmemLocation *prefetchLocs, size_t *prefetchLocIdxs, size_t numPrefetchLocs, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host_batch(sizes, count), hStream);
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemDiscardAndPrefetchBatchAsync(dptrs, sizes, count, prefetchLocs, prefetchLocIdxs, numPrefetchLocs, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuMemDiscardAndPrefetchBatchAsync_ptsz(CUdeviceptr *dptrs, size_t *sizes, size_t count, CUmemLocation *prefetchLocs, size_t *prefetchLocIdxs, size_t numPrefetchLocs, unsigned long long flags, CUstream hStream)
+{
+    struct gate_ticket ticket;
+    CUresult result = copy_enter(&ticket, copy_host_batch(sizes, count), gate_ptsz(hStream));
+    if (unlikely(result != CUDA_SUCCESS))
+        return result;
+    result = real->cuMemDiscardAndPrefetchBatchAsync_ptsz(dptrs, sizes, count, prefetchLocs, prefetchLocIdxs, numPrefetchLocs, flags, hStream);
+    gate_leave(&ticket, result);
+    return result;
+}
+
 const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuInit", offsetof(struct real_cuda, cuInit), (void *)cuInit},
     {"cuGetProcAddress", offsetof(struct real_cuda, cuGetProcAddress), (void *)cuGetProcAddress},
@@ -1870,6 +1958,14 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuMemsetD2D32", offsetof(struct real_cuda, cuMemsetD2D32), (void *)cuMemsetD2D32},
     {"cuMemsetD2D32Async", offsetof(struct real_cuda, cuMemsetD2D32Async), (void *)cuMemsetD2D32Async},
     {"cuMemsetD2D32Async_ptsz", offsetof(struct real_cuda, cuMemsetD2D32Async_ptsz), (void *)cuMemsetD2D32Async_ptsz},
+    {"cuMemPrefetchAsync", offsetof(struct real_cuda, cuMemPrefetchAsync), (void *)cuMemPrefetchAsync},
+    {"cuMemPrefetchAsync_ptsz", offsetof(struct real_cuda, cuMemPrefetchAsync_ptsz), (void *)cuMemPrefetchAsync_ptsz},
+    {"cuMemPrefetchAsync_v2", offsetof(struct real_cuda, cuMemPrefetchAsync_v2), (void *)cuMemPrefetchAsync_v2},
+    {"cuMemPrefetchAsync_v2_ptsz", offsetof(struct real_cuda, cuMemPrefetchAsync_v2_ptsz), (void *)cuMemPrefetchAsync_v2_ptsz},
+    {"cuMemPrefetchBatchAsync", offsetof(struct real_cuda, cuMemPrefetchBatchAsync), (void *)cuMemPrefetchBatchAsync},
+    {"cuMemPrefetchBatchAsync_ptsz", offsetof(struct real_cuda, cuMemPrefetchBatchAsync_ptsz), (void *)cuMemPrefetchBatchAsync_ptsz},
+    {"cuMemDiscardAndPrefetchBatchAsync", offsetof(struct real_cuda, cuMemDiscardAndPrefetchBatchAsync), (void *)cuMemDiscardAndPrefetchBatchAsync},
+    {"cuMemDiscardAndPrefetchBatchAsync_ptsz", offsetof(struct real_cuda, cuMemDiscardAndPrefetchBatchAsync_ptsz), (void *)cuMemDiscardAndPrefetchBatchAsync_ptsz},
     {"cuStreamDestroy", offsetof(struct real_cuda, cuStreamDestroy), (void *)cuStreamDestroy},
     {"cuStreamDestroy_v2", offsetof(struct real_cuda, cuStreamDestroy_v2), (void *)cuStreamDestroy_v2},
     {"cuStreamWaitEvent", offsetof(struct real_cuda, cuStreamWaitEvent), (void *)cuStreamWaitEvent},

@@ -524,6 +524,16 @@ static cold void gate_start(struct gate *g, unsigned device)
     prim_lock(&g->lock);
 }
 
+void gate_watch(int device)
+{
+    struct gate *g = &gate_devices[device];
+
+    prim_lock(&g->lock);
+    if (!g->started)
+        gate_start(g, (unsigned)device);
+    prim_unlock(&g->lock);
+}
+
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 {
     const struct grant_device *grant;

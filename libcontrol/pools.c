@@ -16,11 +16,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define POOLS_UNIT      (32ull << 20)
-#define POOLS_N_BUCKETS 64
-#define POOLS_CHUNK     4096
-#define POOLS_WAIT_NS   (10 * NS_PER_US)
-#define POOLS_N_WAITS   200
+#define POOLS_UNIT        (32ull << 20)
+#define POOLS_N_BUCKETS   64
+#define POOLS_CHUNK       4096
+#define POOLS_WAIT_NS     (10 * NS_PER_US)
+#define POOLS_N_WAITS     200
+#define POOLS_DISTRUST_NS (100 * NS_PER_MS)
 
 enum pool_state {
     POOL_FREE,   /* nobody's place */
@@ -37,6 +38,7 @@ struct pool {
     uint32_t state;
     uint32_t n_askers; /* threads that ask it without the application's leave */
     uint32_t trusting; /* a thread takes a block that may make it grow unclaimed */
+    uint64_t trust_at; /* not before: it grew when it was trusted last */
     struct held held;
 };
 
@@ -171,6 +173,8 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
         atomic_store_seq_cst(&pool->state, POOL_LIVE);
     }
     prim_unlock(&pools_lock);
+    if (device >= 0)
+        gate_watch(device); /* what the pool gives back by itself is seen by the helper */
     errno = saved;
     return pool;
 }
@@ -274,6 +278,9 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
  */
 static bool pool_trust(struct pool *pool)
 {
+    if (prim_now() < atomic_load_relaxed(&pool->trust_at) ||
+        account_used(pool->device) > account_limit(pool->device))
+        return false;
     for (int attempt = 0; __atomic_exchange_n(&pool->trusting, 1, __ATOMIC_ACQUIRE); attempt++) {
         if (attempt == POOLS_N_WAITS)
             return false;
@@ -336,6 +343,7 @@ static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64
 /* The pool grew beyond the quota: the block goes back, in the order of its stream. */
 static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
 {
+    atomic_store_relaxed(&pool->trust_at, prim_now() + POOLS_DISTRUST_NS);
     driver->cuMemFreeAsync(*dptr, stream);
     *dptr = 0;
     pools_squeeze(pool->device);

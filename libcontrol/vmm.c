@@ -384,12 +384,14 @@ static CUresult arrays_mapped(const CUarrayMapInfo *list, unsigned int count, CU
 CONTROL_EXPORT CUresult cuMemMapArrayAsync(CUarrayMapInfo *mapInfoList, unsigned int count,
                                            CUstream hStream)
 {
+    copy_note_small();
     return arrays_mapped(mapInfoList, count, real->cuMemMapArrayAsync(mapInfoList, count, hStream));
 }
 
 CONTROL_EXPORT CUresult cuMemMapArrayAsync_ptsz(CUarrayMapInfo *mapInfoList, unsigned int count,
                                                 CUstream hStream)
 {
+    copy_note_small();
     return arrays_mapped(mapInfoList, count,
                          real->cuMemMapArrayAsync_ptsz(mapInfoList, count, hStream));
 }

@@ -170,6 +170,52 @@ def _batches() -> tuple[Fn, ...]:
     return tuple(rows)
 
 
+_BATCH_FETCH = (
+    "CUdeviceptr *dptrs, size_t *sizes, size_t count, CUmemLocation *prefetchLocs, "
+    "size_t *prefetchLocIdxs, size_t numPrefetchLocs, unsigned long long flags, CUstream hStream"
+)
+
+# Managed memory that is fetched moves between host and device.
+_FETCHES: tuple[Fn, ...] = (
+    *with_ptsz(
+        Fn(
+            "cuMemPrefetchAsync",
+            "CUdeviceptr devPtr, size_t count, CUdevice dstDevice, CUstream hStream",
+            "copy",
+            copy="copy_host(count)",
+            stream="hStream",
+        )
+    ),
+    *with_ptsz(
+        Fn(
+            "cuMemPrefetchAsync_v2",
+            "CUdeviceptr devPtr, size_t count, CUmemLocation location, unsigned int flags, "
+            "CUstream hStream",
+            "copy",
+            copy="copy_host(count)",
+            stream="hStream",
+        )
+    ),
+    *with_ptsz(
+        Fn(
+            "cuMemPrefetchBatchAsync",
+            _BATCH_FETCH,
+            "copy",
+            copy="copy_host_batch(sizes, count)",
+            stream="hStream",
+        )
+    ),
+    *with_ptsz(
+        Fn(
+            "cuMemDiscardAndPrefetchBatchAsync",
+            _BATCH_FETCH,
+            "copy",
+            copy="copy_host_batch(sizes, count)",
+            stream="hStream",
+        )
+    ),
+)
+
 _COPIES: tuple[Fn, ...] = (
     *_both(
         "cuMemcpy", f"CUdeviceptr dst, CUdeviceptr src, {_BYTES}", "copy_any(dst, src, ByteCount)"
@@ -220,4 +266,4 @@ _STREAMS: tuple[Fn, ...] = (
     *with_ptsz(Fn("cuStreamEndCapture", "CUstream hStream, CUgraph *phGraph", "custom")),
 )
 
-ROWS: tuple[Fn, ...] = (*_LAUNCHES, *_COPIES, *_STREAMS)
+ROWS: tuple[Fn, ...] = (*_LAUNCHES, *_COPIES, *_FETCHES, *_STREAMS)

@@ -123,6 +123,7 @@ class Container:
         self.devices = devices
         self.directory = Path(config.runtime_dir) / "containers" / self.key
         self.confirmed = False
+        self._context_bytes = config.context_memory
         self._pidfd = pidfd
         self._runners = [runners[device.uuid] for device in devices]
         self._tenants: list[int] = []
@@ -315,7 +316,8 @@ class Container:
             use = process.uses[device]
             if look is not None:
                 seen = look.seen.get(process.pid, 0)
-                use.debt.look(look.began_ns, seen, before.get(process, Charge()), charge)
+                books = before.get(process, Charge()), charge
+                use.debt.look(look.began_ns, seen, *books, self._context_bytes)
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)

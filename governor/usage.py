@@ -20,6 +20,12 @@ Key = TypeVar("Key", bound=Hashable)
 WINDOW_NS = 1_000_000_000
 """Utilisation is of so long a time."""
 
+NEW_NS = 300_000_000
+"""So long after its creation NVML may not list a context."""
+
+MOST_CONTEXTS = 64
+"""Of one process on one GPU; what says more is nonsense."""
+
 
 @dataclass(frozen=True)
 class Charge:
@@ -31,6 +37,7 @@ class Charge:
     provisional_ns: int = 0
     busy_ns: int = 0
     returned: int = 0
+    contexts: int = 0
 
     @property
     def attributed(self) -> int:
@@ -50,13 +57,21 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
     base = layout.ledger_device(slot, device)
     # The sum before what was given back: one that is given back in between is in both.
-    memory, unseen, returned, provisional, provisional_ns, busy_ns = (
+    memory, unseen, returned, provisional, provisional_ns, busy_ns, contexts = (
         pages.read(ledger, base, "ledger_device", name)
-        for name in ("memory", "unseen", "returned", "provisional", "provisional_ns", "busy_ns")
-    )
+        for name in (
+            "memory", "unseen", "returned", "provisional", "provisional_ns", "busy_ns", "contexts",
+        )
+    )  # fmt: skip
     memory = min(memory, whole)
     return Charge(
-        memory, min(unseen, memory), min(provisional, whole), provisional_ns, busy_ns, returned
+        memory,
+        min(unseen, memory),
+        min(provisional, whole),
+        provisional_ns,
+        busy_ns,
+        returned,
+        min(contexts, MOST_CONTEXTS),
     )
 
 
@@ -67,18 +82,27 @@ class Debt:
     one during which they moved says what it took at least: NVML saw no more of the books than all
     that they held before it or were charged meanwhile. An allocation that is charged and not made
     yet makes a look say too little, so the largest of a second counts, unless the process has said
-    meanwhile that the driver took something, or gave it back.
+    meanwhile that the driver took something, or gave it back. NVML may not list a new context at
+    once: for a moment it counts for what it is expected to take.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self._known: deque[tuple[int, int]] = deque()
         self._last_ns = 0
+        self._new_until_ns = 0
 
-    def look(self, began_ns: int, seen: int, before: Charge, after: Charge) -> int:
-        """Return the debt after a look that began at `began_ns`, bytes, at most `seen`."""
+    def look(
+        self, began_ns: int, seen: int, before: Charge, after: Charge, context_bytes: int = 0
+    ) -> int:
+        """Return the debt after a look that began at `began_ns`, bytes.
+
+        It is at most `seen`, or what the contexts are expected to take while one of them is new.
+        """
         changed = self._last_ns < after.provisional_ns <= began_ns
         self._last_ns = began_ns
+        if changed:
+            self._new_until_ns = after.provisional_ns + NEW_NS
         if (before.memory, before.unseen, before.returned) == (
             after.memory,
             after.unseen,
@@ -89,12 +113,16 @@ class Debt:
             self._known.append((began_ns, max(0, seen - after.attributed)))
             while self._known[0][0] < began_ns - WINDOW_NS:
                 self._known.popleft()
-            self.bytes = min(seen, max(value for _, value in self._known))
+            debt = max(value for _, value in self._known)
         else:
-            charged = after.memory - min(before.unseen, after.unseen)
-            charged += max(0, after.returned - before.returned)
+            returned = max(0, after.returned - before.returned)
+            least = seen - (after.memory + returned - min(before.unseen, after.unseen))
+            most = seen - max(0, before.memory - returned - max(before.unseen, after.unseen))
             late = after.provisional if changed else 0
-            self.bytes = min(seen, max(seen - charged, self.bytes + late))
+            debt = max(least, self.bytes, min(self.bytes + late, most))
+        self.bytes = min(seen, debt)
+        if began_ns < self._new_until_ns:
+            self.bytes = max(self.bytes, after.contexts * context_bytes)
         return self.bytes
 
 

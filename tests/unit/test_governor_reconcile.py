@@ -268,6 +268,26 @@ def test_what_the_driver_gave_back_is_no_debt_from_the_next_look_on() -> None:
     assert debt.look(10, 0, gave, gave) == 0
 
 
+def test_a_context_counts_before_nvml_lists_it() -> None:
+    debt = Debt()
+    new = Charge(provisional=500, provisional_ns=SECOND, contexts=1)
+    assert debt.look(SECOND + 1, 0, new, new, 500) == 500
+    assert debt.look(SECOND + SECOND // 10, 480, new, new, 500) == 500
+    assert debt.look(2 * SECOND, 480, new, new, 500) == 480
+
+
+def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
+    """A claim is charged while the driver makes it, and provisional afterwards."""
+    debt = Debt()
+    making = Charge(memory=500, unseen=500)
+    assert debt.look(SECOND, 500, making, making, 500) == 500
+    # The next look comes while the process fills its memory.
+    made = Charge(memory=300, provisional=500, provisional_ns=SECOND + 5, contexts=1)
+    more = Charge(memory=400, provisional=500, provisional_ns=SECOND + 5, contexts=1)
+    assert debt.look(SECOND + 10, 850, made, more, 500) == 550
+    assert debt.look(SECOND + 20, 900, more, more, 500) == 500
+
+
 def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
     debt = Debt()
     before = Charge(memory=300, provisional=500, provisional_ns=5)

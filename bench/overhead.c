@@ -1,18 +1,23 @@
 /*
  * What calls of the driver API cost the caller, on any libcuda.so.1.
  *
- *   overhead MEASURE... [--samples N] [--calls N] [--bytes N] [--leave-file F]
+ *   overhead MEASURE... [--samples N] [--calls N] [--bytes N] [--leave-file F] [--against LIBRARY]
  *
- * Measures: launch        cuLaunchKernel of an empty kernel, mean of a batch
- *           launch-median the same in groups of eight, the median group of a batch: not the calls
- * that wait alloc-async   cuMemAllocAsync and cuMemFreeAsync alloc         cuMemAlloc and
- * cuMemFree, with no block of ours alive but that one alloc-1000    the same with 1,000 blocks
- * alive; alloc-100000 likewise memory-info   cuMemGetInfo look-up-ours  cuGetProcAddress of
- * cuLaunchKernel look-up       cuGetProcAddress of cuEventQuery load          dlopen of
- * libcuda.so.1, each in a process of its own
+ * Measures, one a line:
+ *
+ * - launch: cuLaunchKernel of an empty kernel, mean of a batch;
+ * - launch-median: the same in groups of eight, the median group of a batch: not those that wait;
+ * - alloc-async: cuMemAllocAsync and cuMemFreeAsync;
+ * - alloc: cuMemAlloc and cuMemFree, with no block of ours alive but that one;
+ * - alloc-1000, alloc-100000: the same with so many blocks alive;
+ * - memory-info: cuMemGetInfo;
+ * - look-up-ours, look-up: cuGetProcAddress of cuLaunchKernel, of cuEventQuery;
+ * - load: dlopen of libcuda.so.1, each in a process of its own.
  *
  * A sample is the ns that one call (one pair of calls) of a batch of --calls took; a batch's work
- * is waited for outside of the measured time. Prints one JSON object: a list of --samples numbers
+ * is waited for outside of the measured time. With --against each sample is a pair: of the named
+ * library, which libcuda.so.1 has loaded, and of libcuda.so.1 itself, in one process and in turn
+ * (A B B A); there is no load then. Prints one JSON object: a list of --samples numbers
  * for each measure. Like the burner it needs no toolkit and knows nothing of Tidegate.
  */
 #include <dlfcn.h>
@@ -27,22 +32,34 @@
 
 typedef void *handle;
 
-static int (*cuInit)(unsigned);
-static int (*cuDeviceGet)(int *, int);
-static int (*cuDevicePrimaryCtxRetain)(handle *, int);
-static int (*cuCtxSetCurrent)(handle);
-static int (*cuModuleLoadData)(handle *, const void *);
-static int (*cuModuleGetFunction)(handle *, handle, const char *);
-static int (*cuStreamCreate)(handle *, unsigned);
-static int (*cuStreamSynchronize)(handle);
-static int (*cuMemAlloc)(unsigned long long *, size_t);
-static int (*cuMemFree)(unsigned long long);
-static int (*cuMemAllocAsync)(unsigned long long *, size_t, handle);
-static int (*cuMemFreeAsync)(unsigned long long, handle);
-static int (*cuMemGetInfo)(size_t *, size_t *);
-static int (*cuGetProcAddress)(const char *, void **, int, uint64_t, int *);
-static int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                             unsigned, handle, void **, void **);
+/* Name of ours, name in the library, parameters. */
+#define FUNCTIONS(F)                                                                               \
+    F(cuInit, cuInit, (unsigned))                                                                  \
+    F(cuDeviceGet, cuDeviceGet, (int *, int))                                                      \
+    F(cuDevicePrimaryCtxRetain, cuDevicePrimaryCtxRetain, (handle *, int))                         \
+    F(cuCtxSetCurrent, cuCtxSetCurrent, (handle))                                                  \
+    F(cuModuleLoadData, cuModuleLoadData, (handle *, const void *))                                \
+    F(cuModuleGetFunction, cuModuleGetFunction, (handle *, handle, const char *))                  \
+    F(cuStreamCreate, cuStreamCreate, (handle *, unsigned))                                        \
+    F(cuStreamSynchronize, cuStreamSynchronize, (handle))                                          \
+    F(cuMemAlloc, cuMemAlloc_v2, (unsigned long long *, size_t))                                   \
+    F(cuMemFree, cuMemFree_v2, (unsigned long long))                                               \
+    F(cuMemAllocAsync, cuMemAllocAsync, (unsigned long long *, size_t, handle))                    \
+    F(cuMemFreeAsync, cuMemFreeAsync, (unsigned long long, handle))                                \
+    F(cuMemGetInfo, cuMemGetInfo_v2, (size_t *, size_t *))                                         \
+    F(cuGetProcAddress, cuGetProcAddress_v2, (const char *, void **, int, uint64_t, int *))        \
+    F(cuLaunchKernel, cuLaunchKernel,                                                              \
+      (handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, handle,       \
+       void **, void **))
+
+#define POINTER(ours, theirs, parameters) static int(*ours) parameters;
+FUNCTIONS(POINTER)
+
+/* The same of both libraries, where two are compared. */
+static struct functions {
+#define MEMBER(ours, theirs, parameters) int(*ours) parameters;
+    FUNCTIONS(MEMBER)
+} original, governed;
 
 /* By a name and with a parameter that a simulated GPU knows as well. */
 static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
@@ -52,6 +69,7 @@ static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
 static handle stream, empty;
 static unsigned n_samples = 30, n_calls = 200, n_blocks;
 static size_t n_bytes = 65536;
+static const char *against;
 
 static void check(int result, const char *what)
 {
@@ -97,22 +115,10 @@ static void start(void)
     handle context, module;
     int device;
 
-#define LOAD(variable, name) load(library, (void *)&variable, name)
-    LOAD(cuInit, "cuInit");
-    LOAD(cuDeviceGet, "cuDeviceGet");
-    LOAD(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-    LOAD(cuCtxSetCurrent, "cuCtxSetCurrent");
-    LOAD(cuModuleLoadData, "cuModuleLoadData");
-    LOAD(cuModuleGetFunction, "cuModuleGetFunction");
-    LOAD(cuStreamCreate, "cuStreamCreate");
-    LOAD(cuStreamSynchronize, "cuStreamSynchronize");
-    LOAD(cuMemAlloc, "cuMemAlloc_v2");
-    LOAD(cuMemFree, "cuMemFree_v2");
-    LOAD(cuMemAllocAsync, "cuMemAllocAsync");
-    LOAD(cuMemFreeAsync, "cuMemFreeAsync");
-    LOAD(cuMemGetInfo, "cuMemGetInfo_v2");
-    LOAD(cuGetProcAddress, "cuGetProcAddress_v2");
-    LOAD(cuLaunchKernel, "cuLaunchKernel");
+#define LOAD(ours, theirs, parameters)                                                             \
+    load(library, (void *)&governed.ours, #theirs);                                                \
+    ours = governed.ours;
+    FUNCTIONS(LOAD)
     check(cuInit(0), "cuInit");
     check(cuDeviceGet(&device, 0), "cuDeviceGet");
     check(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
@@ -120,6 +126,25 @@ static void start(void)
     check(cuModuleLoadData(&module, ptx), "cuModuleLoadData");
     check(cuModuleGetFunction(&empty, module, "burn"), "cuModuleGetFunction");
     check(cuStreamCreate(&stream, 1), "cuStreamCreate");
+}
+
+/* The library that the other one has behind it. */
+static void start_against(const char *name)
+{
+    void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+
+    if (!library) {
+        fprintf(stderr, "overhead: %s is not loaded\n", name);
+        exit(1);
+    }
+#define LOAD_ORIGINAL(ours, theirs, parameters) load(library, (void *)&original.ours, #theirs);
+    FUNCTIONS(LOAD_ORIGINAL)
+}
+
+static void use(const struct functions *which)
+{
+#define USE(ours, theirs, parameters) ours = which->ours;
+    FUNCTIONS(USE)
 }
 
 /* ---- what is measured: one call, or one pair ---- */
@@ -260,20 +285,43 @@ static const struct measure {
     {"alloc-100000", do_alloc, 100000, 0},
 };
 
+static double sample(const struct measure *m, char *self, double *groups)
+{
+    double result;
+
+    if (!m->call)
+        return load_once(self);
+    result = m->median ? batch_median(m->call, groups) : batch(m->call);
+    check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    return result;
+}
+
 static void run(const struct measure *m, char *self)
 {
     double *groups = calloc(n_calls, sizeof *groups);
 
     keep_blocks(m->blocks);
     for (unsigned i = 0; i < n_samples + 2; i++) {
-        double sample = !m->call    ? load_once(self)
-                        : m->median ? batch_median(m->call, groups)
-                                    : batch(m->call);
+        const char *separator = i == 2 ? "" : ", ";
+        double of[2];
 
-        if (m->call)
-            check(cuStreamSynchronize(stream), "cuStreamSynchronize");
-        if (i >= 2) /* two to warm up */
-            printf("%s%.1f", i == 2 ? "" : ", ", sample);
+        if (against) {
+            for (unsigned k = 0; k < 2; k++) {
+                unsigned which = (i + k) % 2;
+
+                use(which ? &governed : &original);
+                of[which] = sample(m, self, groups);
+            }
+            use(&governed);
+        } else {
+            of[0] = sample(m, self, groups);
+        }
+        if (i < 2) /* two to warm up */
+            continue;
+        if (against)
+            printf("%s[%.1f, %.1f]", separator, of[0], of[1]);
+        else
+            printf("%s%.1f", separator, of[0]);
     }
     free(groups);
 }
@@ -290,6 +338,8 @@ int main(int argc, char **argv)
         return 0;
     }
     for (int i = 1; i + 1 < argc; i++) {
+        if (!strcmp(argv[i], "--against"))
+            against = argv[i + 1];
         if (!strcmp(argv[i], "--leave-file"))
             leave_file = argv[i + 1];
         if (!strcmp(argv[i], "--samples"))
@@ -304,6 +354,8 @@ int main(int argc, char **argv)
         return 64;
     }
     start();
+    if (against)
+        start_against(against);
     for (size_t k = 0; k < sizeof measures / sizeof *measures; k++) {
         for (int i = 1; i < argc; i++) {
             if (strcmp(argv[i], measures[k].name))

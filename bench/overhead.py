@@ -5,6 +5,10 @@ process, and writes overhead.json with every sample. With `--stub` the driver is
 functions return at once, so that what is left is the control library's own cost; then there is no
 container, but a grant page alone. With `--step` it compares steps of PyTorch: bench.step.
 
+Then the same in one governed process, which has both libraries: ours, and the original behind it;
+each sample of one beside one of the other. There no process differs from another, which costs a
+launch some 100 ns here and there.
+
 A pair is a native run and the governed one beside it. The difference is the median over the pairs
 of the difference of a run's medians, its interval a bootstrap of the pairs.
 """
@@ -39,8 +43,20 @@ ALONE = (
     "alloc", "alloc-1000", "alloc-100000",
 )  # fmt: skip
 """What is measured alone, with an open grant."""
+WITHIN = tuple(name for name in ALONE if name != "load")
+"""What is measured against the original in the same process, where no other process differs."""
+AGAINST = ("--against", "libcuda-origin.so.1")
+
 BESIDE = ("launch-median",)
 """What is measured while somebody else wants the GPU: of the calls that wait, nothing."""
+
+TITLES = {
+    "alone": "alone",
+    "within": "alone, both in one process",
+    "beside": "while somebody else waits",
+    "within_beside": "while somebody else waits, both in one process",
+}
+"""The parts of a report."""
 
 STUB_UUID = b"tidegate stub 0."
 RUN_S = 120.0
@@ -105,6 +121,21 @@ def read_samples(text: str, measures: Sequence[str]) -> Samples:
     return {name: [float(value) for value in found[name]] for name in measures}
 
 
+def read_pairs(text: str, measures: Sequence[str]) -> list[dict[str, Samples]]:
+    """Return each pair of samples of a process that had both libraries, as a run of its own."""
+    found = last_json(text)
+    if sorted(found) != sorted(measures):
+        last = text.strip().splitlines()[-1:] or ["it said nothing"]
+        raise MachineError(f"the program did not measure everything: {last[0][:200]}")
+    return [
+        {
+            "native": {name: [float(found[name][i][0])] for name in measures},
+            "governed": {name: [float(found[name][i][1])] for name in measures},
+        }
+        for i in range(len(found[measures[0]]))
+    ]
+
+
 def run_program(command: Sequence[str], environment: dict[str, str]) -> str:
     """Run the program outside of a container and return its output."""
     done = subprocess.run(
@@ -144,9 +175,17 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
 
         arms = {name: arm(name) for name in ("native", "governed")}
         report["alone"] = run_pairs(arms, ALONE, args.pairs)
+
+        def within(measures: Sequence[str]) -> list[dict[str, Samples]]:
+            environment = {"LD_LIBRARY_PATH": str(args.output / "governed")}
+            command = room.command(*program, *measures, *AGAINST)
+            return read_pairs(run_program(command, environment), measures)
+
+        report["within"] = within(WITHIN)
         # Not until its end: what a hand-over costs is not the library's own cost.
         room.grant_until(time.monotonic_ns() + 10**13)
         report["beside"] = run_pairs(arms, BESIDE, args.pairs)
+        report["within_beside"] = within(BESIDE)
     return report
 
 
@@ -165,25 +204,36 @@ class Contained:
 
     def alone(self, measures: Sequence[str]) -> Samples:
         """Run with the whole GPU, and nobody else there."""
-        return self._run(measures, compute="100")
+        return read_samples(self._run(measures, compute="100"), measures)
 
     def beside(self, measures: Sequence[str]) -> Samples:
         """Run with half of the GPU while a neighbour with the other half keeps it busy."""
+        return read_samples(self._run_beside(measures), measures)
+
+    def within(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
+        """Run alone, against the original in the same process."""
+        return read_pairs(self._run([*measures, *AGAINST], compute="100"), measures)
+
+    def within_beside(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
+        """Run against the original in the same process, beside a neighbour."""
+        return read_pairs(self._run_beside([*measures, *AGAINST]), measures)
+
+    def _run_beside(self, arguments: Sequence[str]) -> str:
         machine = self.node.machine
         busy = [*machine.command("burner-500", inside=True), "--seconds", str(RUN_S)]
         neighbour = self.start([*busy, "--wait-file", "/out/begin"], compute="50")
         self.node.wait_ready([neighbour.out / "begin.ready"], 60)
         (neighbour.out / "begin").touch()
-        samples = self._run(measures, compute="50")
+        output = self._run(arguments, compute="50")
         if neighbour.process.poll() is not None:
             raise MachineError("the neighbour ended before the measurement")
         self.node.kill(neighbour)
         self.node.wait(neighbour, 30)
         self.node.running.remove(neighbour)
-        return samples
+        return output
 
-    def _run(self, measures: Sequence[str], **annotations: str) -> Samples:
-        command = ["/usr/bin/overhead", *self.options, *measures, "--leave-file", "/out/leave"]
+    def _run(self, arguments: Sequence[str], **annotations: str) -> str:
+        command = ["/usr/bin/overhead", *self.options, *arguments, "--leave-file", "/out/leave"]
         container = self.start(command, **annotations)
         self.node.wait_ready([container.out / "leave.ready"], RUN_S)
         self.node.look()
@@ -193,7 +243,7 @@ class Contained:
         if not container.seen["devices"][0]["launches"]:
             raise MachineError("the governor saw no launch: the run was not governed")
         self.node.running.remove(container)
-        return read_samples(container.output, measures)
+        return container.output
 
 
 def measure_node(args: argparse.Namespace) -> dict[str, Any]:
@@ -236,6 +286,8 @@ def measure_node(args: argparse.Namespace) -> dict[str, Any]:
         report["beside"] = run_pairs(
             {"native": native_beside, "governed": contained.beside}, BESIDE, max(args.pairs // 2, 2)
         )
+        report["within"] = contained.within(WITHIN)
+        report["within_beside"] = contained.within_beside(BESIDE)
         report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}
     return report
 
@@ -268,7 +320,7 @@ def gpu_name(machine: Machine) -> str:
 def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
     """Return what the runs of a report come to."""
     summarise_one = summarise_steps if "train" in report else summarise
-    kinds = [kind for kind in ("alone", "beside", "train", "decode") if kind in report]
+    kinds = [kind for kind in (*TITLES, "train", "decode") if kind in report]
     return {kind: summarise_one(report[kind]) for kind in kinds}
 
 
@@ -277,8 +329,8 @@ def print_tables(summary: dict[str, Any]) -> None:
     if "train" in summary:
         print(f"\nms a step\n{render_steps(summary)}")
         return
-    for kind, title in (("alone", "alone, ns"), ("beside", "with a grant that ends, ns")):
-        print(f"\n{title}\n{render_table(summary[kind])}")
+    for kind, title in TITLES.items():
+        print(f"\n{title}, ns\n{render_table(summary[kind])}")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

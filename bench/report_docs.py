@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench.overhead import TITLES
 from bench.plot import render
 from bench.provenance import ROOT
 from bench.report import chart_of, size
@@ -55,8 +56,10 @@ OVERHEAD = """\
 difference is the median over the pairs of runs, with the 95 % interval of a bootstrap of the
 pairs. `alloc-1000` is `cuMemAlloc` and `cuMemFree` with 1,000 blocks alive, and so on; `load` is a
 process's `dlopen` of libcuda.so.1; `look-up-ours` is `cuGetProcAddress` of a function that the
-control library replaces. Over the stub, a driver whose functions return at once, the difference is
-the control library's own cost, without a container around it.
+control library replaces. "Both in one process" is one governed process that has our library and
+the original behind it and calls each in turn, so that no process differs from another. Over the
+stub, a driver whose functions return at once, the difference is the control library's own cost,
+without a container around it.
 """
 
 PROGRAMS = """\
@@ -193,7 +196,7 @@ def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(f"### {where_run}, {result['date'][:10]}")
         rows = [
             (
-                f"{measure}, {'alone' if kind == 'alone' else 'while somebody else waits'}",
+                f"{measure}, {TITLES[kind]}",
                 *(f"{one[key]:,.1f}" for key in ("native_ns", "governed_ns", "difference_ns")),
                 f"{one['low_ns']:,.1f} to {one['high_ns']:,.1f}",
             )

@@ -54,9 +54,30 @@ void gate_visit_end(struct gate_visit *visit)
 
 /* ---- captures ---- */
 
+/*
+ * A capture is about to begin. From here on nobody records an event in a stream that he has not
+ * just launched into, and who is at it has ended: an event that gets into the capture instead would
+ * break it when it is asked about.
+ */
 void gate_capture_began(void)
 {
-    atomic_add_relaxed(&n_captures, 1);
+    int saved = errno;
+
+    atomic_add_seq_cst(&n_captures, 1);
+    for (unsigned device = 0; device < pages_n_devices() && !visiting; device++) {
+        struct gate *g = &gate_devices[device];
+
+        if (!atomic_load_acquire(&g->started))
+            continue;
+        prim_lock(&g->lock);
+        while (g->n_marking) {
+            prim_unlock(&g->lock);
+            prim_sleep(20 * NS_PER_US);
+            prim_lock(&g->lock);
+        }
+        prim_unlock(&g->lock);
+    }
+    errno = saved;
 }
 
 void gate_capture_failed(void)
@@ -183,22 +204,17 @@ static void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint
     queue_mark_end(&g->queue, &mark, recorded, ledger);
 }
 
-/* Marks what runs in the current context's streams. The lock is held before and after. */
+/* Marks what runs in the current context's streams, unless something captures. The lock is held
+ * before and after. */
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger)
 {
     struct queue_stream *s;
 
-    for (unsigned at = 0; (s = queue_next_tail(&g->queue, ctx, &at));) {
-        CUstream stream = s->stream;
-        uint32_t serial = s->serial;
-        bool capturing;
-
-        gate_unlock_for_call(g);
-        capturing = queue_capturing(stream);
-        gate_lock_after_call(g);
-        if (!capturing && s->used && s->serial == serial)
-            gate_mark(g, s, s->era, prim_now(), ledger);
-    }
+    g->n_marking++;
+    for (unsigned at = 0;
+         !atomic_load_seq_cst(&n_captures) && (s = queue_next_tail(&g->queue, ctx, &at));)
+        gate_mark(g, s, s->era, prim_now(), ledger);
+    g->n_marking--;
 }
 
 /* Takes the markers that were reached and corrects the model by them. The lock is held before and

@@ -32,7 +32,8 @@ struct gate {
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is asking the driver about the oldest marker */
     uint32_t epoch;
-    unsigned n_calls; /* threads in a driver call that uses events of the queue */
+    unsigned n_calls;   /* threads in a driver call that uses events of the queue */
+    unsigned n_marking; /* threads that mark streams which others use */
     uint64_t last_launch;
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;

@@ -167,7 +167,7 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     if (!pool)
         pool = pool_place(handle);
     if (pool && atomic_load_acquire(&pool->state) == POOL_FREE) {
-        pool->device = device;
+        atomic_store_relaxed(&pool->device, device);
         pool->unseen = unseen;
         atomic_store_release(&pool->handle, handle);
         atomic_store_seq_cst(&pool->state, POOL_LIVE);
@@ -453,7 +453,7 @@ void pools_refresh(int device)
 {
     for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
         for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
-            if (pool->device == device && pool_approach(pool)) {
+            if (atomic_load_relaxed(&pool->device) == device && pool_approach(pool)) {
                 pool_settle(pool, 0);
                 pool_retreat(pool);
             }
@@ -470,7 +470,7 @@ cold bool pools_squeeze(int device)
     account_relax(&mode);
     for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
         for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
-            if (pool->device == device && pool_approach(pool)) {
+            if (atomic_load_relaxed(&pool->device) == device && pool_approach(pool)) {
                 driver->cuMemPoolTrimTo(pool->handle, 0);
                 pool_settle(pool, 0);
                 pool_retreat(pool);
@@ -487,7 +487,7 @@ cold void pools_hand_over(int device)
 
     for (unsigned i = 0; i < POOLS_N_BUCKETS; i++)
         for (struct pool *pool = atomic_load_acquire(&buckets[i]); pool; pool = pool->next)
-            if (pool->device == device && atomic_load_acquire(&pool->state) == POOL_LIVE) {
+            if (atomic_load_acquire(&pool->state) == POOL_LIVE && pool->device == device) {
                 pool_hush(pool);
                 pool_hand_over(pool);
             }

@@ -254,11 +254,86 @@ def add_step(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(f"{result['configuration']['pairs']} pairs of runs. {where(result)}")
 
 
+MEMORY = """\
+## A memory quota under attack
+
+`python -m bench.memory`: processes of one container allocate and free at random, in eight threads
+each and in every way there is, and some are killed. What is used of the GPU is asked of the
+driver's own NVML a hundred times a second; what a context takes and NVML attributes to nobody is
+left out. Then one process takes all it can.
+"""
+
+JUDGE = """\
+## Every function of the driver API
+
+`python -m tests.gpu.judge` calls each function that `cuda.h` declares, natively and under a
+quota, and looks by other means than ours at what it does: memory by NVML, GPU time by events of
+the original driver. What takes memory has to move the container's account, what works has to pass
+the gate or be counted. "Found within a second" is what the driver takes by itself, which the
+governor finds by NVML.
+"""
+
+
+def add_memory(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A row for each run."""
+    page.add(MEMORY)
+    rows = []
+    for result in results.values():
+        one, settings = result["summary"], result["configuration"]
+        rows.append(
+            (
+                f"{result['gpu']['name']}, {result['date'][:10]}",
+                size(settings["limit"]),
+                f"{one['allocations']:,}",
+                f"{one['refused']:,}",
+                str(one["killed"]),
+                f"{one['beyond'] / 2**20:+,.1f} MiB",
+                f"{one['full'] / 2**20:,.1f} MiB",
+                f"{one['returned_ms']:.1f} ms",
+            )
+        )
+    head = (
+        "GPU", "quota", "allocations", "refused", "killed", "most used, beyond the quota",
+        "filled to", "a dead process's memory is back after",
+    )  # fmt: skip
+    page.table(head, rows, "lrrrrrrr")
+    for result in results.values():
+        page.add(where(result))
+
+
+def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """The numbers of each run, and what they stand for."""
+    page.add(JUDGE)
+    for result in results.values():
+        one, gpu = result["summary"], result["gpu"]
+        page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
+        page.add(
+            f"{one['functions']} functions in {one['calls']} calls: {one['proven']} as they should"
+            f" be ({len(one['untimed'])} of them without a look at GPU time), {len(one['failed'])}"
+            f" failed, {len(one['unproven'])} prove nothing here."
+        )
+        if one["failed"]:
+            page.add("\n".join(f"- failed: {name}" for name in one["failed"]))
+        page.add("Found within a second: " + ", ".join(one["found_late"]) + ".")
+        reasons: dict[str, list[str]] = {}
+        for name, why in one["unproven"].items():
+            reasons.setdefault(why, []).append(name)
+        page.add(
+            "\n".join(
+                f"- {why}: {', '.join(f'`{name}`' for name in names)}"
+                for why, names in reasons.items()
+            )
+        )
+        page.add(where(result))
+
+
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "mirror": add_mirror,
     "overhead": add_overhead,
     "step": add_step,
+    "memory": add_memory,
+    "judge": add_judge,
     "programs": add_programs,
 }
 

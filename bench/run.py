@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.memory import judge as judge_memory
+from bench.memory import longest_stretch
 from bench.mirror import faults
 from bench.overhead import summarise_report
 from bench.progress import ProgressError, mean_abs_error_pp
@@ -180,7 +182,68 @@ def programs(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def memory(options: argparse.Namespace) -> dict[str, Any]:
+    """A memory quota under attack, from the directory of a run of bench.memory."""
+    report = read_json(options.source / "memory.json")
+    run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("wrong")
+    name_commit(run, options.commit)
+    if claimed != judge_memory(report):
+        raise ResultError("the samples do not give what the report says is wrong")
+    most = report["limit"] + report["nobodys"] * report["processes"]
+    used = [(at, value) for at, value, _ in report["samples"]]
+    return {
+        "suite": "memory",
+        **run,
+        "gpu": gpu,
+        "configuration": {name: report[name] for name in ("limit", "processes")},
+        "raw": report,
+        "summary": {
+            **{
+                name: report["hoard"][name]
+                for name in ("allocations", "refused", "killed", "left", "returned_ms")
+            },
+            "beyond": max(value for _, value in used) - most,
+            "stretch_s": longest_stretch(used, most),
+            "full": report["full"],
+            "wrong": claimed,
+        },
+    }
+
+
+JUDGED = ("outcome", "result", "gpu_us", "process", "device", "returned", "after")
+
+
+def judge(options: argparse.Namespace) -> dict[str, Any]:
+    """Every function of cuda.h, from the directory of a run of tests.gpu.judge."""
+    report = read_json(options.source / "report.json")
+    run = report.pop("run")
+    name_commit(run, options.commit)
+    numbers = {name: report[name] for name in ("functions", "calls", "proven")}
+    return {
+        "suite": "judge",
+        **run,
+        "gpu": report["gpu"],
+        "configuration": {},
+        "raw": {
+            # What a call did in both runs: its answer, GPU time, memory and the counters it moved.
+            "rows": [
+                [
+                    row["native"]["name"] + " " + row["native"].get("variant", ""),
+                    *({key: one.get(key) for key in JUDGED if key in one} for one in row.values()),
+                ]
+                for row in report["rows"]
+            ],
+        },
+        "summary": {
+            **numbers,
+            **{name: report[name] for name in ("failed", "unproven", "untimed", "found_late")},
+        },
+    }
+
+
 SUITES: dict[str, Suite] = {
+    "judge": judge,
+    "memory": memory,
     "mirror": mirror,
     "overhead": overhead,
     "programs": programs,

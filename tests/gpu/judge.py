@@ -23,8 +23,10 @@ from typing import Any
 
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
 from bench.node import Node
+from bench.overhead import gpu_name
 from bench.provenance import describe_run
 from libcontrol.coverage import read_declarations
+from vdriver.manifest import read_manifest
 
 SOURCE = Path(__file__).with_name("judge.c")
 LEAST_VERSION = 13000
@@ -277,16 +279,17 @@ def run_native(machine: Machine, program: Path, options: list[str]) -> str:
     return done.stdout
 
 
-def run_governed(machine: Machine, options: list[str], quota: int) -> str:
-    """Run the judge in a container that is alone, and return its lines."""
+def run_governed(machine: Machine, options: list[str], quota: int) -> tuple[str, str]:
+    """Run the judge in a container that is alone; return its lines and the driver's version."""
     with Node(machine) as node:
+        driver = read_manifest((node.driver_dir / "current").resolve()).version
         annotations = {"memory": str(quota), "compute": "100"}
         container = node.start("judge", ["/usr/bin/judge", *options], annotations)
         status = node.wait(container, RUN_S)
     if status:
         last = " ".join(container.output.strip().splitlines()[-2:])
         raise MachineError(f"the judge ended with {status} in a container: {last[-300:]}")
-    return container.output
+    return container.output, driver
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -320,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
         machine = JudgedSimulated(work, build) if args.simulated else JudgedNvidia(work, build)
         machine.program = program
         lines = {"native": run_native(machine, program, options)}
-        lines["governed"] = run_governed(machine, options, args.quota)
+        lines["governed"], driver = run_governed(machine, options, args.quota)
     except MachineError as e:
         print(f"judge: {e}", file=sys.stderr)
         return 1
@@ -339,6 +342,7 @@ def main(argv: list[str] | None = None) -> int:
     table = make_table(verdicts)
     report = {
         "run": describe_run(),
+        "gpu": {"kind": machine.kind, "name": gpu_name(machine), "driver": driver},
         "functions": len(set(declared)),
         "calls": len(verdicts),
         "proven": len(verdicts) - len(failed) - len(unproven),

@@ -102,6 +102,15 @@ class Look:
     samples: tuple[ProcessUse, ...] = ()
 
 
+def _hung_up(peer: socket.socket) -> bool:
+    try:
+        return not peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 class Container:
     """Made by an admission, ended by `close`."""
 
@@ -216,6 +225,9 @@ class Container:
             writer.close()
 
     def _admit_process(self, pid: int, own: socket.socket) -> None:
+        # A process that became another program has hung up, and comes again.
+        for known in [p for p in self._processes.values() if p.pid == pid and _hung_up(p.socket)]:
+            self._end_process(known.slot)
         slot = next(
             (i for i in range(layout.N_SLOTS) if i not in self._processes),
             None,

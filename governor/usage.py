@@ -121,8 +121,10 @@ class Debt:
             late = after.provisional if changed else 0
             debt = max(least, self.bytes, min(self.bytes + late, most))
         self.bytes = min(seen, debt)
-        if began_ns < self._new_until_ns:
-            self.bytes = max(self.bytes, after.contexts * context_bytes)
+        expected = after.contexts * context_bytes
+        # Half a context less is a context that is missing, and no better knowledge of its size.
+        if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
+            self.bytes = expected
         return self.bytes
 
 

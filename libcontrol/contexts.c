@@ -337,13 +337,23 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
     return result;
 }
 
+static void primary_forget(int device)
+{
+    CUcontext handle = device >= 0 ? atomic_load_acquire(&primaries[device].handle) : NULL;
+
+    if (handle)
+        gate_forget_context(handle);
+}
+
+/* Only the last release ends it: until then what is held in it stays held. */
 static void primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);
 
-    gate_forget_context(NULL);
-    if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1)
+    if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1) {
+        primary_forget(device);
         last_leaves(device);
+    }
 }
 
 static void primary_ends(CUdevice dev)
@@ -408,7 +418,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
     int device = pages_index_of(dev);
     CUresult result;
 
-    gate_forget_context(NULL);
+    primary_forget(device);
     if (device >= 0)
         pools_hand_over(device);
     result = real->cuDevicePrimaryCtxReset(dev);
@@ -421,7 +431,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
     int device = pages_index_of(dev);
     CUresult result;
 
-    gate_forget_context(NULL);
+    primary_forget(device);
     if (device >= 0)
         pools_hand_over(device);
     result = real->cuDevicePrimaryCtxReset_v2(dev);
@@ -463,6 +473,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
 {
     struct block *found = blocks_lock(BLOCK_GREEN, (uintptr_t)hCtx);
     struct block green = {.device = -1};
+    CUcontext ctx;
     CUresult result;
 
     if (found) {
@@ -470,7 +481,8 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         blocks_remove(found);
     }
     blocks_unlock(BLOCK_GREEN, (uintptr_t)hCtx);
-    gate_forget_context(NULL);
+    if (found && driver->cuCtxFromGreenCtx(&ctx, hCtx) == CUDA_SUCCESS)
+        gate_forget_context(ctx);
     result = real->cuGreenCtxDestroy(hCtx);
     if (green.device < 0)
         return result;

@@ -38,6 +38,7 @@ struct driver_cuda {
     CUresult (*cuEventQuery)(CUevent event);
     CUresult (*cuEventElapsedTime)(float *ms, CUevent start, CUevent end);
     CUresult (*cuPointerGetAttribute)(void *data, unsigned int attribute, CUdeviceptr address);
+    CUresult (*cuCtxFromGreenCtx)(CUcontext *ctx, CUgreenCtx green);
     CUresult (*cuStreamGetCtx)(CUstream stream, CUcontext *ctx);
     CUresult (*cuCtxPushCurrent)(CUcontext ctx);
     CUresult (*cuCtxPopCurrent)(CUcontext *ctx);
@@ -172,8 +173,9 @@ struct gate_ticket {
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work);
 void gate_leave(const struct gate_ticket *ticket, CUresult result);
 void gate_note_dependency(void);
+bool gate_lost(uint64_t now); /* the governor is away, or its page says nonsense */
 void gate_forget_stream(CUstream stream);
-void gate_forget_context(CUcontext ctx); /* NULL: every context */
+void gate_forget_context(CUcontext ctx);
 bool gate_capturing(CUstream stream);
 void gate_capture_began(void);
 void gate_capture_failed(void);

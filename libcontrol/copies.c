@@ -7,6 +7,8 @@
  */
 #include "copies.h"
 
+#include "pass.h"
+
 #define COPY_SMALL   (1ull << 20) /* smaller ones take no longer than an empty kernel */
 #define COPY_BASE_NS 5000
 #define COPY_PER_NS  2000 /* bytes */
@@ -42,7 +44,9 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     ticket->device = -1;
     if (unlikely(!pages_slot()))
         return CUDA_SUCCESS;
-    if (copy.bytes >= COPY_SMALL && (fill || copy.flow == COPY_DEVICE)) {
+    if (copy.bytes && (fill || copy.flow == COPY_DEVICE)) {
+        if (likely(pass_launch(stream)))
+            return CUDA_SUCCESS;
         work.key = fill ? FILL_KIND : COPY_KIND;
         work.blocks = copy_class(copy.bytes);
         work.guess_ns = COPY_BASE_NS + copy.bytes / (fill ? FILL_PER_NS : COPY_PER_NS);
@@ -90,10 +94,11 @@ static struct copy copy_typed(unsigned to, CUdeviceptr to_address, unsigned from
 {
     struct copy copy = {COPY_DEVICE, bytes};
 
-    if (bytes < COPY_SMALL)
+    if (to == CU_MEMORYTYPE_HOST || from == CU_MEMORYTYPE_HOST)
+        copy.flow = COPY_HOST;
+    else if (bytes < COPY_SMALL && (to == CU_MEMORYTYPE_UNIFIED || from == CU_MEMORYTYPE_UNIFIED))
         copy.flow = COPY_OTHER;
-    else if (to == CU_MEMORYTYPE_HOST || from == CU_MEMORYTYPE_HOST ||
-             (to == CU_MEMORYTYPE_UNIFIED && !copy_on_device(to_address)) ||
+    else if ((to == CU_MEMORYTYPE_UNIFIED && !copy_on_device(to_address)) ||
              (from == CU_MEMORYTYPE_UNIFIED && !copy_on_device(from_address)))
         copy.flow = COPY_HOST;
     return copy;

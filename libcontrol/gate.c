@@ -731,8 +731,8 @@ void gate_forget_stream(CUstream stream)
     }
 }
 
-/* The context's events and pinned words go with it. NULL: every context's. Nobody is left who uses
- * them when this returns. */
+/* The context's events and pinned words go with it. Nobody is left who uses them when this returns.
+ */
 void gate_forget_context(CUcontext ctx)
 {
     int saved = errno;
@@ -748,7 +748,7 @@ void gate_forget_context(CUcontext ctx)
         gate_stop_passing(g, pages_grant_device(device));
         queue_forget_context(&g->queue, ctx);
         for (unsigned i = 0; i < GATE_N_HOLDS; i++) {
-            if (!g->holds[i].word || (ctx && g->holds[i].ctx != ctx))
+            if (!g->holds[i].word || g->holds[i].ctx != ctx)
                 continue;
             /* What is still held in it must not outlive the word that it waits for. */
             atomic_store_release(g->holds[i].word, g->ticket);

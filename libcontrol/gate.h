@@ -54,7 +54,6 @@ extern struct gate gate_devices[LAYOUT_N_DEVICES];
 void gate_adopt(struct gate *g, const struct grant_device *grant);
 bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
                uint64_t now);
-bool gate_lost(uint64_t now);
 void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force);
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger);
 void gate_stop_passing(struct gate *g, const struct grant_device *grant);

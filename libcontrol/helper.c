@@ -12,6 +12,9 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
+/* All signals but the two that the C library itself sends to every thread (cancel, setxid): who
+ * changes his user waits for an answer from each. */
+#define HELPER_BLOCKED    (~(3ull << 31))
 #define HELPER_ALONE_NS   (NS_PER_MS)       /* between two looks while the governor is away */
 #define HELPER_HELD_NS    (50 * NS_PER_MS)  /* between looks whether the governor is away */
 #define HELPER_REFRESH_NS (100 * NS_PER_MS) /* between looks at what pools hold */
@@ -210,10 +213,10 @@ static void *helper_run(void *argument)
     return NULL;
 }
 
-/* All signals are blocked while the thread is made: none of the application's may land on it. */
+/* Signals are blocked while the thread is made: none of the application's may land on it. */
 cold void helper_start(struct gate *g, unsigned device)
 {
-    uint64_t all = ~0ull, before = 0;
+    uint64_t all = HELPER_BLOCKED, before = 0;
     pthread_t thread;
 
     syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);

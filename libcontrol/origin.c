@@ -100,6 +100,7 @@ __attribute__((constructor)) static void origin_resolve(void)
     FIND(cuEventQuery, "cuEventQuery");
     FIND(cuEventElapsedTime, "cuEventElapsedTime");
     FIND(cuPointerGetAttribute, "cuPointerGetAttribute");
+    FIND(cuCtxFromGreenCtx, "cuCtxFromGreenCtx");
     FIND(cuStreamGetCtx, "cuStreamGetCtx");
     FIND(cuCtxPushCurrent, "cuCtxPushCurrent_v2");
     FIND(cuCtxPopCurrent, "cuCtxPopCurrent_v2");

@@ -125,6 +125,7 @@ static enum pages_answer pages_join(void)
                                   .sun_path = PAGES_DIRECTORY "/governor.sock"};
     struct ledger_header *mapped;
     enum pages_answer answer = PAGES_NOBODY;
+    struct timeval patience = {5, 0}; /* a full backlog blocks, too */
     uint32_t index = 0;
     int ledger_fd = -1;
     int high;
@@ -138,6 +139,7 @@ static enum pages_answer pages_join(void)
         close(fd);
         fd = high;
     }
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
     if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0)
         goto fail;
     ledger_fd = pages_register(fd, &index);
@@ -178,10 +180,18 @@ static bool pages_keep_own_books(void)
     return true;
 }
 
+/* A program that closes every descriptor has closed ours, and may have opened another since. */
+static bool pages_still_ours(void)
+{
+    uint64_t inode = 0;
+
+    return governor_fd >= 0 && pages_identify(governor_fd, &inode, NULL) && inode == governor_inode;
+}
+
 /* A forked child shares the parent's mappings but is another process: it registers for itself. */
 static void pages_after_fork(void)
 {
-    if (governor_fd >= 0)
+    if (pages_still_ours())
         close(governor_fd);
     if (pages_now.ledger)
         munmap(pages_now.ledger, LEDGER_SIZE);
@@ -227,7 +237,17 @@ bool pages_start(void)
                 pages_now.n_devices = LAYOUT_N_DEVICES;
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join();
-            if (answer == PAGES_REFUSED)
+            /* Books of its own are for a process that starts while the governor is away. */
+            for (int i = 0; i < 3 && answer == PAGES_NOBODY && !gate_lost(prim_now()); i++) {
+                prim_sleep(100 * NS_PER_MS);
+                answer = pages_join();
+            }
+            if (answer == PAGES_NOBODY && !gate_lost(prim_now())) {
+                control_log(
+                    "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY
+                    "/governor.sock");
+                answer = PAGES_REFUSED;
+            } else if (answer == PAGES_REFUSED)
                 control_log(
                     "the governor does not take this process: 64 of this container use the GPU "
                     "already, or it cannot be watched; see the governor's log");
@@ -297,11 +317,9 @@ int pages_index_current(void)
 
 void pages_poke(void)
 {
-    uint64_t inode = 0;
     int saved = errno;
 
-    /* A program that closes every descriptor has closed ours, and may have opened another since. */
-    if (governor_fd >= 0 && pages_identify(governor_fd, &inode, NULL) && inode == governor_inode)
+    if (pages_still_ours())
         send(governor_fd, "p", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
     errno = saved;
 }

@@ -63,19 +63,37 @@ const void *queue_thread(CUstream stream)
     return stream == CU_STREAM_PER_THREAD ? &here : NULL;
 }
 
-/* Returns NULL when there are more streams than can be followed. */
+static void stream_drop(struct queue *q, struct queue_stream *s)
+{
+    event_put(q, s->last);
+    s->used = false;
+    s->serial = 0;
+}
+
+/*
+ * Where there are more streams than can be followed, the one whose last launch is longest ago makes
+ * room, of those that have nothing in the GPU's queue without a marker. Returns NULL if all have.
+ */
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 {
     const void *thread = queue_thread(stream);
-    struct queue_stream *empty = NULL;
+    struct queue_stream *empty = NULL, *oldest = NULL;
 
     for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
         struct queue_stream *s = &q->streams[i];
 
-        if (s->used && s->stream == stream && s->ctx == ctx && s->thread == thread)
+        if (s->used && s->stream == stream && s->ctx == ctx && s->thread == thread) {
+            s->touched = ++q->touches;
             return s;
+        }
         if (!s->used && !empty)
             empty = s;
+        if (s->used && !s->unmarked && (!oldest || s->touched < oldest->touched))
+            oldest = s;
+    }
+    if (!empty && oldest) {
+        stream_drop(q, oldest);
+        empty = oldest;
     }
     if (empty) {
         memset(empty, 0, sizeof *empty);
@@ -84,16 +102,10 @@ struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
         empty->thread = thread;
         empty->ctx = ctx;
         empty->serial = ++q->serials;
+        empty->touched = ++q->touches;
         empty->last = QUEUE_NO_EVENT;
     }
     return empty;
-}
-
-static void stream_drop(struct queue *q, struct queue_stream *s)
-{
-    event_put(q, s->last);
-    s->used = false;
-    s->serial = 0;
 }
 
 /* ---- launches ---- */
@@ -361,24 +373,24 @@ void queue_forget_stream(struct queue *q, CUstream stream)
             stream_drop(q, &q->streams[i]);
 }
 
-/* A context's events go with it: the markers that use them are forgotten. NULL: every context. */
+/* A context's events go with it: the markers that use them are forgotten. */
 void queue_forget_context(struct queue *q, CUcontext ctx)
 {
     unsigned n_kept = 0;
 
     for (unsigned i = 0; i < QUEUE_N_STREAMS; i++)
-        if (q->streams[i].used && (!ctx || q->streams[i].ctx == ctx))
+        if (q->streams[i].used && q->streams[i].ctx == ctx)
             stream_drop(q, &q->streams[i]);
     for (unsigned i = 0; i < q->n_markers; i++) {
         struct queue_marker m = q->markers[(q->head + i) % QUEUE_N_MARKERS];
 
-        if (ctx && q->events[m.event].ctx != ctx)
+        if (q->events[m.event].ctx != ctx)
             q->markers[(q->head + n_kept++) % QUEUE_N_MARKERS] = m;
     }
     q->n_markers = n_kept;
-    if (q->reference != QUEUE_NO_EVENT && (!ctx || q->events[q->reference].ctx == ctx))
+    if (q->reference != QUEUE_NO_EVENT && q->events[q->reference].ctx == ctx)
         q->reference = QUEUE_NO_EVENT;
     for (unsigned i = 0; i < QUEUE_N_EVENTS; i++)
-        if (!ctx || q->events[i].ctx == ctx)
+        if (q->events[i].ctx == ctx)
             memset(&q->events[i], 0, sizeof q->events[i]);
 }

@@ -34,6 +34,7 @@ struct queue_stream {
     CUstream stream;
     const void *thread; /* whose per-thread stream it is; NULL for all others */
     uint32_t serial;    /* which stream of this place it is */
+    uint64_t touched;   /* when it was asked for last, in askings */
     int last;           /* event of the last marker, or QUEUE_NO_EVENT */
     uint32_t last_era;
     uint32_t era;  /* of the open interval */
@@ -59,6 +60,7 @@ struct queue_marker {
 struct queue {
     uint32_t era;         /* of the work that runs; held work is of the next */
     uint32_t serials;     /* streams and markers so far */
+    uint64_t touches;     /* askings for streams so far */
     uint64_t busy_until;  /* when the GPU will have done what is not held */
     uint64_t submitted;   /* predicted work that is not held, ever */
     uint64_t ahead_ns;    /* predicted work that is held */

@@ -293,7 +293,7 @@ RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config)
 /* Starts the thread, with all signals blocked in it. Returns 0 or an errno. */
 RUNNER_EXPORT int runner_start(struct runner *runner)
 {
-    uint64_t all = ~0ull, before = 0;
+    uint64_t all = ~(3ull << 31), before = 0; /* not those of the C library itself */
     int error;
 
     syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -272,8 +273,10 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
     debt = Debt()
     new = Charge(provisional=500, provisional_ns=SECOND, contexts=1)
     assert debt.look(SECOND + 1, 0, new, new, 500) == 500
-    assert debt.look(SECOND + SECOND // 10, 480, new, new, 500) == 500
-    assert debt.look(2 * SECOND, 480, new, new, 500) == 480
+    assert debt.look(SECOND + SECOND // 10, 480, new, new, 500) == 480
+    two = replace(new, contexts=2)
+    assert debt.look(SECOND + SECOND // 5, 480, two, two, 500) == 1000
+    assert debt.look(3 * SECOND, 960, two, two, 500) == 960
 
 
 def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
@@ -554,15 +557,17 @@ def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
         container = await world.admit()
         path = str(container.directory / "governor.sock")
 
+        connections = contextlib.ExitStack()
+
         def ask() -> tuple[int, int]:
-            with contextlib.closing(socket.socket(socket.AF_UNIX)) as own:
-                own.settimeout(PATIENCE_S)
-                own.connect(path)
-                own.send(b"r")
-                data, fds, _, _ = socket.recv_fds(own, 4, 1)
-                for fd in fds:
-                    os.close(fd)
-                return struct.unpack("I", data)[0], len(fds)
+            own = connections.enter_context(socket.socket(socket.AF_UNIX))
+            own.settimeout(PATIENCE_S)
+            own.connect(path)
+            own.send(b"r")
+            data, fds, _, _ = socket.recv_fds(own, 4, 1)
+            for fd in fds:
+                os.close(fd)
+            return struct.unpack("I", data)[0], len(fds)
 
         answers = [await asyncio.to_thread(ask) for _ in range(layout.N_SLOTS - 1)]
         child, last = await world.join(container)
@@ -571,6 +576,11 @@ def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
         child.kill()
         await until(lambda: len(container.charges(0)) == layout.N_SLOTS - 1)
         assert await asyncio.to_thread(ask) == (last, 1)
+        # Who hangs up and comes again under his pid is another program now: his slots are free.
+        connections.close()
+        assert (await asyncio.to_thread(ask))[1] == 1
+        assert len(container.charges(0)) == 1
+        connections.close()
 
     play(scene)
 

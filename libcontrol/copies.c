@@ -38,7 +38,7 @@ static void copy_count(struct ledger_device *ledger, struct copy copy)
 CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream stream)
 {
     bool fill = copy.flow == COPY_FILL;
-    struct gate_work work;
+    struct gate_work work = {.stream = stream};
     int device;
 
     ticket->device = -1;
@@ -50,7 +50,6 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
         work.key = fill ? FILL_KIND : COPY_KIND;
         work.blocks = copy_class(copy.bytes);
         work.guess_ns = COPY_BASE_NS + copy.bytes / (fill ? FILL_PER_NS : COPY_PER_NS);
-        work.stream = stream;
         return gate_enter(ticket, &work);
     }
     device = pages_n_devices() == 1 ? 0 : pages_index_current();

@@ -70,10 +70,15 @@ static void stream_drop(struct queue *q, struct queue_stream *s)
     s->serial = 0;
 }
 
-/*
- * Where there are more streams than can be followed, the one whose last launch is longest ago makes
- * room, of those that have nothing in the GPU's queue without a marker. Returns NULL if all have.
- */
+/* Which of two streams is followed no more: rather one without work that no marker is behind, and
+ * the one whose last launch is longer ago. */
+static bool stream_goes_before(const struct queue_stream *a, const struct queue_stream *b)
+{
+    return a->unmarked != b->unmarked ? b->unmarked : a->touched < b->touched;
+}
+
+/* Where there are more streams than can be followed, one makes room; what the model knows of its
+ * work it keeps. */
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 {
     const void *thread = queue_thread(stream);
@@ -88,23 +93,21 @@ struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
         }
         if (!s->used && !empty)
             empty = s;
-        if (s->used && !s->unmarked && (!oldest || s->touched < oldest->touched))
+        if (s->used && (!oldest || stream_goes_before(s, oldest)))
             oldest = s;
     }
-    if (!empty && oldest) {
+    if (!empty) {
         stream_drop(q, oldest);
         empty = oldest;
     }
-    if (empty) {
-        memset(empty, 0, sizeof *empty);
-        empty->used = true;
-        empty->stream = stream;
-        empty->thread = thread;
-        empty->ctx = ctx;
-        empty->serial = ++q->serials;
-        empty->touched = ++q->touches;
-        empty->last = QUEUE_NO_EVENT;
-    }
+    memset(empty, 0, sizeof *empty);
+    empty->used = true;
+    empty->stream = stream;
+    empty->thread = thread;
+    empty->ctx = ctx;
+    empty->serial = ++q->serials;
+    empty->touched = ++q->touches;
+    empty->last = QUEUE_NO_EVENT;
     return empty;
 }
 

@@ -1,0 +1,171 @@
+"""The control library as a guest: what an ordinary program does to it, and it to the program.
+
+Each test has an agent, a process with the built library over the simulated GPU, and plays the
+governor's part by hand: see memory_node.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libcontrol import pages
+from simgpu.testing import CudaError
+from tests.unit.memory_node import GIB, Agent, Node, need_namespaces
+
+SECOND = 1_000_000_000
+LIMIT = 4 * GIB
+
+LAUNCH = """
+import time
+mod, f = ctypes.c_void_p(), ctypes.c_void_p()
+driver.call('cuModuleLoadData', ctypes.byref(mod), b'')
+driver.call('cuModuleGetFunction', ctypes.byref(f), mod, b'burn')
+def launch(ns, stream=0):
+    value = ctypes.c_uint64(ns)
+    address = ctypes.cast(ctypes.pointer(value), ctypes.c_void_p)
+    driver.call('cuLaunchKernel', f, 1, 1, 1, 1, 1, 1, 0, stream, (ctypes.c_void_p * 1)(address), None)
+"""
+
+
+@pytest.fixture
+def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
+    need_namespaces()
+    played = Node(build_dir, tmp_path, LIMIT)
+    beating = threading.Event()
+
+    def beat() -> None:
+        while not beating.wait(0.05):
+            pages.write(played.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    pages.write(played.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())
+    pages.write(played.grant, 0, "grant_header", "inflight_ns", 4_000_000)
+    pages.write(played.grant, 0, "grant_header", "holds", 1)
+    try:
+        yield played
+    finally:
+        beating.set()
+        thread.join()
+        played.close()
+
+
+def grant(node: Node, deadline_ns: int, epoch: int) -> None:
+    """Open a grant, or close it with a deadline of 0."""
+    node.write("epoch", epoch)
+    node.write("deadline_ns", deadline_ns)
+    node.write("signal", epoch)
+
+
+def until(agent: Agent, program: str, seconds: float = 20) -> None:
+    """Wait until an expression of the agent's is true."""
+    end = time.monotonic() + seconds
+    while not agent.run(program):
+        assert time.monotonic() < end, program
+        time.sleep(0.02)
+
+
+NOT_READY = 600
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "(out('cuDevicePrimaryCtxRetain', 0), driver.call('cuDevicePrimaryCtxRelease_v2', 0))",
+        "driver.try_call('cuGreenCtxDestroy', 0)",
+    ],
+)
+def test_held_work_stays_held_until_its_context_ends(node: Node, call: str) -> None:
+    agent = node.agent(context=False)
+    agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
+    node.look()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 2)
+    agent.run("launch(1_000_000, s)")
+    for _ in range(20):
+        agent.run(call)
+        assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
+        time.sleep(0.01)
+    grant(node, 2**64 - 1, 3)
+    until(agent, "driver.try_call('cuStreamQuery', s) == 0")
+
+
+def test_the_seventieth_stream_is_followed_like_the_first(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("streams = [out('cuStreamCreate', 1) for i in range(70)]")
+    agent.run("for s in streams: launch(10_000_000, s)\ndriver.call('cuCtxSynchronize')")
+    before = agent.field("busy_ns")
+    agent.run(
+        "for i in range(5):\n"
+        "    launch(10_000_000, streams[69])\n"
+        "    driver.call('cuStreamSynchronize', streams[69])"
+    )
+    end = time.monotonic() + 20
+    while agent.field("busy_ns") < before + 40_000_000:
+        assert time.monotonic() < end, "its work is not measured"
+        agent.run("launch(1_000_000, streams[69])")
+        time.sleep(0.02)
+
+
+def test_small_fills_do_not_go_without_a_grant(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("block = out('cuMemAlloc_v2', 1 << 20); s = out('cuStreamCreate', 1)")
+    agent.run("launch(1000, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 2)
+    agent.run("driver.call('cuMemsetD8Async', block, 1, 4096, s)")
+    assert agent.field("want") == 1
+    assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
+    grant(node, 2**64 - 1, 3)
+    until(agent, "driver.try_call('cuStreamQuery', s) == 0")
+
+
+def test_a_forked_child_closes_no_descriptor_of_the_program(node: Node) -> None:
+    agent = node.agent()
+    agent.run(
+        """
+os.closerange(100, 1000)
+r, w = os.pipe()
+for i in range(500, 504):
+    os.dup2(w, i)
+pid = os.fork()
+if pid == 0:
+    still = []
+    for i in range(500, 504):
+        try:
+            os.fstat(i)
+            still.append(1)
+        except OSError:
+            still.append(0)
+    os.write(w, bytes(still))
+    os._exit(0)
+os.waitpid(pid, 0)
+still = list(os.read(r, 10))
+"""
+    )
+    assert agent.run("still") == [1, 1, 1, 1]
+
+
+def test_the_library_stays_when_a_program_closes_it(build_dir: Path) -> None:
+    """Its helper runs on, and what it answered to look-ups is still called."""
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        flags = subprocess.run(
+            ["readelf", "-d", str(build_dir / "libcontrol" / name)],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        assert "NODELETE" in flags
+
+
+def test_a_process_that_cannot_reach_a_governor_that_runs_does_not_start(node: Node) -> None:
+    (node.runtime / "governor.sock").unlink()
+    with pytest.raises(CudaError, match="cuInit: 802"):
+        node.agent()

@@ -394,6 +394,7 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
             atomic_store_release(g->holds[i].word, g->ticket);
     g->ticket++;
     g->holding = false;
+    g->n_held = 0;
     atomic_sub_seq_cst(&ledger->want, 1);
     atomic_add_seq_cst(&g->turn, 1);
     prim_futex_wake(&g->turn);
@@ -503,7 +504,7 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint64_t
     if (g->crossed && g->queue.era - g->crossed_era >= GATE_CROSSED)
         g->crossed = false;
     return s && !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
-           hold_find(g, s->ctx) &&
+           hold_find(g, s->ctx) && g->n_held < GATE_N_HELD &&
            (!ahead || ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns));
 }
 
@@ -628,6 +629,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             first = !g->holding;
             wait = s->held != g->ticket;
             s->held = g->ticket;
+            g->n_held++;
             if (first) {
                 g->holding = true;
                 atomic_add_seq_cst(&ledger->want, 1);

@@ -11,7 +11,8 @@
 #include "queue.h"
 
 #define GATE_N_HOLDS  8
-#define GATE_CROSSED  64 /* eras without a dependency between streams until work is held again */
+#define GATE_N_HELD   512 /* the driver's queue has room for twice as many: no call blocks in it */
+#define GATE_CROSSED  64  /* eras without a dependency between streams until work is held again */
 #define GATE_LOST_NS  (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
 #define GATE_LOCAL_NS (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
 
@@ -38,6 +39,7 @@ struct gate {
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
     bool holding;                    /* streams wait for `ticket` */
+    unsigned n_held;                 /* launches that do */
     bool crossed;                    /* streams depended on each other: see gate_cross() */
     uint32_t crossed_era;            /* when they did last */
     const struct queue_stream *only; /* the stream of the last launch */

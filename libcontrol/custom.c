@@ -99,14 +99,26 @@ CONTROL_EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream hStream, CUevent hEvent,
 
 CONTROL_EXPORT CUresult cuStreamDestroy_v2(CUstream hStream)
 {
+    bool was = gate_capturing(hStream);
+    CUresult result;
+
     gate_forget_stream(hStream);
-    return real->cuStreamDestroy_v2(hStream);
+    result = real->cuStreamDestroy_v2(hStream);
+    if (was && result == CUDA_SUCCESS)
+        gate_capture_failed(); /* it ended with its stream */
+    return result;
 }
 
 CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 {
+    bool was = gate_capturing(hStream);
+    CUresult result;
+
     gate_forget_stream(hStream);
-    return real->cuStreamDestroy(hStream);
+    result = real->cuStreamDestroy(hStream);
+    if (was && result == CUDA_SUCCESS)
+        gate_capture_failed(); /* it ended with its stream */
+    return result;
 }
 
 /* ---- captures: while there are none, no launch has to ask whether its stream captures ---- */

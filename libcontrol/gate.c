@@ -503,30 +503,32 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint64_t
 
     if (g->crossed && g->queue.era - g->crossed_era >= GATE_CROSSED)
         g->crossed = false;
-    return s && !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
+    return !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
            hold_find(g, s->ctx) && g->n_held < GATE_N_HELD &&
            (!ahead || ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns));
 }
 
-/* What has to be said to the driver before the launch. The lock is held before and after. */
-static void gate_prepare(struct gate *g, struct queue_stream *s, struct gate_ticket *ticket,
-                         bool first, bool hold, bool mark, struct ledger_device *ledger)
+/* What has to be said to the driver before the launch. The lock is held before and after; while it
+ * is not, the stream's place in the queue may become another's. */
+static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool first, bool hold,
+                         bool mark, struct ledger_device *ledger)
 {
+    uint32_t value = g->ticket;
+
     if (first)
-        gate_mark_tails(g, s->ctx, ledger);
+        gate_mark_tails(g, ticket->ctx, ledger);
     if (hold) {
-        uint32_t *word = hold_find(g, s->ctx);
-        uint32_t value = s->held;
-        CUstream stream = s->stream;
+        uint32_t *word = hold_find(g, ticket->ctx);
 
         gate_unlock_for_call(g);
-        if (word && driver->cuStreamWaitValue32(stream, (CUdeviceptr)(uintptr_t)word, value, 0) !=
-                        CUDA_SUCCESS)
+        if (word && driver->cuStreamWaitValue32(ticket->stream, (CUdeviceptr)(uintptr_t)word, value,
+                                                0) != CUDA_SUCCESS)
             g->no_holds = true;
         gate_lock_after_call(g);
     }
-    if (mark && s->used)
-        gate_mark(g, s, ticket->era, prim_now(), ledger);
+    if (mark)
+        gate_mark(g, queue_find(&g->queue, ticket->ctx, ticket->stream), ticket->era, prim_now(),
+                  ledger);
 }
 
 /* Begins the books of a GPU at the first launch on it. The lock is held; the helper is started
@@ -587,7 +589,6 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 
         gate_adopt(g, grant);
         now = prim_now();
-        s = queue_find(&g->queue, ctx, work->stream);
         if (unlikely(!g->no_holds && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
             gate_visit_begin(&visit);
@@ -596,11 +597,12 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             if (hold_find(g, ctx))
                 continue;
         }
+        s = queue_find(&g->queue, ctx, work->stream);
         deadline = gate_deadline(g, grant, now);
         if (deadline == GRANT_OPEN && !g->holding) {
             if (!gate_lost(now) && !gate_announce(g, grant, ledger, now))
                 continue;
-            learn = s && gate_pass(g, s, grant, ledger);
+            learn = gate_pass(g, s, grant, ledger);
             break;
         }
         if (g->passing)
@@ -652,7 +654,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     ticket->ctx = ctx;
     ticket->era = g->queue.era + held;
     ticket->mark = false;
-    if (s && (!g->passing || learn)) {
+    if (!g->passing || learn) {
         learn = learn || estimate_samples(&g->estimate, kind) < 2;
         mark = queue_wants_mark_before(&g->queue, s, ticket->era, learn);
     }
@@ -660,7 +662,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         bool poke = first && (!g->active || g->released);
 
         gate_visit_begin(&visit);
-        gate_prepare(g, s, ticket, first, wait, mark, ledger);
+        gate_prepare(g, ticket, first, wait, mark, ledger);
         gate_visit_end(&visit);
         s = queue_find(&g->queue, ctx, work->stream);
         if (poke) {
@@ -669,10 +671,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             prim_lock(&g->lock);
         }
     }
-    if (s && (!g->passing || learn))
+    if (!g->passing || learn)
         ticket->mark = queue_add(&g->queue, s, &g->estimate, ticket->era, kind, now) || learn;
-    else if (!g->passing && !held)
-        queue_add_unseen(&g->queue, predicted, now);
     g->last_launch = now;
     atomic_add_relaxed(&ledger->launches, 1);
     atomic_bump(&ledger->predicted_ns, predicted);
@@ -698,7 +698,7 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     prim_lock(&g->lock);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
     /* Not if another thread has marked it since, or a hold stands between the work and here. */
-    if (s && s->unmarked && !s->blind && s->era == ticket->era)
+    if (s->unmarked && !s->blind && s->era == ticket->era)
         gate_mark(g, s, s->era, prim_now(), ledger);
     prim_unlock(&g->lock);
     gate_visit_end(&visit);

@@ -167,13 +167,6 @@ bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
            s->pending_ns >= atomic_load_relaxed(&pages_grant()->marker_ns);
 }
 
-/* A launch into a stream that is not followed. */
-void queue_add_unseen(struct queue *q, uint64_t predicted, uint64_t now)
-{
-    q->busy_until = now + queue_left(q, now) + predicted;
-    q->submitted += predicted;
-}
-
 /* ---- markers ---- */
 
 /*

@@ -102,7 +102,6 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
                              bool learn);
 bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
                uint32_t kind, uint64_t now);
-void queue_add_unseen(struct queue *q, uint64_t predicted, uint64_t now);
 bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
                       struct queue_mark *mark);
 void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorded,

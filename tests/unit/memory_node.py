@@ -219,6 +219,9 @@ class Node:
         self._connections: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
+        self._closing = threading.Event()
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._beating.start()
 
     def _make_grant(self) -> mmap.mmap:
         path = self.runtime / "grant"
@@ -227,7 +230,7 @@ class Node:
             page = mmap.mmap(file.fileno(), layout.GRANT_SIZE)
         pages.init_grant(
             page,
-            settings={"heartbeat_ns": time.monotonic_ns() + 3600 * SECOND, "marker_ns": 250_000},
+            settings={"heartbeat_ns": time.monotonic_ns(), "marker_ns": 250_000},
             devices=[
                 {
                     "uuid": uuid.UUID(simgpu.status(gpu).uuid.removeprefix("GPU-")).bytes,
@@ -241,6 +244,10 @@ class Node:
             ],
         )
         return page
+
+    def _beat(self) -> None:
+        while not self._closing.wait(0.05):
+            pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())
 
     def _serve(self) -> None:
         while True:
@@ -363,6 +370,8 @@ class Node:
 
     def close(self) -> None:
         """End every process and the socket."""
+        self._closing.set()
+        self._beating.join()
         for agent in list(self.agents):
             agent.kill()
         self._listener.shutdown(socket.SHUT_RDWR)

@@ -7,7 +7,6 @@ governor's part by hand: see memory_node.py.
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,23 +36,10 @@ def launch(ns, stream=0):
 def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
     need_namespaces()
     played = Node(build_dir, tmp_path, LIMIT)
-    beating = threading.Event()
-
-    def beat() -> None:
-        while not beating.wait(0.05):
-            pages.write(played.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())
-
-    thread = threading.Thread(target=beat)
-    thread.start()
-    pages.write(played.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())
     pages.write(played.grant, 0, "grant_header", "inflight_ns", 4_000_000)
     pages.write(played.grant, 0, "grant_header", "holds", 1)
-    try:
-        yield played
-    finally:
-        beating.set()
-        thread.join()
-        played.close()
+    yield played
+    played.close()
 
 
 def grant(node: Node, deadline_ns: int, epoch: int) -> None:

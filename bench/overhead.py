@@ -301,7 +301,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
         raise MachineError("--step needs an NVIDIA GPU and PyTorch")
     with Node(machine) as node:
         version = read_manifest((node.driver_dir / "current").resolve()).version
-        report = measure_steps(node, args.output, args.pairs, args.seconds)
+        report = measure_steps(node, args.output, args.rounds, args.pairs, args.seconds)
     report["gpu"] = {"kind": machine.kind, "name": gpu_name(machine), "driver": version}
     return report
 
@@ -341,15 +341,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stub", action="store_true", help="over a driver that does nothing")
     parser.add_argument("--step", action="store_true", help="steps of PyTorch, not calls")
     parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
-    parser.add_argument("--pairs", type=int, help="native and governed runs (10; 20 with --step)")
+    parser.add_argument("--pairs", type=int, help="native and governed runs (10; 40 with --step)")
     parser.add_argument("--samples", type=int, default=20, help="batches of calls in a run (20)")
     parser.add_argument("--calls", type=int, help="calls in a batch (200; 20000 with --stub)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="a run of steps (2)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="a run of steps (0.2)")
+    parser.add_argument("--rounds", type=int, default=8, help="new processes with --step (8)")
     parser.add_argument("--output", type=Path, default=ROOT / "build/overhead")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)
     args.output, args.build = args.output.resolve(), args.build.resolve()
-    args.pairs = args.pairs or (20 if args.step else 10)
+    args.pairs = args.pairs or (40 if args.step else 10)
     args.calls = args.calls or (20_000 if args.stub else 200)
     args.options = ["--samples", str(args.samples), "--calls", str(args.calls)]
     return args
@@ -370,7 +371,7 @@ def main(argv: list[str] | None = None) -> int:
     summary = summarise_report(report)
     report["run"] = describe_run()
     report["options"] = (
-        {"pairs": args.pairs, "seconds": args.seconds}
+        {"rounds": args.rounds, "pairs": args.pairs, "seconds": args.seconds}
         if args.step
         else {"pairs": args.pairs, "samples": args.samples, "calls": args.calls}
     )

@@ -75,10 +75,12 @@ STEP = """\
 ## What a step costs
 
 `python -m bench.overhead --step` has one process native and one in a container that is alone and
-has the whole GPU. Both are warm; in turn (A B B A) each takes steps for some seconds while the
-other sits still. Slower is the median over the pairs, the bound the one below which it lies with
-95 % confidence (a bootstrap of the pairs). `train` is a step of a transformer, `decode` a token of
-a model of 24 layers in eager mode, which waits for the host.
+has the whole GPU. Both are warm and stay on the same processors; in turn (A B B A) each takes steps
+for a fifth of a second while the other sits still. Two processes differ for as long as they live,
+by up to a percent, whoever runs in them: so there are several rounds, each with new ones. Slower is
+the mean over the rounds of the median of a round's pairs, the bound the one below which it lies
+with 95 % confidence (a bootstrap of the rounds and of the pairs in them). `train` is a step of a
+transformer, `decode` a token of a model of 24 layers in eager mode, which waits for the host.
 """
 
 
@@ -204,7 +206,8 @@ def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
             for measure, one in measures.items()
         ]
         page.table(("ns", "native", "governed", "difference", "95 %"), rows, "lrrrr")
-        page.add(f"{result['configuration']['pairs']} pairs of runs. {where(result)}")
+        settings = result["configuration"]
+        page.add(f"{settings['rounds']} rounds of {settings['pairs']} pairs. {where(result)}")
 
 
 def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
@@ -251,7 +254,8 @@ def add_step(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
             for kind, one in result["summary"].items()
         ]
         page.table(("", "native", "governed", "slower", "upper 95 % bound"), rows, "lrrrr")
-        page.add(f"{result['configuration']['pairs']} pairs of runs. {where(result)}")
+        settings = result["configuration"]
+        page.add(f"{settings['rounds']} rounds of {settings['pairs']} pairs. {where(result)}")
 
 
 MEMORY = """\

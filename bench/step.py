@@ -1,8 +1,12 @@
 """`python -m bench.overhead --step`: what a training step and a token take, natively and governed.
 
-Each arm is a process that is warm and takes steps for a while when it is told to; one of the two
-sits still meanwhile. So the pairs are seconds apart, and nothing of a start is in them. The
-container is alone and has the whole GPU.
+Each arm is a process that is warm and takes steps for a moment when it is told to; one of the two
+sits still meanwhile. So what a pair compares is half a second apart, and nothing of a start is in
+it. The container is alone and has the whole GPU. Both arms stay on the same processors.
+
+Two processes of the same program differ by up to a percent for as long as they live: where their
+memory lies, and which thread came to which processor. So there are rounds, each with two new
+processes and many pairs, and the bound counts the rounds' differences as well as the pairs'.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.figures import bootstrap_medians, in_turn
+from bench.figures import bootstrap_rounds, in_turn
 from bench.machine import ROOT, Machine, MachineError
 from bench.node import Node
 
@@ -27,7 +31,10 @@ READY_S = 180.0
 LATE_S = 30.0
 """How much longer than its time a run of steps may take."""
 
+N_CORES = 4
+
 Pair = dict[str, dict[str, float]]
+Round = list[Pair]
 
 
 class Arm:
@@ -71,9 +78,14 @@ def worker(kind: str, orders: Path, seconds: float, *, inside: bool) -> list[str
     """Return the command of a process that takes steps."""
     folder = Path("/workload") if inside else ROOT / "examples" / "workloads"
     return [
-        sys.executable, str(folder / "torch_step.py"),
+        sys.executable, str(folder / "torch_step.py"), "--cores", cores(),
         "--kind", kind, "--orders", str(orders), "--seconds", str(seconds),
     ]  # fmt: skip
+
+
+def cores() -> str:
+    """Return the processors that both arms use: the last ones of those that there are."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[-N_CORES:]))
 
 
 @contextlib.contextmanager
@@ -103,10 +115,10 @@ def native_arm(
 
 
 @contextlib.contextmanager
-def governed_arm(node: Node, kind: str, seconds: float) -> Iterator[Arm]:
+def governed_arm(node: Node, kind: str, number: int, seconds: float) -> Iterator[Arm]:
     """Run a process in a container that has the whole GPU."""
     command = worker(kind, Path("/out"), seconds, inside=True)
-    container = node.start(f"step-{kind}", command, {"memory": "16Gi", "compute": "100"})
+    container = node.start(f"step-{kind}-{number}", command, {"memory": "16Gi", "compute": "100"})
 
     def failed() -> str | None:
         status = container.process.poll()
@@ -137,38 +149,51 @@ def run_steps(arms: Mapping[str, Arm], pairs: int) -> list[Pair]:
     return [{name: arms[name].run() for name in order} for order in in_turn(pairs)]
 
 
-def summarise_steps(pairs: Sequence[Pair]) -> dict[str, float]:
+def summarise_steps(rounds: Sequence[Round]) -> dict[str, float]:
     """Return the ms of a step in each arm, and how much slower governed ones are, in percent.
 
-    `upper_95_percent` is the bound below which the slow-down lies with 95 % confidence.
+    That is the mean over the rounds of the median of a round's pairs. `upper_95_percent` is the
+    bound below which it lies with 95 % confidence.
     """
     took = {
-        name: [1000 * pair[name]["seconds"] / pair[name]["steps"] for pair in pairs]
+        name: [
+            1000 * pair[name]["seconds"] / pair[name]["steps"] for pairs in rounds for pair in pairs
+        ]
         for name in ("native", "governed")
     }
-    slower = [
-        100 * (b / a - 1) for a, b in zip(took["native"], took["governed"], strict=True)
-    ]  # fmt: skip
-    medians = bootstrap_medians(slower)
+    slower = [[100 * (slowdown(pair) - 1) for pair in pairs] for pairs in rounds]
+    means = bootstrap_rounds(slower)
     return {
         "native_ms": round(statistics.median(took["native"]), 4),
         "governed_ms": round(statistics.median(took["governed"]), 4),
-        "slower_percent": round(statistics.median(slower), 3),
-        "upper_95_percent": round(medians[round(0.95 * len(medians)) - 1], 3),
+        "slower_percent": round(statistics.mean(map(statistics.median, slower)), 3),
+        "upper_95_percent": round(means[round(0.95 * len(means)) - 1], 3),
     }
 
 
-def measure_steps(node: Node, output: Path, pairs: int, seconds: float) -> dict[str, Any]:
-    """Measure both kinds of step on a node; the pairs of each, and their summary."""
+def slowdown(pair: Pair) -> float:
+    """Return how long a governed step takes, as a multiple of a native one."""
+    native, governed = pair["native"], pair["governed"]
+    return (governed["seconds"] / governed["steps"]) / (native["seconds"] / native["steps"])
+
+
+def measure_steps(
+    node: Node, output: Path, rounds: int, pairs: int, seconds: float
+) -> dict[str, Any]:
+    """Measure both kinds of step on a node: the rounds of each."""
     report: dict[str, Any] = {}
     for kind in KINDS:
-        orders = output / f"native-{kind}"
-        command = worker(kind, orders, seconds, inside=False)
-        with (
-            native_arm(command, orders, seconds, node.machine) as native,
-            governed_arm(node, kind, seconds) as governed,
-        ):
-            report[kind] = run_steps({"native": native, "governed": governed}, pairs)
+        report[kind] = []
+        for number in range(rounds):
+            orders = output / f"native-{kind}-{number}"
+            command = worker(kind, orders, seconds, inside=False)
+            with (
+                native_arm(command, orders, seconds, node.machine) as native,
+                governed_arm(node, kind, number, seconds) as governed,
+            ):
+                report[kind].append(run_steps({"native": native, "governed": governed}, pairs))
+            middle = statistics.median(slowdown(pair) for pair in report[kind][-1])
+            print(f"  {kind}, round {number + 1} of {rounds}: x{middle:.4f}", flush=True)
         print(f"  {kind}: {summarise_steps(report[kind])}", flush=True)
     return report
 

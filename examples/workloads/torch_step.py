@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """A process that takes steps on command, so that two of them can be compared in turn.
 
-    torch_step.py --kind train|decode --orders DIR --seconds S
+    torch_step.py --kind train|decode --orders DIR --seconds S [--cores 2,3]
 
-Once it is warm it makes DIR/ready. For each file DIR/go-<n> it takes steps for S seconds and writes
-DIR/done-<n>, a JSON object: how many steps, and in how many seconds. DIR/end ends it. `train` is a
-step of the transformer of torch_models, `decode` is a token of a model of 24 layers in eager mode,
-read back before the next one begins: some 300 small kernels, so the host is what it waits for.
+Once it is warm it makes DIR/ready. For each file DIR/go-<n> it takes two steps that do not count,
+because its caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON object: how
+many steps, and in how many seconds. DIR/end ends it. `train` is a step of the transformer of
+torch_models, `decode` is a token of a model of 24 layers in eager mode, read back before the next
+one begins: some 300 small kernels, so the host is what it waits for. With --cores all its threads
+stay on those, so that two processes in turn use the same ones.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import os
 import pathlib
 import sys
 import time
@@ -27,6 +30,8 @@ from torch_models import Transformer
 
 WARM_UP_S = 2.0
 STEPS_IN_FLIGHT = 2
+LEAD = 2
+"""Steps after each sitting still that do not count."""
 POLL_S = 0.002
 
 
@@ -103,6 +108,10 @@ class Decode:
 
 def take_steps(step: Callable[[], None], seconds: float, device: torch.device) -> dict[str, float]:
     """Take steps for so long, and until all of them are done."""
+    for _ in range(LEAD):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     steps, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < seconds:
         step()
@@ -117,9 +126,12 @@ def main() -> int:
     parser.add_argument("--kind", choices=("train", "decode"), required=True)
     parser.add_argument("--orders", type=pathlib.Path, required=True)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--cores", help="the processors to stay on, 0,1,...")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a toy of the model, for tests")
     options = parser.parse_args()
+    if options.cores:
+        os.sched_setaffinity(0, [int(core) for core in options.cores.split(",")])
     torch.manual_seed(1)
     device = torch.device(options.device)
     job = (Train if options.kind == "train" else Decode)(device, tiny=options.tiny)

@@ -140,7 +140,7 @@ def test_two_processes_take_steps_in_turn(tmp_path):
         pairs = step.run_steps({"native": native, "governed": governed}, 4)
     assert len(pairs) == 4
     assert [list(pair) for pair in pairs[:2]] == [["native", "governed"], ["governed", "native"]]
-    assert step.summarise_steps(pairs) == {
+    assert step.summarise_steps([pairs, pairs]) == {
         "native_ms": 2.0, "governed_ms": 2.1, "slower_percent": 5.0, "upper_95_percent": 5.0
     }  # fmt: skip
 
@@ -154,20 +154,32 @@ def test_a_process_that_ends_in_the_middle_is_an_error_in_its_own_words(tmp_path
         step.run_steps({"native": native, "governed": governed}, 1)
 
 
-def test_the_bound_is_above_the_median_and_within_what_was_seen():
-    pairs = [
-        {"native": {"steps": 100, "seconds": 1.0}, "governed": {"steps": 100, "seconds": seconds}}
-        for seconds in (0.99, 1.0, 1.01, 1.02, 1.03)
+def round_of(*seconds):
+    return [
+        {"native": {"steps": 100, "seconds": 1.0}, "governed": {"steps": 100, "seconds": governed}}
+        for governed in seconds
     ]
-    found = step.summarise_steps(pairs)
+
+
+def test_the_bound_is_above_the_median_and_within_what_was_seen():
+    found = step.summarise_steps([round_of(0.99, 1.0, 1.01, 1.02, 1.03)])
     assert found["slower_percent"] == 1.0
     assert 1.0 < found["upper_95_percent"] <= 3.0
+
+
+def test_what_differs_between_processes_widens_the_bound():
+    same = step.summarise_steps([round_of(*[1.0] * 20)] * 4)
+    differing = step.summarise_steps([round_of(*[at] * 20) for at in (0.99, 1.0, 1.0, 1.01)])
+    assert same["slower_percent"] == differing["slower_percent"] == 0
+    assert same["upper_95_percent"] == 0
+    assert 0.2 < differing["upper_95_percent"] <= 1.0
 
 
 def test_steps_become_a_result_and_a_section(tmp_path):
     pairs = [{"native": {"steps": 10, "seconds": 1}, "governed": {"steps": 10, "seconds": 1.1}}]
     report = {
-        "train": pairs, "decode": pairs, "options": {"pairs": 1, "seconds": 1},
+        "train": [pairs], "decode": [pairs],
+        "options": {"rounds": 1, "pairs": 1, "seconds": 1},
         "gpu": {"kind": "nvidia", "name": "NVIDIA H200", "driver": "580.159.04"},
         "run": describe_run(),
     }  # fmt: skip

@@ -66,13 +66,25 @@ class Verdict:
     """Why the call proves nothing here: it cannot be made, or the driver itself refuses it."""
 
 
-def find_include(given: Path | None = None) -> Path | None:
-    """Return a directory with a cuda.h that has what judge.c calls, None if there is none."""
-    named = [Path(os.environ[n], "include") for n in ("CUDA_HOME", "CUDA_PATH") if n in os.environ]
-    usual = [Path("/usr/local/cuda/include"), *sorted(Path("/usr/local").glob("cuda-*/include"))]
-    # NVIDIA's Python packages: nvidia-cuda-runtime and its like.
-    packages = [d for p in sys.path for d in sorted(Path(p or ".").glob("nvidia/*/include"))]
-    for directory in [given] if given else [*named, *usual, Path("/usr/include"), *packages]:
+def packaged_includes() -> list[Path]:
+    """Return where NVIDIA's Python packages have headers: nvidia-cuda-runtime and its like."""
+    return [d for p in sys.path for d in sorted(Path(p or ".").glob("nvidia/*/include"))]
+
+
+def find_include(places: Iterable[Path] | None = None) -> Path | None:
+    """Return the first directory with a cuda.h that has what judge.c calls, None if there is none.
+
+    Without `places` this machine's toolkits are asked first, then NVIDIA's Python packages.
+    """
+    if places is None:
+        names = ("CUDA_HOME", "CUDA_PATH")
+        named = [Path(os.environ[name], "include") for name in names if name in os.environ]
+        usual = [
+            Path("/usr/local/cuda/include"),
+            *sorted(Path("/usr/local").glob("cuda-*/include")),
+        ]
+        places = [*named, *usual, Path("/usr/include"), *packaged_includes()]
+    for directory in places:
         header = directory / "cuda.h"
         if header.exists():
             text = header.read_text(encoding="utf-8", errors="replace")
@@ -309,7 +321,7 @@ def main(argv: list[str] | None = None) -> int:
     output = args.output.absolute()
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
-    include = find_include(args.include)
+    include = find_include([args.include] if args.include else None)
     if include is None:
         print("judge: no cuda.h of CUDA 13.0 or later here; see --include", file=sys.stderr)
         return os.EX_NOINPUT

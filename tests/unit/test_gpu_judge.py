@@ -68,6 +68,67 @@ def test_what_a_call_does_has_to_show_in_the_ledger(row, fault):
     assert fault is None or found[0].startswith(fault)
 
 
+@pytest.mark.parametrize(
+    ("name", "excused"),
+    [
+        ("cuLaunchHostFunc", True),
+        ("cuLaunchHostFunc_ptsz", True),
+        ("cuStreamAddCallback", True),
+        ("cuStreamAddCallback_ptsz", True),
+        ("cuLaunchHostFuncOfTomorrow", False),
+        ("cuGraphLaunch_ptsz", False),
+    ],
+)
+def test_a_stream_that_waits_for_the_host_does_not_work(name, excused):
+    idle, busy = ran(name=name), ran(name=name, gpu_us=1000.0)
+    expected = () if excused else ("works 1000 us past the gate",)
+    assert faults(busy) == expected
+    assert faults(idle, busy) == expected
+    assert faults(busy, busy | {"returned": {"transfers": 1}}) == (
+        () if excused else ("works 1000 us on the device, counted as a transfer",)
+    )
+
+
+def test_a_function_of_the_host_is_excused_from_the_gate_alone():
+    row = ran(name="cuLaunchHostFunc", gpu_us=1000.0)
+    assert faults(row, row | {"process": 64 * MIB}) == ("takes 64 MiB unseen",)
+    assert faults(row, row | {"result": 1}) == ("answers 1, natively 0",)
+
+
+@pytest.mark.parametrize("change", [64 * MIB, -512 * MIB])
+def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(change):
+    row = ran(process=change)
+    found = {"after": {"overhead": change}}
+    said = f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen"
+    assert faults(row, row | found) == ()
+    # A second is over, and no look found it. What a native row says of a ledger is not asked.
+    assert faults(row | found, row) == (said,)
+
+
+def test_what_the_governor_finds_excuses_no_work():
+    row = ran(process=64 * MIB, gpu_us=1000.0, after={"overhead": 64 * MIB})
+    assert faults(row) == ("works 1000 us past the gate",)
+
+
+@pytest.mark.parametrize(
+    ("row", "late"),
+    [
+        (ran(process=64 * MIB, after={"overhead": 64 * MIB}), True),
+        (ran(device=-64 * MIB, after={"overhead": -64 * MIB}), True),
+        (ran(process=64 * MIB, returned={"memory": 64 * MIB}, after={"overhead": 1}), False),
+        (ran(process=64 * MIB, after={"unseen": 64 * MIB, "overhead": 1}), False),
+        (ran(process=64 * MIB, after={"provisional_ns": 5, "overhead": 1}), False),
+        (ran(process=64 * MIB, after={"provisional": -5, "overhead": 1}), True),
+        (ran(process=64 * MIB, paid=True, after={"overhead": 64 * MIB}), False),
+        (ran(process=MIB, after={"overhead": MIB}), False),
+        (ran(after={"overhead": 512 * MIB}), False),
+    ],
+)
+def test_what_only_the_governor_saw_of_a_call_is_told_as_late(row, late):
+    assert judge.found_late(row, row) is late
+    assert judge.found_late(ran(paid=row["paid"]), row) is late
+
+
 def test_a_call_is_judged_by_what_either_run_saw_of_it():
     assert faults(ran(process=64 * MIB), ran()) == ("takes 64 MiB unseen",)
     assert faults(ran(), ran(gpu_us=500.0)) == ("works 500 us past the gate",)

@@ -206,8 +206,7 @@ def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
             for measure, one in measures.items()
         ]
         page.table(("ns", "native", "governed", "difference", "95 %"), rows, "lrrrr")
-        settings = result["configuration"]
-        page.add(f"{settings['rounds']} rounds of {settings['pairs']} pairs. {where(result)}")
+        page.add(f"{result['configuration']['pairs']} pairs of runs. {where(result)}")
 
 
 def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:

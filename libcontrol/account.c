@@ -152,7 +152,6 @@ bool account_try(int device, uint64_t size, bool unseen)
 {
     uint64_t limit = account_limit(device);
     uint64_t sum;
-    int saved;
 
     if (size > limit || unlikely(pages_denied()))
         return false;
@@ -166,9 +165,7 @@ bool account_try(int device, uint64_t size, bool unseen)
         sum = account_used(device);
         if (attempt == 3 || __builtin_add_overflow(sum, size, &sum) || sum > limit)
             return false;
-        saved = errno;
-        prim_sleep(20 * NS_PER_US * (uint64_t)(1 + (getpid() + attempt) % 4));
-        errno = saved;
+        prim_sleep(20 * NS_PER_US * (uint64_t)(1 + (prim_pid() + attempt) % 4));
     }
 }
 

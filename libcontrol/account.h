@@ -141,6 +141,7 @@ void account_unrelax(CUstreamCaptureMode *mode);
 
 uint8_t contexts_owner(void);           /* of what is allocated in the current context */
 int contexts_device(CUcontext context); /* the grant's index, -1: unknown */
+void contexts_stream_gone(void);        /* one of the current context's */
 void contexts_after_fork(void);
 
 /* ---- pools.c ---- */

@@ -52,15 +52,14 @@ static cold bool part_grow(struct part *part)
 {
     struct part larger = {.capacity = part->capacity ? 2 * part->capacity : BLOCKS_FIRST};
 
-    larger.places = mmap(NULL, larger.capacity * sizeof *larger.places, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (larger.places == MAP_FAILED)
+    larger.places = prim_map_memory(larger.capacity * sizeof *larger.places);
+    if (!larger.places)
         return false;
     for (size_t i = 0; i < part->capacity; i++)
         if (part->places[i].key)
             part_put(&larger, &part->places[i]);
     if (part->places)
-        munmap(part->places, part->capacity * sizeof *part->places);
+        prim_unmap(part->places, part->capacity * sizeof *part->places);
     part->places = larger.places;
     part->capacity = larger.capacity;
     return true;
@@ -77,21 +76,11 @@ static struct block *part_find(struct part *part, enum block_kind kind, uint64_t
     return NULL;
 }
 
-/* A system call that waits must not be seen in errno. */
-static cold void part_lock_slowly(struct part *part)
-{
-    int saved = errno;
-
-    prim_lock(&part->lock);
-    errno = saved;
-}
-
 struct block *blocks_lock(enum block_kind kind, uint64_t key)
 {
     struct part *part = part_of(kind, key);
 
-    if (unlikely(!prim_trylock(&part->lock)))
-        part_lock_slowly(part);
+    prim_lock(&part->lock);
     return key ? part_find(part, kind, key) : NULL;
 }
 
@@ -103,15 +92,10 @@ void blocks_unlock(enum block_kind kind, uint64_t key)
 bool blocks_add(const struct block *block)
 {
     struct part *part = part_of(block->kind, block->key);
-    int saved = errno;
-    bool grown;
 
-    if (unlikely((part->n + 1) * 2 > part->capacity)) {
-        grown = part_grow(part);
-        errno = saved;
-        if (!grown && part->n + 1 >= part->capacity)
-            return false;
-    }
+    if (unlikely((part->n + 1) * 2 > part->capacity) && !part_grow(part) &&
+        part->n + 1 >= part->capacity)
+        return false;
     part_put(part, block);
     part->n++;
     return true;
@@ -143,7 +127,7 @@ void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *da
         struct part *part = &parts[i];
         bool again;
 
-        part_lock_slowly(part);
+        prim_lock(&part->lock);
         do {
             again = false;
             for (size_t at = 0; at < part->capacity; at++)

@@ -97,6 +97,15 @@ CONTROL_EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream hStream, CUevent hEvent,
     return real->cuStreamWaitEvent_ptsz(hStream, hEvent, Flags);
 }
 
+static void stream_gone(bool was_capturing, CUresult result)
+{
+    if (result != CUDA_SUCCESS)
+        return;
+    contexts_stream_gone();
+    if (was_capturing)
+        gate_capture_failed(); /* it ended with its stream */
+}
+
 CONTROL_EXPORT CUresult cuStreamDestroy_v2(CUstream hStream)
 {
     bool was = gate_capturing(hStream);
@@ -104,8 +113,7 @@ CONTROL_EXPORT CUresult cuStreamDestroy_v2(CUstream hStream)
 
     gate_forget_stream(hStream);
     result = real->cuStreamDestroy_v2(hStream);
-    if (was && result == CUDA_SUCCESS)
-        gate_capture_failed(); /* it ended with its stream */
+    stream_gone(was, result);
     return result;
 }
 
@@ -116,8 +124,7 @@ CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 
     gate_forget_stream(hStream);
     result = real->cuStreamDestroy(hStream);
-    if (was && result == CUDA_SUCCESS)
-        gate_capture_failed(); /* it ended with its stream */
+    stream_gone(was, result);
     return result;
 }
 

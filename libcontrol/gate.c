@@ -23,6 +23,7 @@
 
 #include "pass.h"
 
+#include <pthread.h>
 #include <string.h>
 
 #define GATE_NAP_NS               (250 * NS_PER_US) /* between two looks at a full queue */
@@ -41,7 +42,9 @@ static __thread bool visiting;
 
 void gate_visit_begin(struct gate_visit *visit)
 {
+    visit->saved = errno;
     visit->mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &visit->cancel);
     visiting = true;
     driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
 }
@@ -50,6 +53,8 @@ void gate_visit_end(struct gate_visit *visit)
 {
     driver->cuThreadExchangeStreamCaptureMode(&visit->mode);
     visiting = false;
+    pthread_setcancelstate(visit->cancel, NULL);
+    errno = visit->saved;
 }
 
 /* ---- captures ---- */
@@ -61,8 +66,6 @@ void gate_visit_end(struct gate_visit *visit)
  */
 void gate_capture_began(void)
 {
-    int saved = errno;
-
     atomic_add_seq_cst(&n_captures, 1);
     for (unsigned device = 0; device < pages_n_devices() && !visiting; device++) {
         struct gate *g = &gate_devices[device];
@@ -77,7 +80,6 @@ void gate_capture_began(void)
         }
         prim_unlock(&g->lock);
     }
-    errno = saved;
 }
 
 void gate_capture_failed(void)
@@ -367,6 +369,30 @@ static cold void hold_prepare(struct gate *g, CUcontext ctx)
     hold->word = memory;
 }
 
+/* What is held runs. */
+static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
+{
+    queue_open(&g->queue, now);
+    g->last_launch = now;
+    for (unsigned i = 0; i < GATE_N_HOLDS; i++)
+        if (g->holds[i].word)
+            atomic_store_release(g->holds[i].word, g->ticket);
+    g->ticket++;
+    g->holding = false;
+    g->n_held = 0;
+    atomic_sub_seq_cst(&ledger->want, 1);
+    atomic_add_seq_cst(&g->turn, 1);
+    prim_futex_wake(&g->turn);
+}
+
+/* Nobody will let held work run any more: it runs now, and none is held from here on. */
+void gate_end_holds(struct gate *g, struct ledger_device *ledger)
+{
+    g->no_holds = true;
+    if (g->holding)
+        gate_let(g, ledger, prim_now());
+}
+
 /* Lets what is held run, if the grant has room for it. Returns whether it did. */
 bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
                uint64_t now)
@@ -387,17 +413,7 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
         return false;
     if (!lost && !gate_announce(g, grant, ledger, now))
         return false;
-    queue_open(q, now);
-    g->last_launch = now;
-    for (unsigned i = 0; i < GATE_N_HOLDS; i++)
-        if (g->holds[i].word)
-            atomic_store_release(g->holds[i].word, g->ticket);
-    g->ticket++;
-    g->holding = false;
-    g->n_held = 0;
-    atomic_sub_seq_cst(&ledger->want, 1);
-    atomic_add_seq_cst(&g->turn, 1);
-    prim_futex_wake(&g->turn);
+    gate_let(g, ledger, now);
     return true;
 }
 
@@ -564,7 +580,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     bool held = false, first = false, wait = false, learn = false, mark = false, wanting = false;
     uint64_t began = 0, now, predicted;
     uint32_t kind;
-    int saved, device;
+    int device;
 
     ticket->device = -1;
     if (unlikely(!pages_slot()) || unlikely(visiting) || gate_capturing(work->stream))
@@ -574,7 +590,6 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     device = pages_n_devices() == 1 ? 0 : pages_index_current();
     if (device < 0 || driver->cuCtxGetCurrent(&ctx) != CUDA_SUCCESS || !ctx)
         return CUDA_SUCCESS;
-    saved = errno;
     g = &gate_devices[device];
     grant = pages_grant_device((unsigned)device);
     ledger = pages_ledger_device((unsigned)device);
@@ -627,6 +642,13 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             continue;
         }
         if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, predicted)) {
+            /* The helper records events, which block behind a queue that is full of held work. */
+            if (!g->holding && g->n_marking) {
+                prim_unlock(&g->lock);
+                prim_sleep(20 * NS_PER_US);
+                prim_lock(&g->lock);
+                continue;
+            }
             held = true;
             first = !g->holding;
             wait = s->held != g->ticket;
@@ -677,7 +699,6 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     atomic_add_relaxed(&ledger->launches, 1);
     atomic_bump(&ledger->predicted_ns, predicted);
     prim_unlock(&g->lock);
-    errno = saved;
     return CUDA_SUCCESS;
 }
 
@@ -687,11 +708,9 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     struct gate_visit visit;
     struct queue_stream *s;
     struct gate *g;
-    int saved;
 
     if (ticket->device < 0 || !ticket->mark || result != CUDA_SUCCESS)
         return;
-    saved = errno;
     g = &gate_devices[ticket->device];
     ledger = pages_ledger_device((unsigned)ticket->device);
     gate_visit_begin(&visit);
@@ -702,7 +721,6 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
         gate_mark(g, s, s->era, prim_now(), ledger);
     prim_unlock(&g->lock);
     gate_visit_end(&visit);
-    errno = saved;
 }
 
 /* ---- what ends ---- */
@@ -737,8 +755,6 @@ void gate_forget_stream(CUstream stream)
  */
 void gate_forget_context(CUcontext ctx)
 {
-    int saved = errno;
-
     if (!pages_slot())
         return;
     for (unsigned device = 0; device < pages_n_devices(); device++) {
@@ -763,7 +779,6 @@ void gate_forget_context(CUcontext ctx)
         }
         prim_unlock(&g->lock);
     }
-    errno = saved;
 }
 
 /* In a forked child: the threads that held locks are not there, nor are the GPU's contexts. */

@@ -25,6 +25,7 @@ struct gate_hold {
 struct gate {
     struct prim_lock lock;
     bool started;   /* the helper runs */
+    bool helping;   /* it is not asleep */
     bool active;    /* work was started in this grant */
     bool released;  /* the grant was given back */
     bool drained;   /* the tails were marked at its end */
@@ -58,15 +59,19 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
                uint64_t now);
 void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force);
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger);
+void gate_end_holds(struct gate *g, struct ledger_device *ledger);
 void gate_stop_passing(struct gate *g, const struct grant_device *grant);
 void gate_tell_passes(const struct grant_device *grant);
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now);
 void helper_start(struct gate *g, unsigned device);
 
 /* Around calls into the driver that we add: no capture of the application may be broken by them,
- * and what they call back is not ours to govern. */
+ * what they call back is not ours to govern, errno stays as it was, and no thread is cancelled in
+ * them, because the gate's books say that it is there. */
 struct gate_visit {
     CUstreamCaptureMode mode;
+    int cancel;
+    int saved;
 };
 
 void gate_visit_begin(struct gate_visit *visit);

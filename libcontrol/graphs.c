@@ -83,14 +83,13 @@ static bool ranges_add(struct ranges *ranges, struct range range)
 {
     if (ranges->n == ranges->room) {
         size_t room = ranges->room ? 2 * ranges->room : 256;
-        struct range *items = mmap(NULL, room * sizeof *items, PROT_READ | PROT_WRITE,
-                                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        struct range *items = prim_map_memory(room * sizeof *items);
 
-        if (items == MAP_FAILED)
+        if (!items)
             return false;
         if (ranges->items) {
             memcpy(items, ranges->items, ranges->n * sizeof *items);
-            munmap(ranges->items, ranges->room * sizeof *items);
+            prim_unmap(ranges->items, ranges->room * sizeof *items);
         }
         ranges->items = items;
         ranges->room = room;
@@ -141,8 +140,8 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
     if (driver->cuGraphGetNodes(graph, NULL, &n) != CUDA_SUCCESS || !n)
         return;
     room = n * sizeof *nodes;
-    nodes = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (nodes == MAP_FAILED)
+    nodes = prim_map_memory(room);
+    if (!nodes)
         return;
     if (driver->cuGraphGetNodes(graph, nodes, &n) != CUDA_SUCCESS)
         n = 0;
@@ -165,7 +164,7 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
         if (device >= 0 && device == ranges->device)
             ranges_add(ranges, (struct range){params.dptr, params.dptr + params.bytesize});
     }
-    munmap(nodes, room);
+    prim_unmap(nodes, room);
 }
 
 static void instantiated(CUgraphExec exec, CUgraph graph)
@@ -186,7 +185,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
         blocks_unlock(BLOCK_EXEC, block.key);
     }
     if (ranges.items)
-        munmap(ranges.items, ranges.room * sizeof *ranges.items);
+        prim_unmap(ranges.items, ranges.room * sizeof *ranges.items);
     errno = saved;
 }
 

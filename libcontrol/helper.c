@@ -20,6 +20,11 @@
 #define HELPER_REFRESH_NS (100 * NS_PER_MS) /* between looks at what pools hold */
 #define HELPER_OPEN_NS    (200 * NS_PER_MS) /* the same while the grant is open */
 
+#define HELPER_LAST_NS    (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
+
+/* The process ends: no helper calls the driver any more. */
+static uint32_t helpers_end;
+
 static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
     g->released = true;
@@ -38,6 +43,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
 
     if (g->holding)
         return;
+    g->n_marking++; /* nothing is held from here on */
     for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
         struct queue_stream *s = &g->queue.streams[i];
         CUcontext next = s->ctx;
@@ -61,6 +67,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
         driver->cuCtxSetCurrent(NULL);
         prim_lock(&g->lock);
     }
+    g->n_marking--;
     g->blind = false;
 }
 
@@ -186,12 +193,15 @@ static void *helper_run(void *argument)
     uint64_t refresh_at = 0;
 
     gate_visit_begin(&visit); /* for good */
-    prctl(PR_SET_NAME, "tidegate");
-    prctl(PR_SET_TIMERSLACK, 1000ul, 0ul, 0ul, 0ul);
+    prim_call(SYS_prctl, PR_SET_NAME, "tidegate");
+    prim_call(SYS_prctl, PR_SET_TIMERSLACK, 1000);
     for (;;) {
         uint32_t seen = atomic_load_acquire(&grant->signal);
         uint64_t standby, ns;
 
+        atomic_store_seq_cst(&g->helping, true);
+        if (atomic_load_seq_cst(&helpers_end))
+            break;
         prim_lock(&g->lock);
         ns = helper_step(g, grant, pages_ledger_device(device));
         standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
@@ -201,6 +211,7 @@ static void *helper_run(void *argument)
             account_refresh((int)device);
             refresh_at = prim_now() + HELPER_REFRESH_NS;
         }
+        atomic_store_seq_cst(&g->helping, false);
         if (ns > HELPER_REFRESH_NS)
             ns = HELPER_REFRESH_NS;
         /* The governor said that the grant is near: a core that sleeps now would answer late. */
@@ -210,21 +221,52 @@ static void *helper_run(void *argument)
             ns = 5 * NS_PER_US;
         prim_futex_wait(&grant->signal, seen, ns);
     }
+    atomic_store_seq_cst(&g->helping, false);
     return NULL;
+}
+
+/*
+ * The process ends by exit(): our destructors run before the driver's own, which must not meet a
+ * helper in one of its functions, nor wait for work that nobody lets run any more. Destructors of
+ * others may still launch afterwards. Whoever called exit() may have interrupted a thread with the
+ * lock, so nothing here waits for ever.
+ */
+__attribute__((destructor)) static void helpers_finish(void)
+{
+    uint64_t end = prim_now() + HELPER_LAST_NS;
+
+    atomic_store_seq_cst(&helpers_end, true);
+    for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++) {
+        struct gate *g = &gate_devices[device];
+        bool locked = false;
+
+        if (!atomic_load_acquire(&g->started))
+            continue;
+        while (atomic_load_seq_cst(&g->helping) && prim_now() < end)
+            prim_sleep(20 * NS_PER_US);
+        while (!(locked = prim_trylock(&g->lock)) && prim_now() < end)
+            prim_sleep(20 * NS_PER_US);
+        if (!locked)
+            continue;
+        gate_end_holds(g, pages_ledger_device(device));
+        prim_unlock(&g->lock);
+    }
 }
 
 /* Signals are blocked while the thread is made: none of the application's may land on it. */
 cold void helper_start(struct gate *g, unsigned device)
 {
     uint64_t all = HELPER_BLOCKED, before = 0;
+    int saved = errno;
     pthread_t thread;
 
-    syscall(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
+    prim_call(SYS_rt_sigprocmask, SIG_SETMASK, &all, &before, sizeof all);
     if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0) {
         pthread_detach(thread);
     } else {
         g->no_holds = true; /* nobody would let held work run */
         control_log("no thread for the gate; GPU time is given back late");
     }
-    syscall(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
+    prim_call(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);
+    errno = saved;
 }

@@ -13,12 +13,15 @@
 
 #define MODULES_MUCH    (64ull << 20)
 #define MODULES_WAIT_NS (500 * NS_PER_MS)
+#define MODULES_N_TRIES 50
+#define MODULES_NAP_NS  (100 * NS_PER_US)
 
 static uint32_t n_waiting; /* libraries that were loaded into no context yet */
 
 struct load {
     int device;
-    size_t before; /* free on the GPU */
+    size_t before;    /* free on the GPU */
+    uint64_t charged; /* to this process: its other threads allocate meanwhile */
 };
 
 static size_t free_now(void)
@@ -33,32 +36,78 @@ static size_t free_now(void)
     return free_bytes;
 }
 
+static uint64_t charged_now(int device)
+{
+    return atomic_load_relaxed(&pages_ledger_device((unsigned)device)->memory);
+}
+
 static void load_begin(struct load *load)
 {
     load->device = pages_index_current();
-    if (load->device >= 0)
-        load->before = free_now();
+    if (load->device < 0)
+        return;
+    load->charged = charged_now(load->device);
+    load->before = free_now();
+}
+
+/* What is taken of the GPU since, and was not charged to this process. */
+static uint64_t load_taken(const struct load *load)
+{
+    size_t after = free_now();
+    uint64_t charged = charged_now(load->device);
+    uint64_t taken = load->before > after ? load->before - after : 0;
+
+    charged = charged > load->charged ? charged - load->charged : 0;
+    return taken > charged ? taken - charged : 0;
 }
 
 /* False if the container is over its quota now: then the load has to be undone. */
 static bool load_end(struct load *load, CUresult result)
 {
     uint64_t now, taken;
-    size_t after;
 
     if (load->device < 0 || result != CUDA_SUCCESS)
         return true;
-    after = free_now();
+    taken = load_taken(load);
     now = prim_now();
-    taken = load->before > after ? load->before - after : 0;
     if (taken < MODULES_MUCH) {
         account_driver_takes(load->device, taken);
         return true;
     }
     account_driver_takes(load->device, 0);
-    if (!account_await_look(load->device, now, MODULES_WAIT_NS))
+    if (!account_await_look(load->device, now, MODULES_WAIT_NS)) {
+        /* What another thread frees is charged for a moment longer than it is taken. What a module
+         * takes stays. */
+        for (int i = 0; i < MODULES_N_TRIES && taken >= MODULES_MUCH; i++) {
+            uint64_t again;
+
+            prim_sleep(MODULES_NAP_NS);
+            again = load_taken(load);
+            taken = again < taken ? again : taken;
+        }
         account_driver_takes(load->device, taken);
+    }
     return !account_over(load->device);
+}
+
+/*
+ * What is unloaded is given back, or kept by the driver for the next. The governor's next look
+ * tells; while there is none to look, nothing would ever lower what loads have added up to.
+ */
+static void unload_begin(struct load *load)
+{
+    load->device = pages_index_current();
+    load->before = load->device >= 0 && account_alone() ? free_now() : 0;
+}
+
+static void unload_end(struct load *load, CUresult result)
+{
+    size_t after;
+
+    if (load->device < 0 || result != CUDA_SUCCESS)
+        return;
+    after = load->before ? free_now() : 0;
+    account_driver_gives(load->device, after > load->before ? after - load->before : 0);
 }
 
 static CUresult module_loaded(struct load *load, CUresult result, CUmodule *module)
@@ -108,10 +157,12 @@ CONTROL_EXPORT CUresult cuModuleLoadFatBinary(CUmodule *module, const void *fatC
 
 CONTROL_EXPORT CUresult cuModuleUnload(CUmodule hmod)
 {
-    CUresult result = real->cuModuleUnload(hmod);
+    struct load load;
+    CUresult result;
 
-    if (result == CUDA_SUCCESS)
-        account_driver_gives(pages_index_current(), 0);
+    unload_begin(&load);
+    result = real->cuModuleUnload(hmod);
+    unload_end(&load, result);
     return result;
 }
 
@@ -220,6 +271,8 @@ CONTROL_EXPORT CUresult cuLibraryLoadFromFile(CUlibrary *library, const char *fi
 CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
 {
     struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    struct load load;
+    CUresult result;
     bool known = block;
 
     if (block) {
@@ -228,10 +281,14 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
         blocks_remove(block);
     }
     blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
-    CUresult result = real->cuLibraryUnload(library);
+    unload_begin(&load);
+    result = real->cuLibraryUnload(library);
+    unload_end(&load, result);
+    /* It was perhaps loaded on other GPUs, too. */
     if (known && result == CUDA_SUCCESS)
         for (int device = 0; device < (int)pages_n_devices(); device++)
-            account_driver_gives(device, 0);
+            if (device != load.device)
+                account_driver_gives(device, 0);
     return result;
 }
 

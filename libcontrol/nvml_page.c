@@ -30,25 +30,25 @@ static const struct grant_header *map_grant(void)
 
     if (page)
         return page;
-    fd = open(GRANT_PATH, O_RDONLY | O_CLOEXEC);
+    fd = prim_open(GRANT_PATH);
     if (fd < 0)
         return NULL;
-    if (syscall(SYS_fstat, fd, &st) < 0 || (uint64_t)st.st_size < GRANT_SIZE) {
-        close(fd);
+    if (prim_call(SYS_fstat, fd, &st) < 0 || (uint64_t)st.st_size < GRANT_SIZE) {
+        prim_close(fd);
         return NULL;
     }
     if ((uint64_t)st.st_size >= GRANT_FILE_SIZE)
         size = GRANT_FILE_SIZE;
-    page = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
-    close(fd);
-    if (page == MAP_FAILED)
+    page = prim_map(size, PROT_READ, MAP_SHARED, fd);
+    prim_close(fd);
+    if (!page)
         return NULL;
     if (page->magic == GRANT_MAGIC && page->version == LAYOUT_VERSION && page->size >= GRANT_SIZE &&
         page->size <= (uint64_t)st.st_size &&
         __atomic_compare_exchange_n(&mapped, &first, page, false, __ATOMIC_ACQ_REL,
                                     __ATOMIC_ACQUIRE))
         return page;
-    munmap((void *)page, size);
+    prim_unmap((void *)page, size);
     return first; /* another thread was faster; NULL: this is no grant that we know */
 }
 

@@ -33,12 +33,11 @@ enum pages_answer {
     PAGES_REFUSED, /* it is, and does not want this process */
 };
 
-/* glibc's fstat is a new symbol in 2.33; the system call is the same everywhere. */
 static bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep)
 {
     struct stat st;
 
-    if (syscall(SYS_fstat, fd, &st) < 0)
+    if (prim_call(SYS_fstat, fd, &st) < 0)
         return false;
     if (inodep)
         *inodep = st.st_ino;
@@ -51,38 +50,41 @@ cold void control_log(const char *message)
 {
     static uint32_t n_lines;
     char line[256];
-    int saved = errno;
     int n;
 
     if (atomic_add_relaxed(&n_lines, 1) < 16) {
         n = snprintf(line, sizeof line, "tidegate: %s\n", message);
         if (n > 0)
-            syscall(SYS_write, 2, line, (size_t)n < sizeof line ? (size_t)n : sizeof line - 1);
+            prim_call(SYS_write, 2, line, (size_t)n < sizeof line ? (size_t)n : sizeof line - 1);
     }
-    errno = saved;
 }
 
 static const struct grant_header *pages_map_grant(void)
 {
     const struct grant_header *page;
     uint64_t size = 0;
-    int fd = open(PAGES_DIRECTORY "/grant", O_RDONLY | O_CLOEXEC);
+    int fd = prim_open(PAGES_DIRECTORY "/grant");
 
     if (fd < 0)
         return NULL;
     if (!pages_identify(fd, NULL, &size) || size < GRANT_SIZE) {
-        close(fd);
+        prim_close(fd);
         return NULL;
     }
-    page = mmap(NULL, GRANT_SIZE, PROT_READ, MAP_SHARED, fd, 0);
-    close(fd);
-    if (page == MAP_FAILED)
+    page = prim_map(GRANT_SIZE, PROT_READ, MAP_SHARED, fd);
+    prim_close(fd);
+    if (!page)
         return NULL;
     if (page->magic != GRANT_MAGIC || page->version != LAYOUT_VERSION || page->size < GRANT_SIZE) {
-        munmap((void *)page, GRANT_SIZE);
+        prim_unmap((void *)page, GRANT_SIZE);
         return NULL;
     }
     return page;
+}
+
+static long pages_send(int fd, const char *byte, int flags)
+{
+    return prim_call(SYS_sendto, fd, byte, 1, MSG_NOSIGNAL | flags, NULL, 0);
 }
 
 /* The governor answers a process's first byte with its slot's number and the ledger's descriptor.
@@ -104,10 +106,10 @@ static int pages_register(int fd, uint32_t *slotp)
     struct cmsghdr *header;
     int ledger_fd;
 
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    if (send(fd, "r", 1, MSG_NOSIGNAL) != 1)
+    prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+    if (pages_send(fd, "r", 0) != 1)
         return -1;
-    if (recvmsg(fd, &message, MSG_CMSG_CLOEXEC) != (ssize_t)sizeof *slotp)
+    if (prim_call(SYS_recvmsg, fd, &message, MSG_CMSG_CLOEXEC) != (long)sizeof *slotp)
         return -1;
     if (*slotp >= LAYOUT_N_SLOTS)
         return -1;
@@ -129,48 +131,48 @@ static enum pages_answer pages_join(void)
     uint32_t index = 0;
     int ledger_fd = -1;
     int high;
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int fd = (int)prim_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
     if (fd < 0)
         return PAGES_NOBODY;
     /* High numbers keep clear of programs that manage low descriptors themselves. */
-    high = fcntl(fd, F_DUPFD_CLOEXEC, 500);
+    high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
     if (high >= 0) {
-        close(fd);
+        prim_close(fd);
         fd = high;
     }
-    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-    if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0)
+    prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+    if (prim_call(SYS_connect, fd, &address, sizeof address) < 0)
         goto fail;
     ledger_fd = pages_register(fd, &index);
     if (index == LAYOUT_NO_SLOT)
         answer = PAGES_REFUSED;
     if (ledger_fd < 0)
         goto fail;
-    mapped = mmap(NULL, LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd, 0);
-    if (mapped == MAP_FAILED)
+    mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
+    if (!mapped)
         goto fail;
-    close(ledger_fd);
+    prim_close(ledger_fd);
     pages_now.ledger = mapped;
     pages_now.slot =
         (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS + index * sizeof *pages_now.slot);
-    pages_now.slot->pid = (uint32_t)getpid();
+    pages_now.slot->pid = (uint32_t)prim_pid();
     pages_identify(fd, &governor_inode, NULL);
     governor_fd = fd;
     return PAGES_JOINED;
 fail:
     if (ledger_fd >= 0)
-        close(ledger_fd);
-    close(fd);
+        prim_close(ledger_fd);
+    prim_close(fd);
     return answer;
 }
 
 static bool pages_keep_own_books(void)
 {
-    void *mapped = mmap(NULL, LEDGER_SIZE, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1);
 
-    if (mapped == MAP_FAILED)
+    if (!mapped)
         return false;
     pages_now.ledger = mapped;
     pages_now.ledger->n_slots = 1;
@@ -192,9 +194,9 @@ static bool pages_still_ours(void)
 static void pages_after_fork(void)
 {
     if (pages_still_ours())
-        close(governor_fd);
+        prim_close(governor_fd);
     if (pages_now.ledger)
-        munmap(pages_now.ledger, LEDGER_SIZE);
+        prim_unmap(pages_now.ledger, LEDGER_SIZE);
     governor_fd = -1;
     pages_now.ledger = NULL;
     pages_now.slot = NULL;
@@ -217,8 +219,6 @@ bool pages_start(void)
         return state == 1;
     prim_lock(&start_lock);
     if (!started) {
-        int saved = errno;
-
         if (!pages_now.grant)
             pages_now.grant = pages_map_grant();
         if (!registered) {
@@ -256,7 +256,6 @@ bool pages_start(void)
             else
                 atomic_store_release(&started, 2);
         }
-        errno = saved;
     }
     prim_unlock(&start_lock);
     return atomic_load_acquire(&started) == 1;
@@ -317,9 +316,6 @@ int pages_index_current(void)
 
 void pages_poke(void)
 {
-    int saved = errno;
-
     if (pages_still_ours())
-        send(governor_fd, "p", 1, MSG_NOSIGNAL | MSG_DONTWAIT);
-    errno = saved;
+        pages_send(governor_fd, "p", MSG_DONTWAIT);
 }

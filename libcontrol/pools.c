@@ -140,10 +140,9 @@ static struct pool *pool_place(CUmemoryPool handle)
     if (pool)
         return pool;
     if (!spare) {
-        struct pool *chunk =
-            mmap(NULL, POOLS_CHUNK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        struct pool *chunk = prim_map_memory(POOLS_CHUNK);
 
-        if (chunk == MAP_FAILED)
+        if (!chunk)
             return NULL;
         for (size_t i = 0; i < POOLS_CHUNK / sizeof *chunk; i++) {
             chunk[i].next = spare;
@@ -159,7 +158,6 @@ static struct pool *pool_place(CUmemoryPool handle)
 
 static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
 {
-    int saved = errno;
     struct pool *pool;
 
     prim_lock(&pools_lock);
@@ -175,7 +173,6 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     prim_unlock(&pools_lock);
     if (device >= 0)
         gate_watch(device); /* what the pool gives back by itself is seen by the helper */
-    errno = saved;
     return pool;
 }
 

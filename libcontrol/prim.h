@@ -2,17 +2,20 @@
  * The operating system and the compiler, as far as the control library and the arbiter need them.
  *
  * The library is mapped into other people's processes, in images with any glibc since 2.17: symbols
- * that moved between glibc's libraries are bound to their oldest version here, and what has no old
- * symbol is a system call.
+ * that moved between glibc's libraries are bound to their oldest version here. System calls are made
+ * directly: errno is the application's, and glibc's functions for most of them end a thread that
+ * somebody cancelled, with whatever lock it holds.
  */
 #pragma once
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/futex.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -34,8 +37,8 @@
 __asm__(".symver dlopen,dlopen@" PRIM_OLDEST);
 __asm__(".symver dlsym,dlsym@" PRIM_OLDEST);
 __asm__(".symver pthread_create,pthread_create@" PRIM_OLDEST);
-__asm__(".symver fcntl64,fcntl@" PRIM_OLDEST);
 __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
+__asm__(".symver pthread_setcancelstate,pthread_setcancelstate@" PRIM_OLDEST);
 #endif
 
 #define NS_PER_US 1000ull
@@ -56,6 +59,75 @@ __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
 #define atomic_sub_seq_cst(p, v)      __atomic_fetch_sub((p), (v), __ATOMIC_SEQ_CST)
 #define atomic_exchange_acq_rel(p, v) __atomic_exchange_n((p), (v), __ATOMIC_ACQ_REL)
 
+/* A system call. Returns what the kernel does: an error is a negative errno. */
+#define prim_call(number, ...) prim_call_fill(number, __VA_ARGS__, 0, 0, 0, 0, 0)
+#define prim_call_fill(number, a, b, c, d, e, f, ...)                                              \
+    prim_call_raw(number, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
+
+static inline long prim_call_raw(long number, long a, long b, long c, long d, long e, long f)
+{
+#if defined(__x86_64__)
+    register long r10 __asm__("r10") = d;
+    register long r8 __asm__("r8") = e;
+    register long r9 __asm__("r9") = f;
+    long result;
+
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
+                     : "rcx", "r11", "memory");
+    return result;
+#else
+    register long x8 __asm__("x8") = number;
+    register long x0 __asm__("x0") = a;
+    register long x1 __asm__("x1") = b;
+    register long x2 __asm__("x2") = c;
+    register long x3 __asm__("x3") = d;
+    register long x4 __asm__("x4") = e;
+    register long x5 __asm__("x5") = f;
+
+    __asm__ volatile("svc 0"
+                     : "+r"(x0)
+                     : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(x5)
+                     : "memory");
+    return x0;
+#endif
+}
+
+/* NULL if there is no such memory. */
+static inline void *prim_map(size_t size, int protection, int flags, int fd)
+{
+    long address = prim_call(SYS_mmap, NULL, size, protection, flags, fd, 0);
+
+    return address < 0 && address > -4096 ? NULL : (void *)address;
+}
+
+static inline void *prim_map_memory(size_t size)
+{
+    return prim_map(size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+}
+
+static inline void prim_unmap(void *address, size_t size)
+{
+    prim_call(SYS_munmap, address, size);
+}
+
+/* Returns the descriptor; negative: there is none. */
+static inline int prim_open(const char *path)
+{
+    return (int)prim_call(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
+}
+
+static inline void prim_close(int fd)
+{
+    prim_call(SYS_close, fd);
+}
+
+static inline int prim_pid(void)
+{
+    return (int)prim_call(SYS_getpid, 0);
+}
+
 static inline uint64_t prim_now(void)
 {
     struct timespec ts;
@@ -68,7 +140,7 @@ static inline void prim_sleep(uint64_t ns)
 {
     struct timespec ts = {(time_t)(ns / NS_PER_S), (long)(ns % NS_PER_S)};
 
-    syscall(SYS_nanosleep, &ts, NULL);
+    prim_call(SYS_nanosleep, &ts, NULL);
 }
 
 static inline void prim_relax(void)
@@ -88,12 +160,12 @@ static inline void prim_futex_wait(const uint32_t *word, uint32_t expected, uint
 {
     struct timespec ts = {(time_t)(ns / NS_PER_S), (long)(ns % NS_PER_S)};
 
-    syscall(SYS_futex, word, FUTEX_WAIT, expected, &ts, NULL, 0);
+    prim_call(SYS_futex, word, FUTEX_WAIT, expected, &ts);
 }
 
 static inline void prim_futex_wake(uint32_t *word)
 {
-    syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    prim_call(SYS_futex, word, FUTEX_WAKE, INT_MAX);
 }
 
 /* A lock of three states (free, held, held with waiters): Drepper, "Futexes are tricky", 2011. */
@@ -114,11 +186,11 @@ static inline void prim_lock(struct prim_lock *lock)
     if (likely(prim_trylock(lock)))
         return;
     while (atomic_exchange_acq_rel(&lock->word, 2) != 0)
-        syscall(SYS_futex, &lock->word, FUTEX_WAIT_PRIVATE, 2, NULL, NULL, 0);
+        prim_call(SYS_futex, &lock->word, FUTEX_WAIT_PRIVATE, 2, NULL);
 }
 
 static inline void prim_unlock(struct prim_lock *lock)
 {
     if (atomic_exchange_acq_rel(&lock->word, 0) == 2)
-        syscall(SYS_futex, &lock->word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+        prim_call(SYS_futex, &lock->word, FUTEX_WAKE_PRIVATE, 1);
 }

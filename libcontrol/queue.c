@@ -29,14 +29,15 @@ static int event_take(struct queue *q, CUcontext ctx)
         if (q->events[i].n_refs)
             continue;
         if (q->events[i].event && q->events[i].ctx == ctx) {
-            q->events[i].n_refs = 1;
-            return i;
+            empty = i;
+            break;
         }
         if (!q->events[i].event && empty == QUEUE_NO_EVENT)
             empty = i;
     }
     if (empty != QUEUE_NO_EVENT) {
         q->events[empty].ctx = ctx;
+        q->events[empty].serial = ++q->serials;
         q->events[empty].n_refs = 1;
     }
     return empty;
@@ -189,6 +190,7 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     mark->stream = s;
     mark->serial = s->serial;
     mark->event = event;
+    mark->taken = q->events[event].serial;
     mark->handle = q->events[event].event;
     mark->ctx = s->ctx;
     mark->handle_of_stream = s->stream;
@@ -219,8 +221,8 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
     struct queue_stream *s = mark->stream;
     struct queue_marker *m;
 
-    /* The context may have ended meanwhile, and its events with it. */
-    if (event->ctx != mark->ctx || !event->n_refs)
+    /* The context may have ended meanwhile, and its events with it; another may have its handle. */
+    if (event->serial != mark->taken)
         return;
     event->event = mark->handle;
     if (!recorded || q->n_markers == QUEUE_N_MARKERS) {

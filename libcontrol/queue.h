@@ -22,6 +22,7 @@
 struct queue_event {
     CUevent event;
     CUcontext ctx;
+    uint32_t serial; /* which use of the place it is; 0: the context has ended */
     unsigned n_refs;
 };
 
@@ -59,7 +60,7 @@ struct queue_marker {
 
 struct queue {
     uint32_t era;         /* of the work that runs; held work is of the next */
-    uint32_t serials;     /* streams and markers so far */
+    uint32_t serials;     /* streams, markers and uses of events so far */
     uint64_t touches;     /* askings for streams so far */
     uint64_t busy_until;  /* when the GPU will have done what is not held */
     uint64_t submitted;   /* predicted work that is not held, ever */
@@ -78,6 +79,7 @@ struct queue_mark {
     struct queue_stream *stream;
     uint32_t serial; /* of the stream */
     int event;       /* place in events[] */
+    uint32_t taken;  /* which use of it */
     CUevent handle;  /* NULL: has to be created first, in `ctx` */
     CUcontext ctx;
     CUstream handle_of_stream;

@@ -222,13 +222,14 @@ static void other_context(struct worker *w)
 
     if (!CALL(w, cuCtxCreate_v2, &other, 0, device))
         return;
-    CALL(w, cuModuleLoadData, &module, "");
-    CALL(w, cuModuleGetFunction, &function, module, "burn");
-    CALL(w, cuStreamCreate, &stream, 1);
-    for (uint64_t n = 1 + draw(w, 8); n; n--)
-        CALL(w, cuLaunchKernel, function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
-    if (draw(w, 2))
-        CALL(w, cuStreamDestroy_v2, stream);
+    if (CALL(w, cuModuleLoadData, &module, "")) {
+        CALL(w, cuModuleGetFunction, &function, module, "burn");
+        CALL(w, cuStreamCreate, &stream, 1);
+        for (uint64_t n = 1 + draw(w, 8); n; n--)
+            CALL(w, cuLaunchKernel, function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, NULL);
+        if (draw(w, 2))
+            CALL(w, cuStreamDestroy_v2, stream);
+    }
     CALL(w, cuCtxDestroy_v2, other);
     CALL(w, cuCtxSetCurrent, context);
 }
@@ -370,7 +371,10 @@ int main(int argc, char **argv)
         return 2;
     }
     CALL(setup, cuCtxSetCurrent, context);
-    CALL(setup, cuModuleLoadData, &module, "");
+    if (!CALL(setup, cuModuleLoadData, &module, "")) {
+        fprintf(stderr, "stress: there is no room for a module\n");
+        return 2;
+    }
     CALL(setup, cuModuleGetFunction, &burn, module, "burn");
     CALL(setup, cuStreamCreate, &shared, 1);
     for (unsigned i = 0; i < n_threads; i++) {

@@ -245,6 +245,12 @@ class Node:
         )
         return page
 
+    def go_away(self) -> None:
+        """From here on the governor is not there."""
+        self._closing.set()
+        self._beating.join()
+        pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 5 * SECOND)
+
     def _beat(self) -> None:
         while not self._closing.wait(0.05):
             pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns())

@@ -15,10 +15,12 @@ import pytest
 
 from libcontrol import pages
 from simgpu.testing import CudaError
-from tests.unit.memory_node import GIB, Agent, Node, need_namespaces
+from tests.conftest import ROOT
+from tests.unit.memory_node import GIB, MIB, Agent, Node, need_namespaces
 
 SECOND = 1_000_000_000
 LIMIT = 4 * GIB
+STREAM = 576 << 10  # what a stream is taken to take of a GPU
 
 LAUNCH = """
 import time
@@ -155,3 +157,64 @@ def test_a_process_that_cannot_reach_a_governor_that_runs_does_not_start(node: N
     (node.runtime / "governor.sock").unlink()
     with pytest.raises(CudaError, match="cuInit: 802"):
         node.agent()
+
+
+def test_the_end_of_a_program_waits_for_no_grant(node: Node, tmp_path: Path) -> None:
+    """What was loaded after the library ends after it, and may wait for what was held."""
+    late = tmp_path / "late.so"
+    source = ROOT / "tests/guest/late.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", late, source], check=True)
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 2)
+    agent.run("launch(1_000_000, s)")
+    agent.run(f"ctypes.CDLL('{late}').at_the_end(driver.library.cuCtxSynchronize)")
+    assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
+    agent.send("sys.exit(0)")
+    assert agent.process.wait(20) == 40
+
+
+def test_what_comes_and_goes_adds_up_to_nothing_while_no_governor_looks(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    node.go_away()
+    before = node.used()
+    agent.run(
+        "for i in range(10_000):\n"
+        "    s = out('cuStreamCreate', 1)\n"
+        "    driver.call('cuStreamDestroy_v2', s)"
+    )
+    assert node.used() <= before + STREAM
+    agent.run(
+        "for i in range(1000):\n"
+        "    driver.call('cuModuleLoadData', ctypes.byref(mod), b'globals:16777216')\n"
+        "    driver.call('cuModuleUnload', mod)"
+    )
+    assert node.used() <= before + STREAM + 16 * MIB
+    agent.run("streams = [out('cuStreamCreate', 1) for i in range(100)]")
+    assert node.used() >= before + 100 * STREAM
+
+
+def test_a_module_is_not_charged_for_what_other_threads_take_meanwhile(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    node.go_away()
+    agent.run(
+        """
+def churn():
+    driver.call('cuCtxSetCurrent', context)
+    while not ended:
+        driver.call('cuMemFree_v2', out('cuMemAlloc_v2', 3 << 30))
+ended = False
+thread = threading.Thread(target=churn)
+thread.start()
+"""
+    )
+    agent.run(
+        "for i in range(5000):\n"
+        "    driver.call('cuModuleLoadData', ctypes.byref(mod), b'')\n"
+        "    driver.call('cuModuleUnload', mod)\n"
+        "ended = True; thread.join()"
+    )
+    assert node.used() < 256 * MIB

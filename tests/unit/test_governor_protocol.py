@@ -6,6 +6,7 @@ The server runs on a thread with the real arbiter library; a container is a `sle
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import mmap
 import os
@@ -25,7 +26,7 @@ from governor.books import Books, Device
 from governor.config import Config
 from governor.container import container_key
 from governor.server import LINE_LIMIT, SCHEMA_FILE, Server
-from libcontrol import layout
+from libcontrol import layout, pages
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
@@ -337,6 +338,40 @@ def test_a_gpu_that_takes_no_more_leaves_nothing(governor: Governor, pidfd: int)
                 governor.runner.remove(tenant)
     with Client(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
+
+
+def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: Governor) -> None:
+    noisy, ours = socket.socketpair()
+    governor.runner.watch(ours.fileno())
+    stop = threading.Event()
+
+    def flood() -> None:
+        with contextlib.suppress(OSError):
+            while not stop.is_set():
+                noisy.send(bytes(1 << 16))
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
+        pages.init_grant(grant, settings={}, devices=[{"uuid": bytes(16)}])
+        pages.init_ledger(ledger)
+        time.sleep(0.05)  # it reads by now
+        tenant = governor.runner.add(WHOLE, WHOLE, grant, 0, ledger)
+        try:
+            pages.write(ledger, 0, "ledger_header", "n_slots", 1)
+            pages.write(ledger, pages.slot_base(0), "ledger_slot", "state", 1)
+            pages.write(ledger, layout.ledger_device(0, 0), "ledger_device", "want", 1)
+            deadline = time.monotonic() + 20
+            while not pages.read(grant, layout.grant_device(0), "grant_device", "deadline_ns"):
+                assert time.monotonic() < deadline, "no grant"
+                time.sleep(0.01)
+        finally:
+            stop.set()
+            noisy.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            noisy.close()
+            ours.close()
+            governor.runner.remove(tenant)
 
 
 def test_a_directory_that_cannot_be_made_leaves_nothing(governor: Governor, pidfd: int) -> None:

@@ -72,6 +72,28 @@ def test_no_glibc_newer_than_2_17_is_needed(elf: ELFFile) -> None:
         assert (int(match[1]), int(match[2])) <= GLIBC_LIMIT, version
 
 
+IMPORTS = {
+    "libcuda.so.1": {
+        "__errno_location", "__register_atfork", "clock_gettime", "dlopen", "dlsym", "memcpy",
+        "memset", "pthread_create", "pthread_detach", "pthread_setcancelstate", "snprintf",
+    },
+    "libnvidia-ml.so.1": {"dlopen", "dlsym", "strncmp"},
+}  # fmt: skip
+
+
+def test_nothing_of_the_c_library_is_used_that_sets_errno_or_ends_a_cancelled_thread(
+    elf: ELFFile, name: str
+) -> None:
+    """System calls are made directly: a wrapper's errno is the program's, and some wrappers are where a thread ends
+    that another has cancelled, with the locks it holds. What is here does neither, or runs where errno is kept."""
+    symbols = section(elf, SymbolTableSection, ".dynsym").iter_symbols()
+    imported = {
+        s.name for s in symbols
+        if s["st_shndx"] == "SHN_UNDEF" and s["st_info"]["bind"] == "STB_GLOBAL"
+    }  # fmt: skip
+    assert imported == IMPORTS[name]
+
+
 def test_the_stack_is_not_executable(elf: ELFFile) -> None:
     [stack] = [s for s in elf.iter_segments() if s["p_type"] == "PT_GNU_STACK"]
     assert not stack["p_flags"] & 1

@@ -183,6 +183,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
             blocks_remove(stale);
         blocks_add(&block);
         blocks_unlock(BLOCK_EXEC, block.key);
+        gate_watch(ranges.device); /* the GPU may take the memory when it comes to the graph */
     }
     if (ranges.items)
         prim_unmap(ranges.items, ranges.room * sizeof *ranges.items);

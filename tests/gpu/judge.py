@@ -127,37 +127,42 @@ def memory_of(row: Mapping[str, Any]) -> int:
     return int(row.get("process") or row.get("device") or 0)
 
 
-def moved(row: Mapping[str, Any], counters: Iterable[str], *, up: bool = False) -> bool:
-    """Whether one of the ledger's counters moved (went up), when the call returned or later."""
+def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
+    """Whether the ledger has what moved, in that direction, when the call returned or later.
+
+    Half of it is enough: sizes are rounded by both, and a context is charged for what contexts take
+    on average. With `late` what the governor found since counts as well.
+    """
+    sign = -1 if change < 0 else 1
+    for when in ("returned", "after"):
+        counters = row.get(when, {})
+        found = sign * counters.get("memory", 0) + max(0, sign * counters.get("provisional", 0))
+        if late:
+            found += sign * counters.get("overhead", 0)
+        if 2 * found >= abs(change):
+            return True
+    return False
+
+
+def counted(row: Mapping[str, Any], *counters: str) -> bool:
+    """Whether one of the ledger's counters went up, when the call returned or later."""
     return any(
-        row.get(when, {}).get(name, 0) > 0 or (not up and row.get(when, {}).get(name, 0) < 0)
-        for when in ("returned", "after")
-        for name in counters
+        row.get(when, {}).get(name, 0) > 0 for when in ("returned", "after") for name in counters
     )
 
 
 def memory_fault(native: Row, governed: Row) -> str:
     """Say what memory a call moved that the ledger did not see."""
     change = max(memory_of(native), memory_of(governed), key=abs)
-    if abs(change) < TOOK or native["paid"]:
+    if abs(change) < TOOK or native["paid"] or accounted(governed, change, late=native["late"]):
         return ""
-    # A look at NVML takes back what was provisional, whatever the call: only its rise is the call's.
-    seen = moved(governed, ("memory", "unseen")) or moved(
-        governed, ("provisional", "provisional_ns"), up=True
-    )
-    # What the driver takes by itself is found by the governor within a second.
-    seen = seen or moved(governed, ("overhead",))
-    return (
-        "" if seen else f"{'takes' if change > 0 else 'gives'} {abs(change) / MIB:.0f} MiB unseen"
-    )
+    return f"{'takes' if change > 0 else 'gives'} {abs(change) / MIB:.0f} MiB unseen"
 
 
 def found_late(native: Row, governed: Row) -> bool:
     """Whether a call moved memory that only the governor's look at NVML brought into the account."""
     change = max(memory_of(native), memory_of(governed), key=abs)
-    at_once = moved(governed, ("memory", "unseen")) or moved(
-        governed, ("provisional", "provisional_ns"), up=True
-    )
+    at_once = accounted(governed, change, late=False)
     return abs(change) >= TOOK and not native["paid"] and not at_once
 
 
@@ -174,11 +179,11 @@ def worked_us(row: Row) -> float:
 def work_fault(native: Row, governed: Row) -> str:
     """Say how long a call made the GPU work that did not pass the gate."""
     time = max(worked_us(native), worked_us(governed))
-    if not time or moved(governed, ("launches", "small"), up=True):
+    if not time or counted(governed, "launches", "small"):
         return ""
     if str(native.get("name")).removesuffix("_ptsz") in HOST_FUNCTIONS:
         return ""
-    if not moved(governed, ("transfers",), up=True):
+    if not counted(governed, "transfers"):
         return f"works {time:.0f} us past the gate"
     return "" if native["host"] else f"works {time:.0f} us on the device, counted as a transfer"
 

@@ -88,17 +88,17 @@ CASE(cuCtxGetSharedMemConfig, 0, (), ({ CUsharedconfig c; fn(&c); }));
 CASE(cuCtxSetSharedMemConfig, 0, (), fn(CU_SHARED_MEM_CONFIG_DEFAULT_BANK_SIZE));
 
 /* Modules */
-CASE(cuModuleLoad, 0, (need_file(large_ptx)), fn(&v.module, v.buffer));
-CASE(cuModuleLoadData, 0, (), fn(&v.module, large_ptx));
-VARIANT(cuModuleLoadData, "stack", OWN, (), fn(&v.module, stack_ptx));
-VARIANT(cuModuleLoadData, "heap", OWN, (NEED(CU(cuCtxSetLimit)(CU_LIMIT_MALLOC_HEAP_SIZE, 256 * MIB))), fn(&v.module, heap_ptx));
-VARIANT(cuModuleLoadData, "managed", 0, (), fn(&v.module, managed_ptx));
-CASE(cuModuleLoadDataEx, 0, (), fn(&v.module, large_ptx, 0, NULL, NULL));
-CASE(cuModuleLoadFatBinary, 0, (need_fatbin()), fn(&v.module, v.ptr));
-CASE(cuModuleUnload, 0, (NEED(CU(cuModuleLoadData)(&v.module, large_ptx))), fn(v.module));
+CASE(cuModuleLoad, LATE, (need_file(large_ptx)), fn(&v.module, v.buffer));
+CASE(cuModuleLoadData, LATE, (), fn(&v.module, large_ptx));
+VARIANT(cuModuleLoadData, "stack", OWN | LATE, (), fn(&v.module, stack_ptx));
+VARIANT(cuModuleLoadData, "heap", OWN | LATE, (NEED(CU(cuCtxSetLimit)(CU_LIMIT_MALLOC_HEAP_SIZE, 256 * MIB))), fn(&v.module, heap_ptx));
+VARIANT(cuModuleLoadData, "managed", LATE, (), fn(&v.module, managed_ptx));
+CASE(cuModuleLoadDataEx, LATE, (), fn(&v.module, large_ptx, 0, NULL, NULL));
+CASE(cuModuleLoadFatBinary, LATE, (need_fatbin()), fn(&v.module, v.ptr));
+CASE(cuModuleUnload, LATE, (NEED(CU(cuModuleLoadData)(&v.module, large_ptx))), fn(v.module));
 CASE(cuModuleGetLoadingMode, 0, (), ({ CUmoduleLoadingMode m; fn(&m); }));
 CASE(cuModuleGetFunction, 0, (), fn(&v.function, w.module, "burn"));
-VARIANT(cuModuleGetFunction, "stack", OWN, (NEED(CU(cuModuleLoadData)(&v.module, stack_ptx))), fn(&v.function, v.module, "deep"));
+VARIANT(cuModuleGetFunction, "stack", OWN | LATE, (NEED(CU(cuModuleLoadData)(&v.module, stack_ptx))), fn(&v.function, v.module, "deep"));
 CASE(cuModuleGetFunctionCount, 0, (), fn(&v.u, w.module));
 CASE(cuModuleEnumerateFunctions, 0, (), fn(&v.function, 1, w.module));
 CASE(cuModuleGetGlobal, OLD, (NEED(CU(cuModuleLoadData)(&v.module, large_ptx))), ({ CUdeviceptr_v1 p; fn(&p, &v.u, v.module, "large"); }));
@@ -117,19 +117,19 @@ CASE(cuModuleGetSurfRef, 0, (NEED(CU(cuModuleLoadData)(&v.module, texture_ptx)))
 /* Libraries */
 CASE(cuLibraryLoadData, 0, (), fn(&v.library, large_ptx, NULL, NULL, 0, NULL, NULL, 0));
 CASE(cuLibraryLoadFromFile, 0, (need_file(large_ptx)), fn(&v.library, v.buffer, NULL, NULL, 0, NULL, NULL, 0));
-CASE(cuLibraryUnload, 0, (need_kernel(large_ptx); NEED(CU(cuKernelGetFunction)(&v.function, v.kernel))), fn(v.library));
+CASE(cuLibraryUnload, LATE, (need_kernel(large_ptx); NEED(CU(cuKernelGetFunction)(&v.function, v.kernel))), fn(v.library));
 CASE(cuLibraryGetKernel, 0, (need_library(large_ptx)), fn(&v.kernel, v.library, "burn"));
 CASE(cuLibraryGetKernelCount, 0, (need_library(large_ptx)), fn(&v.u, v.library));
 CASE(cuLibraryEnumerateKernels, 0, (need_library(large_ptx)), fn(&v.kernel, 1, v.library));
-CASE(cuLibraryGetModule, 0, (need_library(large_ptx)), fn(&v.module, v.library));
-CASE(cuKernelGetFunction, 0, (need_kernel(large_ptx)), fn(&v.function, v.kernel));
+CASE(cuLibraryGetModule, LATE, (need_library(large_ptx)), fn(&v.module, v.library));
+CASE(cuKernelGetFunction, LATE, (need_kernel(large_ptx)), fn(&v.function, v.kernel));
 CASE(cuKernelGetLibrary, 0, (need_kernel(large_ptx)), fn(&v.library, v.kernel));
-CASE(cuLibraryGetGlobal, 0, (need_library(large_ptx)), fn(&v.p, &v.n, v.library, "large"));
-CASE(cuLibraryGetManaged, 0, (need_library(managed_ptx)), fn(&v.p, &v.n, v.library, "shared"));
+CASE(cuLibraryGetGlobal, LATE, (need_library(large_ptx)), fn(&v.p, &v.n, v.library, "large"));
+CASE(cuLibraryGetManaged, LATE, (need_library(managed_ptx)), fn(&v.p, &v.n, v.library, "shared"));
 CASE(cuLibraryGetUnifiedFunction, 0, (need_library(large_ptx)), fn(&v.ptr, v.library, "burn"));
 CASE(cuKernelGetAttribute, 0, (need_kernel(large_ptx)), fn(&v.i, CU_FUNC_ATTRIBUTE_NUM_REGS, v.kernel, w.device));
-CASE(cuKernelSetAttribute, 0, (need_kernel(large_ptx)), fn(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 1024, v.kernel, w.device));
-CASE(cuKernelSetCacheConfig, 0, (need_kernel(large_ptx)), fn(v.kernel, CU_FUNC_CACHE_PREFER_NONE, w.device));
+CASE(cuKernelSetAttribute, LATE, (need_kernel(large_ptx)), fn(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 1024, v.kernel, w.device));
+CASE(cuKernelSetCacheConfig, LATE, (need_kernel(large_ptx)), fn(v.kernel, CU_FUNC_CACHE_PREFER_NONE, w.device));
 CASE(cuKernelGetName, 0, (need_kernel(large_ptx)), fn(&v.text, v.kernel));
 CASE(cuKernelGetParamInfo, 0, (need_kernel(ptx)), fn(v.kernel, 0, &v.n, &v.n2));
 
@@ -338,8 +338,8 @@ CASE(cuMemRangeGetAttribute, 0, (need_managed()), fn(&v.i, 4, CU_MEM_RANGE_ATTRI
 CASE(cuMemRangeGetAttributes, 0, (need_managed()), ({ CUmem_range_attribute a = CU_MEM_RANGE_ATTRIBUTE_READ_MOSTLY; void *d = &v.i; size_t n = 4; fn(&d, &n, &a, 1, v.p, TAKE); }));
 
 /* Streams */
-CASE(cuStreamCreate, 0, (), EACH_STREAM(fn(s, 0)));
-CASE(cuStreamCreateWithPriority, 0, (), EACH_STREAM(fn(s, 0, 0)));
+CASE(cuStreamCreate, LATE, (), EACH_STREAM(fn(s, 0)));
+CASE(cuStreamCreateWithPriority, LATE, (), EACH_STREAM(fn(s, 0, 0)));
 CASE(cuStreamGetPriority, PTSZ, (), fn(w.stream, &v.i));
 CASE(cuStreamGetDevice, PTSZ, (), fn(w.stream, &v.i));
 CASE(cuStreamGetFlags, PTSZ, (), fn(w.stream, &v.u));
@@ -366,7 +366,7 @@ CASE(cuStreamQuery, PTSZ | FREE, (), fn(w.stream));
 CASE(cuStreamSynchronize, PTSZ, (), fn(w.stream));
 VARIANT(cuStreamSynchronize, "a pool gives back", PTSZ | OWN | FREE, (need_pooled(); NEED(CU(cuMemFreeAsync)(v.p, w.stream))), fn(w.stream));
 CASE(cuStreamDestroy, 0, (EACH_STREAM((NEED(CU(cuStreamCreate)(s, 0)), CUDA_SUCCESS))), EACH_STREAM(fn(*s)));
-CASE(cuStreamDestroy_v2, 0, (EACH_STREAM((NEED(CU(cuStreamCreate)(s, 0)), CUDA_SUCCESS))), EACH_STREAM(fn(*s)));
+CASE(cuStreamDestroy_v2, LATE, (EACH_STREAM((NEED(CU(cuStreamCreate)(s, 0)), CUDA_SUCCESS))), EACH_STREAM(fn(*s)));
 CASE(cuStreamCopyAttributes, PTSZ, (NEED(CU(cuStreamCreate)(&v.stream, 0))), fn(v.stream, w.stream));
 CASE(cuStreamGetAttribute, PTSZ, (), fn(w.stream, CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY, &v.attribute));
 CASE(cuStreamSetAttribute, PTSZ, (v.attribute.syncPolicy = CU_SYNC_POLICY_AUTO), fn(w.stream, CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY, &v.attribute));
@@ -412,11 +412,11 @@ CASE(cuFuncGetModule, 0, (), fn(&v.module, w.burn));
 CASE(cuFuncGetName, 0, (), fn(&v.text, w.burn));
 CASE(cuFuncGetParamInfo, 0, (), fn(w.burn, 0, &v.n, &v.n2));
 CASE(cuFuncIsLoaded, 0, (), ({ CUfunctionLoadingState s; fn(&s, w.burn); }));
-CASE(cuFuncLoad, 0, (NEED(CU(cuModuleLoadData)(&v.module, empty_ptx)); NEED(CU(cuModuleGetFunction)(&v.function, v.module, "burn"))), fn(v.function));
-VARIANT(cuFuncLoad, "stack", OWN, (NEED(CU(cuModuleLoadData)(&v.module, stack_ptx)); NEED(CU(cuModuleGetFunction)(&v.function, v.module, "deep"))), fn(v.function));
+CASE(cuFuncLoad, LATE, (NEED(CU(cuModuleLoadData)(&v.module, empty_ptx)); NEED(CU(cuModuleGetFunction)(&v.function, v.module, "burn"))), fn(v.function));
+VARIANT(cuFuncLoad, "stack", OWN | LATE, (NEED(CU(cuModuleLoadData)(&v.module, stack_ptx)); NEED(CU(cuModuleGetFunction)(&v.function, v.module, "deep"))), fn(v.function));
 CASE(cuLaunchKernel, PTSZ | SIZED, (), fn(w.burn, KERNEL_ARGUMENTS, NULL));
-VARIANT(cuLaunchKernel, "of a library", PTSZ, (need_kernel(large_ptx)), fn((CUfunction)v.kernel, KERNEL_ARGUMENTS, NULL));
-VARIANT(cuLaunchKernel, "stack", PTSZ | OWN, (NEED(CU(cuModuleLoadData)(&v.module, stack_ptx)); NEED(CU(cuModuleGetFunction)(&v.function, v.module, "deep")); v.arguments[0] = &v.id), fn(v.function, 1, 1, 1, 1, 1, 1, 0, w.stream, v.arguments, NULL));
+VARIANT(cuLaunchKernel, "of a library", PTSZ | LATE, (need_kernel(large_ptx)), fn((CUfunction)v.kernel, KERNEL_ARGUMENTS, NULL));
+VARIANT(cuLaunchKernel, "stack", PTSZ | OWN | LATE, (NEED(CU(cuModuleLoadData)(&v.module, stack_ptx)); NEED(CU(cuModuleGetFunction)(&v.function, v.module, "deep")); v.arguments[0] = &v.id), fn(v.function, 1, 1, 1, 1, 1, 1, 0, w.stream, v.arguments, NULL));
 CASE(cuLaunchKernelEx, PTSZ | SIZED, (), fn(launch_config(), w.burn, burn_arguments(), NULL));
 CASE(cuLaunchCooperativeKernel, PTSZ | SIZED, (), fn(w.burn, KERNEL_ARGUMENTS));
 CASE(cuLaunchCooperativeKernelMultiDevice, SIZED, (), ({ v.launch = (CUDA_LAUNCH_PARAMS){w.burn, KERNEL_ARGUMENTS}; fn(&v.launch, 1, 0); }));
@@ -496,8 +496,8 @@ CASE(cuGraphInstantiate, 0, (need_kernel_node()), fn(&v.exec, v.graph, &v.node, 
 CASE(cuGraphInstantiate_v2, 0, (need_kernel_node()), fn(&v.exec, v.graph, &v.node, v.buffer, sizeof v.buffer));
 CASE(cuGraphInstantiateWithFlags, 0, (need_kernel_node()), fn(&v.exec, v.graph, 0));
 VARIANT(cuGraphInstantiateWithFlags, "memory", OWN, (need_free_node()), fn(&v.exec, v.graph, 0));
-VARIANT(cuGraphInstantiateWithFlags, "of a library", 0, (need_library_node()), fn(&v.exec, v.graph, 0));
-VARIANT(cuGraphInstantiateWithFlags, "on the device", OWN, (need_kernel_node()), fn(&v.exec, v.graph, CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH));
+VARIANT(cuGraphInstantiateWithFlags, "of a library", LATE, (need_library_node()), fn(&v.exec, v.graph, 0));
+VARIANT(cuGraphInstantiateWithFlags, "on the device", OWN | LATE, (need_kernel_node()), fn(&v.exec, v.graph, CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH));
 CASE(cuGraphInstantiateWithParams, PTSZ, (need_kernel_node()), fn(&v.exec, v.graph, &v.instantiate));
 VARIANT(cuGraphInstantiateWithParams, "upload", PTSZ | OWN, (need_free_node(); v.instantiate.flags = CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD; v.instantiate.hUploadStream = w.stream), fn(&v.exec, v.graph, &v.instantiate));
 CASE(cuGraphExecGetFlags, 0, (need_exec(need_kernel_node)), fn(v.exec, &v.id));
@@ -543,7 +543,7 @@ CASE(cuGraphConditionalHandleCreate, 0, (need_graph()), fn(&v.condition, v.graph
 
 /* Occupancy */
 CASE(cuOccupancyMaxActiveBlocksPerMultiprocessor, 0, (), fn(&v.i, w.burn, 32, 0));
-VARIANT(cuOccupancyMaxActiveBlocksPerMultiprocessor, "of a library", 0, (need_kernel(large_ptx)), fn(&v.i, (CUfunction)v.kernel, 32, 0));
+VARIANT(cuOccupancyMaxActiveBlocksPerMultiprocessor, "of a library", LATE, (need_kernel(large_ptx)), fn(&v.i, (CUfunction)v.kernel, 32, 0));
 CASE(cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, 0, (), fn(&v.i, w.burn, 32, 0, 0));
 CASE(cuOccupancyMaxPotentialBlockSize, 0, (), fn(&v.i, &v.j, w.burn, NULL, 0, 0));
 CASE(cuOccupancyMaxPotentialBlockSizeWithFlags, 0, (), fn(&v.i, &v.j, w.burn, NULL, 0, 0, 0));

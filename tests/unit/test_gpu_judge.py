@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def ran(**changes):
     row = {
-        "outcome": "ran", "host": False, "paid": False, "result": 0, "wall_us": 1.0, "gpu_us": 2.0,
+        "outcome": "ran", "host": False, "paid": False, "late": False, "result": 0, "wall_us": 1.0, "gpu_us": 2.0,
         "waited": False, "process": 0, "device": 0, "returned": {}, "after": {},
     }  # fmt: skip
     return row | changes
@@ -45,8 +45,11 @@ def test_each_function_of_the_reference_is_called_or_says_why_not():
         (ran(), None),
         (ran(process=64 * MIB), "takes 64 MiB unseen"),
         (ran(process=64 * MIB, returned={"memory": 64 * MIB}), None),
-        (ran(process=64 * MIB, after={"unseen": 1}), None),
-        (ran(device=4096 * MIB, after={"provisional_ns": 5}), None),
+        (ran(process=64 * MIB, after={"memory": 64 * MIB, "unseen": 64 * MIB}), None),
+        (ran(process=64 * MIB, after={"memory": 2 * MIB}), "takes 64 MiB unseen"),
+        (ran(process=64 * MIB, after={"memory": -64 * MIB}), "takes 64 MiB unseen"),
+        (ran(device=512 * MIB, after={"provisional": 520 * MIB}), None),
+        (ran(device=4096 * MIB, after={"provisional_ns": 5}), "takes 4096 MiB unseen"),
         (ran(device=4096 * MIB, after={"provisional": -5}), "takes 4096 MiB unseen"),
         (ran(process=-512 * MIB), "gives 512 MiB unseen"),
         (ran(process=-512 * MIB, returned={"memory": -512 * MIB}), None),
@@ -97,16 +100,19 @@ def test_a_function_of_the_host_is_excused_from_the_gate_alone():
 
 @pytest.mark.parametrize("change", [64 * MIB, -512 * MIB])
 def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(change):
-    row = ran(process=change)
-    found = {"after": {"overhead": change}}
-    said = f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen"
-    assert faults(row, row | found) == ()
+    row = ran(process=change, late=True)
+    said = (f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen",)
+    assert faults(row, row | {"after": {"overhead": change}}) == ()
+    # Of a call of which it is not expected, as little of it, or the other way round.
+    assert faults(row | {"late": False}, row | {"after": {"overhead": change}}) == said
+    assert faults(row, row | {"after": {"overhead": change // 4}}) == said
+    assert faults(row, row | {"after": {"overhead": -change}}) == said
     # A second is over, and no look found it. What a native row says of a ledger is not asked.
-    assert faults(row | found, row) == (said,)
+    assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
 def test_what_the_governor_finds_excuses_no_work():
-    row = ran(process=64 * MIB, gpu_us=1000.0, after={"overhead": 64 * MIB})
+    row = ran(process=64 * MIB, late=True, gpu_us=1000.0, after={"overhead": 64 * MIB})
     assert faults(row) == ("works 1000 us past the gate",)
 
 
@@ -116,8 +122,7 @@ def test_what_the_governor_finds_excuses_no_work():
         (ran(process=64 * MIB, after={"overhead": 64 * MIB}), True),
         (ran(device=-64 * MIB, after={"overhead": -64 * MIB}), True),
         (ran(process=64 * MIB, returned={"memory": 64 * MIB}, after={"overhead": 1}), False),
-        (ran(process=64 * MIB, after={"unseen": 64 * MIB, "overhead": 1}), False),
-        (ran(process=64 * MIB, after={"provisional_ns": 5, "overhead": 1}), False),
+        (ran(process=64 * MIB, after={"provisional": 60 * MIB, "overhead": 1}), False),
         (ran(process=64 * MIB, after={"provisional": -5, "overhead": 1}), True),
         (ran(process=64 * MIB, paid=True, after={"overhead": 64 * MIB}), False),
         (ran(process=MIB, after={"overhead": MIB}), False),

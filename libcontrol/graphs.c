@@ -77,6 +77,7 @@ struct ranges {
     size_t n;
     size_t room;
     int device;
+    bool unknown; /* the driver does not say */
 };
 
 static bool ranges_add(struct ranges *ranges, struct range range)
@@ -137,7 +138,9 @@ static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
     CUgraphNode *nodes;
     size_t n = 0, room;
 
-    if (driver->cuGraphGetNodes(graph, NULL, &n) != CUDA_SUCCESS || !n)
+    if (driver->cuGraphGetNodes(graph, NULL, &n) != CUDA_SUCCESS)
+        ranges->unknown = true;
+    if (!n)
         return;
     room = n * sizeof *nodes;
     nodes = prim_map_memory(room);
@@ -175,7 +178,10 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
     struct block *stale;
 
     ranges_collect(&ranges, graph, GRAPHS_DEPTH);
-    if (ranges.n) {
+    /* What a graph needs may be unknown; what its launches have taken is charged all the same. */
+    if (!ranges.n && ranges.unknown)
+        ranges.device = pages_index_current();
+    if (ranges.n || (ranges.unknown && ranges.device >= 0)) {
         block.device = (int8_t)ranges.device;
         block.size = account_round(ranges_union(&ranges), GRAPHS_UNIT);
         stale = blocks_lock(BLOCK_EXEC, block.key);

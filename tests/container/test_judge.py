@@ -1,0 +1,19 @@
+"""The judge of completeness in a container on the simulated GPU, which has a part of the functions."""
+
+import json
+
+from tests.gpu import judge
+
+
+def test_no_function_works_past_the_control_library(build_dir, tmp_path, require, capsys) -> None:
+    require("runc", "gcc")
+    output = tmp_path / "judge"
+    quota = str(8 << 30)
+    status = judge.main(["--simulated", "--quota", quota, "--block", "4", "--output", str(output)])
+    said = capsys.readouterr().out
+    report = json.loads((output / "report.json").read_text())
+    assert status == 0, said
+    assert report["failed"] == {}
+    assert report["proven"] >= 220
+    governed = [row["governed"] for row in report["rows"] if row["governed"]["outcome"] == "ran"]
+    assert any(row["after"].get("memory") for row in governed)

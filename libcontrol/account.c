@@ -213,7 +213,10 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
     bool claimed = size <= account_limit(device) && !pages_denied();
 
     if (claimed) {
-        claimed = pools_squeeze(device) && account_try(device, size, unseen);
+        bool returned = exports_refresh();
+
+        returned = pools_squeeze(device) || returned;
+        claimed = returned && account_try(device, size, unseen);
         if (!claimed && (account_sum(device, &due), due)) {
             account_await_look(device, prim_now(), ACCOUNT_PATIENCE_NS);
             claimed = account_try(device, size, unseen);
@@ -573,6 +576,7 @@ void account_refresh(int device)
 
     pools_refresh(device);
     graphs_refresh(device);
+    exports_refresh();
     errno = saved;
 }
 
@@ -583,4 +587,5 @@ void account_after_fork(void)
     contexts_after_fork();
     pools_after_fork();
     graphs_after_fork();
+    exports_after_fork();
 }

@@ -6,6 +6,8 @@
  *   pools.c     stream-ordered allocation: what the driver's pools hold
  *   graphs.c    memory of graphs
  *   vmm.c       physical allocations and their mappings
+ *   exports.c   those that live on in a descriptor
+ *   multicast.c those that are bound to a multicast object
  *   contexts.c  what contexts take, and what goes with them
  *   arrays.c, memory.c, modules.c   the rest
  */
@@ -22,17 +24,22 @@ enum block_kind {
     BLOCK_SLAB,   /* by device address: 2 MiB of the driver's that small blocks are cut from */
     BLOCK_ARRAY,
     BLOCK_EXTERNAL,
-    BLOCK_IPC,     /* by device address: memory of another process */
-    BLOCK_HANDLE,  /* a physical allocation; `value`: its mappings, `count`: references to it */
-    BLOCK_MAPPING, /* by device address; `value`: the handle that is mapped there */
-    BLOCK_SPARSE,  /* `value`: a handle that the array `size` keeps alive */
-    BLOCK_LIBRARY, /* `value`: the contexts that it was loaded into, a bit each */
-    BLOCK_GREEN,   /* a green context; `value`: its GPU, as the driver counts */
-    BLOCK_EXEC,    /* an executable graph; `size`: what its nodes allocate, `value`: reserved */
+    BLOCK_IPC,       /* by device address: memory of another process */
+    BLOCK_HANDLE,    /* a physical allocation; `value`: its mappings, `count`: references to it */
+    BLOCK_MAPPING,   /* by device address; `value`: the handle that is mapped there */
+    BLOCK_SPARSE,    /* `value`: a handle that the array `size` keeps alive */
+    BLOCK_BINDING,   /* `value`: a handle that the multicast object `size` keeps alive */
+    BLOCK_EXPORT,    /* by handle; `value`: the number of its descriptors */
+    BLOCK_LINGERING, /* by that number: an allocation that only descriptors keep alive */
+    BLOCK_LIBRARY,   /* `value`: the contexts that it was loaded into, a bit each */
+    BLOCK_GREEN,     /* a green context; `value`: its GPU, as the driver counts */
+    BLOCK_EXEC,      /* an executable graph; `size`: what its nodes allocate, `value`: reserved */
 };
 
-#define BLOCK_SMALL  1 /* part of a slab, which is charged instead */
-#define BLOCK_UNSEEN 2 /* NVML does not attribute it to this process */
+#define BLOCK_SMALL    1 /* part of a slab, which is charged instead */
+#define BLOCK_UNSEEN   2 /* NVML does not attribute it to this process */
+#define BLOCK_EXPORTED 4 /* a descriptor of it was made */
+#define BLOCK_OBJECT   8 /* no memory: a multicast object */
 
 struct block {
     uint64_t key;   /* an address or a handle, never 0 */
@@ -173,9 +180,19 @@ void graphs_refresh(int device);
 bool graphs_squeeze(int device);
 void graphs_after_fork(void);
 
+/* ---- exports.c, multicast.c ---- */
+
+bool exports_outlive(const struct block *gone);
+bool exports_refresh(void);
+void exports_after_fork(void);
+void multicast_ends(uint64_t object);
+
 /* ---- vmm.c, arrays.c ---- */
 
 void vmm_array_ends(uint64_t array);
+bool vmm_keep(uint64_t handle); /* like a mapping; false: it is not one of ours */
+void vmm_let_go(uint64_t handle);
+void vmm_note_object(uint64_t handle);
 uint64_t array_size_v1(const CUDA_ARRAY_DESCRIPTOR_v1 *desc);
 uint64_t array_size(const CUDA_ARRAY_DESCRIPTOR *desc);
 uint64_t array_size_3d_v1(const CUDA_ARRAY3D_DESCRIPTOR_v1 *desc);

@@ -17,6 +17,7 @@ typedef struct CUgreenCtx_st *CUgreenCtx;
 typedef struct CUdevResourceDesc_st *CUdevResourceDesc;
 typedef unsigned long long CUmemGenericAllocationHandle;
 typedef int CUmemAllocationHandleType;
+#define CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR 1
 typedef int CUlimit;
 typedef int CUjit_option;
 typedef int CUlibraryOption;

@@ -20,7 +20,7 @@
 #define HELPER_REFRESH_NS (100 * NS_PER_MS) /* between looks at what pools hold */
 #define HELPER_OPEN_NS    (200 * NS_PER_MS) /* the same while the grant is open */
 
-#define HELPER_LAST_NS    (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
+#define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
 /* The process ends: no helper calls the driver any more. */
 static uint32_t helpers_end;

@@ -38,7 +38,6 @@ __asm__(".symver dlopen,dlopen@" PRIM_OLDEST);
 __asm__(".symver dlsym,dlsym@" PRIM_OLDEST);
 __asm__(".symver pthread_create,pthread_create@" PRIM_OLDEST);
 __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
-__asm__(".symver pthread_setcancelstate,pthread_setcancelstate@" PRIM_OLDEST);
 #endif
 
 #define NS_PER_US 1000ull

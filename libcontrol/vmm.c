@@ -93,10 +93,50 @@ static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, str
 
 static void handle_refund(const struct block *gone)
 {
+    if (gone->key && gone->flags & BLOCK_OBJECT)
+        multicast_ends(gone->key);
     if (!gone->key || gone->device < 0 || !gone->size)
+        return;
+    if (unlikely(gone->flags & BLOCK_EXPORTED) && exports_outlive(gone))
         return;
     account_give(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
     atomic_add_relaxed(&pages_ledger_device((unsigned)gone->device)->blocks, -1ull);
+}
+
+bool vmm_keep(uint64_t handle)
+{
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+    bool known = block;
+
+    if (block)
+        block->value++;
+    unlock_handle(handle);
+    return known;
+}
+
+void vmm_let_go(uint64_t handle)
+{
+    struct block gone;
+
+    handle_leave(handle, true, &gone);
+    handle_refund(&gone);
+}
+
+/* A multicast object has references and mappings like an allocation, and no size. */
+void vmm_note_object(uint64_t handle)
+{
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+
+    if (block)
+        block->count++;
+    else
+        blocks_add(&(struct block){.key = handle,
+                                   .count = 1,
+                                   .kind = BLOCK_HANDLE,
+                                   .device = -1,
+                                   .flags = BLOCK_OBJECT,
+                                   .owner = OWNER_NONE});
+    unlock_handle(handle);
 }
 
 CONTROL_EXPORT CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
@@ -137,10 +177,13 @@ CONTROL_EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHan
     CUmemAllocationProp prop;
     struct block *found;
 
-    /* What has no properties is no memory: a multicast object. */
-    if (result != CUDA_SUCCESS || !pages_slot() ||
-        driver->cuMemGetAllocationPropertiesFromHandle(&prop, *handle) != CUDA_SUCCESS)
+    if (result != CUDA_SUCCESS || !pages_slot())
         return result;
+    /* What has no properties is no memory: a multicast object. */
+    if (driver->cuMemGetAllocationPropertiesFromHandle(&prop, *handle) != CUDA_SUCCESS) {
+        vmm_note_object(*handle);
+        return result;
+    }
     if (prop.location.type == CU_MEM_LOCATION_TYPE_DEVICE)
         block.device = (int8_t)pages_index_of(prop.location.id);
     block.key = *handle;
@@ -164,7 +207,7 @@ static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool
     *knownp = block;
     if (block) {
         block->value++;
-        if (!block->size)
+        if (!block->size && !(block->flags & BLOCK_OBJECT))
             first = *block;
     }
     unlock_handle(handle);

@@ -224,6 +224,35 @@ _PHYSICAL: tuple[Fn, ...] = (
         "custom",
     ),
     Fn(
+        "cuMemExportToShareableHandle",
+        "void *shareableHandle, CUmemGenericAllocationHandle handle, "
+        "CUmemAllocationHandleType handleType, unsigned long long flags",
+        "custom",
+    ),
+    Fn(
+        "cuMulticastCreate",
+        "CUmemGenericAllocationHandle *mcHandle, const void *prop",
+        "custom",
+    ),
+    Fn(
+        "cuMulticastBindMem",
+        "CUmemGenericAllocationHandle mcHandle, size_t mcOffset, "
+        "CUmemGenericAllocationHandle memHandle, size_t memOffset, size_t size, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn(
+        "cuMulticastBindAddr",
+        "CUmemGenericAllocationHandle mcHandle, size_t mcOffset, CUdeviceptr memptr, size_t size, "
+        "unsigned long long flags",
+        "custom",
+    ),
+    Fn(
+        "cuMulticastUnbind",
+        "CUmemGenericAllocationHandle mcHandle, CUdevice dev, size_t mcOffset, size_t size",
+        "custom",
+    ),
+    Fn(
         "cuMemMap",
         "CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle, "
         "unsigned long long flags",

@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from tests.gpu import judge
 
 
-def test_no_function_works_past_the_control_library(build_dir, tmp_path, require, capsys) -> None:
+@pytest.mark.usefixtures("build_dir")
+def test_no_function_works_past_the_control_library(tmp_path, require, capsys) -> None:
     require("runc", "gcc")
     output = tmp_path / "judge"
     quota = str(8 << 30)

@@ -43,13 +43,14 @@
 
 #include "layout.gen.h"
 
-#define MIB        (1024ull * 1024)
-#define TAKE       (64 * MIB) /* what a call that allocates asks for */
-#define HUNG_MS    20000      /* a call that says nothing for so long is killed */
-#define HOLD_NS    30000000   /* a call that has not returned by then waits for the GPU itself */
-#define SETTLE_NS  1000000000ull /* the account has so long to learn of what the driver did itself */
+#define MIB       (1024ull * 1024)
+#define TAKE      (64 * MIB)     /* what a call that allocates asks for */
+#define HUNG_MS   20000          /* a call that says nothing for so long is killed */
+#define HOLD_NS   30000000       /* a call that has not returned by then waits for the GPU itself */
+#define SETTLE_NS 1000000000ull  /* the account has so long to learn of what the driver did itself \
+                                  */
 #define SETTLED_NS 1200000000ull /* and forgets what it learned when nothing moved for so long */
-#define TOOK       (2 << 20)  /* bytes */
+#define TOOK       (2 << 20)     /* bytes */
 #define WORKED_US  40
 #define ROUNDS     3 /* of a call that waits: the fastest of these */
 #define ABSENT     ((CUresult) - 1)
@@ -65,7 +66,7 @@ enum {
     FREE = 1 << 6,  /* GPU time is not looked at: the call cannot be put between two events */
     HOST = 1 << 7,  /* moves bytes between host and device */
     PAID = 1 << 8,  /* the memory that moves was charged before, or is another process's */
-    LATE = 1 << 9,  /* the driver loads code or makes room by itself: the governor's look finds it */
+    LATE = 1 << 9, /* the driver loads code or makes room by itself: the governor's look finds it */
 };
 
 struct one {

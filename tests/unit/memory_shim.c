@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 
 typedef unsigned long long address;
 typedef struct {
@@ -36,6 +37,8 @@ int cuDevicePrimaryCtxRelease_v2(int device);
 int cuDevicePrimaryCtxReset_v2(int device);
 int cuArrayCreate_v2(void **array, const void *descriptor);
 int cuArray3DCreate_v2(void **array, const void *descriptor);
+int cuMemRelease(address handle);
+int cuMemRetainAllocationHandle(address *handle, void *at);
 int cuLibraryGetKernel(void **kernel, void *library, const char *name);
 int cuLibraryGetModule(void **module, void *library);
 int cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags);
@@ -365,4 +368,51 @@ int cuGraphInstantiateWithParams(void **exec, void *graph, void *params)
 {
     (void)params;
     return NEXT(cuGraphInstantiateWithFlags)(exec, graph, 0);
+}
+
+/* ---- descriptors and multicast objects ---- */
+
+/* The real driver's descriptors are files that can be waited for; those of the simulated one are
+ * not. */
+int cuMemExportToShareableHandle(void *shareable, address handle, int type,
+                                 unsigned long long flags)
+{
+    (void)handle, (void)flags;
+    *(int *)shareable = eventfd(0, EFD_CLOEXEC);
+    return type == 1 ? 0 : 1;
+}
+
+#define FIRST_OBJECT 0x4d00000000000000ull
+static address n_objects;
+
+int cuMulticastCreate(address *object, const void *properties)
+{
+    (void)properties;
+    *object = FIRST_OBJECT + ++n_objects;
+    return 0;
+}
+
+int cuMulticastBindMem(address object, size_t at, address handle, size_t from, size_t size,
+                       unsigned long long flags)
+{
+    (void)at, (void)handle, (void)from, (void)flags;
+    return object > FIRST_OBJECT && size ? 0 : 1;
+}
+
+int cuMulticastBindAddr(address object, size_t at, address from, size_t size,
+                        unsigned long long flags)
+{
+    (void)at, (void)from, (void)flags;
+    return object > FIRST_OBJECT && size ? 0 : 1;
+}
+
+int cuMulticastUnbind(address object, int device, size_t at, size_t size)
+{
+    (void)device, (void)at;
+    return object > FIRST_OBJECT && size ? 0 : 1;
+}
+
+int cuMemRelease(address handle)
+{
+    return handle > FIRST_OBJECT ? 0 : NEXT(cuMemRelease)(handle);
 }

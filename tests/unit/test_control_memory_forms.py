@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -321,3 +322,89 @@ def test_what_is_allocated_while_capturing_is_the_graphs(agent, node) -> None:
     agent.run("driver.try_call('cuStreamEndCapture', stream, ctypes.byref(ctypes.c_uint64()))")
     assert agent.charged == before
     assert agent.field("refused") == 0
+
+
+# ---- descriptors, multicast objects ----
+
+EXPORTS = """
+import subprocess
+M = 1 << 20
+def create():
+    return out('cuMemCreate', 100 * M, prop(), 0)
+def exported(handle):
+    fd = ctypes.c_int()
+    driver.call('cuMemExportToShareableHandle', ctypes.byref(fd), handle, 1, 0)
+    return fd.value
+def release(handle):
+    driver.call('cuMemRelease', handle)
+"""
+
+
+def until_charged(agent: Agent, size: int) -> None:
+    end = time.monotonic() + 20
+    while agent.field("memory") != size:
+        assert time.monotonic() < end, agent.field("memory")
+        time.sleep(0.01)
+
+
+def test_memory_that_lives_on_in_a_descriptor_stays_charged(agent) -> None:
+    agent.run(EXPORTS)
+    agent.run("handle = create(); first, second = exported(handle), exported(handle)")
+    agent.run("copy = os.dup(second); os.close(second); release(handle)")
+    assert agent.field("memory") == agent.field("unseen") == 100 * MIB
+    agent.run("os.close(first)")
+    time.sleep(0.5)  # several looks
+    assert agent.field("memory") == 100 * MIB
+    agent.run("other = subprocess.Popen(['sleep', '1000'], pass_fds=[copy]); os.close(copy)")
+    time.sleep(0.5)
+    assert agent.field("memory") == 100 * MIB
+    agent.run("other.kill(); other.wait(); None")
+    until_charged(agent, 0)
+    assert agent.field("unseen") == 0
+
+
+def test_memory_whose_descriptors_are_closed_ends_with_its_handle(agent) -> None:
+    agent.run(EXPORTS)
+    agent.run("handle = create(); os.close(exported(handle))")
+    assert agent.field("memory") == 100 * MIB
+    agent.run("release(handle)")
+    assert agent.field("memory") == agent.field("unseen") == 0
+
+
+def test_a_closed_descriptor_makes_room_for_who_is_refused(agent, node) -> None:
+    agent.run(EXPORTS)
+    agent.run("handle = create(); fd = exported(handle); release(handle)")
+    room = LIMIT - node.used()
+    assert agent.refuses(f"driver.allocate({room + 2 * MIB})")
+    for _ in range(20):
+        agent.run("handle = create(); fd2 = exported(handle); release(handle); os.close(fd2)")
+        agent.run(f"driver.call('cuMemFree_v2', driver.allocate({room}))")
+
+
+def test_who_closes_our_descriptors_gets_no_memory_for_it(agent) -> None:
+    agent.run(EXPORTS)
+    agent.run("handle = create(); fd = exported(handle); release(handle)")
+    agent.run("os.closerange(500, 600); os.close(fd)")
+    time.sleep(0.5)
+    assert agent.field("memory") == 100 * MIB
+
+
+@pytest.mark.parametrize("bind", ["handle, 0", "at"])
+@pytest.mark.parametrize(
+    "end", ["driver.call('cuMulticastUnbind', many, 0, 8 * M, 100 * M)", "release(many)"]
+)
+def test_memory_that_is_bound_to_a_multicast_object_stays_charged(agent, bind, end) -> None:
+    agent.run(EXPORTS)
+    agent.run(
+        "handle = create(); many = out('cuMulticastCreate', None)\n"
+        "at = out('cuMemAddressReserve', 100 * M, 0, 0, 0)\n"
+        "driver.call('cuMemMap', at, 100 * M, 0, handle, 0)"
+    )
+    name = "cuMulticastBindMem" if "handle" in bind else "cuMulticastBindAddr"
+    call = f"driver.try_call('{name}', many, 8 * M, {bind}, {{}}, 0)"
+    assert agent.run(call.format(0)) != 0
+    assert agent.run(call.format("100 * M")) == 0
+    agent.run("driver.call('cuMemUnmap', at, 100 * M); release(handle)")
+    assert agent.field("memory") == 100 * MIB
+    agent.run(end)
+    assert agent.field("memory") == 0

@@ -1,0 +1,276 @@
+/*
+ * Physical allocations that were exported as a descriptor.
+ *
+ * Such an allocation lives as long as the descriptor does, whoever has it by then, and NVML
+ * attributes it to nobody once its handle is released (H200: 1 GiB, exported and released, left the
+ * process's memory at once and the GPU's when the descriptor was closed). So its charge stays until
+ * the last copy of the descriptor is closed, in whichever process.
+ *
+ * The kernel tells when that was: an epoll instance knows an open file without keeping it open, and
+ * /proc/self/fdinfo lists those that it knows. A file of our own stands in the list, too: if that
+ * is missing, the program has closed our descriptors, nothing is known, and nothing is refunded.
+ */
+#include "control.h"
+
+#include <stdio.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+
+#define EXPORTS_N       4096 /* descriptors that are told apart; of more than that none is gone */
+#define EXPORTS_HIGH    500  /* our descriptors keep clear of a program's own */
+#define EXPORTS_OUR_OWN 0    /* of the file that is always in the list */
+
+static struct prim_lock exports_lock;
+static int exports_watch = -1;
+static uint64_t exports_made; /* each exported allocation has a number of its own */
+static uint32_t n_lingering;
+
+/* The files that are open; what the lock guards. */
+static struct {
+    bool known;
+    size_t n;
+    uint64_t numbers[EXPORTS_N];
+} open_files;
+
+static int raised(int fd)
+{
+    int high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, EXPORTS_HIGH);
+
+    if (high < 0)
+        return fd;
+    prim_close(fd);
+    return high;
+}
+
+static bool watch_file(int fd, uint64_t number)
+{
+    struct epoll_event event = {.data.u64 = number};
+
+    return prim_call(SYS_epoll_ctl, exports_watch, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
+static bool watch_start(void)
+{
+    int own;
+
+    if (exports_watch >= 0)
+        return true;
+    own = (int)prim_call(SYS_eventfd2, 0, EFD_CLOEXEC);
+    if (own < 0)
+        return false;
+    own = raised(own);
+    exports_watch = (int)prim_call(SYS_epoll_create1, EPOLL_CLOEXEC);
+    if (exports_watch >= 0)
+        exports_watch = raised(exports_watch);
+    if (exports_watch >= 0 && watch_file(own, EXPORTS_OUR_OWN))
+        return true;
+    if (exports_watch >= 0)
+        prim_close(exports_watch);
+    prim_close(own);
+    exports_watch = -1;
+    return false;
+}
+
+/* "tfd: 5 events: 18 data: 7f pos:0 ino:9fbb sdev:f": data is in hexadecimal digits. */
+static void read_line(const char *line)
+{
+    static const char *const name = "data:";
+    uint64_t number = 0;
+    size_t at = 0;
+
+    if (line[0] != 't')
+        return;
+    for (; line[at]; at++) {
+        size_t same = 0;
+
+        while (name[same] && line[at + same] == name[same])
+            same++;
+        if (!name[same])
+            break;
+    }
+    if (!line[at])
+        return;
+    for (at += 5; line[at] == ' '; at++)
+        ;
+    for (;; at++) {
+        unsigned digit = (unsigned char)line[at];
+
+        if (digit - '0' < 10)
+            digit -= '0';
+        else if (digit - 'a' < 6)
+            digit -= 'a' - 10;
+        else
+            break;
+        number = number << 4 | digit;
+    }
+    if (number == EXPORTS_OUR_OWN)
+        open_files.known = true;
+    else if (open_files.n < EXPORTS_N)
+        open_files.numbers[open_files.n++] = number;
+}
+
+/* With the lock: which of the files are still open somewhere. */
+static void look(void)
+{
+    char path[48], buffer[1024], line[128];
+    size_t length = 0;
+    long got;
+    int fd;
+
+    open_files.known = false;
+    open_files.n = 0;
+    snprintf(path, sizeof path, "/proc/self/fdinfo/%d", exports_watch);
+    fd = prim_open(path);
+    if (fd < 0)
+        return;
+    while ((got = prim_call(SYS_read, fd, buffer, sizeof buffer)) > 0)
+        for (long i = 0; i < got; i++) {
+            if (buffer[i] != '\n') {
+                if (length < sizeof line - 1)
+                    line[length++] = buffer[i];
+                continue;
+            }
+            line[length] = '\0';
+            length = 0;
+            read_line(line);
+        }
+    prim_close(fd);
+    if (got < 0 || open_files.n == EXPORTS_N)
+        open_files.known = false;
+}
+
+static bool is_open(uint64_t number)
+{
+    if (!open_files.known)
+        return true;
+    for (size_t i = 0; i < open_files.n; i++)
+        if (open_files.numbers[i] == number)
+            return true;
+    return false;
+}
+
+/* An allocation of this process was given a descriptor. */
+static cold void exported(CUmemGenericAllocationHandle handle, int fd)
+{
+    struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
+    struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+    bool charged = block && block->device >= 0;
+    bool watched;
+
+    blocks_unlock(BLOCK_HANDLE, handle);
+    if (!charged)
+        return;
+    prim_lock(&exports_lock);
+    block = blocks_lock(BLOCK_EXPORT, handle);
+    entry.value = block ? block->value : 0;
+    blocks_unlock(BLOCK_EXPORT, handle);
+    if (!entry.value)
+        entry.value = ++exports_made;
+    watched = watch_start() && watch_file(fd, entry.value);
+    if (watched) {
+        if (!blocks_lock(BLOCK_EXPORT, handle))
+            blocks_add(&entry);
+        blocks_unlock(BLOCK_EXPORT, handle);
+    }
+    prim_unlock(&exports_lock);
+    if (!watched)
+        return;
+    block = blocks_lock(BLOCK_HANDLE, handle);
+    if (block)
+        block->flags |= BLOCK_EXPORTED;
+    blocks_unlock(BLOCK_HANDLE, handle);
+}
+
+/* The last that this process had of an exported allocation is gone. True if it lives on: then it
+ * stays charged. */
+cold bool exports_outlive(const struct block *gone)
+{
+    struct block *block = blocks_lock(BLOCK_EXPORT, gone->key);
+    struct block lingering = {.size = gone->size,
+                              .kind = BLOCK_LINGERING,
+                              .device = gone->device,
+                              .flags = BLOCK_UNSEEN,
+                              .owner = OWNER_NONE};
+    bool lives;
+
+    if (block) {
+        lingering.key = block->value;
+        blocks_remove(block);
+    }
+    blocks_unlock(BLOCK_EXPORT, gone->key);
+    if (!lingering.key)
+        return false;
+    prim_lock(&exports_lock);
+    look();
+    lives = is_open(lingering.key);
+    prim_unlock(&exports_lock);
+    if (!lives)
+        return false;
+    if (!(gone->flags & BLOCK_UNSEEN)) {
+        account_add(gone->device, gone->size, true);
+        account_give(gone->device, gone->size, false);
+    }
+    blocks_lock(BLOCK_LINGERING, lingering.key);
+    lives = blocks_add(&lingering);
+    blocks_unlock(BLOCK_LINGERING, lingering.key);
+    if (lives)
+        atomic_add_relaxed(&n_lingering, 1);
+    gate_watch(gone->device); /* the helper sees when the descriptor is closed */
+    return true;
+}
+
+static bool closed_visit(const struct block *block, void *data)
+{
+    uint64_t *bytes = data;
+
+    if (block->kind != BLOCK_LINGERING || is_open(block->key))
+        return false;
+    bytes[block->device] += block->size;
+    atomic_add_relaxed(&n_lingering, -1u);
+    return true;
+}
+
+/* What was closed since is refunded. True if any was. */
+cold static bool exports_settle(void)
+{
+    uint64_t bytes[LAYOUT_N_DEVICES] = {0};
+    bool any = false;
+
+    prim_lock(&exports_lock);
+    look();
+    if (open_files.known)
+        blocks_sweep(closed_visit, bytes);
+    prim_unlock(&exports_lock);
+    for (int device = 0; device < (int)pages_n_devices(); device++) {
+        account_give(device, bytes[device], true);
+        any = any || bytes[device];
+    }
+    return any;
+}
+
+bool exports_refresh(void)
+{
+    return unlikely(atomic_load_relaxed(&n_lingering)) && exports_settle();
+}
+
+/* The descriptors are the parent's as well: the child leaves them alone. */
+void exports_after_fork(void)
+{
+    exports_lock.word = 0;
+    exports_watch = -1;
+    n_lingering = 0;
+}
+
+CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
+                                                     CUmemGenericAllocationHandle handle,
+                                                     CUmemAllocationHandleType handleType,
+                                                     unsigned long long flags)
+{
+    CUresult result =
+        real->cuMemExportToShareableHandle(shareableHandle, handle, handleType, flags);
+
+    if (result == CUDA_SUCCESS && handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR &&
+        pages_slot())
+        exported(handle, *(int *)shareableHandle);
+    return result;
+}

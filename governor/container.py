@@ -95,11 +95,15 @@ class Process:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid."""
+    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid.
+
+    `nobodys` are the bytes in use that NVML attributes to no process, None when it did not tell.
+    """
 
     began_ns: int
     seen: Mapping[int, int]
     samples: tuple[ProcessUse, ...] = ()
+    nobodys: int | None = None
 
 
 def _hung_up(peer: socket.socket) -> bool:
@@ -333,6 +337,8 @@ class Container:
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
+        if look is not None and look.nobodys is not None:
+            pages.write(self.grant, base, "grant_device", "unattributed", look.nobodys)
         if look is not None:
             # After the debt: whoever sees the time finds what the look found.
             pages.write(self.grant, base, "grant_device", "reconciled_ns", since)

@@ -37,6 +37,9 @@ IDLE_S = 0.05
 class Observer(Protocol):
     """What a look needs of NVML."""
 
+    def memory_used(self, uuid: str) -> int | None:
+        """Return the bytes in use on a GPU, None if it does not say; VdriverError when it fails."""
+
     def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the processes on a GPU; VdriverError when NVML fails."""
 
@@ -72,6 +75,20 @@ class _Watch:
         return any(container.is_pending(i, now_ns) for container, i in self.sharing(server))
 
 
+def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], int | None]:
+    """Return the processes on a GPU and the bytes that are no process's.
+
+    These are None when something was taken or given back meanwhile, or NVML does not tell all.
+    """
+    before = nvml.memory_used(uuid)
+    seen = nvml.processes(uuid)
+    after = nvml.memory_used(uuid)
+    used = [one.used for one in seen if one.used is not None]
+    if after is None or before != after or len(used) < len(seen):
+        return seen, None
+    return seen, max(0, after - sum(used))
+
+
 async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> None:
     """Look at each GPU four times a second, and within 20 ms where a process waits for it."""
     watches = [_Watch(device) for device in devices]
@@ -100,7 +117,7 @@ async def _look(
     loop = asyncio.get_running_loop()
     look: Look | None = None
     try:
-        seen = await loop.run_in_executor(executor, nvml.processes, watch.device.uuid)
+        seen, nobodys = await loop.run_in_executor(executor, _ask_memory, nvml, watch.device.uuid)
         if sample:
             watch.sampled_ns = began_ns
             watch.samples = await loop.run_in_executor(
@@ -110,7 +127,7 @@ async def _look(
                 (time.time_ns() - WINDOW_NS) // 1000,
             )
         # NVML that does not tell a process's memory says nothing against its books.
-        look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
+        look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples, nobodys)
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))

@@ -18,6 +18,7 @@
 
 #define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* a heartbeat older than this: nobody looks */
 #define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* a refusal waits so long for a look that is due */
+#define ACCOUNT_ASK_NS      (250 * NS_PER_MS)  /* and no oftener for one that is not */
 
 static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
 
@@ -205,6 +206,25 @@ cold bool account_await_look(int device, uint64_t since, uint64_t patience)
     return true;
 }
 
+/*
+ * What the governor found may be too much for a moment: it keeps the most of a second, because a
+ * look at a process that allocates shows too little, and what the driver gave back by itself shows
+ * late. Before memory is refused for that, it is asked to look at a process that stands still.
+ */
+static cold bool account_ask(int device)
+{
+    static uint64_t asked[LAYOUT_N_DEVICES];
+    uint64_t now = prim_now(), last = atomic_load_relaxed(&asked[device]);
+
+    if (!atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_overhead) ||
+        now - last < ACCOUNT_ASK_NS ||
+        !__atomic_compare_exchange_n(&asked[device], &last, now, false, __ATOMIC_RELAXED,
+                                     __ATOMIC_RELAXED))
+        return false;
+    account_driver_takes(device, 0);
+    return true;
+}
+
 /* No room: what our pools hold unused goes back, and what the driver gave back is looked at. */
 static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 {
@@ -217,7 +237,7 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 
         returned = pools_squeeze(device) || returned;
         claimed = returned && account_try(device, size, unseen);
-        if (!claimed && (account_sum(device, &due), due)) {
+        if (!claimed && (account_ask(device) || (account_sum(device, &due), due))) {
             account_await_look(device, prim_now(), ACCOUNT_PATIENCE_NS);
             claimed = account_try(device, size, unseen);
         }
@@ -588,4 +608,5 @@ void account_after_fork(void)
     pools_after_fork();
     graphs_after_fork();
     exports_after_fork();
+    modules_after_fork();
 }

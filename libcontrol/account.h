@@ -33,6 +33,7 @@ enum block_kind {
     BLOCK_LINGERING, /* by that number: an allocation that only descriptors keep alive */
     BLOCK_LIBRARY,   /* `value`: the contexts that it was loaded into, a bit each */
     BLOCK_GREEN,     /* a green context; `value`: its GPU, as the driver counts */
+    BLOCK_HIDDEN,    /* by module or library: what it has that NVML attributes to nobody */
     BLOCK_EXEC,      /* an executable graph; `size`: what its nodes allocate, `value`: reserved */
 };
 
@@ -150,6 +151,10 @@ uint8_t contexts_owner(void);           /* of what is allocated in the current c
 int contexts_device(CUcontext context); /* the grant's index, -1: unknown */
 void contexts_stream_gone(void);        /* one of the current context's */
 void contexts_after_fork(void);
+
+/* ---- modules.c ---- */
+
+void modules_after_fork(void);
 
 /* ---- pools.c ---- */
 

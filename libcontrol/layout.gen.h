@@ -70,7 +70,9 @@ struct grant_device {
     uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
     uint64_t reconciled_ns; /* governor, release: when memory_overhead was looked up */
     uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
-    uint8_t pad[84];
+    uint32_t reserved;
+    uint64_t unattributed; /* governor, relaxed: memory of the GPU that NVML attributes to no process */
+    uint8_t pad[72];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -88,6 +90,8 @@ _Static_assert(offsetof(struct grant_device, contended) == 88, "grant_device.con
 _Static_assert(offsetof(struct grant_device, strategy) == 92, "grant_device.strategy");
 _Static_assert(offsetof(struct grant_device, reconciled_ns) == 96, "grant_device.reconciled_ns");
 _Static_assert(offsetof(struct grant_device, utilisation) == 104, "grant_device.utilisation");
+_Static_assert(offsetof(struct grant_device, reserved) == 108, "grant_device.reserved");
+_Static_assert(offsetof(struct grant_device, unattributed) == 112, "grant_device.unattributed");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: behind the grant page, in the same file. */

@@ -88,6 +88,8 @@ GRANT_DEVICE = Struct(
         Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
         Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was looked up"),
         Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
+        Field("reserved", "u32"),
+        Field("unattributed", "u64", doc="memory of the GPU that NVML attributes to no process"),
     ),
     "One GPU of the container.",
 )

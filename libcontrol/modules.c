@@ -5,24 +5,47 @@
  * The driver's own cuMemGetInfo, before and after, does, as long as the neighbours are quiet; 4 us
  * each on an H200, beside a load of a millisecond. Little is provisional until the governor has
  * looked. Much is not believed before that: the load waits for a look, and is undone if the
- * container is over its quota then.
+ * container is over its quota then. What the look does not find in the process, although the GPU
+ * has more that is nobody's, is managed variables (H200: 128 MiB of them, taken at the load): they
+ * are charged until the module ends.
  *
  * A library is loaded into a context when its first kernel is asked for there.
  */
 #include "control.h"
 
-#define MODULES_MUCH    (64ull << 20)
+#include <string.h>
+
+#define MODULES_MUCH    (16ull << 20)
 #define MODULES_WAIT_NS (500 * NS_PER_MS)
+#define MODULES_N_LOOKS 3
 #define MODULES_N_TRIES 50
 #define MODULES_NAP_NS  (100 * NS_PER_US)
 
 static uint32_t n_waiting; /* libraries that were loaded into no context yet */
+static uint32_t n_hidden;  /* modules and libraries with memory that NVML does not attribute */
+
+/* What was given back of it since the governor looked, who still tells that it is nobody's. */
+static struct {
+    uint64_t bytes, ns;
+} hidden_given[LAYOUT_N_DEVICES];
+static struct prim_lock hidden_lock;
 
 struct load {
     int device;
-    size_t before;    /* free on the GPU */
-    uint64_t charged; /* to this process: its other threads allocate meanwhile */
+    size_t before;     /* free on the GPU */
+    uint64_t charged;  /* to this process: its other threads allocate meanwhile */
+    uint64_t overhead; /* what the governor had found */
+    uint64_t nobodys;  /* of the GPU */
+    uint64_t hidden;   /* what it charged at last */
 };
+
+void modules_after_fork(void)
+{
+    memset(hidden_given, 0, sizeof hidden_given);
+    hidden_lock.word = 0;
+    n_waiting = 0;
+    n_hidden = 0;
+}
 
 static size_t free_now(void)
 {
@@ -41,11 +64,43 @@ static uint64_t charged_now(int device)
     return atomic_load_relaxed(&pages_ledger_device((unsigned)device)->memory);
 }
 
+static const struct grant_device *grant_of(const struct load *load)
+{
+    return pages_grant_device((unsigned)load->device);
+}
+
+static void hidden_give(int device, uint64_t size)
+{
+    uint64_t looked = atomic_load_acquire(&pages_grant_device((unsigned)device)->reconciled_ns);
+
+    prim_lock(&hidden_lock);
+    if (hidden_given[device].ns <= looked)
+        hidden_given[device].bytes = 0;
+    hidden_given[device].bytes += size;
+    hidden_given[device].ns = prim_now();
+    prim_unlock(&hidden_lock);
+}
+
+static uint64_t nobodys_now(const struct load *load)
+{
+    uint64_t looked = atomic_load_acquire(&grant_of(load)->reconciled_ns);
+    uint64_t nobodys = atomic_load_relaxed(&grant_of(load)->unattributed);
+    uint64_t given;
+
+    prim_lock(&hidden_lock);
+    given = hidden_given[load->device].ns > looked ? hidden_given[load->device].bytes : 0;
+    prim_unlock(&hidden_lock);
+    return nobodys > given ? nobodys - given : 0;
+}
+
 static void load_begin(struct load *load)
 {
     load->device = pages_index_current();
     if (load->device < 0)
         return;
+    load->hidden = 0;
+    load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
+    load->nobodys = nobodys_now(load);
     load->charged = charged_now(load->device);
     load->before = free_now();
 }
@@ -59,6 +114,86 @@ static uint64_t load_taken(const struct load *load)
 
     charged = charged > load->charged ? charged - load->charged : 0;
     return taken > charged ? taken - charged : 0;
+}
+
+static uint64_t above(uint64_t now, uint64_t before)
+{
+    return now > before ? now - before : 0;
+}
+
+/* After a look: what was taken, is not found in the process, and is nobody's in the GPU. */
+static uint64_t load_hidden(const struct load *load, uint64_t taken)
+{
+    uint64_t found = above(atomic_load_relaxed(&grant_of(load)->memory_overhead), load->overhead);
+    uint64_t nobodys = above(atomic_load_relaxed(&grant_of(load)->unattributed), load->nobodys);
+    uint64_t rest = above(taken, found);
+
+    return rest < nobodys ? rest : nobodys;
+}
+
+/* Charges what is hidden. A look during which memory moved says nothing of it: then another. */
+static void load_reveal(struct load *load, uint64_t taken)
+{
+    for (int i = 0; i < MODULES_N_LOOKS; i++) {
+        uint64_t hidden = load_hidden(load, taken);
+
+        if (hidden >= ACCOUNT_UNIT) {
+            load->hidden = hidden;
+            account_add(load->device, hidden, true);
+            return;
+        }
+        if (above(taken, above(atomic_load_relaxed(&grant_of(load)->memory_overhead),
+                               load->overhead)) < MODULES_MUCH)
+            return;
+        account_driver_takes(load->device, 0);
+        if (!account_await_look(load->device, prim_now(), MODULES_WAIT_NS))
+            return;
+    }
+}
+
+/* What was charged so ends with the module, or with its context. */
+static void hidden_note(const struct load *load, uint64_t key)
+{
+    struct block block = {.key = key,
+                          .size = load->hidden,
+                          .kind = BLOCK_HIDDEN,
+                          .device = (int8_t)load->device,
+                          .flags = BLOCK_UNSEEN,
+                          .owner = contexts_owner()};
+    struct block *known;
+
+    if (likely(load->device < 0 || !load->hidden))
+        return;
+    known = blocks_lock(BLOCK_HIDDEN, key);
+    if (known)
+        known->size += block.size;
+    else if (blocks_add(&block))
+        atomic_add_relaxed(&n_hidden, 1);
+    blocks_unlock(BLOCK_HIDDEN, key);
+    if (!known)
+        atomic_add_relaxed(&pages_ledger_device((unsigned)load->device)->blocks, 1);
+    account_note_peak(load->device);
+}
+
+static void hidden_ends(uint64_t key)
+{
+    struct block gone = {.device = -1};
+    struct block *block;
+
+    if (likely(!atomic_load_relaxed(&n_hidden)))
+        return;
+    block = blocks_lock(BLOCK_HIDDEN, key);
+    if (block) {
+        gone = *block;
+        blocks_remove(block);
+    }
+    blocks_unlock(BLOCK_HIDDEN, key);
+    if (gone.device < 0)
+        return;
+    atomic_add_relaxed(&n_hidden, -1u);
+    atomic_add_relaxed(&pages_ledger_device((unsigned)gone.device)->blocks, -1ull);
+    hidden_give(gone.device, gone.size);
+    account_give(gone.device, gone.size, true);
 }
 
 /* False if the container is over its quota now: then the load has to be undone. */
@@ -75,7 +210,9 @@ static bool load_end(struct load *load, CUresult result)
         return true;
     }
     account_driver_takes(load->device, 0);
-    if (!account_await_look(load->device, now, MODULES_WAIT_NS)) {
+    if (account_await_look(load->device, now, MODULES_WAIT_NS)) {
+        load_reveal(load, taken);
+    } else {
         /* What another thread frees is charged for a moment longer than it is taken. What a module
          * takes stays. */
         for (int i = 0; i < MODULES_N_TRIES && taken >= MODULES_MUCH; i++) {
@@ -112,9 +249,14 @@ static void unload_end(struct load *load, CUresult result)
 
 static CUresult module_loaded(struct load *load, CUresult result, CUmodule *module)
 {
-    if (likely(load_end(load, result)))
+    bool fits = load_end(load, result);
+
+    if (result == CUDA_SUCCESS)
+        hidden_note(load, (uintptr_t)*module);
+    if (likely(fits))
         return result;
     real->cuModuleUnload(*module);
+    hidden_ends((uintptr_t)*module);
     *module = NULL;
     account_driver_gives(load->device, 0);
     return account_refuse(load->device);
@@ -162,6 +304,8 @@ CONTROL_EXPORT CUresult cuModuleUnload(CUmodule hmod)
 
     unload_begin(&load);
     result = real->cuModuleUnload(hmod);
+    if (result == CUDA_SUCCESS)
+        hidden_ends((uintptr_t)hmod);
     unload_end(&load, result);
     return result;
 }
@@ -206,6 +350,8 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
     bool refused = block && block->count;
 
     blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    if (loaded)
+        hidden_note(load, (uintptr_t)library);
     if (fits && refused && loaded)
         fits = load->device < 0 || !account_over(load->device);
     if (likely(fits && loaded && !refused))
@@ -225,9 +371,13 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
 
 static CUresult library_loaded(struct load *load, CUresult result, CUlibrary *library)
 {
-    if (result == CUDA_SUCCESS && load->device >= 0)
+    bool fits = load_end(load, result);
+
+    if (result == CUDA_SUCCESS && load->device >= 0) {
         library_note(*library);
-    if (likely(load_end(load, result)))
+        hidden_note(load, (uintptr_t)*library);
+    }
+    if (likely(fits))
         return result;
     cuLibraryUnload(*library);
     *library = NULL;
@@ -283,6 +433,8 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
     blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
     unload_begin(&load);
     result = real->cuLibraryUnload(library);
+    if (result == CUDA_SUCCESS)
+        hidden_ends((uintptr_t)library);
     unload_end(&load, result);
     /* It was perhaps loaded on other GPUs, too. */
     if (known && result == CUDA_SUCCESS)
@@ -356,6 +508,7 @@ CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
     load_begin(&load);
     result = real->cuFuncLoad(function);
     load_end(&load, result);
+    hidden_note(&load, (uintptr_t)function); /* its context ends it */
     return result;
 }
 

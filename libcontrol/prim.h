@@ -2,9 +2,9 @@
  * The operating system and the compiler, as far as the control library and the arbiter need them.
  *
  * The library is mapped into other people's processes, in images with any glibc since 2.17: symbols
- * that moved between glibc's libraries are bound to their oldest version here. System calls are made
- * directly: errno is the application's, and glibc's functions for most of them end a thread that
- * somebody cancelled, with whatever lock it holds.
+ * that moved between glibc's libraries are bound to their oldest version here. System calls are
+ * made directly: errno is the application's, and glibc's functions for most of them end a thread
+ * that somebody cancelled, with whatever lock it holds.
  */
 #pragma once
 

@@ -43,13 +43,15 @@
 
 #include "layout.gen.h"
 
-#define MIB       (1024ull * 1024)
-#define TAKE      (64 * MIB)     /* what a call that allocates asks for */
-#define HUNG_MS   20000          /* a call that says nothing for so long is killed */
-#define HOLD_NS   30000000       /* a call that has not returned by then waits for the GPU itself */
-#define SETTLE_NS 1000000000ull  /* the account has so long to learn of what the driver did itself \
+#define MIB     (1024ull * 1024)
+#define TAKE    (64 * MIB) /* what a call that allocates asks for */
+#define HUNG_MS 20000      /* a call that says nothing for so long is killed */
+#define HOLD_NS 30000000   /* a call that has not returned by then waits for the GPU itself */
+#define SETTLE_NS                                                                                  \
+    1000000000ull                /* the account has so long to learn of what the driver did itself \
                                   */
 #define SETTLED_NS 1200000000ull /* and forgets what it learned when nothing moved for so long */
+#define SMALL      (4 << 20)     /* bytes that the driver takes for itself in any call */
 #define TOOK       (2 << 20)     /* bytes */
 #define WORKED_US  40
 #define ROUNDS     3 /* of a call that waits: the fastest of these */
@@ -484,6 +486,7 @@ static bool unnoticed(const struct counters *from, const struct counters *to,
 {
     int64_t moved = memory_moved(memory);
 
+    late = late || (moved >= -SMALL && moved <= SMALL);
     if ((moved >= TOOK || moved <= -TOOK) && !accounted(moved, from, to, late))
         return true;
     return gpu_us > WORKED_US && to->launches == from->launches && to->small == from->small &&

@@ -39,6 +39,8 @@ WORKED_US = 40.0
 WAITED_US = 100.0
 """The same for a call that waits: a difference of the host's times, which are less exact."""
 OUT_OF_MEMORY = 2
+SMALL_CHANGE = 4 * MIB
+"""Any call may make the driver take or give so much for itself: the governor finds it."""
 RUN_S = 540.0
 
 Row = dict[str, Any]
@@ -154,7 +156,8 @@ def counted(row: Mapping[str, Any], *counters: str) -> bool:
 def memory_fault(native: Row, governed: Row) -> str:
     """Say what memory a call moved that the ledger did not see."""
     change = max(memory_of(native), memory_of(governed), key=abs)
-    if abs(change) < TOOK or native["paid"] or accounted(governed, change, late=native["late"]):
+    late = native["late"] or abs(change) <= SMALL_CHANGE
+    if abs(change) < TOOK or native["paid"] or accounted(governed, change, late=late):
         return ""
     return f"{'takes' if change > 0 else 'gives'} {abs(change) / MIB:.0f} MiB unseen"
 

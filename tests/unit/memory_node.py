@@ -328,12 +328,14 @@ class Node:
                 slots = dict(self._slots)
             # What is charged or given back while the GPU is looked at is taken for the driver's.
             before = {slot: self._charged(slot, device) for slot in slots}
-            seen = self.seen(device)
+            status = simgpu.status(self.gpus[device])
+            seen = {process.pid: process.memory for process in status.processes}
             overhead = sum(
                 max(0, seen.get(pid, 0) - min(before[slot], self._charged(slot, device)))
                 for slot, pid in slots.items()
             )
             self.write("memory_overhead", overhead, device)
+            self.write("unattributed", status.used - sum(seen.values()), device)
             self.write("reconciled_ns", began, device)
         return self.read("memory_overhead")
 

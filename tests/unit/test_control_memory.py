@@ -6,7 +6,10 @@ GPU says that the process holds, less its contexts, are the same number.
 
 from __future__ import annotations
 
+import contextlib
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -630,3 +633,68 @@ def test_errno_is_the_applications(agent) -> None:
         agent.run("ctypes.set_errno(77)")
         agent.run(call)
         assert agent.number("ctypes.get_errno()") == 77
+
+
+# ---- what NVML shows of nobody, and what the governor took for too much ----
+
+
+@contextlib.contextmanager
+def hiding(node, agent) -> Iterator[None]:
+    """A governor whose NVML attributes nothing more to the process from here on."""
+    known = node.look()
+    base = node.read("unattributed")
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.wait(0.005):
+            began = time.monotonic_ns()
+            nobodys = max(0, agent.seen - agent.charged - known)
+            node.write("memory_overhead", known)
+            node.write("unattributed", base + nobodys)
+            node.write("reconciled_ns", began)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_ends(node) -> None:
+    agent = node.agent()
+    with hiding(node, agent):
+        module = "out('cuModuleLoadData', b'globals:134217728')"
+        agent.run(f"first = {module}")
+        assert agent.field("unseen") == agent.field("memory") == 128 * MIB
+        agent.run("library = out('cuLibraryLoadData', b'globals:134217728', *[None, None, 0] * 2)")
+        agent.run("out('cuLibraryGetModule', library)")
+        assert agent.field("unseen") == 256 * MIB
+        agent.run("driver.call('cuModuleUnload', first)")
+        assert agent.field("unseen") == 128 * MIB
+        agent.run("driver.call('cuLibraryUnload', library)")
+        assert agent.field("unseen") == agent.field("memory") == 0
+        agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
+        for _ in range(3):
+            assert agent.refuses(module)
+            assert agent.field("unseen") == 0
+        agent.run(f"driver.call('cuMemFree_v2', rest); first = {module}")
+        assert agent.field("unseen") == 128 * MIB
+        agent.run("driver.call('cuCtxDestroy_v2', context)")
+        assert agent.field("unseen") == agent.field("memory") == 0
+
+
+def test_nothing_is_refused_for_what_the_governor_found_before_it_has_looked_again(node) -> None:
+    agent = node.agent()
+    room = left(node)
+    for _ in range(3):
+        node.write("memory_overhead", node.read("memory_overhead") + 200 * MIB)
+        agent.send(f"block = driver.allocate({room})")
+        end = time.monotonic() + 20
+        while agent.field("provisional_ns") <= node.read("reconciled_ns"):
+            assert time.monotonic() < end, "it did not ask"
+        node.look()
+        agent.answer()
+        agent.run("driver.call('cuMemFree_v2', block)")
+        time.sleep(0.3)

@@ -81,6 +81,12 @@ class StubNvml:
         self.failing = False
         self.during: Callable[[], None] = lambda: None
         self.looks: list[int] = []
+        self.nobodys: Callable[[], int | None] = lambda: None
+
+    def memory_used(self, uuid: str) -> int | None:
+        assert uuid == UUID
+        own = self.nobodys()
+        return None if own is None else own + sum(used or 0 for used in self.used.values())
 
     def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         assert uuid == UUID
@@ -734,5 +740,28 @@ def test_the_samples_of_neighbours_are_not_the_containers(play: Play) -> None:
         world.nvml.samples = (ProcessUse(child.pid, 1, 37), ProcessUse(os.getpid(), 1, 60))
         async with world.looking():
             await until(lambda: read(container, "utilisation") == 37)
+
+    play(scene)
+
+
+def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_look(play):
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        world.nvml.used = {1: 100, 2: 200}
+        world.nvml.nobodys = lambda: 700
+        async with world.looking():
+            await until(lambda: read(container, "unattributed") == 700)
+            world.nvml.nobodys = lambda: len(world.nvml.looks)  # another answer after each look
+            looks = len(world.nvml.looks)
+            await until(lambda: len(world.nvml.looks) > looks + 3)
+            assert read(container, "unattributed") == 700
+            world.nvml.nobodys = lambda: None
+            world.nvml.used[2] = None
+            looks = len(world.nvml.looks)
+            await until(lambda: len(world.nvml.looks) > looks + 2)
+            assert read(container, "unattributed") == 700
+            world.nvml.nobodys = lambda: 900
+            world.nvml.used[2] = 300
+            await until(lambda: read(container, "unattributed") == 900)
 
     play(scene)

@@ -111,6 +111,13 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
     assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
+def test_any_call_may_make_the_driver_take_a_little_for_itself():
+    assert faults(ran(process=2 * MIB, after={"overhead": 2 * MIB})) == ()
+    assert faults(ran(process=4 * MIB, after={"overhead": 4 * MIB})) == ()
+    assert faults(ran(process=6 * MIB, after={"overhead": 6 * MIB})) == ("takes 6 MiB unseen",)
+    assert faults(ran(process=2 * MIB)) == ("takes 2 MiB unseen",)
+
+
 def test_what_the_governor_finds_excuses_no_work():
     row = ran(process=64 * MIB, late=True, gpu_us=1000.0, after={"overhead": 64 * MIB})
     assert faults(row) == ("works 1000 us past the gate",)

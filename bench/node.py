@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -139,6 +139,16 @@ class Node:
                 self._governor.kill()
                 self._governor.wait()
             self._governor = None
+
+    @contextlib.contextmanager
+    def frozen_governor(self) -> Iterator[None]:
+        """Keep the governor from doing anything meanwhile: as slow as it can be."""
+        assert self._governor is not None
+        self._governor.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._governor.send_signal(signal.SIGCONT)
 
     def hook_arguments(self) -> list[str]:
         """Return the hook's options for this node."""

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import threading
@@ -183,7 +184,9 @@ def node(
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("main")
     compile_c(PROBE_C, work / "probe", "-ldl")
-    with Node(WithProbe(work, build_dir)) as made:
+    machine = WithProbe(work, build_dir)
+    machine.programs.append(build_dir / "stress")
+    with Node(machine) as made:
         yield made
 
 
@@ -406,6 +409,48 @@ def test_containers_outlive_the_governor(node: Node) -> None:
             # 0.5 ms of work each, 40 % for each of the two: a tenth of it would do.
             assert len(after) > (after[-1] - killed) / (0.5 * MS) * 0.04
             assert after[-1] > killed + 1500 * MS
+    finally:
+        node.stop_governor(signal.SIGKILL)
+        node.start_governor()
+
+
+def start_stress(node: Node, name: str) -> Running:
+    """Start threads that use the driver in every way; any error but a lack of memory ends them."""
+    arguments = ["/usr/bin/stress", "--threads", "4", "--wait-file", "/out/begin", "--seconds", "0"]
+    return node.start(name, arguments, {"memory": "2Gi", "compute": "40"})
+
+
+def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_replaced(
+    node: Node,
+) -> None:
+    pair = [start_stress(node, name) for name in ("rider-a", "rider-b")]
+    wait_ready(*pair)
+    draw = random.Random(1)
+    try:
+        for _ in range(12):  # slow, but not for so long that it counts as away
+            with node.frozen_governor():
+                time.sleep(draw.uniform(0.02, 0.7))
+            time.sleep(draw.uniform(0.01, 0.1))
+        with node.frozen_governor():  # away, and back
+            time.sleep(2.5)
+        time.sleep(0.5)
+        launches = {
+            one["id"]: one["devices"][0]["launches"]
+            for one in ask(node.config, "list", timeout=10)["containers"]
+        }
+        assert all(launches[container.identifier] > 100 for container in pair)
+        node.stop_governor(signal.SIGKILL)
+        time.sleep(1.5)
+        node.start_governor()
+        late = start_worker(node, "boarded", compute="20")
+        begin(late)
+        time.sleep(1)
+        for container in pair:
+            assert container.process.poll() is None, show_output(container)
+            (container.out / "begin").touch()
+        for container in pair:
+            assert node.wait(container, WAIT_S) == 0, container.output
+            assert last_json(container.output)["calls"] > 1000
     finally:
         node.stop_governor(signal.SIGKILL)
         node.start_governor()

@@ -33,7 +33,7 @@ from bench.machine import ROOT, Machine, MachineError, Simulated
 from bench.node import Node, Running, last_json
 from bench.provenance import describe_run
 from bench.room import Room, control_folder
-from bench.step import measure_steps, render_steps, summarise_steps
+from bench.step import KINDS, measure_steps, render_steps, summarise_steps
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
@@ -320,7 +320,7 @@ def gpu_name(machine: Machine) -> str:
 def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
     """Return what the runs of a report come to."""
     summarise_one = summarise_steps if "train" in report else summarise
-    kinds = [kind for kind in (*TITLES, "train", "decode") if kind in report]
+    kinds = [kind for kind in (*TITLES, *KINDS) if kind in report]
     return {kind: summarise_one(report[kind]) for kind in kinds}
 
 

@@ -26,7 +26,7 @@ from bench.figures import bootstrap_rounds, in_turn
 from bench.machine import ROOT, Machine, MachineError
 from bench.node import Node
 
-KINDS = ("train", "decode")
+KINDS = ("train", "decode-graph", "decode")
 READY_S = 180.0
 LATE_S = 30.0
 """How much longer than its time a run of steps may take."""
@@ -200,9 +200,9 @@ def measure_steps(
 
 def render_steps(summary: Mapping[str, Mapping[str, float]]) -> str:
     """Return the summary as a table."""
-    lines = [f"{'':10}{'native':>10}{'governed':>10}{'slower':>10}   upper 95 %"]
+    lines = [f"{'':14}{'native':>10}{'governed':>10}{'slower':>10}   upper 95 %"]
     lines += [
-        f"{kind:10}{one['native_ms']:10.3f}{one['governed_ms']:10.3f}"
+        f"{kind:14}{one['native_ms']:10.3f}{one['governed_ms']:10.3f}"
         f"{one['slower_percent']:8.2f} %   {one['upper_95_percent']:.2f} %"
         for kind, one in summary.items()
     ]

@@ -425,7 +425,7 @@ def test_no_call_fails_while_the_governor_is_slow_stands_still_dies_and_is_repla
 ) -> None:
     pair = [start_stress(node, name) for name in ("rider-a", "rider-b")]
     wait_ready(*pair)
-    draw = random.Random(1)
+    draw = random.Random(1)  # noqa: S311
     try:
         for _ in range(12):  # slow, but not for so long that it counts as away
             with node.frozen_governor():

@@ -77,11 +77,12 @@ STEP = """\
 `python -m bench.overhead --step` has one process native and one in a container that is alone and
 has the whole GPU. Both are warm and stay on the same processors; in turn (A B B A) each takes steps
 for a fifth of a second while the other sits still. Two processes differ for as long as they live,
-by up to a percent, whoever runs in them: so there are several rounds, each with new ones. Slower is
-the mean over the rounds of the median of a round's pairs, the bound the one below which it lies
-with 95 % confidence (a bootstrap of the rounds and of the pairs in them). `train` is a step of a
-transformer, `decode` a token of a model of 24 layers in eager mode, some 300 launches, which waits
-for the host, and `decode-graph` the same token as one CUDA graph.
+by up to a percent, whoever runs in them: so there are several rounds, each with new ones. Of a turn
+the median step counts, because the machine is shared and takes the processor away now and then.
+Slower is the mean over the rounds of the median of a round's pairs, the bound the one below which
+it lies with 95 % confidence (a bootstrap of the rounds and of the pairs in them). `train` is a step
+of a transformer, `decode` a token of a model of 24 layers in eager mode, some 300 launches, which
+waits for the host, and `decode-graph` the same token as one CUDA graph.
 """
 
 

@@ -5,12 +5,14 @@
 
 Once it is warm it makes DIR/ready. For each file DIR/go-<n> it takes two steps that do not count,
 because its caches are cold, then steps for S seconds, and writes DIR/done-<n>, a JSON object: how
-many steps, and in how many seconds. DIR/end ends it. `train` is a step of the transformer of
-torch_models, `decode` is a token of a model of 24 layers in eager mode, read back before the next
-one begins: some 300 small kernels, so the host is what it waits for. `decode-graph` is the same
-token as one CUDA graph, as servers do it. With --cores all its threads stay on those, so that two
-processes in turn use the same ones. What else makes one process faster than the next for as long as
-it lives is the same in all: no random addresses, no random hashes, no garbage collection.
+many steps, in how many seconds, and the median of what one took, in ms. DIR/end ends it.
+
+`train` is a step of the transformer of torch_models, `decode` is a token of a model of 24 layers in
+eager mode, read back before the next one begins: some 300 small kernels, so the host is what it
+waits for. `decode-graph` is the same token as one CUDA graph, as servers do it. With --cores all
+its threads stay on those, so that two processes in turn use the same ones. What else makes one
+process faster than the next for as long as it lives is the same in all: no random addresses, no
+random hashes, no garbage collection.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import gc
 import json
 import os
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -159,13 +162,20 @@ def take_steps(step: Callable[[], None], seconds: float, device: torch.device) -
         step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    steps, begin = 0, time.perf_counter()
-    while time.perf_counter() - begin < seconds:
+    took = []
+    begin = last = time.perf_counter()
+    while last - begin < seconds:
         step()
-        steps += 1
+        now = time.perf_counter()
+        took.append(1000 * (now - last))
+        last = now
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return {"steps": steps, "seconds": time.perf_counter() - begin}
+    return {
+        "steps": len(took),
+        "seconds": time.perf_counter() - begin,
+        "step_ms": statistics.median(took),
+    }
 
 
 def main() -> int:

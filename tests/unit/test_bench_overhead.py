@@ -123,7 +123,7 @@ while not (orders / "end").exists():
     if (orders / f"go-{n}").exists():
         if ms < 0:
             sys.exit("no GPU here")
-        (orders / "partial").write_text(json.dumps({"steps": 10, "seconds": ms / 100}))
+        (orders / "partial").write_text(json.dumps({"steps": 10, "seconds": ms / 50, "step_ms": ms}))
         (orders / "partial").rename(orders / f"done-{n}")
         n += 1
     time.sleep(0.001)
@@ -156,7 +156,7 @@ def test_a_process_that_ends_in_the_middle_is_an_error_in_its_own_words(tmp_path
 
 def round_of(*seconds):
     return [
-        {"native": {"steps": 100, "seconds": 1.0}, "governed": {"steps": 100, "seconds": governed}}
+        {"native": {"step_ms": 10.0}, "governed": {"step_ms": 10 * governed}}
         for governed in seconds
     ]
 
@@ -176,7 +176,7 @@ def test_what_differs_between_processes_widens_the_bound():
 
 
 def test_steps_become_a_result_and_a_section(tmp_path):
-    pairs = [{"native": {"steps": 10, "seconds": 1}, "governed": {"steps": 10, "seconds": 1.1}}]
+    pairs = [{"native": {"step_ms": 100.0}, "governed": {"step_ms": 110.0}}]
     report = {
         "train": [pairs], "decode": [pairs],
         "options": {"rounds": 1, "pairs": 1, "seconds": 1},

@@ -97,7 +97,8 @@ class Process:
 class Look:
     """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid.
 
-    `nobodys` are the bytes in use that NVML attributes to no process, None when it did not tell.
+    `nobodys` are the bytes in use that NVML attributes to no process and that no container's books
+    say of, None when that could not be told; it may be negative.
     """
 
     began_ns: int
@@ -338,7 +339,8 @@ class Container:
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
         if look is not None and look.nobodys is not None:
-            pages.write(self.grant, base, "grant_device", "unattributed", look.nobodys)
+            pages.write(self.grant, base, "grant_device", "unattributed", look.nobodys % 2**64)
+            pages.write(self.grant, base, "grant_device", "unattributed_ns", look.began_ns)
         if look is not None:
             # After the debt: whoever sees the time finds what the look found.
             pages.write(self.grant, base, "grant_device", "reconciled_ns", since)

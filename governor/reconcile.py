@@ -75,18 +75,34 @@ class _Watch:
         return any(container.is_pending(i, now_ns) for container, i in self.sharing(server))
 
 
+TRIES = 4
+"""So often NVML is asked in one look what is nobody's, while the GPU's memory moves."""
+
+
 def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], int | None]:
     """Return the processes on a GPU and the bytes that are no process's.
 
-    These are None when something was taken or given back meanwhile, or NVML does not tell all.
+    These are None when something was taken or given back each time, or NVML does not tell all.
     """
-    before = nvml.memory_used(uuid)
-    seen = nvml.processes(uuid)
-    after = nvml.memory_used(uuid)
-    used = [one.used for one in seen if one.used is not None]
-    if after is None or before != after or len(used) < len(seen):
-        return seen, None
-    return seen, max(0, after - sum(used))
+    for _ in range(TRIES):
+        before = nvml.memory_used(uuid)
+        seen = nvml.processes(uuid)
+        after = nvml.memory_used(uuid)
+        used = [one.used for one in seen if one.used is not None]
+        if after is None or len(used) < len(seen):
+            break
+        if before == after:
+            return seen, after - sum(used)
+    return seen, None
+
+
+def _unseen(watch: _Watch, server: Server) -> int:
+    """What containers are charged on a GPU that NVML attributes to no process."""
+    return sum(
+        charge.unseen
+        for container, i in watch.sharing(server)
+        for charge in container.charges(i).values()
+    )
 
 
 async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> None:
@@ -116,6 +132,7 @@ async def _look(
     sample = any(is_open for *_, is_open in before) and began_ns - watch.sampled_ns >= LOOK_NS
     loop = asyncio.get_running_loop()
     look: Look | None = None
+    unseen = _unseen(watch, server)
     try:
         seen, nobodys = await loop.run_in_executor(executor, _ask_memory, nvml, watch.device.uuid)
         if sample:
@@ -126,6 +143,8 @@ async def _look(
                 watch.device.uuid,
                 (time.time_ns() - WINDOW_NS) // 1000,
             )
+        if nobodys is not None:
+            nobodys = nobodys - unseen if unseen == _unseen(watch, server) else None
         # NVML that does not tell a process's memory says nothing against its books.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples, nobodys)
     except VdriverError as e:

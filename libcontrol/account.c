@@ -522,7 +522,7 @@ CUresult account_open(enum block_kind kind, int device, uint64_t key, uint64_t s
                           .kind = (uint8_t)kind,
                           .device = (int8_t)device,
                           .flags = BLOCK_UNSEEN,
-                          .owner = contexts_owner()};
+                          .owner = kind == BLOCK_IPC ? contexts_owner() : OWNER_NONE};
     bool known;
 
     for (;;) {

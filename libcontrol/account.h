@@ -37,10 +37,11 @@ enum block_kind {
     BLOCK_EXEC,      /* an executable graph; `size`: what its nodes allocate, `value`: reserved */
 };
 
-#define BLOCK_SMALL    1 /* part of a slab, which is charged instead */
-#define BLOCK_UNSEEN   2 /* NVML does not attribute it to this process */
-#define BLOCK_EXPORTED 4 /* a descriptor of it was made */
-#define BLOCK_OBJECT   8 /* no memory: a multicast object */
+#define BLOCK_SMALL    1  /* part of a slab, which is charged instead */
+#define BLOCK_UNSEEN   2  /* NVML does not attribute it to this process */
+#define BLOCK_EXPORTED 4  /* a descriptor of it was made */
+#define BLOCK_OBJECT   8  /* no memory: a multicast object */
+#define BLOCK_FOR_EVER 16 /* nobody can tell when the descriptor is closed */
 
 struct block {
     uint64_t key;   /* an address or a handle, never 0 */
@@ -148,6 +149,7 @@ void account_unrelax(CUstreamCaptureMode *mode);
 #define OWNER_NONE    0xff /* ends with no context */
 
 uint8_t contexts_owner(void);           /* of what is allocated in the current context */
+bool contexts_several(void);            /* there are others than the primary one */
 int contexts_device(CUcontext context); /* the grant's index, -1: unknown */
 void contexts_stream_gone(void);        /* one of the current context's */
 void contexts_after_fork(void);
@@ -155,6 +157,7 @@ void contexts_after_fork(void);
 /* ---- modules.c ---- */
 
 void modules_after_fork(void);
+void modules_context_gone(uint8_t owner);
 
 /* ---- pools.c ---- */
 

@@ -30,6 +30,14 @@ static struct {
     uint32_t n_retained; /* by this process */
 } primaries[LAYOUT_N_DEVICES];
 
+static bool is_primary(CUcontext handle)
+{
+    for (unsigned i = 0; handle && i < pages_n_devices(); i++)
+        if (atomic_load_acquire(&primaries[i].handle) == handle)
+            return true;
+    return false;
+}
+
 static struct context *find(CUcontext handle)
 {
     if (!handle || !atomic_load_relaxed(&n_contexts))
@@ -49,7 +57,17 @@ uint8_t contexts_owner(void)
         return OWNER_PRIMARY;
     driver->cuCtxGetCurrent(&current);
     c = find(current);
-    return c ? (uint8_t)(c - contexts + 1) : OWNER_PRIMARY;
+    if (c)
+        return (uint8_t)(c - contexts + 1);
+    /* It may be one that found no place in the table. */
+    if (atomic_load_relaxed(&n_contexts) == OWNER_LAST && !is_primary(current))
+        return OWNER_NONE;
+    return OWNER_PRIMARY;
+}
+
+bool contexts_several(void)
+{
+    return atomic_load_relaxed(&n_contexts);
 }
 
 int contexts_device(CUcontext handle)
@@ -113,6 +131,7 @@ static CUresult made(struct account_charge *charge, CUresult result, const CUcon
 static void gone(int device, uint8_t owner)
 {
     account_sweep(device, owner);
+    modules_context_gone(owner);
     account_driver_gives(device,
                          atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
     count(device, -1);
@@ -216,7 +235,8 @@ static struct context *leave(CUcontext handle)
     if (c)
         atomic_store_release(&c->handle, NULL);
     prim_unlock(&contexts_lock);
-    if (handle)
+    /* The driver does not destroy a primary one: what is held in it stays held. */
+    if (handle && !is_primary(handle))
         gate_forget_context(handle);
     if (c)
         last_leaves(c->device);
@@ -467,6 +487,7 @@ CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc de
                               .owner = OWNER_NONE};
 
         count(charge.device, 1);
+        atomic_add_relaxed(&primaries[charge.device].n_retained, 1);
         if (primary_active(dev) && primary_turns(charge.device, true))
             count(charge.device, 1);
         if (!blocks_lock(BLOCK_GREEN, block.key))
@@ -501,6 +522,8 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         return result;
     }
     count(green.device, -1);
+    if (atomic_load_relaxed(&primaries[green.device].n_retained))
+        atomic_add_relaxed(&primaries[green.device].n_retained, -1u);
     account_driver_gives(
         green.device,
         atomic_load_relaxed(&pages_grant_device((unsigned)green.device)->context_bytes));

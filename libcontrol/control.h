@@ -177,9 +177,11 @@ bool gate_lost(uint64_t now); /* the governor is away, or its page says nonsense
 void gate_forget_stream(CUstream stream);
 void gate_forget_context(CUcontext ctx);
 bool gate_capturing(CUstream stream);
-void gate_capture_began(void);
-void gate_capture_failed(void);
-void gate_capture_ended(CUstream stream, bool was);
+bool gate_captures(void);
+bool gate_capture_begin(CUstream stream);
+void gate_capture_end(CUstream stream);
+void gate_join_begin(void);
+void gate_join_end(void);
 void gate_after_fork(void);
 void gate_watch(int device); /* the helper is needed although nothing was launched yet */
 

@@ -142,11 +142,18 @@ struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const siz
                        size_t count)
 {
     struct copy copy = copy_nothing;
+    uint64_t small = 0;
 
     if (!to || !from || !sizes || !pages_slot())
         return copy;
+    for (size_t i = 0; i < count; i++)
+        small += sizes[i] < COPY_SMALL ? sizes[i] : 0;
     for (size_t i = 0; i < count; i++) {
-        struct copy one = copy_any(to[i], from[i], sizes[i]);
+        struct copy one = {COPY_OTHER, sizes[i]};
+
+        /* Many small ones are as much work as a large one. */
+        if (sizes[i] >= COPY_SMALL || (small >= COPY_SMALL && sizes[i]))
+            one.flow = copy_on_device(to[i]) && copy_on_device(from[i]) ? COPY_DEVICE : COPY_HOST;
 
         if (one.flow == COPY_DEVICE)
             copy = (struct copy){COPY_DEVICE, copy.bytes + one.bytes};

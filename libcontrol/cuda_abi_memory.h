@@ -25,7 +25,9 @@ typedef int CUlibraryOption;
 #define CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT           16
 #define CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR 39
 #define CU_LIMIT_STACK_SIZE                                0
+#define CU_MEM_LOCATION_TYPE_NONE                          0
 #define CU_MEM_LOCATION_TYPE_DEVICE                        1
+#define CU_MEM_LOCATION_TYPE_HOST                          2
 #define CU_MEM_ALLOCATION_TYPE_PINNED                      1
 #define CU_MEM_ALLOCATION_TYPE_MANAGED                     2
 #define CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT               5

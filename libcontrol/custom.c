@@ -1,5 +1,5 @@
 /* Start, look-up and streams: functions of the table that are written by hand. */
-#include "control.h"
+#include "queue.h"
 
 #define CU_DEVICE_ATTRIBUTE_MPS_ENABLED 133
 
@@ -85,96 +85,109 @@ CONTROL_EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int 
 
 /* ---- streams ---- */
 
+/* The event may be one of a capture: then the stream is in it from here on. */
+static bool wait_begin(void)
+{
+    bool joins = gate_captures();
+
+    gate_note_dependency();
+    if (joins)
+        gate_join_begin();
+    return joins;
+}
+
+static CUresult wait_end(bool joins, CUresult result)
+{
+    if (joins)
+        gate_join_end();
+    return result;
+}
+
 CONTROL_EXPORT CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags)
 {
-    gate_note_dependency();
-    return real->cuStreamWaitEvent(hStream, hEvent, Flags);
+    bool joins = wait_begin();
+
+    return wait_end(joins, real->cuStreamWaitEvent(hStream, hEvent, Flags));
 }
 
 CONTROL_EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream hStream, CUevent hEvent, unsigned int Flags)
 {
-    gate_note_dependency();
-    return real->cuStreamWaitEvent_ptsz(hStream, hEvent, Flags);
+    bool joins = wait_begin();
+
+    return wait_end(joins, real->cuStreamWaitEvent_ptsz(hStream, hEvent, Flags));
 }
 
-static void stream_gone(bool was_capturing, CUresult result)
+static CUresult stream_gone(CUstream stream, CUresult result)
 {
-    if (result != CUDA_SUCCESS)
-        return;
-    contexts_stream_gone();
-    if (was_capturing)
-        gate_capture_failed(); /* it ended with its stream */
+    if (result == CUDA_SUCCESS) {
+        contexts_stream_gone();
+        if (gate_captures())
+            gate_capture_end(stream); /* it ended with its stream */
+    }
+    return result;
 }
 
 CONTROL_EXPORT CUresult cuStreamDestroy_v2(CUstream hStream)
 {
-    bool was = gate_capturing(hStream);
-    CUresult result;
-
     gate_forget_stream(hStream);
-    result = real->cuStreamDestroy_v2(hStream);
-    stream_gone(was, result);
-    return result;
+    return stream_gone(hStream, real->cuStreamDestroy_v2(hStream));
 }
 
 CONTROL_EXPORT CUresult cuStreamDestroy(CUstream hStream)
 {
-    bool was = gate_capturing(hStream);
-    CUresult result;
-
     gate_forget_stream(hStream);
-    result = real->cuStreamDestroy(hStream);
-    stream_gone(was, result);
-    return result;
+    return stream_gone(hStream, real->cuStreamDestroy(hStream));
 }
 
 /* ---- captures: while there are none, no launch has to ask whether its stream captures ---- */
 
-#define CUSTOM_CAPTURE(name, parameters, ...)                                                      \
+#define CUSTOM_CAPTURE(name, stream, parameters, ...)                                              \
     CONTROL_EXPORT CUresult name parameters                                                        \
     {                                                                                              \
+        bool begins = gate_capture_begin(stream);                                                  \
         CUresult result;                                                                           \
                                                                                                    \
-        gate_capture_began(); /* before another thread can launch into it */                       \
+        gate_join_begin();                                                                         \
         result = real->name(__VA_ARGS__);                                                          \
-        if (result != CUDA_SUCCESS)                                                                \
-            gate_capture_failed();                                                                 \
+        gate_join_end();                                                                           \
+        if (begins && result != CUDA_SUCCESS)                                                      \
+            gate_capture_end(stream);                                                              \
         return result;                                                                             \
     }
 
-CUSTOM_CAPTURE(cuStreamBeginCapture, (CUstream hStream), hStream)
-CUSTOM_CAPTURE(cuStreamBeginCapture_ptsz, (CUstream hStream), hStream)
-CUSTOM_CAPTURE(cuStreamBeginCapture_v2, (CUstream hStream, CUstreamCaptureMode mode), hStream, mode)
-CUSTOM_CAPTURE(cuStreamBeginCapture_v2_ptsz, (CUstream hStream, CUstreamCaptureMode mode), hStream,
-               mode)
-CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph,
+CUSTOM_CAPTURE(cuStreamBeginCapture, hStream, (CUstream hStream), hStream)
+CUSTOM_CAPTURE(cuStreamBeginCapture_ptsz, gate_ptsz(hStream), (CUstream hStream), hStream)
+CUSTOM_CAPTURE(cuStreamBeginCapture_v2, hStream, (CUstream hStream, CUstreamCaptureMode mode),
+               hStream, mode)
+CUSTOM_CAPTURE(cuStreamBeginCapture_v2_ptsz, gate_ptsz(hStream),
+               (CUstream hStream, CUstreamCaptureMode mode), hStream, mode)
+CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph, hStream,
                (CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
                 const CUgraphEdgeData *dependencyData, size_t numDependencies,
                 CUstreamCaptureMode mode),
                hStream, hGraph, dependencies, dependencyData, numDependencies, mode)
-CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph_ptsz,
+CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph_ptsz, gate_ptsz(hStream),
                (CUstream hStream, CUgraph hGraph, const CUgraphNode *dependencies,
                 const CUgraphEdgeData *dependencyData, size_t numDependencies,
                 CUstreamCaptureMode mode),
                hStream, hGraph, dependencies, dependencyData, numDependencies, mode)
+
+/* A capture that cannot be ended so has not ended. */
+static CUresult capture_ended(CUstream stream, CUresult result)
+{
+    if (gate_captures() && !queue_capturing(stream))
+        gate_capture_end(stream);
+    return result;
+}
 
 CONTROL_EXPORT CUresult cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
 {
-    bool was = gate_capturing(hStream);
-    CUresult result = real->cuStreamEndCapture(hStream, phGraph);
-
-    gate_capture_ended(hStream, was);
-    return result;
+    return capture_ended(hStream, real->cuStreamEndCapture(hStream, phGraph));
 }
 
 CONTROL_EXPORT CUresult cuStreamEndCapture_ptsz(CUstream hStream, CUgraph *phGraph)
 {
-    CUstream stream = gate_ptsz(hStream);
-    bool was = gate_capturing(stream);
-    CUresult result = real->cuStreamEndCapture_ptsz(hStream, phGraph);
-
-    gate_capture_ended(stream, was);
-    return result;
+    return capture_ended(gate_ptsz(hStream), real->cuStreamEndCapture_ptsz(hStream, phGraph));
 }
 
 /* ---- a launch on several GPUs at once ---- */

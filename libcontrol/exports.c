@@ -7,8 +7,10 @@
  * the last copy of the descriptor is closed, in whichever process.
  *
  * The kernel tells when that was: an epoll instance knows an open file without keeping it open, and
- * /proc/self/fdinfo lists those that it knows. A file of our own stands in the list, too: if that
- * is missing, the program has closed our descriptors, nothing is known, and nothing is refunded.
+ * /proc/self/fdinfo lists those that it knows. A file of our own stands in the list, too, under a
+ * number that nobody else uses: if that is missing, the program has closed our descriptors, nothing
+ * is known, and nothing is refunded. A descriptor that cannot be watched counts as open for ever,
+ * unless the driver's are of a kind that nobody can wait for.
  */
 #include "control.h"
 
@@ -16,13 +18,14 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#define EXPORTS_N       4096 /* descriptors that are told apart; of more than that none is gone */
-#define EXPORTS_HIGH    500  /* our descriptors keep clear of a program's own */
-#define EXPORTS_OUR_OWN 0    /* of the file that is always in the list */
+#define EXPORTS_N    4096 /* descriptors that are told apart; of more than that none is gone */
+#define EXPORTS_HIGH 500  /* our descriptors keep clear of a program's own */
 
 static struct prim_lock exports_lock;
 static int exports_watch = -1;
+static uint64_t exports_own;  /* the number of the file that is always in the list */
 static uint64_t exports_made; /* each exported allocation has a number of its own */
+static uint64_t exports_lost; /* of those up to this one nothing is known any more */
 static uint32_t n_lingering;
 
 /* The files that are open; what the lock guards. */
@@ -42,33 +45,11 @@ static int raised(int fd)
     return high;
 }
 
-static bool watch_file(int fd, uint64_t number)
+static long watch_file(int fd, uint64_t number)
 {
     struct epoll_event event = {.data.u64 = number};
 
-    return prim_call(SYS_epoll_ctl, exports_watch, EPOLL_CTL_ADD, fd, &event) == 0;
-}
-
-static bool watch_start(void)
-{
-    int own;
-
-    if (exports_watch >= 0)
-        return true;
-    own = (int)prim_call(SYS_eventfd2, 0, EFD_CLOEXEC);
-    if (own < 0)
-        return false;
-    own = raised(own);
-    exports_watch = (int)prim_call(SYS_epoll_create1, EPOLL_CLOEXEC);
-    if (exports_watch >= 0)
-        exports_watch = raised(exports_watch);
-    if (exports_watch >= 0 && watch_file(own, EXPORTS_OUR_OWN))
-        return true;
-    if (exports_watch >= 0)
-        prim_close(exports_watch);
-    prim_close(own);
-    exports_watch = -1;
-    return false;
+    return prim_call(SYS_epoll_ctl, exports_watch, EPOLL_CTL_ADD, fd, &event);
 }
 
 /* "tfd: 5 events: 18 data: 7f pos:0 ino:9fbb sdev:f": data is in hexadecimal digits. */
@@ -103,7 +84,7 @@ static void read_line(const char *line)
             break;
         number = number << 4 | digit;
     }
-    if (number == EXPORTS_OUR_OWN)
+    if (number == exports_own)
         open_files.known = true;
     else if (open_files.n < EXPORTS_N)
         open_files.numbers[open_files.n++] = number;
@@ -139,9 +120,9 @@ static void look(void)
         open_files.known = false;
 }
 
-static bool is_open(uint64_t number)
+static bool is_open(uint64_t number, uint8_t flags)
 {
-    if (!open_files.known)
+    if (!open_files.known || number <= exports_lost || flags & BLOCK_FOR_EVER)
         return true;
     for (size_t i = 0; i < open_files.n; i++)
         if (open_files.numbers[i] == number)
@@ -149,36 +130,76 @@ static bool is_open(uint64_t number)
     return false;
 }
 
-/* An allocation of this process was given a descriptor. */
+/* With the lock. The descriptor may be another file's by now: only if ours is in its list it is
+ * ours.
+ */
+static bool watch_start(void)
+{
+    int own;
+
+    if (exports_watch >= 0) {
+        look();
+        if (open_files.known)
+            return true;
+        exports_lost = exports_made;
+        exports_watch = -1;
+    }
+    own = (int)prim_call(SYS_eventfd2, 0, EFD_CLOEXEC);
+    if (own < 0)
+        return false;
+    own = raised(own);
+    exports_own = 1ull << 63 | (prim_now() ^ (uintptr_t)&exports_own << 20);
+    exports_watch = (int)prim_call(SYS_epoll_create1, EPOLL_CLOEXEC);
+    if (exports_watch >= 0)
+        exports_watch = raised(exports_watch);
+    if (exports_watch >= 0 && watch_file(own, exports_own) == 0)
+        return true;
+    if (exports_watch >= 0)
+        prim_close(exports_watch);
+    prim_close(own);
+    exports_watch = -1;
+    return false;
+}
+
+/* With a reference to the allocation: it was given a descriptor. */
 static cold void exported(CUmemGenericAllocationHandle handle, int fd)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
+    bool object = block && block->flags & BLOCK_OBJECT;
     bool charged = block && block->device >= 0;
-    bool watched;
+    long failed;
 
+    if (block && object)
+        block->flags |= BLOCK_EXPORTED;
     blocks_unlock(BLOCK_HANDLE, handle);
-    if (!charged)
+    if (!charged || object)
         return;
     prim_lock(&exports_lock);
     block = blocks_lock(BLOCK_EXPORT, handle);
-    entry.value = block ? block->value : 0;
+    if (block)
+        entry = *block;
     blocks_unlock(BLOCK_EXPORT, handle);
+    failed = !watch_start();
     if (!entry.value)
         entry.value = ++exports_made;
-    watched = watch_start() && watch_file(fd, entry.value);
-    if (watched) {
-        if (!blocks_lock(BLOCK_EXPORT, handle))
+    if (!failed)
+        failed = watch_file(fd, entry.value);
+    if (failed && failed != -EPERM)
+        entry.flags |= BLOCK_FOR_EVER;
+    if (failed != -EPERM) {
+        block = blocks_lock(BLOCK_EXPORT, handle);
+        if (block)
+            *block = entry;
+        else
             blocks_add(&entry);
         blocks_unlock(BLOCK_EXPORT, handle);
+        block = blocks_lock(BLOCK_HANDLE, handle);
+        if (block)
+            block->flags |= BLOCK_EXPORTED;
+        blocks_unlock(BLOCK_HANDLE, handle);
     }
     prim_unlock(&exports_lock);
-    if (!watched)
-        return;
-    block = blocks_lock(BLOCK_HANDLE, handle);
-    if (block)
-        block->flags |= BLOCK_EXPORTED;
-    blocks_unlock(BLOCK_HANDLE, handle);
 }
 
 /* The last that this process had of an exported allocation is gone. True if it lives on: then it
@@ -195,6 +216,7 @@ cold bool exports_outlive(const struct block *gone)
 
     if (block) {
         lingering.key = block->value;
+        lingering.flags |= block->flags & BLOCK_FOR_EVER;
         blocks_remove(block);
     }
     blocks_unlock(BLOCK_EXPORT, gone->key);
@@ -202,7 +224,7 @@ cold bool exports_outlive(const struct block *gone)
         return false;
     prim_lock(&exports_lock);
     look();
-    lives = is_open(lingering.key);
+    lives = is_open(lingering.key, lingering.flags);
     prim_unlock(&exports_lock);
     if (!lives)
         return false;
@@ -223,7 +245,7 @@ static bool closed_visit(const struct block *block, void *data)
 {
     uint64_t *bytes = data;
 
-    if (block->kind != BLOCK_LINGERING || is_open(block->key))
+    if (block->kind != BLOCK_LINGERING || is_open(block->key, block->flags))
         return false;
     bytes[block->device] += block->size;
     atomic_add_relaxed(&n_lingering, -1u);
@@ -259,6 +281,7 @@ void exports_after_fork(void)
     exports_lock.word = 0;
     exports_watch = -1;
     n_lingering = 0;
+    exports_lost = exports_made;
 }
 
 CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
@@ -266,11 +289,15 @@ CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
                                                      CUmemAllocationHandleType handleType,
                                                      unsigned long long flags)
 {
+    /* A release by another thread meanwhile ends the handle, and not our entry for it. */
+    bool kept =
+        handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && pages_slot() && vmm_keep(handle);
     CUresult result =
         real->cuMemExportToShareableHandle(shareableHandle, handle, handleType, flags);
 
-    if (result == CUDA_SUCCESS && handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR &&
-        pages_slot())
+    if (kept && result == CUDA_SUCCESS)
         exported(handle, *(int *)shareableHandle);
+    if (kept)
+        vmm_let_go(handle);
     return result;
 }

@@ -27,15 +27,18 @@
 #include <string.h>
 
 #define GATE_NAP_NS               (250 * NS_PER_US) /* between two looks at a full queue */
-#define GATE_SPIN_NS              (2 * NS_PER_MS)   /* no core is kept busy for longer */
+#define GATE_N_CAPTURES           64
+#define GATE_JOIN_NS              (100 * NS_PER_MS)
+#define GATE_SPIN_NS              (2 * NS_PER_MS) /* no core is kept busy for longer */
 #define CU_MEMHOSTALLOC_PORTABLE  1
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
 
 struct gate gate_devices[LAYOUT_N_DEVICES];
 struct pass passes[PASS_N];
 
-/* Streams that may be capturing, at least: while there are none nobody has to be asked. */
+/* Captures that may be under way: while there are none nobody has to be asked. */
 static uint32_t n_captures;
+static uint32_t n_joining; /* threads in calls by which a stream may get into one */
 
 /* This thread is in a driver call of ours; what that calls back is let through. */
 static __thread bool visiting;
@@ -60,20 +63,26 @@ void gate_visit_end(struct gate_visit *visit)
 /* ---- captures ---- */
 
 /*
- * A capture is about to begin. From here on nobody records an event in a stream that he has not
- * just launched into, and who is at it has ended: an event that gets into the capture instead would
- * break it when it is asked about.
+ * A stream may get into a capture by what follows: it begins one, or waits for an event of one.
+ * From here on nobody records an event in a stream that he has not just launched into, and who is
+ * at it has ended: an event that gets into the capture instead would break it when it is asked
+ * about. Who is at it may be blocked behind a full queue that the caller is about to let run: he
+ * waits for a moment only.
  */
-void gate_capture_began(void)
+void gate_join_begin(void)
 {
-    atomic_add_seq_cst(&n_captures, 1);
+    uint64_t end = 0;
+
+    atomic_add_seq_cst(&n_joining, 1);
     for (unsigned device = 0; device < pages_n_devices() && !visiting; device++) {
         struct gate *g = &gate_devices[device];
 
         if (!atomic_load_acquire(&g->started))
             continue;
         prim_lock(&g->lock);
-        while (g->n_marking) {
+        while (g->n_marking && (!end || prim_now() < end)) {
+            if (!end)
+                end = prim_now() + GATE_JOIN_NS;
             prim_unlock(&g->lock);
             prim_sleep(20 * NS_PER_US);
             prim_lock(&g->lock);
@@ -82,16 +91,79 @@ void gate_capture_began(void)
     }
 }
 
-void gate_capture_failed(void)
+void gate_join_end(void)
 {
-    atomic_add_relaxed(&n_captures, -1u);
+    atomic_sub_seq_cst(&n_joining, 1);
 }
 
-/* `was` is what the stream did before the call that should have ended its capture. */
-void gate_capture_ended(CUstream stream, bool was)
+bool gate_captures(void)
 {
-    if (was && !queue_capturing(stream))
+    return unlikely(atomic_load_relaxed(&n_captures));
+}
+
+/* Which stream a capture began in; only its end there ends the capture. Of more than find a place
+ * no end is known: then each launch asks for the rest of the process's life. */
+static struct capture {
+    CUstream stream;
+    const void *thread;
+    CUcontext ctx;
+    bool used;
+} captures[GATE_N_CAPTURES];
+static struct prim_lock captures_lock;
+
+static struct capture *capture_find(CUstream stream)
+{
+    const void *thread = queue_thread(stream);
+
+    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
+        if (c->used && c->stream == stream && c->thread == thread)
+            return c;
+    return NULL;
+}
+
+/* Before another thread can launch into it. False if the stream captures already. */
+bool gate_capture_begin(CUstream stream)
+{
+    struct capture *free_place = NULL;
+    CUcontext ctx = NULL;
+    bool known;
+
+    driver->cuCtxGetCurrent(&ctx);
+    prim_lock(&captures_lock);
+    known = capture_find(stream);
+    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES && !free_place; c++)
+        if (!c->used)
+            free_place = c;
+    if (!known && free_place)
+        *free_place = (struct capture){stream, queue_thread(stream), ctx, true};
+    if (!known)
+        atomic_add_seq_cst(&n_captures, 1);
+    prim_unlock(&captures_lock);
+    return !known;
+}
+
+void gate_capture_end(CUstream stream)
+{
+    struct capture *c;
+
+    prim_lock(&captures_lock);
+    c = capture_find(stream);
+    if (c) {
+        c->used = false;
         atomic_add_relaxed(&n_captures, -1u);
+    }
+    prim_unlock(&captures_lock);
+}
+
+static void capture_end_context(CUcontext ctx)
+{
+    prim_lock(&captures_lock);
+    for (struct capture *c = captures; c < captures + GATE_N_CAPTURES; c++)
+        if (c->used && c->ctx == ctx) {
+            c->used = false;
+            atomic_add_relaxed(&n_captures, -1u);
+        }
+    prim_unlock(&captures_lock);
 }
 
 bool gate_capturing(CUstream stream)
@@ -206,17 +278,48 @@ static void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint
     queue_mark_end(&g->queue, &mark, recorded, ledger);
 }
 
-/* Marks what runs in the current context's streams, unless something captures. The lock is held
- * before and after. */
+/* Whether an event may be recorded in a stream of somebody's: not if it captures, and not in the
+ * legacy stream, which waits for those that do. The lock is held before and after. */
+static bool gate_may_mark(struct gate *g, CUstream stream)
+{
+    bool captures_now;
+
+    if (likely(!gate_captures()))
+        return true;
+    if (!stream || stream == CU_STREAM_LEGACY)
+        return false;
+    gate_unlock_for_call(g);
+    captures_now = queue_capturing(stream);
+    gate_lock_after_call(g);
+    return !captures_now;
+}
+
+/* Marks what runs in the current context's streams, unless one may be getting into a capture. The
+ * lock is held before and after. */
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger)
 {
     struct queue_stream *s;
 
     g->n_marking++;
     for (unsigned at = 0;
-         !atomic_load_seq_cst(&n_captures) && (s = queue_next_tail(&g->queue, ctx, &at));)
-        gate_mark(g, s, s->era, prim_now(), ledger);
+         !atomic_load_seq_cst(&n_joining) && (s = queue_next_tail(&g->queue, ctx, &at));) {
+        uint32_t serial = s->serial;
+
+        if (gate_may_mark(g, s->stream) && s->used && s->serial == serial)
+            gate_mark(g, s, s->era, prim_now(), ledger);
+    }
     g->n_marking--;
+}
+
+/* Whether work of this grant runs that no marker is behind, because streams capture. */
+bool gate_unmarked(const struct gate *g)
+{
+    const struct queue *q = &g->queue;
+
+    for (unsigned i = 0; i < QUEUE_N_STREAMS && gate_captures(); i++)
+        if (q->streams[i].used && q->streams[i].unmarked && q->streams[i].era == q->era)
+            return true;
+    return false;
 }
 
 /* Takes the markers that were reached and corrects the model by them. The lock is held before and
@@ -569,6 +672,23 @@ void gate_watch(int device)
     prim_unlock(&g->lock);
 }
 
+/* Where work runs: a stream's own GPU, whatever is current; -1 if that is not governed. */
+static int gate_place(CUstream stream, CUcontext *ctxp)
+{
+    bool one = pages_n_devices() == 1;
+    int device = -1;
+
+    if (driver->cuCtxGetCurrent(ctxp) != CUDA_SUCCESS)
+        *ctxp = NULL;
+    if (likely(one && *ctxp))
+        return 0;
+    if (stream > CU_STREAM_PER_THREAD && driver->cuStreamGetCtx(stream, ctxp) == CUDA_SUCCESS)
+        device = contexts_device(*ctxp);
+    if (device >= 0)
+        return device;
+    return one ? 0 : pages_index_current();
+}
+
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 {
     const struct grant_device *grant;
@@ -587,8 +707,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         return CUDA_SUCCESS;
     if (unlikely(pages_denied()))
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    device = pages_n_devices() == 1 ? 0 : pages_index_current();
-    if (device < 0 || driver->cuCtxGetCurrent(&ctx) != CUDA_SUCCESS || !ctx)
+    device = gate_place(work->stream, &ctx);
+    if (device < 0)
         return CUDA_SUCCESS;
     g = &gate_devices[device];
     grant = pages_grant_device((unsigned)device);
@@ -604,7 +724,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 
         gate_adopt(g, grant);
         now = prim_now();
-        if (unlikely(!g->no_holds && !hold_find(g, ctx)) &&
+        if (unlikely(!g->no_holds && ctx && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
             gate_visit_begin(&visit);
             hold_prepare(g, ctx);
@@ -755,6 +875,7 @@ void gate_forget_stream(CUstream stream)
  */
 void gate_forget_context(CUcontext ctx)
 {
+    capture_end_context(ctx);
     if (!pages_slot())
         return;
     for (unsigned device = 0; device < pages_n_devices(); device++) {
@@ -784,11 +905,16 @@ void gate_forget_context(CUcontext ctx)
 /* In a forked child: the threads that held locks are not there, nor are the GPU's contexts. */
 void gate_after_fork(void)
 {
-    for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++)
+    for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++) {
         if (gate_devices[device].started)
             memset(&gate_devices[device], 0, sizeof gate_devices[device]);
+        gate_devices[device].lock.word = 0;
+    }
     memset(passes, 0, sizeof passes);
+    memset(captures, 0, sizeof captures);
     passes_lock.word = 0;
+    captures_lock.word = 0;
     n_captures = 0;
+    n_joining = 0;
     visiting = false;
 }

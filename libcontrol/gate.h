@@ -59,6 +59,7 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
                uint64_t now);
 void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force);
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger);
+bool gate_unmarked(const struct gate *g);
 void gate_end_holds(struct gate *g, struct ledger_device *ledger);
 void gate_stop_passing(struct gate *g, const struct grant_device *grant);
 void gate_tell_passes(const struct grant_device *grant);

@@ -102,6 +102,9 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     helper_mark_tails(g, ledger);
     if (g->epoch != epoch)
         return 0;
+    /* How long that takes only the model says, which learns from markers. */
+    if (gate_unmarked(g))
+        return due;
     if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
         return 50 * NS_PER_US;
     helper_release(g, ledger, now);

@@ -71,8 +71,9 @@ struct grant_device {
     uint64_t reconciled_ns; /* governor, release: when memory_overhead was looked up */
     uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
     uint32_t reserved;
-    uint64_t unattributed; /* governor, relaxed: memory of the GPU that NVML attributes to no process */
-    uint8_t pad[72];
+    uint64_t unattributed; /* governor, relaxed: what NVML attributes to no process, less what is charged of it; differences count */
+    uint64_t unattributed_ns; /* governor, release: when that was looked up */
+    uint8_t pad[64];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -92,6 +93,7 @@ _Static_assert(offsetof(struct grant_device, reconciled_ns) == 96, "grant_device
 _Static_assert(offsetof(struct grant_device, utilisation) == 104, "grant_device.utilisation");
 _Static_assert(offsetof(struct grant_device, reserved) == 108, "grant_device.reserved");
 _Static_assert(offsetof(struct grant_device, unattributed) == 112, "grant_device.unattributed");
+_Static_assert(offsetof(struct grant_device, unattributed_ns) == 120, "grant_device.unattributed_ns");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: behind the grant page, in the same file. */

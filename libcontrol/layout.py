@@ -89,7 +89,12 @@ GRANT_DEVICE = Struct(
         Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was looked up"),
         Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
         Field("reserved", "u32"),
-        Field("unattributed", "u64", doc="memory of the GPU that NVML attributes to no process"),
+        Field(
+            "unattributed",
+            "u64",
+            doc="what NVML attributes to no process, less what is charged of it; differences count",
+        ),
+        Field("unattributed_ns", "u64", order="release", doc="when that was looked up"),
     ),
     "One GPU of the container.",
 )

@@ -17,34 +17,27 @@
 
 #define MODULES_MUCH    (16ull << 20)
 #define MODULES_WAIT_NS (500 * NS_PER_MS)
-#define MODULES_N_LOOKS 3
+#define MODULES_N_LOOKS 8
 #define MODULES_N_TRIES 50
+#define MODULES_N_READS 8
 #define MODULES_NAP_NS  (100 * NS_PER_US)
 
 static uint32_t n_waiting; /* libraries that were loaded into no context yet */
-static uint32_t n_hidden;  /* modules and libraries with memory that NVML does not attribute */
-
-/* What was given back of it since the governor looked, who still tells that it is nobody's. */
-static struct {
-    uint64_t bytes, ns;
-} hidden_given[LAYOUT_N_DEVICES];
-static struct prim_lock hidden_lock;
+static bool hidden_any;    /* a module or library has memory that NVML does not attribute */
 
 struct load {
     int device;
     size_t before;     /* free on the GPU */
     uint64_t charged;  /* to this process: its other threads allocate meanwhile */
     uint64_t overhead; /* what the governor had found */
-    uint64_t nobodys;  /* of the GPU */
+    uint64_t nobodys;  /* of the GPU: see grant_device.unattributed */
     uint64_t hidden;   /* what it charged at last */
 };
 
 void modules_after_fork(void)
 {
-    memset(hidden_given, 0, sizeof hidden_given);
-    hidden_lock.word = 0;
     n_waiting = 0;
-    n_hidden = 0;
+    hidden_any = false;
 }
 
 static size_t free_now(void)
@@ -69,28 +62,19 @@ static const struct grant_device *grant_of(const struct load *load)
     return pages_grant_device((unsigned)load->device);
 }
 
-static void hidden_give(int device, uint64_t size)
+/* Both of one moment: another thread's memory is charged a little longer than it is taken. */
+static void look_now(int device, size_t *free_bytes, uint64_t *charged)
 {
-    uint64_t looked = atomic_load_acquire(&pages_grant_device((unsigned)device)->reconciled_ns);
+    uint64_t before;
 
-    prim_lock(&hidden_lock);
-    if (hidden_given[device].ns <= looked)
-        hidden_given[device].bytes = 0;
-    hidden_given[device].bytes += size;
-    hidden_given[device].ns = prim_now();
-    prim_unlock(&hidden_lock);
-}
-
-static uint64_t nobodys_now(const struct load *load)
-{
-    uint64_t looked = atomic_load_acquire(&grant_of(load)->reconciled_ns);
-    uint64_t nobodys = atomic_load_relaxed(&grant_of(load)->unattributed);
-    uint64_t given;
-
-    prim_lock(&hidden_lock);
-    given = hidden_given[load->device].ns > looked ? hidden_given[load->device].bytes : 0;
-    prim_unlock(&hidden_lock);
-    return nobodys > given ? nobodys - given : 0;
+    *charged = charged_now(device);
+    for (int i = 0; i < MODULES_N_READS; i++) {
+        before = *charged;
+        *free_bytes = free_now();
+        *charged = charged_now(device);
+        if (likely(*charged == before))
+            return;
+    }
 }
 
 static void load_begin(struct load *load)
@@ -100,100 +84,148 @@ static void load_begin(struct load *load)
         return;
     load->hidden = 0;
     load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
-    load->nobodys = nobodys_now(load);
-    load->charged = charged_now(load->device);
-    load->before = free_now();
+    load->nobodys = atomic_load_relaxed(&grant_of(load)->unattributed);
+    look_now(load->device, &load->before, &load->charged);
 }
 
-/* What is taken of the GPU since, and was not charged to this process. */
+/* What is taken of the GPU since, and was not charged to this process; its other threads allocate
+ * and free meanwhile. */
 static uint64_t load_taken(const struct load *load)
 {
-    size_t after = free_now();
-    uint64_t charged = charged_now(load->device);
-    uint64_t taken = load->before > after ? load->before - after : 0;
+    uint64_t charged;
+    size_t after;
+    int64_t taken;
 
-    charged = charged > load->charged ? charged - load->charged : 0;
-    return taken > charged ? taken - charged : 0;
+    look_now(load->device, &after, &charged);
+    taken = (int64_t)(load->before - after) - (int64_t)(charged - load->charged);
+    return taken > 0 ? (uint64_t)taken : 0;
 }
 
-static uint64_t above(uint64_t now, uint64_t before)
+/* The same, without what another thread frees and is still charged for at this moment. */
+static uint64_t load_taken_for_long(const struct load *load, uint64_t taken)
 {
-    return now > before ? now - before : 0;
+    for (int i = 0; i < MODULES_N_TRIES && taken >= MODULES_MUCH; i++) {
+        uint64_t again;
+
+        prim_sleep(MODULES_NAP_NS);
+        again = load_taken(load);
+        taken = again < taken ? again : taken;
+    }
+    return taken;
 }
 
-/* After a look: what was taken, is not found in the process, and is nobody's in the GPU. */
-static uint64_t load_hidden(const struct load *load, uint64_t taken)
+/* What no look has found in the process. */
+static uint64_t load_missing(const struct load *load, uint64_t taken)
 {
-    uint64_t found = above(atomic_load_relaxed(&grant_of(load)->memory_overhead), load->overhead);
-    uint64_t nobodys = above(atomic_load_relaxed(&grant_of(load)->unattributed), load->nobodys);
-    uint64_t rest = above(taken, found);
+    int64_t found =
+        (int64_t)(atomic_load_relaxed(&grant_of(load)->memory_overhead) - load->overhead);
 
-    return rest < nobodys ? rest : nobodys;
+    if (found < 0)
+        found = 0;
+    return taken > (uint64_t)found ? taken - (uint64_t)found : 0;
 }
 
-/* Charges what is hidden. A look during which memory moved says nothing of it: then another. */
-static void load_reveal(struct load *load, uint64_t taken)
+/* Waits for a look that tells what is nobody's: during others the GPU's memory moved. */
+static bool load_await_told(const struct load *load, uint64_t since)
 {
-    for (int i = 0; i < MODULES_N_LOOKS; i++) {
-        uint64_t hidden = load_hidden(load, taken);
+    const struct grant_device *grant = grant_of(load);
 
-        if (hidden >= ACCOUNT_UNIT) {
-            load->hidden = hidden;
-            account_add(load->device, hidden, true);
-            return;
-        }
-        if (above(taken, above(atomic_load_relaxed(&grant_of(load)->memory_overhead),
-                               load->overhead)) < MODULES_MUCH)
-            return;
+    for (int i = 0; i < MODULES_N_LOOKS && atomic_load_acquire(&grant->unattributed_ns) < since;
+         i++) {
         account_driver_takes(load->device, 0);
         if (!account_await_look(load->device, prim_now(), MODULES_WAIT_NS))
-            return;
+            break;
     }
+    return atomic_load_acquire(&grant->unattributed_ns) >= since;
+}
+
+/*
+ * After a look that did not find it in the process: what is nobody's in the GPU is charged, or all
+ * that is missing if nobody can tell.
+ */
+static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
+{
+    uint64_t missing;
+    int64_t grown;
+    bool told;
+
+    if (load_missing(load, taken) < MODULES_MUCH)
+        return;
+    told = load_await_told(load, since);
+    missing = load_missing(load, taken);
+    if (missing < MODULES_MUCH)
+        return;
+    grown = (int64_t)(atomic_load_relaxed(&grant_of(load)->unattributed) - load->nobodys);
+    if (!told)
+        load->hidden = load_missing(load, load_taken_for_long(load, taken));
+    else if (grown > 0)
+        load->hidden = (uint64_t)grown < missing ? (uint64_t)grown : missing;
+    if (load->hidden < ACCOUNT_UNIT) {
+        load->hidden = 0;
+        return;
+    }
+    account_add(load->device, load->hidden, true);
+    /* The next load begins from a look at books that have it. */
+    load_await_told(load, prim_now());
+}
+
+static uint64_t hidden_key(uint64_t handle, uint8_t owner)
+{
+    return handle ^ (uint64_t)(owner + 1) << 56;
 }
 
 /* What was charged so ends with the module, or with its context. */
-static void hidden_note(const struct load *load, uint64_t key)
+static void hidden_note(const struct load *load, uint64_t handle)
 {
-    struct block block = {.key = key,
+    uint8_t owner = contexts_owner();
+    struct block block = {.key = hidden_key(handle, owner),
                           .size = load->hidden,
+                          .value = handle,
                           .kind = BLOCK_HIDDEN,
                           .device = (int8_t)load->device,
                           .flags = BLOCK_UNSEEN,
-                          .owner = contexts_owner()};
+                          .owner = owner};
     struct block *known;
 
     if (likely(load->device < 0 || !load->hidden))
         return;
-    known = blocks_lock(BLOCK_HIDDEN, key);
+    known = blocks_lock(BLOCK_HIDDEN, block.key);
     if (known)
         known->size += block.size;
     else if (blocks_add(&block))
-        atomic_add_relaxed(&n_hidden, 1);
-    blocks_unlock(BLOCK_HIDDEN, key);
+        atomic_store_relaxed(&hidden_any, true);
+    blocks_unlock(BLOCK_HIDDEN, block.key);
     if (!known)
         atomic_add_relaxed(&pages_ledger_device((unsigned)load->device)->blocks, 1);
     account_note_peak(load->device);
 }
 
-static void hidden_ends(uint64_t key)
-{
-    struct block gone = {.device = -1};
-    struct block *block;
+struct hidden_end {
+    uint64_t handle;
+    uint64_t bytes[LAYOUT_N_DEVICES];
+};
 
-    if (likely(!atomic_load_relaxed(&n_hidden)))
+static bool hidden_visit(const struct block *block, void *data)
+{
+    struct hidden_end *end = data;
+
+    if (block->kind != BLOCK_HIDDEN || block->value != end->handle)
+        return false;
+    end->bytes[block->device] += block->size;
+    atomic_add_relaxed(&pages_ledger_device((unsigned)block->device)->blocks, -1ull);
+    return true;
+}
+
+/* In whichever contexts it is. */
+static void hidden_ends(uint64_t handle)
+{
+    struct hidden_end end = {.handle = handle};
+
+    if (likely(!atomic_load_relaxed(&hidden_any)))
         return;
-    block = blocks_lock(BLOCK_HIDDEN, key);
-    if (block) {
-        gone = *block;
-        blocks_remove(block);
-    }
-    blocks_unlock(BLOCK_HIDDEN, key);
-    if (gone.device < 0)
-        return;
-    atomic_add_relaxed(&n_hidden, -1u);
-    atomic_add_relaxed(&pages_ledger_device((unsigned)gone.device)->blocks, -1ull);
-    hidden_give(gone.device, gone.size);
-    account_give(gone.device, gone.size, true);
+    blocks_sweep(hidden_visit, &end);
+    for (int device = 0; device < (int)pages_n_devices(); device++)
+        account_give(device, end.bytes[device], true);
 }
 
 /* False if the container is over its quota now: then the load has to be undone. */
@@ -210,20 +242,10 @@ static bool load_end(struct load *load, CUresult result)
         return true;
     }
     account_driver_takes(load->device, 0);
-    if (account_await_look(load->device, now, MODULES_WAIT_NS)) {
-        load_reveal(load, taken);
-    } else {
-        /* What another thread frees is charged for a moment longer than it is taken. What a module
-         * takes stays. */
-        for (int i = 0; i < MODULES_N_TRIES && taken >= MODULES_MUCH; i++) {
-            uint64_t again;
-
-            prim_sleep(MODULES_NAP_NS);
-            again = load_taken(load);
-            taken = again < taken ? again : taken;
-        }
-        account_driver_takes(load->device, taken);
-    }
+    if (account_await_look(load->device, now, MODULES_WAIT_NS))
+        load_reveal(load, taken, now);
+    else
+        account_driver_takes(load->device, load_taken_for_long(load, taken));
     return !account_over(load->device);
 }
 
@@ -312,6 +334,12 @@ CONTROL_EXPORT CUresult cuModuleUnload(CUmodule hmod)
 
 /* ---- libraries ---- */
 
+/* Whether a library may come to a context by what follows. */
+static bool libraries_wait(void)
+{
+    return atomic_load_relaxed(&n_waiting) || contexts_several();
+}
+
 static void library_note(CUlibrary library)
 {
     struct block block = {
@@ -373,7 +401,7 @@ static CUresult library_loaded(struct load *load, CUresult result, CUlibrary *li
 {
     bool fits = load_end(load, result);
 
-    if (result == CUDA_SUCCESS && load->device >= 0) {
+    if (result == CUDA_SUCCESS && pages_slot()) {
         library_note(*library);
         hidden_note(load, (uintptr_t)*library);
     }
@@ -423,9 +451,11 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
     struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
     struct load load;
     CUresult result;
+    struct block gone = {0};
     bool known = block;
 
     if (block) {
+        gone = *block;
         if (!block->value)
             atomic_add_relaxed(&n_waiting, -1u);
         blocks_remove(block);
@@ -433,8 +463,13 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
     blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
     unload_begin(&load);
     result = real->cuLibraryUnload(library);
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         hidden_ends((uintptr_t)library);
+    } else if (known) {
+        if (!blocks_lock(BLOCK_LIBRARY, gone.key) && blocks_add(&gone) && !gone.value)
+            atomic_add_relaxed(&n_waiting, 1);
+        blocks_unlock(BLOCK_LIBRARY, gone.key);
+    }
     unload_end(&load, result);
     /* It was perhaps loaded on other GPUs, too. */
     if (known && result == CUDA_SUCCESS)
@@ -450,7 +485,7 @@ CONTROL_EXPORT CUresult cuLibraryGetModule(CUmodule *pMod, CUlibrary library)
     uint64_t bit;
     CUresult result;
 
-    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+    if (likely(!libraries_wait()) || !library_enters(library, &bit))
         return real->cuLibraryGetModule(pMod, library);
     load_begin(&load);
     result = real->cuLibraryGetModule(pMod, library);
@@ -464,7 +499,7 @@ CONTROL_EXPORT CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUl
     uint64_t bit;
     CUresult result;
 
-    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+    if (likely(!libraries_wait()) || !library_enters(library, &bit))
         return real->cuLibraryGetGlobal(dptr, bytes, library, name);
     load_begin(&load);
     result = real->cuLibraryGetGlobal(dptr, bytes, library, name);
@@ -478,7 +513,7 @@ CONTROL_EXPORT CUresult cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CU
     uint64_t bit;
     CUresult result;
 
-    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+    if (likely(!libraries_wait()) || !library_enters(library, &bit))
         return real->cuLibraryGetManaged(dptr, bytes, library, name);
     load_begin(&load);
     result = real->cuLibraryGetManaged(dptr, bytes, library, name);
@@ -492,7 +527,7 @@ CONTROL_EXPORT CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary libra
     uint64_t bit;
     CUresult result;
 
-    if (likely(!atomic_load_relaxed(&n_waiting)) || !library_enters(library, &bit))
+    if (likely(!libraries_wait()) || !library_enters(library, &bit))
         return real->cuLibraryGetUnifiedFunction(fptr, library, symbol);
     load_begin(&load);
     result = real->cuLibraryGetUnifiedFunction(fptr, library, symbol);
@@ -519,11 +554,29 @@ CONTROL_EXPORT CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
     uint64_t bit;
     CUresult result;
 
-    if (likely(!atomic_load_relaxed(&n_waiting)) ||
-        driver->cuKernelGetLibrary(&library, kernel) != CUDA_SUCCESS ||
+    if (likely(!libraries_wait()) || driver->cuKernelGetLibrary(&library, kernel) != CUDA_SUCCESS ||
         !library_enters(library, &bit))
         return real->cuKernelGetFunction(pFunc, kernel);
     load_begin(&load);
     result = real->cuKernelGetFunction(pFunc, kernel);
     return library_entered(&load, library, bit, result);
+}
+
+static bool owner_visit(const struct block *block, void *data)
+{
+    struct block *library = (struct block *)block;
+    uint64_t bit = 1ull << *(const uint8_t *)data;
+
+    if (block->kind == BLOCK_LIBRARY && block->value & bit) {
+        library->value &= ~bit;
+        if (!library->value)
+            atomic_add_relaxed(&n_waiting, 1);
+    }
+    return false;
+}
+
+/* Libraries that were loaded into it are not any more; another context may get its number. */
+void modules_context_gone(uint8_t owner)
+{
+    blocks_sweep(owner_visit, &owner);
 }

@@ -177,6 +177,14 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
 }
 
 /* A pool that we have not seen made: a GPU's default one, or one of the host. */
+/* Like cuMemAllocManaged: of the current context's GPU, or else of the first. */
+static int pool_managed_device(void)
+{
+    int device = pages_index_current();
+
+    return device < 0 ? 0 : device;
+}
+
 static cold struct pool *pool_meet(CUmemoryPool handle)
 {
     for (int device = 0; device < (int)pages_n_devices(); device++) {
@@ -192,6 +200,17 @@ static cold struct pool *pool_meet(CUmemoryPool handle)
                 CUDA_SUCCESS &&
             known == handle)
             return pool_add(handle, device, true);
+    }
+    /* Managed memory that is nowhere in particular, or on the host at first. */
+    for (int type = CU_MEM_LOCATION_TYPE_NONE; type <= CU_MEM_LOCATION_TYPE_HOST;
+         type += CU_MEM_LOCATION_TYPE_HOST) {
+        CUmemLocation location = {type, 0};
+        CUmemoryPool known;
+
+        if (driver->cuMemGetDefaultMemPool(&known, &location, CU_MEM_ALLOCATION_TYPE_MANAGED) ==
+                CUDA_SUCCESS &&
+            known == handle)
+            return pool_add(handle, pool_managed_device(), true);
     }
     return pool_add(handle, -1, false);
 }
@@ -504,12 +523,16 @@ void pools_after_fork(void)
 CONTROL_EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolProps)
 {
     CUresult result = real->cuMemPoolCreate(pool, poolProps);
+    bool managed;
     int device = -1;
 
     if (result == CUDA_SUCCESS && pages_slot()) {
+        managed = poolProps->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED;
         if (poolProps->location.type == CU_MEM_LOCATION_TYPE_DEVICE)
             device = pages_index_of(poolProps->location.id);
-        pool_add(*pool, device, poolProps->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED);
+        else if (managed)
+            device = pool_managed_device();
+        pool_add(*pool, device, managed);
     }
     return result;
 }

@@ -93,7 +93,9 @@ static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, str
 
 static void handle_refund(const struct block *gone)
 {
-    if (gone->key && gone->flags & BLOCK_OBJECT)
+    /* An object that was exported may live on elsewhere: what is bound to it stays until it is
+     * unbound. */
+    if (gone->key && gone->flags & BLOCK_OBJECT && !(gone->flags & BLOCK_EXPORTED))
         multicast_ends(gone->key);
     if (!gone->key || gone->device < 0 || !gone->size)
         return;
@@ -289,16 +291,32 @@ enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 #define UNMAP_LEFT 1 /* in `count`: the handle has been told */
 #define UNMAP_LAST 2 /* and it was the last that kept the allocation */
 
+/* By this thread: of two that unmap a range at once, one is refused by the driver. */
+static uint32_t unmap_left(void)
+{
+    static __thread char here;
+
+    return UNMAP_LEFT | (uint32_t)((uintptr_t)&here >> 6) << 2;
+}
+
 static void unmap_one(CUdeviceptr at, struct block mapping, enum unmap_step step)
 {
     struct block gone = {0};
     struct block *block;
 
     if (step == UNMAP_LEAVE) {
+        bool first;
+
+        block = blocks_lock(BLOCK_MAPPING, at);
+        first = block && !block->count;
+        if (first)
+            block->count = unmap_left();
+        blocks_unlock(BLOCK_MAPPING, at);
+        if (!first)
+            return;
         handle_leave(mapping.value, true, &gone);
         block = blocks_lock(BLOCK_MAPPING, at);
         if (block) {
-            block->count = UNMAP_LEFT;
             if (gone.key) {
                 block->count |= UNMAP_LAST;
                 block->size = gone.size; /* mappings are of whole allocations */
@@ -309,6 +327,8 @@ static void unmap_one(CUdeviceptr at, struct block mapping, enum unmap_step step
         blocks_unlock(BLOCK_MAPPING, at);
         return;
     }
+    if ((mapping.count & ~(uint32_t)UNMAP_LAST) != unmap_left())
+        return;
     if (mapping.count & UNMAP_LAST)
         gone = (struct block){.key = mapping.value,
                               .size = mapping.size,
@@ -324,7 +344,7 @@ static void unmap_one(CUdeviceptr at, struct block mapping, enum unmap_step step
     blocks_unlock(BLOCK_MAPPING, at);
     if (step == UNMAP_END)
         handle_refund(&gone);
-    else if (mapping.count & UNMAP_LEFT)
+    else
         handle_return(mapping.value, true, &gone);
 }
 

@@ -335,7 +335,10 @@ class Node:
                 for slot, pid in slots.items()
             )
             self.write("memory_overhead", overhead, device)
-            self.write("unattributed", status.used - sum(seen.values()), device)
+            unseen = sum(self._unseen(slot, device) for slot in slots)
+            nobodys = status.used - sum(seen.values()) - unseen
+            self.write("unattributed", nobodys % 2**64, device)
+            self.write("unattributed_ns", began, device)
             self.write("reconciled_ns", began, device)
         return self.read("memory_overhead")
 
@@ -343,6 +346,10 @@ class Node:
         base = layout.ledger_device(slot, device)
         memory = pages.read(self.ledger, base, "ledger_device", "memory")
         return memory - pages.read(self.ledger, base, "ledger_device", "unseen")
+
+    def _unseen(self, slot: int, device: int) -> int:
+        base = layout.ledger_device(slot, device)
+        return pages.read(self.ledger, base, "ledger_device", "unseen")
 
     @contextlib.contextmanager
     def looking(self, interval: float = 0.005) -> Iterator[None]:

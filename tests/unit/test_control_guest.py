@@ -218,3 +218,102 @@ thread.start()
         "ended = True; thread.join()"
     )
     assert node.used() < 256 * MIB
+
+
+def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: Node) -> None:
+    agent = node.agent(context=False)
+    agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
+    node.look()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 2)
+    agent.run("launch(1_000_000, s); primary = out('cuCtxGetCurrent')")
+    assert agent.run("driver.try_call('cuCtxDestroy_v2', primary)") != 0
+    time.sleep(0.2)
+    assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
+    grant(node, 2**64 - 1, 3)
+    until(agent, "driver.try_call('cuStreamQuery', s) == 0")
+
+
+@pytest.mark.parametrize("where", ["other", "0"])
+def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
+    node: Node, where: str
+) -> None:
+    """Work of which the model knows nothing yet runs in a stream, or in the legacy one, while another captures."""
+    pages.write(node.grant, 0, "grant_header", "lookahead_ns", 200_000)
+    pages.write(node.grant, 0, "grant_header", "idle_release_ns", 500_000)
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run(
+        "other, s = [out('cuStreamCreate', 1) for i in range(2)]\n"
+        "launch(1000, other); driver.call('cuCtxSynchronize')"
+    )
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run(
+        f"for i in range(300):\n    launch(5000, {where})\n"
+        "driver.call('cuCtxSynchronize'); driver.call('cuStreamBeginCapture_v2', s, 2)"
+    )
+    node.write("contended", 1)
+    node.write("start_ns", time.monotonic_ns())
+    deadline = time.monotonic_ns() + 400_000_000
+    grant(node, deadline, 3)
+    agent.run(f"launch(60_000_000, {where})")
+    end = time.monotonic() + 20
+    while agent.field("released_epoch") != 3:
+        assert time.monotonic() < end, "it keeps the GPU"
+        time.sleep(0.001)
+    assert agent.run(f"driver.try_call('cuStreamQuery', {where})") == 0
+
+
+def test_a_capture_goes_on_when_a_stream_that_joined_it_ends(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run(
+        "one, two = [out('cuStreamCreate', 1) for i in range(2)]\n"
+        "events = [out('cuEventCreate', 0) for i in range(2)]\n"
+        "launch(1000, one); driver.call('cuCtxSynchronize')\n"
+        "driver.call('cuStreamBeginCapture_v2', one, 2)\n"
+        "driver.call('cuEventRecord', events[0], one)\n"
+        "driver.call('cuStreamWaitEvent', two, events[0], 0); launch(1000, two)\n"
+        "driver.call('cuEventRecord', events[1], two)\n"
+        "driver.call('cuStreamWaitEvent', one, events[1], 0)\n"
+        "driver.call('cuStreamDestroy_v2', two)"
+    )
+    grant(node, 0, 2)
+    for _ in range(3):
+        agent.run("launch(1000, one)")  # it would wait for a grant
+    assert agent.field("want") == 0
+    agent.run("graph = ctypes.c_void_p()")
+    agent.run("driver.call('cuStreamEndCapture', one, ctypes.byref(graph))")
+    agent.send("launch(1000, one)")  # now it does
+    end = time.monotonic() + 20
+    while not agent.field("want"):
+        assert time.monotonic() < end, "it went without a grant"
+        time.sleep(0.01)
+    grant(node, 2**64 - 1, 3)
+    agent.answer()
+
+
+def test_work_in_a_stream_of_another_gpu_needs_that_one_s_grant(
+    build_dir: Path, tmp_path: Path
+) -> None:
+    need_namespaces()
+    played = Node(build_dir, tmp_path, LIMIT, devices=2)
+    try:
+        agent = played.agent()
+        agent.run("second = driver.get('cuCtxCreate_v2', 0, 1)")
+        agent.run(LAUNCH)
+        agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
+        for name, value in (("epoch", 2), ("deadline_ns", 0), ("signal", 2)):
+            played.write(name, value, 1)
+        agent.run("driver.call('cuCtxSetCurrent', context)")
+        agent.send("launch(1_000_000, s)")
+        end = time.monotonic() + 20
+        while not agent.field("want", 1):
+            assert time.monotonic() < end, "it does not wait for the second GPU"
+            time.sleep(0.01)
+        for name, value in (("epoch", 3), ("deadline_ns", 2**64 - 1), ("signal", 3)):
+            played.write(name, value, 1)
+        agent.answer()
+    finally:
+        played.close()

@@ -648,9 +648,12 @@ def hiding(node, agent) -> Iterator[None]:
     def work() -> None:
         while not stop.wait(0.005):
             began = time.monotonic_ns()
-            nobodys = max(0, agent.seen - agent.charged - known)
+            unseen = agent.field("unseen")
+            nobodys = agent.seen - agent.charged - known - unseen
             node.write("memory_overhead", known)
-            node.write("unattributed", base + nobodys)
+            if unseen == agent.field("unseen"):
+                node.write("unattributed", (base + nobodys) % 2**64)
+                node.write("unattributed_ns", began)
             node.write("reconciled_ns", began)
 
     thread = threading.Thread(target=work)
@@ -698,3 +701,67 @@ def test_nothing_is_refused_for_what_the_governor_found_before_it_has_looked_aga
         agent.answer()
         agent.run("driver.call('cuMemFree_v2', block)")
         time.sleep(0.3)
+
+
+LIBRARY = "out('cuLibraryLoadData', b'globals:134217728', *[None, None, 0] * 2)"
+
+
+def test_a_library_that_was_loaded_without_a_context_is_charged_when_it_comes_to_one(node) -> None:
+    agent = node.agent(context=False)
+    agent.run(f"libraries = [{LIBRARY} for i in range(2)]")
+    agent.run("context = driver.get('cuCtxCreate_v2', 0, 0)")
+    with hiding(node, agent):
+        agent.run("[out('cuLibraryGetModule', library) and None for library in libraries]")
+        assert agent.field("unseen") == agent.field("memory") == 256 * MIB
+
+
+def test_a_library_is_charged_in_each_context_until_that_ends(node) -> None:
+    agent = node.agent()
+    agent.run(
+        "second = driver.get('cuCtxCreate_v2', 0, 0); driver.call('cuCtxSetCurrent', context)"
+    )
+    with hiding(node, agent):
+        agent.run(f"library = {LIBRARY}; out('cuLibraryGetModule', library)")
+        assert agent.field("unseen") == 128 * MIB
+        agent.run("driver.call('cuCtxSetCurrent', second); out('cuLibraryGetModule', library)")
+        assert agent.field("unseen") == 256 * MIB
+        agent.run("driver.call('cuCtxDestroy_v2', context)")
+        assert agent.field("unseen") == 128 * MIB
+        agent.run(
+            "context = driver.get('cuCtxCreate_v2', 0, 0); out('cuLibraryGetModule', library)"
+        )
+        assert agent.field("unseen") == 256 * MIB
+        agent.run("driver.call('cuLibraryUnload', library)")
+        assert agent.field("unseen") == 0
+
+
+def test_what_is_freed_during_a_load_hides_nothing(node) -> None:
+    agent = node.agent()
+    with hiding(node, agent):
+        agent.run(
+            """
+def free():
+    driver.call('cuCtxSetCurrent', context)
+    while block:
+        driver.call('cuMemFree_v2', block.pop())
+modules, block = [], []
+for i in range(20):
+    block.append(driver.allocate(32 << 20))
+    thread = threading.Thread(target=free)
+    thread.start()
+    modules.append(out('cuModuleLoadData', b'globals:33554432'))
+    thread.join()
+"""
+        )
+        assert agent.field("unseen") == 20 * 32 * MIB
+
+
+def test_a_managed_block_that_was_freed_makes_no_room_for_hidden_memory(node) -> None:
+    agent = node.agent()
+    with hiding(node, agent):
+        for i in range(3):
+            agent.run(
+                "driver.call('cuMemFree_v2', out('cuMemAllocManaged', 256 << 20, 1))\n"
+                "out('cuModuleLoadData', b'globals:134217728')"
+            )
+            assert agent.field("unseen") == (i + 1) * 128 * MIB

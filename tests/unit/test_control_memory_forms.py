@@ -408,3 +408,49 @@ def test_memory_that_is_bound_to_a_multicast_object_stays_charged(agent, bind, e
     assert agent.field("memory") == 100 * MIB
     agent.run(end)
     assert agent.field("memory") == 0
+
+
+@pytest.mark.parametrize("how", ["ours are closed", "there is no other"])
+def test_a_descriptor_that_cannot_be_watched_keeps_its_memory_charged(agent, how) -> None:
+    agent.run(EXPORTS + "import resource")
+    if how == "ours are closed":
+        agent.run("handle = create(); os.close(exported(handle)); os.closerange(500, 600)")
+    else:
+        agent.run(
+            "top = os.open('/dev/null', 0); os.close(top)\n"
+            "before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (top + 1, before[1]))"
+        )
+    agent.run("handle = create(); fd = exported(handle); release(handle)")
+    charged = agent.field("memory")
+    assert charged == (200 if how == "ours are closed" else 100) * MIB
+    if how == "ours are closed":  # what was made before is not known any more, what comes is
+        agent.run("os.close(fd)")
+        until_charged(agent, 100 * MIB)
+
+
+def test_an_epoll_instance_of_the_program_is_left_alone(agent) -> None:
+    agent.run(EXPORTS + "import select")
+    agent.run("os.close(exported(create())); os.closerange(500, 600)")
+    agent.run(
+        "theirs = [select.epoll() for i in range(4)]\n"
+        "for i, one in enumerate(theirs):\n"
+        "    os.dup2(one.fileno(), 500 + i)\n"
+        "kept = exported(create())"
+    )
+    assert (
+        agent.run("'tfd' in ''.join(open(f'/proc/self/fdinfo/{500 + i}').read() for i in range(4))")
+        is False
+    )
+
+
+def test_an_object_that_was_exported_keeps_what_is_bound_to_it(agent) -> None:
+    agent.run(EXPORTS)
+    agent.run(
+        "handle = create(); many = out('cuMulticastCreate', None)\n"
+        "driver.call('cuMulticastBindMem', many, 0, handle, 0, 100 * M, 0)\n"
+        "fd = exported(many); release(handle); release(many)"
+    )
+    assert agent.field("memory") == 100 * MIB
+    agent.run("driver.call('cuMulticastUnbind', many, 0, 0, 100 * M)")
+    assert agent.field("memory") == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 RESAMPLES = 10_000
 
@@ -41,3 +42,14 @@ def bootstrap_rounds(rounds: Sequence[Sequence[float]], seed: int = 1) -> list[f
         )
         for _ in range(RESAMPLES // 5)
     )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from `least` on, for argparse."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+        return int(text)
+
+    return read

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo import find_machine
-from bench.figures import in_turn, interval
+from bench.figures import at_least, in_turn, interval
 from bench.machine import ROOT, Machine, MachineError, Simulated
 from bench.node import Node, Running, last_json
 from bench.provenance import describe_run
@@ -341,11 +341,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stub", action="store_true", help="over a driver that does nothing")
     parser.add_argument("--step", action="store_true", help="steps of PyTorch, not calls")
     parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
-    parser.add_argument("--pairs", type=int, help="native and governed runs (10; 40 with --step)")
-    parser.add_argument("--samples", type=int, default=20, help="batches of calls in a run (20)")
-    parser.add_argument("--calls", type=int, help="calls in a batch (200; 20000 with --stub)")
+    parser.add_argument(
+        "--pairs", type=at_least(1), help="native and governed runs (10; 40 with --step)"
+    )
+    parser.add_argument(
+        "--samples", type=at_least(1), default=20, help="batches of calls in a run (20)"
+    )
+    parser.add_argument(
+        "--calls", type=at_least(1), help="calls in a batch (200; 20000 with --stub)"
+    )
     parser.add_argument("--seconds", type=float, default=0.2, help="a run of steps (0.2)")
-    parser.add_argument("--rounds", type=int, default=8, help="new processes with --step (8)")
+    parser.add_argument(
+        "--rounds", type=at_least(1), default=8, help="new processes with --step (8)"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "build/overhead")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)

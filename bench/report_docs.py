@@ -59,7 +59,12 @@ process's `dlopen` of libcuda.so.1; `look-up-ours` is `cuGetProcAddress` of a fu
 control library replaces. "Both in one process" is one governed process that has our library and
 the original behind it and calls each in turn, so that no process differs from another. Over the
 stub, a driver whose functions return at once, the difference is the control library's own cost,
-without a container around it.
+without a container around it. `launch` is the mean over a batch of calls, `launch-median` the
+median call; `alloc-async` is cuMemAllocAsync and cuMemFreeAsync, `alloc` cuMemAlloc and cuMemFree,
+with so many live blocks as the name says, `memory-info` is cuMemGetInfo, `look-up-ours` and
+`look-up` are cuGetProcAddress of a function that Tidegate stands in front of and of another, `load`
+is dlopen. Alone the container has the GPU to itself; while somebody else waits its grants end. A
+difference is the median of differences, not the difference of the medians beside it.
 """
 
 PROGRAMS = """\
@@ -78,7 +83,8 @@ STEP = """\
 has the whole GPU. Both are warm and stay on the same processors; in turn (A B B A) each takes steps
 for a fifth of a second while the other sits still. Two processes differ for as long as they live,
 by up to a percent, whoever runs in them: so there are several rounds, each with new ones. Of a turn
-the median step counts, because the machine is shared and takes the processor away now and then.
+the median step counts, because the machine is shared and takes the processor away now and then (the
+mean where a result has no median).
 Slower is the mean over the rounds of the median of a round's pairs, the bound the one below which
 it lies with 95 % confidence (a bootstrap of the rounds and of the pairs in them). `train` is a step
 of a transformer, `decode` a token of a model of 24 layers in eager mode, some 300 launches, which
@@ -264,8 +270,8 @@ MEMORY = """\
 
 `python -m bench.memory`: processes of one container allocate and free at random, in eight threads
 each and in every way there is, and some are killed. What is used of the GPU is asked of the
-driver's own NVML a hundred times a second; what a context takes and NVML attributes to nobody is
-left out. Then one process takes all it can.
+driver's own NVML every 10 ms or a little later; what a context takes and NVML attributes to nobody
+is left out, for each process that there may be. Then one process takes all it can.
 """
 
 JUDGE = """\
@@ -275,7 +281,7 @@ JUDGE = """\
 quota, and looks by other means than ours at what it does: memory by NVML, GPU time by events of
 the original driver. What takes memory has to move the container's account, what works has to pass
 the gate or be counted. "Found within a second" is what the driver takes by itself, which the
-governor finds by NVML.
+governor finds by NVML. The account must have at least half of what moved, in its direction.
 """
 
 
@@ -313,9 +319,9 @@ def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         one, gpu = result["summary"], result["gpu"]
         page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
         page.add(
-            f"{one['functions']} functions in {one['calls']} calls: {one['proven']} as they should"
-            f" be ({len(one['untimed'])} of them without a look at GPU time), {len(one['failed'])}"
-            f" failed, {len(one['unproven'])} prove nothing here."
+            f"{one['functions']} functions, {one['calls']} calls of them: {one['proven']} calls do"
+            f" as they should ({len(one['untimed'])} of them without a look at GPU time),"
+            f" {len(one['failed'])} failed, {len(one['unproven'])} prove nothing here."
         )
         if one["failed"]:
             page.add("\n".join(f"- failed: {name}" for name in one["failed"]))

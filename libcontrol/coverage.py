@@ -154,6 +154,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"coverage: {e.filename}: {e.strerror}", file=sys.stderr)
         return os.EX_NOINPUT
     functions = cover(names)
+    if not functions:
+        what = "declares" if args.header else "exports"
+        print(
+            f"coverage: {args.header or args.driver} {what} no function of the CUDA driver API: "
+            "name cuda.h or a header beside it, or a libcuda.so.<version>",
+            file=sys.stderr,
+        )
+        return os.EX_DATAERR
     if args.json:
         document = {
             "header" if args.header else "driver": (args.header or args.driver).resolve().name,

@@ -11,8 +11,7 @@ from tests.gpu import judge
 def test_no_function_works_past_the_control_library(tmp_path, require, capsys) -> None:
     require("runc", "gcc")
     output = tmp_path / "judge"
-    quota = str(8 << 30)
-    status = judge.main(["--simulated", "--quota", quota, "--block", "4", "--output", str(output)])
+    status = judge.main(["--simulated", "--output", str(output)])
     said = capsys.readouterr().out
     report = json.loads((output / "report.json").read_text())
     assert status == 0, said

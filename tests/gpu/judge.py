@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.figures import at_least
 from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
 from bench.node import Node
 from bench.overhead import gpu_name
@@ -317,8 +318,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.judge", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/judge")
     parser.add_argument("--include", type=Path, help="where cuda.h is; default: the usual places")
-    parser.add_argument("--quota", type=int, default=64 << 30, help="the container's memory, bytes")
-    parser.add_argument("--block", type=int, default=1024, help="what is copied and filled, MiB")
+    parser.add_argument(
+        "--quota",
+        type=at_least(1),
+        help="the container's memory, bytes (64 GiB; 8 GiB with --simulated)",
+    )
+    parser.add_argument(
+        "--block",
+        type=at_least(1),
+        help="what is copied and filled, MiB (1024; 4 with --simulated)",
+    )
     parser.add_argument("--only", help="one function, by the name that the driver exports")
     parser.add_argument(
         "--simulated",
@@ -326,12 +335,15 @@ def main(argv: list[str] | None = None) -> int:
         help="on the simulated GPU, which has a part of the functions and copies in no time",
     )
     args = parser.parse_args(argv)
+    args.quota = args.quota or (8 << 30 if args.simulated else 64 << 30)
+    args.block = args.block or (4 if args.simulated else 1024)
     output = args.output.absolute()
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     include = find_include([args.include] if args.include else None)
     if include is None:
-        print("judge: no cuda.h of CUDA 13.0 or later here; see --include", file=sys.stderr)
+        where = f"in {args.include}" if args.include else "here; see --include"
+        print(f"judge: no cuda.h of CUDA 13.0 or later {where}", file=sys.stderr)
         return os.EX_NOINPUT
     program = output / "judge"
     options = ["--block", str(args.block), *(["--only", args.only] if args.only else [])]
@@ -386,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"judge: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
         f"should be ({len(untimed)} of them without a look at GPU time), {len(failed)} failed, "
-        f"{len(unproven)} prove nothing here"
+        f"{len(unproven)} prove nothing here; see {output}/table.txt"
     )
     return 1 if failed or wrong else 0
 

@@ -61,6 +61,9 @@ def test_a_function_that_takes_memory_past_us_or_that_nobody_knows_is_told(tmp_p
     assert [f["name"] for f in functions if f["ungoverned"]] == ["cuMulticastBindMem_v2"]
     assert coverage.main(["--driver", str(source)]) == 65
     assert "not an ELF file" in capsys.readouterr().err
+    for option, file in (("--driver", "/bin/true"), ("--header", str(source))):
+        assert coverage.main([option, file]) == 65
+        assert "no function of the CUDA driver API" in capsys.readouterr().err
 
 
 HEADER = """

@@ -88,6 +88,8 @@ class Debt:
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.last = 0
+        """The same as the last look during which books stood still has it: perhaps too little."""
         self._known: deque[tuple[int, int]] = deque()
         self._last_ns = 0
         self._new_until_ns = 0
@@ -110,7 +112,8 @@ class Debt:
         ):
             if changed:
                 self._known.clear()
-            self._known.append((began_ns, max(0, seen - after.attributed)))
+            self.last = min(seen, max(0, seen - after.attributed))
+            self._known.append((began_ns, self.last))
             while self._known[0][0] < began_ns - WINDOW_NS:
                 self._known.popleft()
             debt = max(value for _, value in self._known)
@@ -125,6 +128,7 @@ class Debt:
         # Half a context less is a context that is missing, and no better knowledge of its size.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
+        self.last = min(self.last, self.bytes)
         return self.bytes
 
 

@@ -18,7 +18,8 @@
 
 #define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* a heartbeat older than this: nobody looks */
 #define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* a refusal waits so long for a look that is due */
-#define ACCOUNT_ASK_NS      (250 * NS_PER_MS)  /* and no oftener for one that is not */
+#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* the governor keeps the most of a second */
+#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* between two refusals that wait for that in vain */
 
 static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
 
@@ -209,20 +210,34 @@ cold bool account_await_look(int device, uint64_t since, uint64_t patience)
 /*
  * What the governor found may be too much for a moment: it keeps the most of a second, because a
  * look at a process that allocates shows too little, and what the driver gave back by itself shows
- * late. Before memory is refused for that, it is asked to look at a process that stands still.
+ * late. Where the last look alone would leave room the second is waited for, now and then.
  */
-static cold bool account_ask(int device)
+static cold bool account_wait_for_less(int device, uint64_t size, bool unseen)
 {
-    static uint64_t asked[LAYOUT_N_DEVICES];
-    uint64_t now = prim_now(), last = atomic_load_relaxed(&asked[device]);
+    static uint64_t waited[LAYOUT_N_DEVICES];
+    const struct grant_device *grant = pages_grant_device((unsigned)device);
+    uint64_t begin = prim_now(), last = atomic_load_relaxed(&waited[device]);
 
-    if (!atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_overhead) ||
-        now - last < ACCOUNT_ASK_NS ||
-        !__atomic_compare_exchange_n(&asked[device], &last, now, false, __ATOMIC_RELAXED,
+    if ((last && begin - last < ACCOUNT_SELDOM_NS) ||
+        !__atomic_compare_exchange_n(&waited[device], &last, begin, false, __ATOMIC_RELAXED,
                                      __ATOMIC_RELAXED))
         return false;
-    account_driver_takes(device, 0);
-    return true;
+    while (prim_now() - begin < ACCOUNT_KEPT_NS && !account_alone()) {
+        uint64_t overhead = atomic_load_relaxed(&grant->memory_overhead);
+        uint64_t least = atomic_load_relaxed(&grant->overhead_last);
+        uint64_t used = account_used(device);
+
+        if (used < overhead || least >= overhead ||
+            used - overhead + least + size > account_limit(device))
+            break;
+        prim_sleep(5 * NS_PER_MS);
+        if (account_try(device, size, unseen))
+            return true;
+    }
+    /* It was not that: the next refusal may wait again. */
+    if (prim_now() - begin < ACCOUNT_KEPT_NS)
+        atomic_store_relaxed(&waited[device], 0);
+    return false;
 }
 
 /* No room: what our pools hold unused goes back, and what the driver gave back is looked at. */
@@ -237,10 +252,11 @@ static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 
         returned = pools_squeeze(device) || returned;
         claimed = returned && account_try(device, size, unseen);
-        if (!claimed && (account_ask(device) || (account_sum(device, &due), due))) {
+        if (!claimed && (account_sum(device, &due), due)) {
             account_await_look(device, prim_now(), ACCOUNT_PATIENCE_NS);
             claimed = account_try(device, size, unseen);
         }
+        claimed = claimed || account_wait_for_less(device, size, unseen);
     }
     errno = saved;
     return claimed;

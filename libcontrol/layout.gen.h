@@ -73,7 +73,8 @@ struct grant_device {
     uint32_t reserved;
     uint64_t unattributed; /* governor, relaxed: what NVML attributes to no process, less what is charged of it; differences count */
     uint64_t unattributed_ns; /* governor, release: when that was looked up */
-    uint8_t pad[64];
+    uint64_t overhead_last; /* governor, relaxed: memory_overhead as the last look alone has it */
+    uint8_t pad[56];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -94,6 +95,7 @@ _Static_assert(offsetof(struct grant_device, utilisation) == 104, "grant_device.
 _Static_assert(offsetof(struct grant_device, reserved) == 108, "grant_device.reserved");
 _Static_assert(offsetof(struct grant_device, unattributed) == 112, "grant_device.unattributed");
 _Static_assert(offsetof(struct grant_device, unattributed_ns) == 120, "grant_device.unattributed_ns");
+_Static_assert(offsetof(struct grant_device, overhead_last) == 128, "grant_device.overhead_last");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: behind the grant page, in the same file. */

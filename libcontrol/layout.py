@@ -95,6 +95,7 @@ GRANT_DEVICE = Struct(
             doc="what NVML attributes to no process, less what is charged of it; differences count",
         ),
         Field("unattributed_ns", "u64", order="release", doc="when that was looked up"),
+        Field("overhead_last", "u64", doc="memory_overhead as the last look alone has it"),
     ),
     "One GPU of the container.",
 )

@@ -455,7 +455,10 @@ static bool accounted(int64_t moved, const struct counters *from, const struct c
     int64_t sign = moved < 0 ? -1 : 1;
     int64_t provisional = sign * (to->provisional - from->provisional);
     int64_t found = sign * (to->memory - from->memory);
+    int64_t attributed = found - sign * (to->unseen - from->unseen);
 
+    if (attributed > found)
+        found = attributed;
     if (provisional > 0)
         found += provisional;
     if (late)

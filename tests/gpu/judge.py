@@ -139,7 +139,10 @@ def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
     sign = -1 if change < 0 else 1
     for when in ("returned", "after"):
         counters = row.get(when, {})
-        found = sign * counters.get("memory", 0) + max(0, sign * counters.get("provisional", 0))
+        # What NVML attributes to the process may move without the charge: it lives on elsewhere.
+        charged = counters.get("memory", 0)
+        found = max(sign * charged, sign * (charged - counters.get("unseen", 0)))
+        found += max(0, sign * counters.get("provisional", 0))
         if late:
             found += sign * counters.get("overhead", 0)
         if 2 * found >= abs(change):

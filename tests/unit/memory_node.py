@@ -335,6 +335,7 @@ class Node:
                 for slot, pid in slots.items()
             )
             self.write("memory_overhead", overhead, device)
+            self.write("overhead_last", overhead, device)
             unseen = sum(self._unseen(slot, device) for slot in slots)
             nobodys = status.used - sum(seen.values()) - unseen
             self.write("unattributed", nobodys % 2**64, device)

@@ -688,19 +688,24 @@ def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_en
         assert agent.field("unseen") == agent.field("memory") == 0
 
 
-def test_nothing_is_refused_for_what_the_governor_found_before_it_has_looked_again(node) -> None:
+def test_what_the_governor_is_about_to_forget_is_waited_for(node) -> None:
     agent = node.agent()
     room = left(node)
-    for _ in range(3):
-        node.write("memory_overhead", node.read("memory_overhead") + 200 * MIB)
-        agent.send(f"block = driver.allocate({room})")
-        end = time.monotonic() + 20
-        while agent.field("provisional_ns") <= node.read("reconciled_ns"):
-            assert time.monotonic() < end, "it did not ask"
-        node.look()
-        agent.answer()
-        agent.run("driver.call('cuMemFree_v2', block)")
-        time.sleep(0.3)
+    found = node.read("memory_overhead")
+    node.write("memory_overhead", found + 200 * MIB)
+    agent.send(f"block = driver.allocate({room})")
+    time.sleep(0.3)
+    assert agent.field("refused") == 0
+    node.write("memory_overhead", found)
+    agent.answer()
+    agent.run("driver.call('cuMemFree_v2', block)")
+    # Where the last look has it as well, or the wait was in vain, it is refused.
+    for value in ("memory_overhead", "overhead_last"):
+        node.write(value, found + 200 * MIB)
+    assert agent.refuses(f"driver.allocate({room})")
+    node.write("overhead_last", found)
+    for _ in range(2):
+        assert agent.refuses(f"driver.allocate({room})")
 
 
 LIBRARY = "out('cuLibraryLoadData', b'globals:134217728', *[None, None, 0] * 2)"

@@ -111,6 +111,12 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
     assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
+def test_memory_that_leaves_the_process_and_not_the_gpu_stays_charged():
+    row = ran(process=-64 * MIB, device=0)
+    assert faults(row, row | {"returned": {"unseen": 64 * MIB}}) == ()
+    assert faults(row, row | {"returned": {"unseen": -64 * MIB}}) == ("gives 64 MiB unseen",)
+
+
 def test_any_call_may_make_the_driver_take_a_little_for_itself():
     assert faults(ran(process=2 * MIB, after={"overhead": 2 * MIB})) == ()
     assert faults(ran(process=4 * MIB, after={"overhead": 4 * MIB})) == ()

@@ -210,15 +210,29 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-JUDGED = ("outcome", "result", "gpu_us", "process", "device", "returned", "after")
+JUDGED = (
+    "outcome", "result", "reason", "host", "paid", "late", "waited", "gpu_us", "process", "device",
+    "returned", "after",
+)  # fmt: skip
 
 
 def judge(options: argparse.Namespace) -> dict[str, Any]:
     """Every function of cuda.h, from the directory of a run of tests.gpu.judge."""
+    from tests.gpu.judge import judge_call, summarise
+
     report = read_json(options.source / "report.json")
     run = report.pop("run")
     name_commit(run, options.commit)
-    numbers = {name: report[name] for name in ("functions", "calls", "proven")}
+    # By the rules as they are now: a verdict is worth no more than what it can be made from again.
+    verdicts = [
+        judge_call(
+            (row["native"]["name"], row["native"].get("variant", "")),
+            row["native"],
+            row["governed"],
+            report.get("quota", 64 << 30),
+        )
+        for row in report["rows"]
+    ]
     return {
         "suite": "judge",
         **run,
@@ -229,15 +243,15 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
             "rows": [
                 [
                     row["native"]["name"] + " " + row["native"].get("variant", ""),
-                    *({key: one.get(key) for key in JUDGED if key in one} for one in row.values()),
+                    *(
+                        {key: one[key] for key in JUDGED if key in one and one[key] is not False}
+                        for one in row.values()
+                    ),
                 ]
                 for row in report["rows"]
             ],
         },
-        "summary": {
-            **numbers,
-            **{name: report[name] for name in ("failed", "unproven", "untimed", "found_late")},
-        },
+        "summary": {"functions": report["functions"], **summarise(verdicts)},
     }
 
 

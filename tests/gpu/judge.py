@@ -16,7 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,6 +248,23 @@ def judge_all(
     return verdicts, wrong
 
 
+def summarise(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return the numbers of calls, and the names of those that are not simply as they should be."""
+    named = {" ".join(v.key).strip(): v for v in verdicts}
+    failed = {name: list(v.faults) for name, v in named.items() if v.faults}
+    rest = {name: v for name, v in named.items() if name not in failed}
+    unproven = {name: v.unproven for name, v in rest.items() if v.unproven}
+    proven = {name: v for name, v in rest.items() if name not in unproven}
+    return {
+        "calls": len(verdicts),
+        "proven": len(proven),
+        "failed": failed,
+        "unproven": unproven,
+        "untimed": [name for name, v in proven.items() if v.native["gpu_us"] < 0],
+        "found_late": [name for name, v in proven.items() if found_late(v.native, v.governed)],
+    }
+
+
 def make_table(verdicts: Iterable[Verdict]) -> str:
     """Return a line for each call: natively its answer, memory and GPU time, then the verdict."""
     lines = [f"{'function':<52} {'answer':>6} {'MiB':>7} {'us':>8}  verdict"]
@@ -371,39 +388,29 @@ def main(argv: list[str] | None = None) -> int:
         # Copies and fills take no time on a simulated GPU.
         sure = ("cuMemAlloc_v2", "cuLaunchKernel")
         wrong += blind(native, sure if args.simulated else tuple(CONTROLS))
-    failed = [v for v in verdicts if v.faults]
-    unproven = [v for v in verdicts if v.unproven and not v.faults]
-    untimed = [v for v in verdicts if not (v.faults or v.unproven) and v.native["gpu_us"] < 0]
     table = make_table(verdicts)
     report = {
         "run": describe_run(),
         "gpu": {"kind": machine.kind, "name": gpu_name(machine), "driver": driver},
         "functions": len(set(declared)),
-        "calls": len(verdicts),
-        "proven": len(verdicts) - len(failed) - len(unproven),
+        "quota": args.quota,
         "wrong": wrong,
-        "failed": {" ".join(v.key).strip(): list(v.faults) for v in failed},
-        "unproven": {" ".join(v.key).strip(): v.unproven for v in unproven},
-        "untimed": [" ".join(v.key).strip() for v in untimed],
-        "found_late": [
-            " ".join(v.key).strip()
-            for v in verdicts
-            if not (v.faults or v.unproven) and found_late(v.native, v.governed)
-        ],
+        **summarise(verdicts),
         "rows": [{"native": v.native, "governed": v.governed} for v in verdicts],
     }
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     (output / "table.txt").write_text(table)
-    for v in failed:
-        print(f"{' '.join(v.key).strip()}: {'; '.join(v.faults)}")
+    for name, faults in report["failed"].items():
+        print(f"{name}: {'; '.join(faults)}")
     for line in wrong:
         print(line)
     print(
         f"judge: {report['functions']} functions, {len(verdicts)} calls: {report['proven']} as they "
-        f"should be ({len(untimed)} of them without a look at GPU time), {len(failed)} failed, "
-        f"{len(unproven)} prove nothing here; see {output}/table.txt"
+        f"should be ({len(report['untimed'])} of them without a look at GPU time), "
+        f"{len(report['failed'])} failed, {len(report['unproven'])} prove nothing here; "
+        f"see {output}/table.txt"
     )
-    return 1 if failed or wrong else 0
+    return 1 if report["failed"] or wrong else 0
 
 
 if __name__ == "__main__":

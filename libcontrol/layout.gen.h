@@ -138,7 +138,8 @@ struct ledger_header {
     uint32_t n_slots; /* governor, relaxed: slots that were ever in use */
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
-    uint8_t pad[3944];
+    uint64_t trust_ns[16]; /* container, relaxed: until then a pool may grow unclaimed */
+    uint8_t pad[3816];
 };
 _Static_assert(offsetof(struct ledger_header, magic) == 0, "ledger_header.magic");
 _Static_assert(offsetof(struct ledger_header, version) == 8, "ledger_header.version");
@@ -146,6 +147,7 @@ _Static_assert(offsetof(struct ledger_header, size) == 12, "ledger_header.size")
 _Static_assert(offsetof(struct ledger_header, n_slots) == 16, "ledger_header.n_slots");
 _Static_assert(offsetof(struct ledger_header, reserved) == 20, "ledger_header.reserved");
 _Static_assert(offsetof(struct ledger_header, memory_peak) == 24, "ledger_header.memory_peak");
+_Static_assert(offsetof(struct ledger_header, trust_ns) == 152, "ledger_header.trust_ns");
 _Static_assert(sizeof(struct ledger_header) == 4096, "ledger_header");
 
 /* One process on one GPU. */

@@ -22,6 +22,7 @@
 #define POOLS_WAIT_NS     (10 * NS_PER_US)
 #define POOLS_N_WAITS     200
 #define POOLS_DISTRUST_NS (100 * NS_PER_MS)
+#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* who has it and is killed has it for so long */
 
 enum pool_state {
     POOL_FREE,   /* nobody's place */
@@ -37,7 +38,6 @@ struct pool {
     bool unseen;
     uint32_t state;
     uint32_t n_askers; /* threads that ask it without the application's leave */
-    uint32_t trusting; /* a thread takes a block that may make it grow unclaimed */
     uint64_t trust_at; /* not before: it grew when it was trusted last */
     struct held held;
 };
@@ -274,6 +274,7 @@ struct pool_ticket {
     struct pool *pool; /* NULL: nothing to account for */
     uint64_t claimed;
     bool unsure; /* the pool may have grown by more than was claimed */
+    uint64_t trusted;
 };
 
 /* What the pool has to grow by at least. */
@@ -290,19 +291,39 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
     return live > held ? account_round(live - held, POOLS_UNIT) : 0;
 }
 
-/* One thread at a time takes a small block on trust, so that a pool passes the quota by one unit.
- */
-static bool pool_trust(struct pool *pool)
+/* What it grew by is charged by now: nobody is trusted while the container is over its quota. */
+static void pool_trust_end(struct pool *pool, uint64_t until)
 {
-    if (prim_now() < atomic_load_relaxed(&pool->trust_at) ||
-        account_used(pool->device) > account_limit(pool->device))
-        return false;
-    for (int attempt = 0; __atomic_exchange_n(&pool->trusting, 1, __ATOMIC_ACQUIRE); attempt++) {
-        if (attempt == POOLS_N_WAITS)
-            return false;
+    __atomic_compare_exchange_n(&pages_ledger()->trust_ns[pool->device], &until, 0, false,
+                                __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+
+/*
+ * One thread of the container at a time takes a small block on trust, so that the quota is passed
+ * by one unit. Returns what ends the trust, 0 if there is none.
+ */
+static uint64_t pool_trust(struct pool *pool)
+{
+    uint64_t *word = &pages_ledger()->trust_ns[pool->device];
+
+    for (int attempt = 0; attempt < POOLS_N_WAITS; attempt++) {
+        uint64_t now = prim_now(), until = atomic_load_acquire(word);
+
+        if (now < atomic_load_relaxed(&pool->trust_at))
+            return 0;
+        /* A time that is further away is none of ours. */
+        if ((until <= now || until > now + POOLS_TRUST_NS) &&
+            __atomic_compare_exchange_n(word, &until, now + POOLS_TRUST_NS, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED)) {
+            /* Only now: whoever had it before may have made a pool grow. */
+            if (account_used(pool->device) <= account_limit(pool->device))
+                return now + POOLS_TRUST_NS;
+            pool_trust_end(pool, now + POOLS_TRUST_NS);
+            return 0;
+        }
         prim_sleep(POOLS_WAIT_NS);
     }
-    return true;
+    return 0;
 }
 
 /*
@@ -322,7 +343,7 @@ static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
         ticket->claimed = whole;
         if (account_try(pool->device, whole, pool->unseen))
             return CUDA_SUCCESS;
-        if (size < POOLS_UNIT && !growth && pool_trust(pool)) {
+        if (size < POOLS_UNIT && !growth && (ticket->trusted = pool_trust(pool))) {
             ticket->claimed = 0;
             ticket->unsure = true;
             return CUDA_SUCCESS;
@@ -374,7 +395,7 @@ static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdevice
     pool_settle(ticket->pool, ticket->claimed);
     if (likely(!ticket->unsure))
         return result;
-    atomic_store_release(&ticket->pool->trusting, 0);
+    pool_trust_end(ticket->pool, ticket->trusted);
     if (result == CUDA_SUCCESS && account_over(ticket->pool->device))
         return pool_revoke(ticket->pool, dptr, stream);
     return result == CUDA_ERROR_OUT_OF_MEMORY ? account_refuse(ticket->pool->device) : result;

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from libcontrol import pages
 from simgpu.testing import CudaError
 from tests.unit.memory_node import CONTEXT, GIB, KIB, MIB, Agent, Node, need_namespaces
 
@@ -770,3 +771,24 @@ def test_a_managed_block_that_was_freed_makes_no_room_for_hidden_memory(node) ->
                 "out('cuModuleLoadData', b'globals:134217728')"
             )
             assert agent.field("unseen") == (i + 1) * 128 * MIB
+
+
+def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> None:
+    """What is free in a pool may do for a small block, or the pool grows by a unit for it: nobody can say before."""
+    agent = node.agent()
+    agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
+    node.look()
+    agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
+    small = "driver.call('cuMemFreeAsync', out('cuMemAllocAsync', 1 << 20, stream), stream)"
+
+    def trust(until: int) -> None:
+        pages.write(node.ledger, 0, "ledger_header", "trust_ns", until)
+
+    agent.run(small)
+    assert pages.read(node.ledger, 0, "ledger_header", "trust_ns", 0) == 0
+    trust(time.monotonic_ns() + 90_000_000)  # another process has it, or had it and is dead
+    assert agent.refuses(small)
+    time.sleep(0.1)
+    agent.run(small)
+    trust(2**63)  # nonsense
+    agent.run(small)

@@ -138,7 +138,7 @@ struct ledger_header {
     uint32_t n_slots; /* governor, relaxed: slots that were ever in use */
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
-    uint64_t trust_ns[16]; /* container, relaxed: until then a pool may grow unclaimed */
+    uint64_t trust_ns[16]; /* container, relaxed: until then a pool may outgrow claims */
     uint8_t pad[3816];
 };
 _Static_assert(offsetof(struct ledger_header, magic) == 0, "ledger_header.magic");

@@ -110,7 +110,9 @@ LEDGER_HEADER = Struct(
         Field("n_slots", "u32", doc="slots that were ever in use"),
         Field("reserved", "u32"),
         Field("memory_peak", "u64", N_DEVICES, "container", doc="highest sum of charges, per GPU"),
-        Field("trust_ns", "u64", N_DEVICES, "container", doc="until then a pool may grow unclaimed"),
+        Field(
+            "trust_ns", "u64", N_DEVICES, "container", doc="until then a pool may outgrow claims"
+        ),
     ),
     "What the container's processes share.",
 )

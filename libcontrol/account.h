@@ -32,6 +32,7 @@ enum block_kind {
     BLOCK_EXPORT,    /* by handle; `value`: the number of its descriptors */
     BLOCK_LINGERING, /* by that number: an allocation that only descriptors keep alive */
     BLOCK_LIBRARY,   /* `value`: the contexts that it was loaded into, a bit each */
+    BLOCK_KERNEL,    /* of a library that is in no context yet; `value`: the library */
     BLOCK_GREEN,     /* a green context; `value`: its GPU, as the driver counts */
     BLOCK_HIDDEN,    /* by module or library: what it has that NVML attributes to nobody */
     BLOCK_EXEC,      /* an executable graph; `size`: what its nodes allocate, `value`: reserved */
@@ -157,6 +158,9 @@ void contexts_after_fork(void);
 /* ---- modules.c ---- */
 
 void modules_after_fork(void);
+CUresult modules_launch(uint64_t function);
+
+extern uint32_t modules_kernels; /* kernels whose launch would load their library */
 void modules_context_gone(uint8_t owner);
 
 /* ---- pools.c ---- */

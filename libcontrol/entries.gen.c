@@ -1828,6 +1828,8 @@ const struct control_hook control_hooks[CONTROL_N_HOOKS] = {
     {"cuLibraryGetManaged", offsetof(struct real_cuda, cuLibraryGetManaged), (void *)cuLibraryGetManaged},
     {"cuLibraryGetUnifiedFunction", offsetof(struct real_cuda, cuLibraryGetUnifiedFunction), (void *)cuLibraryGetUnifiedFunction},
     {"cuKernelGetFunction", offsetof(struct real_cuda, cuKernelGetFunction), (void *)cuKernelGetFunction},
+    {"cuLibraryGetKernel", offsetof(struct real_cuda, cuLibraryGetKernel), (void *)cuLibraryGetKernel},
+    {"cuLibraryEnumerateKernels", offsetof(struct real_cuda, cuLibraryEnumerateKernels), (void *)cuLibraryEnumerateKernels},
     {"cuFuncLoad", offsetof(struct real_cuda, cuFuncLoad), (void *)cuFuncLoad},
     {"cuGraphAddMemAllocNode", offsetof(struct real_cuda, cuGraphAddMemAllocNode), (void *)cuGraphAddMemAllocNode},
     {"cuGraphAddNode", offsetof(struct real_cuda, cuGraphAddNode), (void *)cuGraphAddNode},

@@ -88,6 +88,8 @@ struct real_cuda {
     CUresult (*cuLibraryGetManaged)(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name);
     CUresult (*cuLibraryGetUnifiedFunction)(void **fptr, CUlibrary library, const char *symbol);
     CUresult (*cuKernelGetFunction)(CUfunction *pFunc, CUkernel kernel);
+    CUresult (*cuLibraryGetKernel)(CUkernel *pKernel, CUlibrary library, const char *name);
+    CUresult (*cuLibraryEnumerateKernels)(CUkernel *kernels, unsigned int numKernels, CUlibrary lib);
     CUresult (*cuFuncLoad)(CUfunction function);
     CUresult (*cuGraphAddMemAllocNode)(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUDA_MEM_ALLOC_NODE_PARAMS *nodeParams);
     CUresult (*cuGraphAddNode)(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUgraphNodeParams *nodeParams);
@@ -327,6 +329,8 @@ CUresult cuLibraryGetGlobal(CUdeviceptr *dptr, size_t *bytes, CUlibrary library,
 CUresult cuLibraryGetManaged(CUdeviceptr *dptr, size_t *bytes, CUlibrary library, const char *name);
 CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary library, const char *symbol);
 CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel);
+CUresult cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const char *name);
+CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned int numKernels, CUlibrary lib);
 CUresult cuFuncLoad(CUfunction function);
 CUresult cuGraphAddMemAllocNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUDA_MEM_ALLOC_NODE_PARAMS *nodeParams);
 CUresult cuGraphAddNode(CUgraphNode *phGraphNode, CUgraph hGraph, const CUgraphNode *dependencies, size_t numDependencies, CUgraphNodeParams *nodeParams);
@@ -490,5 +494,5 @@ struct control_hook {
     void *ours;
 };
 
-#define CONTROL_N_HOOKS 237
+#define CONTROL_N_HOOKS 239
 extern const struct control_hook control_hooks[CONTROL_N_HOOKS];

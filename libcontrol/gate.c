@@ -389,6 +389,16 @@ void gate_stop_passing(struct gate *g, const struct grant_device *grant)
     passes_each(grant, pass_end);
 }
 
+/* From here on every launch is asked about. */
+void gate_end_all_passes(void)
+{
+    prim_lock(&passes_lock);
+    for (unsigned i = 0; i < PASS_N; i++)
+        if (passes[i].limit)
+            pass_end(&passes[i]);
+    prim_unlock(&passes_lock);
+}
+
 /* A stream's handle alone says where work goes, unless it is one of the names for a default one. */
 static bool pass_fits(CUstream stream)
 {
@@ -423,7 +433,7 @@ static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant
     s->unmarked = true;
     s->blind = true;
     s->era = g->queue.era;
-    if (pass_fits(s->stream)) {
+    if (pass_fits(s->stream) && likely(!atomic_load_seq_cst(&modules_kernels))) {
         p->ledger = ledger;
         atomic_store_relaxed(&p->stream, s->stream);
         atomic_store_relaxed(&p->grant, grant);
@@ -707,6 +717,9 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         return CUDA_SUCCESS;
     if (unlikely(pages_denied()))
         return CUDA_ERROR_SYSTEM_NOT_READY;
+    if (unlikely(atomic_load_relaxed(&modules_kernels)) &&
+        modules_launch(work->key) == CUDA_ERROR_OUT_OF_MEMORY)
+        return CUDA_ERROR_OUT_OF_MEMORY;
     device = gate_place(work->stream, &ctx);
     if (device < 0)
         return CUDA_SUCCESS;

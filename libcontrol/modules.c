@@ -23,7 +23,8 @@
 #define MODULES_NAP_NS  (100 * NS_PER_US)
 
 static uint32_t n_waiting; /* libraries that were loaded into no context yet */
-static bool hidden_any;    /* a module or library has memory that NVML does not attribute */
+uint32_t modules_kernels;
+static bool hidden_any; /* a module or library has memory that NVML does not attribute */
 
 struct load {
     int device;
@@ -37,6 +38,7 @@ struct load {
 void modules_after_fork(void)
 {
     n_waiting = 0;
+    modules_kernels = 0;
     hidden_any = false;
 }
 
@@ -368,6 +370,89 @@ static bool library_enters(CUlibrary library, uint64_t *bitp)
     return first;
 }
 
+/*
+ * A kernel's handle may be launched as it is, which loads its library unseen. So it is known until
+ * the library is somewhere, and a launch of it asks for its function first. Meanwhile no launch
+ * goes at sight.
+ */
+static void kernel_note(CUkernel kernel, CUlibrary library)
+{
+    struct block entry = {.key = (uintptr_t)kernel,
+                          .value = (uintptr_t)library,
+                          .kind = BLOCK_KERNEL,
+                          .device = -1,
+                          .owner = OWNER_NONE};
+    struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
+    bool waits = block && !block->value;
+
+    blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
+    if (!waits)
+        return;
+    if (!blocks_lock(BLOCK_KERNEL, entry.key) && blocks_add(&entry))
+        atomic_add_seq_cst(&modules_kernels, 1);
+    blocks_unlock(BLOCK_KERNEL, entry.key);
+    gate_end_all_passes();
+}
+
+/* Older drivers do not say. */
+static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
+{
+    struct block *block = blocks_lock(BLOCK_KERNEL, (uintptr_t)kernel);
+    bool known = block;
+
+    if (block)
+        *libraryp = (CUlibrary)(uintptr_t)block->value;
+    blocks_unlock(BLOCK_KERNEL, (uintptr_t)kernel);
+    return known || driver->cuKernelGetLibrary(libraryp, kernel) == CUDA_SUCCESS;
+}
+
+static bool kernel_visit(const struct block *block, void *data)
+{
+    if (block->kind != BLOCK_KERNEL || block->value != *(const uint64_t *)data)
+        return false;
+    atomic_sub_seq_cst(&modules_kernels, 1);
+    return true;
+}
+
+static void kernels_forget(CUlibrary library)
+{
+    uint64_t value = (uintptr_t)library;
+
+    if (unlikely(atomic_load_relaxed(&modules_kernels)))
+        blocks_sweep(kernel_visit, &value);
+}
+
+/* Before a launch, while there are such kernels. */
+cold CUresult modules_launch(uint64_t function)
+{
+    struct block *block = blocks_lock(BLOCK_KERNEL, function);
+    bool known = block;
+    CUfunction loaded;
+
+    blocks_unlock(BLOCK_KERNEL, function);
+    return known ? cuKernelGetFunction(&loaded, (CUkernel)(uintptr_t)function) : CUDA_SUCCESS;
+}
+
+CONTROL_EXPORT CUresult cuLibraryGetKernel(CUkernel *pKernel, CUlibrary library, const char *name)
+{
+    CUresult result = real->cuLibraryGetKernel(pKernel, library, name);
+
+    if (result == CUDA_SUCCESS && atomic_load_relaxed(&n_waiting))
+        kernel_note(*pKernel, library);
+    return result;
+}
+
+CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned int numKernels,
+                                                  CUlibrary lib)
+{
+    CUresult result = real->cuLibraryEnumerateKernels(kernels, numKernels, lib);
+
+    if (result == CUDA_SUCCESS && atomic_load_relaxed(&n_waiting))
+        for (unsigned int i = 0; i < numKernels && kernels[i]; i++)
+            kernel_note(kernels[i], lib);
+    return result;
+}
+
 /* It does not fit, or could not be loaded. Under the application a library cannot be unloaded; who
  * asks again is told the same until there is room. */
 static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
@@ -382,8 +467,10 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
         hidden_note(load, (uintptr_t)library);
     if (fits && refused && loaded)
         fits = load->device < 0 || !account_over(load->device);
-    if (likely(fits && loaded && !refused))
+    if (likely(fits && loaded && !refused)) {
+        kernels_forget(library);
         return result;
+    }
     block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
     if (block) {
         block->count = loaded && !fits;
@@ -464,6 +551,7 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
     unload_begin(&load);
     result = real->cuLibraryUnload(library);
     if (result == CUDA_SUCCESS) {
+        kernels_forget(library);
         hidden_ends((uintptr_t)library);
     } else if (known) {
         if (!blocks_lock(BLOCK_LIBRARY, gone.key) && blocks_add(&gone) && !gone.value)
@@ -554,7 +642,7 @@ CONTROL_EXPORT CUresult cuKernelGetFunction(CUfunction *pFunc, CUkernel kernel)
     uint64_t bit;
     CUresult result;
 
-    if (likely(!libraries_wait()) || driver->cuKernelGetLibrary(&library, kernel) != CUDA_SUCCESS ||
+    if (likely(!libraries_wait()) || !kernel_library(kernel, &library) ||
         !library_enters(library, &bit))
         return real->cuKernelGetFunction(pFunc, kernel);
     load_begin(&load);

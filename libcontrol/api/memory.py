@@ -304,6 +304,16 @@ _MODULES: tuple[Fn, ...] = (
         "custom",
     ),
     Fn("cuKernelGetFunction", "CUfunction *pFunc, CUkernel kernel", "custom"),
+    Fn(
+        "cuLibraryGetKernel",
+        "CUkernel *pKernel, CUlibrary library, const char *name",
+        "custom",
+    ),
+    Fn(
+        "cuLibraryEnumerateKernels",
+        "CUkernel *kernels, unsigned int numKernels, CUlibrary lib",
+        "custom",
+    ),
     Fn("cuFuncLoad", "CUfunction function", "custom"),
 )
 

@@ -721,6 +721,32 @@ def test_a_library_that_was_loaded_without_a_context_is_charged_when_it_comes_to
         assert agent.field("unseen") == agent.field("memory") == 256 * MIB
 
 
+def test_a_kernel_that_is_launched_as_it_is_brings_its_library_into_the_account(node) -> None:
+    agent = node.agent()
+    agent.run(
+        f"""
+libraries = [{LIBRARY} for i in range(3)]
+kernels = [ctypes.c_void_p() for i in range(3)]
+for library, kernel in zip(libraries, kernels):
+    driver.call('cuLibraryGetKernel', ctypes.byref(kernel), library, b'burn')
+value = ctypes.c_uint64(1000)
+arguments = (ctypes.c_void_p * 1)(ctypes.cast(ctypes.pointer(value), ctypes.c_void_p))
+def launch(kernel):
+    driver.call('cuLaunchKernel', kernel, 1, 1, 1, 1, 1, 1, 0, None, arguments, None)
+"""
+    )
+    with hiding(node, agent):
+        for i in range(2):
+            agent.run(f"launch(kernels[{i}])")
+            assert agent.field("unseen") == agent.field("memory") == (i + 1) * 128 * MIB
+        agent.run(f"launch(kernels[0]); rest = driver.allocate({left(node) - 100 * MIB})")
+        for _ in range(2):  # it is loaded now, which cannot be undone; it does not run for that
+            assert agent.refuses("launch(kernels[2])")
+            assert agent.field("unseen") == 384 * MIB
+        agent.run("[driver.call('cuLibraryUnload', library) for library in libraries] and None")
+        assert agent.field("unseen") == 0
+
+
 def test_a_library_is_charged_in_each_context_until_that_ends(node) -> None:
     agent = node.agent()
     agent.run(

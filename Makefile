@@ -25,7 +25,7 @@ demo: build ## the main job on this machine, with a simulated GPU where there is
 test: build ## every test that this machine can run (unit, container)
 	@$(python) -m pytest $(ARGS)
 
-check: bootstrap ## linters, types, generated files
+check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py
 
 test-full: check test ## all of it: the slow tests, fresh Debian roots (root, about half an hour)

@@ -139,7 +139,8 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         jobs = result["configuration"].get("jobs", {})
         counters = result["raw"].get("counters", {})
         kind = " (simulated)" if gpu["kind"] == "simulated" else ""
-        page.add(f"### {gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}")
+        title = f"{gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}"
+        page.add(f"### {title} ({stem.removeprefix(result['date'][:10] + '-')})")
         rows = [
             (
                 one["name"],
@@ -249,9 +250,10 @@ def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 def add_step(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
     """A table for each run."""
     page.add(STEP)
-    for result in results.values():
+    for stem, result in results.items():
         gpu = result["gpu"]
-        page.add(f"### {gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}")
+        title = f"{gpu['name']}, driver {gpu['driver']}, {result['date'][:10]}"
+        page.add(f"### {title} ({stem.removeprefix(result['date'][:10] + '-')})")
         rows = [
             (
                 kind,

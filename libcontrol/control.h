@@ -63,6 +63,7 @@ struct driver_cuda {
     CUresult (*cuGraphChildGraphNodeGetGraph)(CUgraphNode node, CUgraph *graph);
     CUresult (*cuGraphMemAllocNodeGetParams)(CUgraphNode node, CUDA_MEM_ALLOC_NODE_PARAMS *params);
     CUresult (*cuKernelGetLibrary)(CUlibrary *library, CUkernel kernel);
+    CUresult (*cuLibraryGetKernelCount)(unsigned int *count, CUlibrary library);
 };
 
 extern struct real_cuda origin_real;

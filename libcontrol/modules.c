@@ -446,9 +446,12 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
                                                   CUlibrary lib)
 {
     CUresult result = real->cuLibraryEnumerateKernels(kernels, numKernels, lib);
+    unsigned int count = 0;
 
-    if (result == CUDA_SUCCESS && atomic_load_relaxed(&n_waiting))
-        for (unsigned int i = 0; i < numKernels && kernels[i]; i++)
+    /* Behind the last one the array is as it was. */
+    if (result == CUDA_SUCCESS && atomic_load_relaxed(&n_waiting) &&
+        driver->cuLibraryGetKernelCount(&count, lib) == CUDA_SUCCESS)
+        for (unsigned int i = 0; i < numKernels && i < count; i++)
             kernel_note(kernels[i], lib);
     return result;
 }

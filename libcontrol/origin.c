@@ -124,5 +124,6 @@ __attribute__((constructor)) static void origin_resolve(void)
     FIND(cuGraphChildGraphNodeGetGraph, "cuGraphChildGraphNodeGetGraph");
     FIND(cuGraphMemAllocNodeGetParams, "cuGraphMemAllocNodeGetParams");
     FIND(cuKernelGetLibrary, "cuKernelGetLibrary");
+    FIND(cuLibraryGetKernelCount, "cuLibraryGetKernelCount");
 #undef FIND
 }

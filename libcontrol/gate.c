@@ -683,17 +683,21 @@ void gate_watch(int device)
 }
 
 /* Where work runs: a stream's own GPU, whatever is current; -1 if that is not governed. */
-static int gate_place(CUstream stream, CUcontext *ctxp)
+static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
 {
     bool one = pages_n_devices() == 1;
+    CUcontext current = NULL;
     int device = -1;
 
-    if (driver->cuCtxGetCurrent(ctxp) != CUDA_SUCCESS)
-        *ctxp = NULL;
-    if (likely(one && *ctxp))
+    if (driver->cuCtxGetCurrent(&current) != CUDA_SUCCESS)
+        current = NULL;
+    *ctxp = current;
+    *currentp = true;
+    if (likely(one && current))
         return 0;
     if (stream > CU_STREAM_PER_THREAD && driver->cuStreamGetCtx(stream, ctxp) == CUDA_SUCCESS)
         device = contexts_device(*ctxp);
+    *currentp = *ctxp && *ctxp == current;
     if (device >= 0)
         return device;
     return one ? 0 : pages_index_current();
@@ -710,6 +714,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     bool held = false, first = false, wait = false, learn = false, mark = false, wanting = false;
     uint64_t began = 0, now, predicted;
     uint32_t kind;
+    bool current;
     int device;
 
     ticket->device = -1;
@@ -720,7 +725,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     if (unlikely(atomic_load_relaxed(&modules_kernels)) &&
         modules_launch(work->key) == CUDA_ERROR_OUT_OF_MEMORY)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    device = gate_place(work->stream, &ctx);
+    device = gate_place(work->stream, &ctx, &current);
     if (device < 0)
         return CUDA_SUCCESS;
     g = &gate_devices[device];
@@ -737,7 +742,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 
         gate_adopt(g, grant);
         now = prim_now();
-        if (unlikely(!g->no_holds && ctx && !hold_find(g, ctx)) &&
+        /* Pinned memory ends with the context in which it was made. */
+        if (unlikely(!g->no_holds && current && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
             gate_visit_begin(&visit);
             hold_prepare(g, ctx);

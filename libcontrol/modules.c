@@ -90,27 +90,36 @@ static void load_begin(struct load *load)
     look_now(load->device, &load->before, &load->charged);
 }
 
-/* What is taken of the GPU since, and was not charged to this process; its other threads allocate
- * and free meanwhile. */
-static uint64_t load_taken(const struct load *load)
+/*
+ * What is taken of the GPU since, and was not charged to this process; its other threads allocate
+ * and free meanwhile. `freed`: what they free counts, too. It does not where nobody will correct
+ * it: a thread that was freeing when the load began, and is charged a moment longer, would look
+ * like memory that the load took.
+ */
+static uint64_t load_taken(const struct load *load, bool freed)
 {
     uint64_t charged;
     size_t after;
-    int64_t taken;
+    int64_t taken, more;
 
     look_now(load->device, &after, &charged);
-    taken = (int64_t)(load->before - after) - (int64_t)(charged - load->charged);
-    return taken > 0 ? (uint64_t)taken : 0;
+    taken = (int64_t)(load->before - after);
+    more = (int64_t)(charged - load->charged);
+    if (!freed && taken < 0)
+        taken = 0;
+    if (!freed && more < 0)
+        more = 0;
+    return taken > more ? (uint64_t)(taken - more) : 0;
 }
 
 /* The same, without what another thread frees and is still charged for at this moment. */
-static uint64_t load_taken_for_long(const struct load *load, uint64_t taken)
+static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, bool freed)
 {
     for (int i = 0; i < MODULES_N_TRIES && taken >= MODULES_MUCH; i++) {
         uint64_t again;
 
         prim_sleep(MODULES_NAP_NS);
-        again = load_taken(load);
+        again = load_taken(load, freed);
         taken = again < taken ? again : taken;
     }
     return taken;
@@ -159,7 +168,7 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
         return;
     grown = (int64_t)(atomic_load_relaxed(&grant_of(load)->unattributed) - load->nobodys);
     if (!told)
-        load->hidden = load_missing(load, load_taken_for_long(load, taken));
+        load->hidden = load_missing(load, load_taken_for_long(load, taken, true));
     else if (grown > 0)
         load->hidden = (uint64_t)grown < missing ? (uint64_t)grown : missing;
     if (load->hidden < ACCOUNT_UNIT) {
@@ -237,7 +246,7 @@ static bool load_end(struct load *load, CUresult result)
 
     if (load->device < 0 || result != CUDA_SUCCESS)
         return true;
-    taken = load_taken(load);
+    taken = load_taken(load, true);
     now = prim_now();
     if (taken < MODULES_MUCH) {
         account_driver_takes(load->device, taken);
@@ -247,7 +256,7 @@ static bool load_end(struct load *load, CUresult result)
     if (account_await_look(load->device, now, MODULES_WAIT_NS))
         load_reveal(load, taken, now);
     else
-        account_driver_takes(load->device, load_taken_for_long(load, taken));
+        account_driver_takes(load->device, load_taken_for_long(load, taken, false));
     return !account_over(load->device);
 }
 

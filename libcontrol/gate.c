@@ -355,7 +355,8 @@ static void pass_tell(struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
 
-    if (p->ledger)
+    /* A thread that was kept from its step for long puts the number back. */
+    if (p->ledger && (int32_t)(used - p->told) > 0)
         atomic_add_relaxed(&p->ledger->launches, used - p->told);
     p->told = used;
 }
@@ -364,8 +365,6 @@ static void pass_end(struct pass *p)
 {
     atomic_store_relaxed(&p->limit, 0);
     pass_tell(p);
-    atomic_store_relaxed(&p->used, 0);
-    p->told = 0;
 }
 
 static void passes_each(const struct grant_device *grant, void (*act)(struct pass *))
@@ -414,11 +413,13 @@ static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant
                       struct ledger_device *ledger)
 {
     struct pass *p = pass_of(s->stream);
+    uint32_t used, limit;
 
     prim_lock(&passes_lock);
-    s->n_passed +=
-        1 + (atomic_load_relaxed(&p->stream) == s->stream ? atomic_load_relaxed(&p->used) : 0);
+    used = atomic_load_relaxed(&p->used);
+    s->n_passed += 1 + (atomic_load_relaxed(&p->stream) == s->stream ? used - p->begun : 0);
     pass_end(p);
+    p->begun = used;
     g->passing = true;
     g->blind = true;
     if (s->n_passed > s->sample_at) {
@@ -438,7 +439,8 @@ static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant
         atomic_store_relaxed(&p->stream, s->stream);
         atomic_store_relaxed(&p->grant, grant);
         atomic_store_relaxed(&p->epoch, g->epoch);
-        atomic_store_release(&p->limit, s->sample_at - s->n_passed + 1);
+        limit = used + s->sample_at - s->n_passed + 1;
+        atomic_store_release(&p->limit, limit ? limit : 1);
     }
     prim_unlock(&passes_lock);
     return false;

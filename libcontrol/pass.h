@@ -17,10 +17,11 @@ struct pass {
     CUstream stream;
     const struct grant_device *grant;
     uint32_t epoch; /* of the grant in which this was announced */
-    uint32_t used;  /* launches that went; two threads at once may count as one */
+    uint32_t used;  /* launches that ever went here; two threads at once may count as one */
+    uint32_t begun; /* what that was when the pass began */
     uint32_t told;  /* how many of them the ledger knows */
     struct ledger_device *ledger;
-    uint32_t limit; /* how many may go; 0: none */
+    uint32_t limit; /* of `used`; 0: none may go */
 };
 
 extern struct pass passes[PASS_N];
@@ -37,9 +38,10 @@ static inline bool pass_launch(CUstream stream)
 {
     struct pass *p = pass_of(stream);
     uint32_t used = atomic_load_relaxed(&p->used);
+    uint32_t limit = atomic_load_acquire(&p->limit);
     const struct grant_device *grant;
 
-    if (unlikely(atomic_load_acquire(&p->limit) <= used) ||
+    if (unlikely(!limit || (int32_t)(limit - used) <= 0) ||
         unlikely(atomic_load_relaxed(&p->stream) != stream))
         return false;
     grant = atomic_load_relaxed(&p->grant);

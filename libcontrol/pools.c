@@ -176,7 +176,6 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     return pool;
 }
 
-/* A pool that we have not seen made: a GPU's default one, or one of the host. */
 /* Like cuMemAllocManaged: of the current context's GPU, or else of the first. */
 static int pool_managed_device(void)
 {
@@ -185,6 +184,7 @@ static int pool_managed_device(void)
     return device < 0 ? 0 : device;
 }
 
+/* A pool that we have not seen made: a GPU's default one, or one of the host. */
 static cold struct pool *pool_meet(CUmemoryPool handle)
 {
     for (int device = 0; device < (int)pages_n_devices(); device++) {
@@ -273,8 +273,8 @@ static struct pool *pool_of_stream(CUstream stream)
 struct pool_ticket {
     struct pool *pool; /* NULL: nothing to account for */
     uint64_t claimed;
-    bool unsure; /* the pool may have grown by more than was claimed */
-    uint64_t trusted;
+    bool unsure;      /* the pool may have grown by more than was claimed */
+    uint64_t trusted; /* what ends the trust in which it was taken */
 };
 
 /* What the pool has to grow by at least. */

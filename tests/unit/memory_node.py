@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from libcontrol import layout, pages
@@ -355,19 +355,8 @@ class Node:
     @contextlib.contextmanager
     def looking(self, interval: float = 0.005) -> Iterator[None]:
         """A governor that looks all the time."""
-        stop = threading.Event()
-
-        def work() -> None:
-            while not stop.wait(interval):
-                self.look()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
+        with repeating(self.look, interval):
             yield
-        finally:
-            stop.set()
-            thread.join()
 
     def used(self, device: int = 0) -> int:
         """What the processes are charged, and what the driver took, as `account_used` has it."""
@@ -398,6 +387,24 @@ class Node:
         os.close(self._ledger_fd)
         self.ledger.close()
         self.grant.close()
+
+
+@contextlib.contextmanager
+def repeating(work: Callable[[], object], interval: float = 0.005) -> Iterator[None]:
+    """Do `work` again and again meanwhile, in a thread of its own."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(interval):
+            work()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def compile_shim(source: Path, library: Path) -> None:

@@ -62,6 +62,18 @@ def until(agent: Agent, program: str, seconds: float = 20) -> None:
 NOT_READY = 600
 
 
+def held(node: Node) -> Agent:
+    """A process with work in stream `s` of its primary context that waits for a grant."""
+    agent = node.agent(context=False)
+    agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
+    node.look()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 2)
+    agent.run("launch(1_000_000, s)")
+    return agent
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -70,13 +82,7 @@ NOT_READY = 600
     ],
 )
 def test_held_work_stays_held_until_its_context_ends(node: Node, call: str) -> None:
-    agent = node.agent(context=False)
-    agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
-    node.look()
-    agent.run(LAUNCH)
-    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
-    grant(node, 0, 2)
-    agent.run("launch(1_000_000, s)")
+    agent = held(node)
     for _ in range(20):
         agent.run(call)
         assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
@@ -221,13 +227,8 @@ thread.start()
 
 
 def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: Node) -> None:
-    agent = node.agent(context=False)
-    agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
-    node.look()
-    agent.run(LAUNCH)
-    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
-    grant(node, 0, 2)
-    agent.run("launch(1_000_000, s); primary = out('cuCtxGetCurrent')")
+    agent = held(node)
+    agent.run("primary = out('cuCtxGetCurrent')")
     assert agent.run("driver.try_call('cuCtxDestroy_v2', primary)") != 0
     time.sleep(0.2)
     assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY

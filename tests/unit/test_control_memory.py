@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from libcontrol import pages
 from simgpu.testing import CudaError
-from tests.unit.memory_node import CONTEXT, GIB, KIB, MIB, Agent, Node, need_namespaces
+from tests.unit.memory_node import CONTEXT, GIB, KIB, MIB, Agent, Node, need_namespaces, repeating
 
 LIMIT = GIB
 
@@ -644,26 +643,19 @@ def hiding(node, agent) -> Iterator[None]:
     """A governor whose NVML attributes nothing more to the process from here on."""
     known = node.look()
     base = node.read("unattributed")
-    stop = threading.Event()
 
-    def work() -> None:
-        while not stop.wait(0.005):
-            began = time.monotonic_ns()
-            unseen = agent.field("unseen")
-            nobodys = agent.seen - agent.charged - known - unseen
-            node.write("memory_overhead", known)
-            if unseen == agent.field("unseen"):
-                node.write("unattributed", (base + nobodys) % 2**64)
-                node.write("unattributed_ns", began)
-            node.write("reconciled_ns", began)
+    def look() -> None:
+        began = time.monotonic_ns()
+        unseen = agent.field("unseen")
+        nobodys = agent.seen - agent.charged - known - unseen
+        node.write("memory_overhead", known)
+        if unseen == agent.field("unseen"):
+            node.write("unattributed", (base + nobodys) % 2**64)
+            node.write("unattributed_ns", began)
+        node.write("reconciled_ns", began)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
+    with repeating(look):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_ends(node) -> None:

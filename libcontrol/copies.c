@@ -45,10 +45,10 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     if (unlikely(!pages_slot()))
         return CUDA_SUCCESS;
     if (copy.bytes && (fill || copy.flow == COPY_DEVICE)) {
-        if (likely(pass_launch(stream)))
-            return CUDA_SUCCESS;
         work.key = fill ? FILL_KIND : COPY_KIND;
         work.blocks = copy_class(copy.bytes);
+        if (likely(pass_launch(stream, work.key, work.blocks)))
+            return CUDA_SUCCESS;
         work.guess_ns = COPY_BASE_NS + copy.bytes / (fill ? FILL_PER_NS : COPY_PER_NS);
         return gate_enter(ticket, &work);
     }

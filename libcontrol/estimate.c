@@ -3,6 +3,25 @@
 
 #include "prim.h"
 
+/* How far from its home a kind may be. */
+#define ESTIMATE_REACH 8
+
+static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
+{
+    uint64_t hash = ((uint64_t)key ^ blocks * 0xff51afd7ed558ccdull) * 0x9e3779b97f4a7c15ull;
+
+    return (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
+}
+
+/* Each number is written whole: estimate_look() reads while this happens. */
+static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
+{
+    atomic_store_relaxed(&e->kinds[kind].n_samples, 0);
+    __atomic_store(&e->kinds[kind].ns, &ns, __ATOMIC_RELAXED);
+    atomic_store_relaxed(&e->kinds[kind].blocks, blocks);
+    atomic_store_relaxed(&e->kinds[kind].key, key);
+}
+
 /*
  * A table of fixed size: a kind that finds its neighbourhood full takes the place of the first.
  * `guess_ns` is used until the first measurement; 0 for no idea.
@@ -10,26 +29,49 @@
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns)
 {
     float guess = (float)(guess_ns ? guess_ns : ESTIMATE_UNKNOWN_NS);
-    uint64_t hash = ((uint64_t)key ^ blocks * 0xff51afd7ed558ccdull) * 0x9e3779b97f4a7c15ull;
-    uint32_t home = (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
+    uint32_t home = estimate_home(key, blocks);
 
-    for (uint32_t i = 0; i < 8; i++) {
+    for (uint32_t i = 0; i < ESTIMATE_REACH; i++) {
         uint32_t at = (home + i) % ESTIMATE_N_KINDS;
 
         if (e->kinds[at].key == key && e->kinds[at].blocks == blocks)
             return at;
         if (!e->kinds[at].key) {
-            e->kinds[at].key = key;
-            e->kinds[at].blocks = blocks;
-            e->kinds[at].ns = guess;
+            kind_begin(e, at, key, blocks, guess);
             return at;
         }
     }
-    e->kinds[home].key = key;
-    e->kinds[home].blocks = blocks;
-    e->kinds[home].ns = guess;
-    e->kinds[home].n_samples = 0;
+    kind_begin(e, home, key, blocks, guess);
     return home;
+}
+
+/*
+ * What a kind is and takes, asked without the lock. False if it is not known. Where a kind takes
+ * another's place at this moment the answer may be of either: wrong once, and never beyond the
+ * table.
+ */
+bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uint32_t *kindp,
+                   uint64_t *nsp)
+{
+    uint32_t home = estimate_home(key, blocks);
+
+    for (uint32_t i = 0; i < ESTIMATE_REACH; i++) {
+        uint32_t at = (home + i) % ESTIMATE_N_KINDS;
+        uintptr_t found = atomic_load_relaxed(&e->kinds[at].key);
+        float ns;
+
+        if (!found)
+            return false;
+        if (found != key || atomic_load_relaxed(&e->kinds[at].blocks) != blocks)
+            continue;
+        if (atomic_load_relaxed(&e->kinds[at].n_samples) < ESTIMATE_N_LEARN)
+            return false;
+        __atomic_load(&e->kinds[at].ns, &ns, __ATOMIC_RELAXED);
+        *kindp = at;
+        *nsp = (uint64_t)ns;
+        return true;
+    }
+    return false;
 }
 
 uint64_t estimate_ns(const struct estimate *e, uint32_t kind)
@@ -42,7 +84,7 @@ unsigned estimate_samples(const struct estimate *e, uint32_t kind)
     return e->kinds[kind].n_samples;
 }
 
-void estimate_add(struct estimate_interval *interval, uint32_t kind)
+void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind)
 {
     for (uint32_t i = 0; i < interval->n_parts; i++) {
         if (interval->parts[i].kind == kind) {
@@ -54,12 +96,14 @@ void estimate_add(struct estimate_interval *interval, uint32_t kind)
         interval->parts[interval->n_parts].kind = kind;
         interval->parts[interval->n_parts].count = 1;
         interval->n_parts++;
+    } else {
+        interval->rest_ns += estimate_ns(e, kind);
     }
 }
 
 uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval)
 {
-    uint64_t sum = 0;
+    uint64_t sum = interval->rest_ns;
 
     for (uint32_t i = 0; i < interval->n_parts; i++)
         sum += estimate_ns(e, interval->parts[i].kind) * interval->parts[i].count;
@@ -78,7 +122,7 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
     for (uint32_t i = 0; i < interval->n_parts; i++) {
         uint32_t kind = interval->parts[i].kind;
         bool alone = interval->n_parts == 1;
-        float gain, step;
+        float gain, step, ns;
 
         if (!alone && !e->kinds[kind].n_samples)
             continue; /* a first measurement is of the kind alone */
@@ -94,9 +138,10 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
             if (step < 0.5f)
                 step = 0.5f;
         }
-        e->kinds[kind].ns *= step;
-        if (e->kinds[kind].ns < 500.0f)
-            e->kinds[kind].ns = 500.0f;
-        e->kinds[kind].n_samples++;
+        ns = e->kinds[kind].ns * step;
+        if (ns < 500.0f)
+            ns = 500.0f;
+        __atomic_store(&e->kinds[kind].ns, &ns, __ATOMIC_RELAXED);
+        atomic_bump(&e->kinds[kind].n_samples, 1);
     }
 }

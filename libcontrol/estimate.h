@@ -8,22 +8,25 @@
  */
 #pragma once
 
+#include <stdbool.h>
 #include <stdint.h>
 
 #define ESTIMATE_N_KINDS    4096
 #define ESTIMATE_UNKNOWN_NS 50000 /* before the first measurement */
 #define ESTIMATE_N_PARTS    8
+#define ESTIMATE_N_LEARN    2 /* measurements until a kind is known */
 
 /* What was launched between two markers. */
 struct estimate_interval {
     uint32_t n_parts;
+    uint64_t rest_ns; /* predicted for work of further kinds, which do not learn from it */
     struct {
         uint32_t kind;
         uint32_t count;
     } parts[ESTIMATE_N_PARTS];
 };
 
-/* What is known on one GPU. The lock of its gate guards it. */
+/* What is known on one GPU. The lock of its gate guards it; estimate_look() reads without. */
 struct estimate {
     struct {
         uintptr_t key;
@@ -34,9 +37,11 @@ struct estimate {
 };
 
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns);
+bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uint32_t *kindp,
+                   uint64_t *nsp);
 uint64_t estimate_ns(const struct estimate *e, uint32_t kind);
 unsigned estimate_samples(const struct estimate *e, uint32_t kind);
-void estimate_add(struct estimate_interval *interval, uint32_t kind);
+void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind);
 uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval);
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns);

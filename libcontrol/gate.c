@@ -34,7 +34,6 @@
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
 
 struct gate gate_devices[LAYOUT_N_DEVICES];
-struct pass passes[PASS_N];
 
 /* Captures that may be under way: while there are none nobody has to be asked. */
 static uint32_t n_captures;
@@ -74,18 +73,19 @@ void gate_join_begin(void)
     uint64_t end = 0;
 
     atomic_add_seq_cst(&n_joining, 1);
+    gate_end_all_passes(); /* what goes into a graph does not run now */
     for (unsigned device = 0; device < pages_n_devices() && !visiting; device++) {
         struct gate *g = &gate_devices[device];
 
         if (!atomic_load_acquire(&g->started))
             continue;
-        prim_lock(&g->lock);
+        gate_lock(g);
         while (g->n_marking && (!end || prim_now() < end)) {
             if (!end)
                 end = prim_now() + GATE_JOIN_NS;
             prim_unlock(&g->lock);
             prim_sleep(20 * NS_PER_US);
-            prim_lock(&g->lock);
+            gate_lock(g);
         }
         prim_unlock(&g->lock);
     }
@@ -258,7 +258,7 @@ static void gate_unlock_for_call(struct gate *g)
 
 static void gate_lock_after_call(struct gate *g)
 {
-    prim_lock(&g->lock);
+    gate_lock(g);
     g->n_calls--;
 }
 
@@ -336,114 +336,16 @@ void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, boo
         if (look.reached && look.reference)
             look.timed = driver->cuEventElapsedTime(&look.since_reference, look.reference,
                                                     look.event) == CUDA_SUCCESS;
-        if (look.reached && look.before)
+        if (look.timed && look.before == look.reference) {
+            look.length = look.since_reference;
+            look.measured = true;
+        } else if (look.reached && look.before)
             look.measured =
                 driver->cuEventElapsedTime(&look.length, look.before, look.event) == CUDA_SUCCESS;
         gate_lock_after_call(g);
         g->retiring = false;
         again = queue_look_end(&g->queue, &g->estimate, &look, ledger, now);
     }
-}
-
-/* ---- the short way ---- */
-
-/* Launches of all GPUs share the passes: who changes one holds this, within the gate's lock. */
-static struct prim_lock passes_lock;
-
-/* Tells the ledger of the launches that a pass let by. */
-static void pass_tell(struct pass *p)
-{
-    uint32_t used = atomic_load_relaxed(&p->used);
-
-    /* A thread that was kept from its step for long puts the number back. */
-    if (p->ledger && (int32_t)(used - p->told) > 0)
-        atomic_add_relaxed(&p->ledger->launches, used - p->told);
-    p->told = used;
-}
-
-static void pass_end(struct pass *p)
-{
-    atomic_store_relaxed(&p->limit, 0);
-    pass_tell(p);
-}
-
-static void passes_each(const struct grant_device *grant, void (*act)(struct pass *))
-{
-    prim_lock(&passes_lock);
-    for (unsigned i = 0; i < PASS_N; i++)
-        if (passes[i].grant == grant && passes[i].limit)
-            act(&passes[i]);
-    prim_unlock(&passes_lock);
-}
-
-void gate_tell_passes(const struct grant_device *grant)
-{
-    passes_each(grant, pass_tell);
-}
-
-/* The lock is held. */
-void gate_stop_passing(struct gate *g, const struct grant_device *grant)
-{
-    g->passing = false;
-    passes_each(grant, pass_end);
-}
-
-/* From here on every launch is asked about. */
-void gate_end_all_passes(void)
-{
-    prim_lock(&passes_lock);
-    for (unsigned i = 0; i < PASS_N; i++)
-        if (passes[i].limit)
-            pass_end(&passes[i]);
-    prim_unlock(&passes_lock);
-}
-
-/* A stream's handle alone says where work goes, unless it is one of the names for a default one. */
-static bool pass_fits(CUstream stream)
-{
-    return (uintptr_t)stream > 2 || (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
-                                     pages_ledger_device(0)->contexts <= 1);
-}
-
-/*
- * A launch under an open grant that came without a pass. Most get the stream a pass; one in a few
- * hundred is measured instead, which this returns. The lock is held.
- */
-static bool gate_pass(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
-                      struct ledger_device *ledger)
-{
-    struct pass *p = pass_of(s->stream);
-    uint32_t used, limit;
-
-    prim_lock(&passes_lock);
-    used = atomic_load_relaxed(&p->used);
-    s->n_passed += 1 + (atomic_load_relaxed(&p->stream) == s->stream ? used - p->begun : 0);
-    pass_end(p);
-    p->begun = used;
-    g->passing = true;
-    g->blind = true;
-    if (s->n_passed > s->sample_at) {
-        /* Never the same distance, so that a program's loop does not always show the same launch.
-         */
-        s->draw = s->draw * 1103515245 + 12345;
-        s->sample_at = 192 + (s->draw >> 16) % 128;
-        s->n_passed = 0;
-        prim_unlock(&passes_lock);
-        return true;
-    }
-    s->unmarked = true;
-    s->blind = true;
-    s->era = g->queue.era;
-    if (pass_fits(s->stream) && likely(!atomic_load_seq_cst(&modules_kernels))) {
-        p->ledger = ledger;
-        atomic_store_relaxed(&p->stream, s->stream);
-        atomic_store_relaxed(&p->grant, grant);
-        atomic_store_relaxed(&p->epoch, g->epoch);
-        limit = used + s->sample_at - s->n_passed + 1;
-        atomic_store_release(&p->limit, limit ? limit : 1);
-    }
-    prim_unlock(&passes_lock);
-    return false;
 }
 
 /* ---- holding work on the GPU ---- */
@@ -572,7 +474,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     if (answer == GATE_FULL) {
         prim_unlock(&g->lock);
         prim_sleep(GATE_NAP_NS);
-        prim_lock(&g->lock);
+        gate_lock(g);
         return;
     }
     if (!*wantingp) {
@@ -588,7 +490,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
         if (poke)
             pages_poke();
         prim_futex_wait(&g->turn, turn, patience);
-        prim_lock(&g->lock);
+        gate_lock(g);
         return;
     }
     prim_unlock(&g->lock);
@@ -599,7 +501,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
         prim_relax();
     prim_futex_wait(&grant->signal, seen, patience);
-    prim_lock(&g->lock);
+    gate_lock(g);
 }
 
 /*
@@ -621,7 +523,7 @@ void gate_note_dependency(void)
 
         if (!g->started)
             continue;
-        prim_lock(&g->lock);
+        gate_lock(g);
         gate_cross(g);
         prim_unlock(&g->lock);
     }
@@ -671,14 +573,14 @@ static cold void gate_start(struct gate *g, unsigned device)
     queue_init(&g->queue);
     prim_unlock(&g->lock);
     helper_start(g, device);
-    prim_lock(&g->lock);
+    gate_lock(g);
 }
 
 void gate_watch(int device)
 {
     struct gate *g = &gate_devices[device];
 
-    prim_lock(&g->lock);
+    gate_lock(g);
     if (!g->started)
         gate_start(g, (unsigned)device);
     prim_unlock(&g->lock);
@@ -733,7 +635,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     g = &gate_devices[device];
     grant = pages_grant_device((unsigned)device);
     ledger = pages_ledger_device((unsigned)device);
-    prim_lock(&g->lock);
+    gate_lock(g);
     if (unlikely(!g->started))
         gate_start(g, (unsigned)device);
     kind = estimate_kind(&g->estimate, work->key, work->blocks, work->guess_ns);
@@ -758,11 +660,11 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         if (deadline == GRANT_OPEN && !g->holding) {
             if (!gate_lost(now) && !gate_announce(g, grant, ledger, now))
                 continue;
-            learn = gate_pass(g, s, grant, ledger);
+            learn = pass_open(g, s, grant, ledger);
             break;
         }
         if (g->passing)
-            gate_stop_passing(g, grant);
+            pass_stop(g, grant);
         if (!gate_open(g, grant, ledger, now) && g->queue.n_markers &&
             now >= g->queue.markers[g->queue.head].look_at) {
             gate_visit_begin(&visit);
@@ -787,7 +689,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             if (!g->holding && g->n_marking) {
                 prim_unlock(&g->lock);
                 prim_sleep(20 * NS_PER_US);
-                prim_lock(&g->lock);
+                gate_lock(g);
                 continue;
             }
             held = true;
@@ -796,6 +698,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             s->held = g->ticket;
             g->n_held++;
             if (first) {
+                gate_collect(g); /* no launch overtakes what is held */
                 g->holding = true;
                 atomic_add_seq_cst(&ledger->want, 1);
             }
@@ -831,11 +734,13 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         if (poke) {
             prim_unlock(&g->lock);
             pages_poke();
-            prim_lock(&g->lock);
+            gate_lock(g);
         }
     }
     if (!g->passing || learn)
         ticket->mark = queue_add(&g->queue, s, &g->estimate, ticket->era, kind, now) || learn;
+    if (!g->passing && !held && !ticket->mark && !gate_lost(now))
+        pass_meter(g, s, grant, ledger, gate_deadline(g, grant, now), now);
     g->last_launch = now;
     atomic_add_relaxed(&ledger->launches, 1);
     atomic_bump(&ledger->predicted_ns, predicted);
@@ -855,7 +760,7 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     g = &gate_devices[ticket->device];
     ledger = pages_ledger_device((unsigned)ticket->device);
     gate_visit_begin(&visit);
-    prim_lock(&g->lock);
+    gate_lock(g);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
     /* Not if another thread has marked it since, or a hold stands between the work and here. */
     if (s->unmarked && !s->blind && s->era == ticket->era)
@@ -866,16 +771,6 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
 
 /* ---- what ends ---- */
 
-static void gate_end_passes(unsigned device, CUstream stream)
-{
-    struct pass *p = pass_of(stream);
-
-    prim_lock(&passes_lock);
-    if (p->stream == stream && p->grant == pages_grant_device(device))
-        pass_end(p);
-    prim_unlock(&passes_lock);
-}
-
 void gate_forget_stream(CUstream stream)
 {
     if (!pages_slot())
@@ -885,8 +780,8 @@ void gate_forget_stream(CUstream stream)
 
         if (!g->started)
             continue;
-        prim_lock(&g->lock);
-        gate_end_passes(device, stream);
+        gate_lock(g);
+        pass_forget_stream(pages_grant_device(device), stream);
         queue_forget_stream(&g->queue, stream);
         prim_unlock(&g->lock);
     }
@@ -904,8 +799,8 @@ void gate_forget_context(CUcontext ctx)
 
         if (!g->started)
             continue;
-        prim_lock(&g->lock);
-        gate_stop_passing(g, pages_grant_device(device));
+        gate_lock(g);
+        pass_stop(g, pages_grant_device(device));
         queue_forget_context(&g->queue, ctx);
         for (unsigned i = 0; i < GATE_N_HOLDS; i++) {
             if (!g->holds[i].word || g->holds[i].ctx != ctx)
@@ -917,7 +812,7 @@ void gate_forget_context(CUcontext ctx)
         while (g->n_calls && !visiting) {
             prim_unlock(&g->lock);
             prim_sleep(20 * NS_PER_US);
-            prim_lock(&g->lock);
+            gate_lock(g);
         }
         prim_unlock(&g->lock);
     }
@@ -931,9 +826,8 @@ void gate_after_fork(void)
             memset(&gate_devices[device], 0, sizeof gate_devices[device]);
         gate_devices[device].lock.word = 0;
     }
-    memset(passes, 0, sizeof passes);
+    pass_after_fork();
     memset(captures, 0, sizeof captures);
-    passes_lock.word = 0;
     captures_lock.word = 0;
     n_captures = 0;
     n_joining = 0;

@@ -34,8 +34,11 @@ struct gate {
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is asking the driver about the oldest marker */
     uint32_t epoch;
-    unsigned n_calls;   /* threads in a driver call that uses events of the queue */
-    unsigned n_marking; /* threads that mark streams which others use */
+    struct pass *metered;  /* launches go by on credit; what they are is not in the queue yet */
+    CUcontext metered_ctx; /* of its stream */
+    uint64_t metered_ns;   /* since when */
+    unsigned n_calls;      /* threads in a driver call that uses events of the queue */
+    unsigned n_marking;    /* threads that mark streams which others use */
     uint64_t last_launch;
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
@@ -61,10 +64,36 @@ void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, boo
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger);
 bool gate_unmarked(const struct gate *g);
 void gate_end_holds(struct gate *g, struct ledger_device *ledger);
-void gate_stop_passing(struct gate *g, const struct grant_device *grant);
-void gate_tell_passes(const struct grant_device *grant);
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now);
 void helper_start(struct gate *g, unsigned device);
+
+/* Passes (pass.c), for one who holds the gate's lock. */
+
+/* A launch under an open grant that came without a pass. Most get the stream a pass; one in a few
+ * hundred is measured instead, which this returns. */
+bool pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
+               struct ledger_device *ledger);
+/* Gives the stream of the last launch a pass, if more may go before the next marker. */
+void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
+                struct ledger_device *ledger, uint64_t deadline, uint64_t now);
+void pass_collect(struct gate *g);
+void pass_stop(struct gate *g, const struct grant_device *grant);
+void pass_tell_all(const struct grant_device *grant);
+void pass_forget_stream(const struct grant_device *grant, CUstream stream);
+void pass_after_fork(void);
+
+static inline void gate_collect(struct gate *g)
+{
+    if (g->metered)
+        pass_collect(g);
+}
+
+/* Who takes the lock finds in the queue all that was launched. */
+static inline void gate_lock(struct gate *g)
+{
+    prim_lock(&g->lock);
+    gate_collect(g);
+}
 
 /* Around calls into the driver that we add: no capture of the application may be broken by them,
  * what they call back is not ours to govern, errno stays as it was, and no thread is cancelled in

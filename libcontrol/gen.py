@@ -82,7 +82,7 @@ def entry(fn: api.Fn) -> str:
             f"    gate_leave(&ticket, result);\n{after}"
             f"    return result;\n}}\n\n"
             f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
-            f"    if ({unless}likely(pass_launch({fn.stream})))\n"
+            f"    if ({unless}likely(pass_launch({fn.stream}, (uintptr_t){fn.key}, {fn.blocks})))\n"
             f"        way = real->{fn.name};\n"
             f"    return way({names});\n}}\n"
         )

@@ -27,6 +27,7 @@ static uint32_t helpers_end;
 
 static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
+    gate_collect(g);
     g->released = true;
     atomic_store_relaxed(&ledger->residual_ns, queue_left(&g->queue, now));
     atomic_store_relaxed(&ledger->release_ns, now);
@@ -54,7 +55,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
         g->n_calls++;
         prim_unlock(&g->lock);
         current = driver->cuCtxSetCurrent(next) == CUDA_SUCCESS;
-        prim_lock(&g->lock);
+        gate_lock(g);
         g->n_calls--;
         if (!current)
             continue;
@@ -65,7 +66,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
         /* No context that may end stays behind in this thread. */
         prim_unlock(&g->lock);
         driver->cuCtxSetCurrent(NULL);
-        prim_lock(&g->lock);
+        gate_lock(g);
     }
     g->n_marking--;
     g->blind = false;
@@ -159,7 +160,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     gate_open(g, grant, ledger, now);
     lost = gate_lost(now);
     if (g->passing && (lost || deadline != GRANT_OPEN))
-        gate_stop_passing(g, grant);
+        pass_stop(g, grant);
     /* After an open grant the model knows little: the markers tell. */
     if (g->blind && !g->passing)
         helper_mark_tails(g, ledger);
@@ -173,7 +174,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (g->released || (!g->active && now >= deadline))
         return g->holding ? HELPER_HELD_NS : NS_PER_S;
     if (deadline == GRANT_OPEN) {
-        gate_tell_passes(grant);
+        pass_tell_all(grant);
         return HELPER_OPEN_NS;
     }
     end = now + lookahead < deadline ? deadline - lookahead - now : 0;
@@ -205,7 +206,7 @@ static void *helper_run(void *argument)
         atomic_store_seq_cst(&g->helping, true);
         if (atomic_load_seq_cst(&helpers_end))
             break;
-        prim_lock(&g->lock);
+        gate_lock(g);
         ns = helper_step(g, grant, pages_ledger_device(device));
         standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
         prim_unlock(&g->lock);

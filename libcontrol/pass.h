@@ -1,28 +1,48 @@
 /*
- * The short way: launches that may go at sight, because the grant is open.
+ * The short way: launches that may go at sight.
  *
- * While nobody else waits and no cap applies the governor's page says GRANT_OPEN, and a launch
- * needs no more than to see that: it takes no lock, reads no clock and calls no driver. What
- * remains to be known is which streams have work without a marker behind it, so a pass is for one
- * stream that is noted as such, and lasts a few hundred launches: then one launch goes the long way
- * round, is measured, and is a sample of what the program launches.
+ * A pass is for one stream, and good for one word of the governor's page, `deadline_ns`, as long as
+ * that stands. A launch by it takes no lock, reads no clock and calls no driver.
+ *
+ * While nobody else waits and no cap applies the page says GRANT_OPEN. Then nothing remains to be
+ * known but which streams have work without a marker behind it, so such a pass lasts a few hundred
+ * launches: then one launch goes the long way round, is measured, and is a sample of what the
+ * program launches.
+ *
+ * Under a grant that ends a pass is metered: it has GPU time to spend, as much as may be queued
+ * before the next marker, and pays each launch from that by its learned duration. What was
+ * launched is noted, and goes into the model of the GPU's queue when anybody next takes the gate's
+ * lock, which ends the pass.
  */
 #pragma once
 
 #include "control.h"
 
-#define PASS_N 16 /* by the stream's handle */
+#define PASS_N     16 /* by the stream's handle */
+#define PASS_N_LOG 96 /* launches by one metered pass at most */
+
+struct estimate;
+struct gate;
 
 struct pass {
-    CUstream stream;
+    _Alignas(64) CUstream stream;
     const struct grant_device *grant;
-    uint32_t epoch; /* of the grant in which this was announced */
-    uint32_t used;  /* launches that ever went here; two threads at once may count as one */
-    uint32_t begun; /* what that was when the pass began */
-    uint32_t told;  /* how many of them the ledger knows */
+    uint64_t deadline_ns; /* good while the page says that */
+    uint32_t epoch;       /* and is of the grant in which this was announced */
+    uint32_t limit;       /* 0: none may go. Open: of `used`; metered: another in each pass */
+    uint32_t used;        /* launches that ever went here; two threads at once may count as one */
+    uint32_t begun;       /* what that was when the pass began */
+    uint32_t told;        /* how many of them the ledger knows */
     struct ledger_device *ledger;
-    uint32_t limit; /* of `used`; 0: none may go */
+    /* Metered: */
+    const struct gate *meter; /* whose it is, until what it let by is in the model; else NULL */
+    const struct estimate *estimate;
+    uint64_t budget_ns;
+    uint64_t spent;           /* launches, by PASS_ONE, and their nanoseconds */
+    uint32_t log[PASS_N_LOG]; /* kind of each launch, plus 1; 0: its launch is not noted yet */
 };
+
+#define PASS_ONE (1ull << 40)
 
 extern struct pass passes[PASS_N];
 
@@ -33,20 +53,27 @@ static inline struct pass *pass_of(CUstream stream)
     return &passes[(handle >> 4 ^ handle >> 9) % PASS_N];
 }
 
-/* Whether a launch into the stream may go at once. */
-static inline bool pass_launch(CUstream stream)
+bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks);
+
+/* Whether a launch of `key` in `blocks` into the stream may go at once. */
+static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks)
 {
     struct pass *p = pass_of(stream);
     uint32_t used = atomic_load_relaxed(&p->used);
     uint32_t limit = atomic_load_acquire(&p->limit);
     const struct grant_device *grant;
+    uint64_t deadline;
 
-    if (unlikely(!limit || (int32_t)(limit - used) <= 0) ||
-        unlikely(atomic_load_relaxed(&p->stream) != stream))
+    if (unlikely(!limit) || unlikely(atomic_load_relaxed(&p->stream) != stream))
         return false;
     grant = atomic_load_relaxed(&p->grant);
-    if (unlikely(atomic_load_relaxed(&grant->deadline_ns) != GRANT_OPEN) ||
+    deadline = atomic_load_relaxed(&grant->deadline_ns);
+    if (unlikely(deadline != atomic_load_relaxed(&p->deadline_ns)) ||
         unlikely(atomic_load_relaxed(&grant->epoch) != atomic_load_relaxed(&p->epoch)))
+        return false;
+    if (unlikely(deadline != GRANT_OPEN))
+        return pass_spend(p, limit, key, blocks);
+    if (unlikely((int32_t)(limit - used) <= 0))
         return false;
     atomic_store_relaxed(&p->used, used + 1);
     return true;

@@ -151,11 +151,12 @@ bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
 
     if (s->era != era || s->blind) {
         s->interval.n_parts = 0;
+        s->interval.rest_ns = 0;
         s->era = era;
         s->blind = false;
         s->pending_ns = 0;
     }
-    estimate_add(&s->interval, kind);
+    estimate_add(e, &s->interval, kind);
     s->unmarked = true;
     s->pending_ns += predicted;
     if (held) {
@@ -211,6 +212,7 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     s->blind = false;
     s->pending_ns = 0;
     s->interval.n_parts = 0;
+    s->interval.rest_ns = 0;
     return true;
 }
 

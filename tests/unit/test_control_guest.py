@@ -59,6 +59,14 @@ def until(agent: Agent, program: str, seconds: float = 20) -> None:
         time.sleep(0.02)
 
 
+def until_field(agent: Agent, field: str, value: int) -> None:
+    """Wait until a number of the process's ledger is that."""
+    end = time.monotonic() + 20
+    while agent.field(field) != value:
+        assert time.monotonic() < end, (field, agent.field(field))
+        time.sleep(0.01)
+
+
 NOT_READY = 600
 
 
@@ -108,6 +116,28 @@ def test_the_seventieth_stream_is_followed_like_the_first(node: Node) -> None:
         assert time.monotonic() < end, "its work is not measured"
         agent.run("launch(1_000_000, streams[69])")
         time.sleep(0.02)
+
+
+def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(node: Node) -> None:
+    for field, value in (("marker_ns", 250_000), ("inflight_ns", 1_000_000), ("holds", 0)):
+        pages.write(node.grant, 0, "grant_header", field, value)
+    agent = node.agent()
+    agent.run(LAUNCH)
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("for i in range(20):\n    launch(60_000); driver.call('cuCtxSynchronize')")
+    until_field(agent, "launches", 20)
+    let = []
+    for i in range(10):
+        grant(node, time.monotonic_ns() + 4_000_000, 2 * i + 3)
+        agent.send("for i in range(300): launch(60_000)")
+        until_field(agent, "want", 1)
+        let.append(agent.field("launches") - 20 - 300 * i)
+        grant(node, 2**64 - 1, 2 * i + 4)
+        agent.answer()
+        agent.run("driver.call('cuCtxSynchronize')")
+        until_field(agent, "launches", 20 + 300 * (i + 1))
+    # Those of 4 ms, and what may be on its way besides.
+    assert 20 < max(let) <= (4_000_000 + 1_000_000) / 60_000
 
 
 def test_small_fills_do_not_go_without_a_grant(node: Node) -> None:

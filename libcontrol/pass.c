@@ -1,0 +1,221 @@
+/* How passes are given and taken; see pass.h. */
+#include "pass.h"
+
+#include "gate.h"
+
+#include <string.h>
+
+#define PASS_LEAST_NS (5 * NS_PER_US) /* of GPU time to spend: less is not worth a pass */
+
+struct pass passes[PASS_N];
+
+/* Launches of all GPUs share the passes: who changes one holds this, within the gate's lock. */
+static struct prim_lock passes_lock;
+
+/* Tells the ledger of the launches that an open pass let by. */
+static void pass_tell(struct pass *p)
+{
+    uint32_t used = atomic_load_relaxed(&p->used);
+
+    /* A thread that was kept from its step for long puts the number back. */
+    if (p->ledger && (int32_t)(used - p->told) > 0)
+        atomic_add_relaxed(&p->ledger->launches, used - p->told);
+    p->told = used;
+}
+
+/* Seen by pass_spend() before it notes a launch, or the launch is seen by pass_collect(). */
+static void pass_end(struct pass *p)
+{
+    atomic_store_seq_cst(&p->limit, 0);
+    pass_tell(p);
+}
+
+static void passes_each(const struct grant_device *grant, void (*act)(struct pass *))
+{
+    prim_lock(&passes_lock);
+    for (unsigned i = 0; i < PASS_N; i++)
+        if (passes[i].limit && (!grant || passes[i].grant == grant))
+            act(&passes[i]);
+    prim_unlock(&passes_lock);
+}
+
+void pass_tell_all(const struct grant_device *grant)
+{
+    passes_each(grant, pass_tell);
+}
+
+/* The gate's lock is held. */
+void pass_stop(struct gate *g, const struct grant_device *grant)
+{
+    g->passing = false;
+    passes_each(grant, pass_end);
+}
+
+/* From here on every launch is asked about. */
+void gate_end_all_passes(void)
+{
+    passes_each(NULL, pass_end);
+}
+
+void pass_forget_stream(const struct grant_device *grant, CUstream stream)
+{
+    struct pass *p = pass_of(stream);
+
+    prim_lock(&passes_lock);
+    if (p->stream == stream && p->grant == grant)
+        pass_end(p);
+    prim_unlock(&passes_lock);
+}
+
+void pass_after_fork(void)
+{
+    memset(passes, 0, sizeof passes);
+    passes_lock.word = 0;
+}
+
+/* A stream's handle alone says where work goes, unless it is one of the names for a default one.
+ * A kernel that is launched without its function is not known by what is launched. */
+static bool pass_fits(CUstream stream)
+{
+    return ((uintptr_t)stream > 2 || (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
+                                      pages_ledger_device(0)->contexts <= 1)) &&
+           likely(!atomic_load_seq_cst(&modules_kernels));
+}
+
+static void pass_begin(struct pass *p, const struct gate *g, CUstream stream,
+                       const struct grant_device *grant, struct ledger_device *ledger,
+                       uint64_t deadline, uint32_t limit)
+{
+    p->ledger = ledger;
+    atomic_store_relaxed(&p->stream, stream);
+    atomic_store_relaxed(&p->grant, grant);
+    atomic_store_relaxed(&p->deadline_ns, deadline);
+    atomic_store_relaxed(&p->epoch, g->epoch);
+    atomic_store_release(&p->limit, limit ? limit : 1);
+}
+
+/* ---- while the grant is open ---- */
+
+bool pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
+               struct ledger_device *ledger)
+{
+    struct pass *p = pass_of(s->stream);
+    uint32_t used;
+
+    prim_lock(&passes_lock);
+    used = atomic_load_relaxed(&p->used);
+    s->n_passed += 1 + (atomic_load_relaxed(&p->stream) == s->stream ? used - p->begun : 0);
+    pass_end(p);
+    p->begun = used;
+    g->passing = true;
+    g->blind = true;
+    if (s->n_passed > s->sample_at) {
+        /* Never the same distance, so that a program's loop does not always show the same launch.
+         */
+        s->draw = s->draw * 1103515245 + 12345;
+        s->sample_at = 192 + (s->draw >> 16) % 128;
+        s->n_passed = 0;
+        prim_unlock(&passes_lock);
+        return true;
+    }
+    s->unmarked = true;
+    s->blind = true;
+    s->era = g->queue.era;
+    if (pass_fits(s->stream) && !p->meter)
+        pass_begin(p, g, s->stream, grant, ledger, GRANT_OPEN,
+                   used + s->sample_at - s->n_passed + 1);
+    prim_unlock(&passes_lock);
+    return false;
+}
+
+/* ---- while it ends ---- */
+
+void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
+                struct ledger_device *ledger, uint64_t deadline, uint64_t now)
+{
+    static uint32_t serial;
+    const struct grant_header *page = pages_grant();
+    uint64_t queued = queue_left(&g->queue, now);
+    uint64_t inflight = atomic_load_relaxed(&page->inflight_ns);
+    uint64_t marker = atomic_load_relaxed(&page->marker_ns);
+    struct pass *p = pass_of(s->stream);
+    uint64_t budget;
+
+    if (deadline == GRANT_OPEN || deadline <= now + queued || inflight <= queued ||
+        marker <= s->pending_ns || !pass_fits(s->stream))
+        return;
+    budget = deadline - now - queued;
+    if (budget > inflight - queued)
+        budget = inflight - queued;
+    if (budget > marker - s->pending_ns)
+        budget = marker - s->pending_ns;
+    if (budget < PASS_LEAST_NS)
+        return;
+    prim_lock(&passes_lock);
+    if (!p->meter) {
+        pass_end(p);
+        p->meter = g;
+        atomic_store_relaxed(&p->estimate, &g->estimate);
+        atomic_store_relaxed(&p->budget_ns, budget);
+        atomic_store_relaxed(&p->spent, 0);
+        g->metered = p;
+        g->metered_ctx = s->ctx;
+        g->metered_ns = now;
+        pass_begin(p, g, s->stream, grant, ledger, deadline, ++serial);
+    }
+    prim_unlock(&passes_lock);
+}
+
+/* The launch that does not fit goes the long way, and there the pass ends. */
+bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
+{
+    uint64_t budget = atomic_load_relaxed(&p->budget_ns);
+    uint64_t ns, spent, n;
+    uint32_t kind;
+
+    if (!estimate_look(atomic_load_relaxed(&p->estimate), key, blocks, &kind, &ns) || ns > budget)
+        return false;
+    spent = atomic_add_seq_cst(&p->spent, PASS_ONE + ns);
+    n = spent / PASS_ONE;
+    if (n >= PASS_N_LOG || spent % PASS_ONE + ns > budget ||
+        atomic_load_seq_cst(&p->limit) != limit)
+        return false;
+    atomic_store_relaxed(&p->log[n], kind + 1);
+    return true;
+}
+
+/*
+ * The metered pass ends, and what it let by goes into the model. When each launch was made is not
+ * known, only that none was before the pass began: the next marker says.
+ */
+void pass_collect(struct gate *g)
+{
+    struct pass *p = g->metered;
+    struct queue_stream *s = NULL;
+    uint64_t predicted = 0, n;
+    uint32_t n_noted = 0;
+
+    prim_lock(&passes_lock);
+    pass_end(p);
+    n = atomic_exchange_acq_rel(&p->spent, 0) / PASS_ONE;
+    for (uint64_t i = 0; i < n && i < PASS_N_LOG; i++) {
+        uint32_t kind = atomic_load_relaxed(&p->log[i]);
+
+        if (!kind--)
+            continue;
+        atomic_store_relaxed(&p->log[i], 0);
+        if (!s)
+            s = queue_find(&g->queue, g->metered_ctx, p->stream);
+        queue_add(&g->queue, s, &g->estimate, g->queue.era, kind, g->metered_ns);
+        predicted += estimate_ns(&g->estimate, kind);
+        n_noted++;
+    }
+    if (n_noted) {
+        g->last_launch = prim_now();
+        atomic_add_relaxed(&p->ledger->launches, n_noted);
+        atomic_bump(&p->ledger->predicted_ns, predicted);
+    }
+    p->meter = NULL;
+    g->metered = NULL;
+    prim_unlock(&passes_lock);
+}

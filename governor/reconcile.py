@@ -18,14 +18,12 @@ import structlog
 from governor.books import Device
 from governor.container import Container, Look
 from governor.server import Server
-from governor.usage import WINDOW_NS
+from governor.usage import LOOK_NS, WINDOW_NS
 from vdriver.errors import VdriverError
 from vdriver.nvml import ProcessMemory, ProcessUse
 
 log = structlog.get_logger()
 
-LOOK_NS = 250_000_000
-"""A GPU that is shared is looked at so often."""
 SOON_NS = 20_000_000
 """Two looks at a GPU are at least so far apart."""
 POLL_S = 0.01

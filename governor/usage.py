@@ -20,6 +20,9 @@ Key = TypeVar("Key", bound=Hashable)
 WINDOW_NS = 1_000_000_000
 """Utilisation is of so long a time."""
 
+LOOK_NS = 250_000_000
+"""A GPU that is shared is looked at so often."""
+
 NEW_NS = 300_000_000
 """So long after its creation NVML may not list a context."""
 
@@ -38,6 +41,12 @@ class Charge:
     busy_ns: int = 0
     returned: int = 0
     contexts: int = 0
+    moving: int = 0
+    """What calls under way take or give back: the sum of before and after `memory` was read."""
+    pooled: int = 0
+    taking: int = 0
+    returned_before: int = 0
+    """`returned`, read before the rest; `returned` itself is read after it."""
 
     @property
     def attributed(self) -> int:
@@ -56,40 +65,53 @@ class Charge:
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
     base = layout.ledger_device(slot, device)
-    # The sum before what was given back: one that is given back in between is in both.
-    memory, unseen, returned, provisional, provisional_ns, busy_ns, contexts = (
-        pages.read(ledger, base, "ledger_device", name)
+    returned_before, moving_before = (
+        pages.read(ledger, base, "ledger_device", name) for name in ("returned", "moving")
+    )
+    # In an order in which Debt.look() needs them: what ends while they are read is in one at least.
+    read = {
+        name: pages.read(ledger, base, "ledger_device", name)
         for name in (
-            "memory", "unseen", "returned", "provisional", "provisional_ns", "busy_ns", "contexts",
+            "memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking",
+            "busy_ns", "contexts",
         )
-    )  # fmt: skip
-    memory = min(memory, whole)
+    }  # fmt: skip
+    memory = min(read["memory"], whole)
+    unseen = min(read["unseen"], memory)
     return Charge(
         memory,
-        min(unseen, memory),
-        min(provisional, whole),
-        provisional_ns,
-        busy_ns,
-        returned,
-        min(contexts, MOST_CONTEXTS),
+        unseen,
+        min(read["provisional"], whole),
+        read["provisional_ns"],
+        read["busy_ns"],
+        pages.read(ledger, base, "ledger_device", "returned"),
+        min(read["contexts"], MOST_CONTEXTS),
+        min(moving_before + read["moving"], memory),
+        min(read["pooled"], memory - unseen),
+        min(read["taking"], unseen),
+        returned_before,
     )
 
 
 class Debt:
     """What the driver took by itself for one process: what NVML sees beyond the process's books.
 
-    Books move while NVML is asked. A look during which they stood still says what the driver took;
-    one during which they moved says what it took at least: NVML saw no more of the books than all
-    that they held before it or were charged meanwhile. An allocation that is charged and not made
-    yet makes a look say too little, so the largest of a second counts, unless the process has said
-    meanwhile that the driver took something, or gave it back. NVML may not list a new context at
-    once: for a moment it counts for what it is expected to take.
+    Books move while NVML is asked. Of what is charged, calls under way may have what they take or
+    give back, and pools may have given back what they held; all else is there. So a look says what
+    the driver took at least and at most, and within that what was known before it stands, together
+    with what the process said meanwhile that the driver took. What a process says that the driver
+    takes and the look may have missed counts by the process's own books until the next look.
+
+    A look during which books stood still and no call was under way says it outright. Where pools
+    may have given something back that the process has not noticed yet, only a second of them does,
+    and the most of it counts.
+    NVML may not list a new context at once: for a moment it counts for what it is expected to take.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.last = 0
-        """The same as the last look during which books stood still has it: perhaps too little."""
+        """The same as the last look alone has it: perhaps too little."""
         self._known: deque[tuple[int, int]] = deque()
         self._last_ns = 0
         self._new_until_ns = 0
@@ -102,34 +124,50 @@ class Debt:
         It is at most `seen`, or what the contexts are expected to take while one of them is new.
         """
         changed = self._last_ns < after.provisional_ns <= began_ns
+        late = after.provisional if after.provisional_ns > began_ns else 0
+        pending = max(before.taking, after.taking) + late
         self._last_ns = began_ns
         if changed:
             self._new_until_ns = after.provisional_ns + NEW_NS
-        if (before.memory, before.unseen, before.returned) == (
-            after.memory,
-            after.unseen,
-            after.returned,
-        ):
-            if changed:
-                self._known.clear()
-            self.last = min(seen, max(0, seen - after.attributed))
+            self._known.clear()
+        returned = max(0, after.returned - before.returned_before)
+        there_most = after.memory + returned - min(before.unseen, after.unseen)
+        there_least = max(
+            0,
+            before.memory
+            - max(before.unseen, after.unseen)
+            - before.moving
+            - after.moving
+            - before.pooled
+            - returned,
+        )
+        least = max(0, seen - there_most - pending)
+        most = max(0, seen - there_least)
+        debt = self.bytes + (after.provisional if changed else 0)
+        if _is_still(before, after) and not late:
+            self.last = max(0, seen - after.attributed)
             self._known.append((began_ns, self.last))
             while self._known[0][0] < began_ns - WINDOW_NS:
                 self._known.popleft()
-            debt = max(value for _, value in self._known)
-        else:
-            returned = max(0, after.returned - before.returned)
-            least = seen - (after.memory + returned - min(before.unseen, after.unseen))
-            most = seen - max(0, before.memory - returned - max(before.unseen, after.unseen))
-            late = after.provisional if changed else 0
-            debt = max(least, self.bytes, min(self.bytes + late, most))
-        self.bytes = min(seen, debt)
-        expected = after.contexts * context_bytes
+            largest = max(value for _, value in self._known)
+            told = not after.pooled or began_ns - self._known[0][0] >= WINDOW_NS - LOOK_NS
+            debt = largest if told else max(debt, largest)
+        self.bytes = max(least, min(debt, most))
+        expected = after.contexts * context_bytes - pending
         # Half a context less is a context that is missing, and no better knowledge of its size.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
         self.last = min(self.last, self.bytes)
         return self.bytes
+
+
+def _is_still(before: Charge, after: Charge) -> bool:
+    """Return whether no call was under way from one to the other."""
+    return not any((before.moving, after.moving, before.taking, after.taking)) and (
+        before.memory,
+        before.unseen,
+        before.returned_before,
+    ) == (after.memory, after.unseen, after.returned)
 
 
 class Meter(Generic[Key]):

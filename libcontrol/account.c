@@ -150,6 +150,46 @@ void account_give(int device, uint64_t size, bool unseen)
         lower(&entry->unseen, size);
 }
 
+/*
+ * A call is under way that gives or takes so much of what is charged: until account_landed() nobody
+ * knows whether the driver has it. Before a claim, and before a block is given back.
+ */
+void account_moves(int device, uint64_t size, bool unseen)
+{
+    if (!unseen && size)
+        atomic_add_seq_cst(&pages_ledger_device((unsigned)device)->moving, size);
+}
+
+void account_landed(int device, uint64_t size, bool unseen)
+{
+    if (!unseen && size)
+        lower(&pages_ledger_device((unsigned)device)->moving, size);
+}
+
+/* All that is charged may go by the call that follows. Answers how much that is. */
+uint64_t account_moves_all(int device)
+{
+    uint64_t size =
+        device < 0 ? 0 : atomic_load_relaxed(&pages_ledger_device((unsigned)device)->memory);
+
+    account_moves(device, size, false);
+    return size;
+}
+
+/* Pools hold more or less of what is charged: the driver may give that back by itself. */
+void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
+{
+    struct ledger_device *entry = pages_ledger_device((unsigned)device);
+
+    if (unseen)
+        return;
+    if (more)
+        atomic_add_seq_cst(&entry->pooled, more);
+    if (less)
+        lower(&entry->pooled, less);
+}
+
+/* What is claimed so is of a call under way, until account_landed(). */
 bool account_try(int device, uint64_t size, bool unseen)
 {
     uint64_t limit = account_limit(device);
@@ -157,6 +197,7 @@ bool account_try(int device, uint64_t size, bool unseen)
 
     if (size > limit || unlikely(pages_denied()))
         return false;
+    account_moves(device, size, unseen);
     /* Two processes that reserve at once may each see the other and both step back although one of
      * them fits: the loser looks again a few times before it gives up. */
     for (int attempt = 0;; attempt++) {
@@ -165,16 +206,18 @@ bool account_try(int device, uint64_t size, bool unseen)
             return true;
         account_give(device, size, unseen);
         sum = account_used(device);
-        if (attempt == 3 || __builtin_add_overflow(sum, size, &sum) || sum > limit)
+        if (attempt == 3 || __builtin_add_overflow(sum, size, &sum) || sum > limit) {
+            account_landed(device, size, unseen);
             return false;
+        }
         prim_sleep(20 * NS_PER_US * (uint64_t)(1 + (prim_pid() + attempt) % 4));
     }
 }
 
-/* Whether more is held than may be, once those that race for the rest have stepped back. */
-bool account_over(int device)
+/* Whether more than `slack` beyond the quota is held, once those that race have stepped back. */
+bool account_over(int device, uint64_t slack)
 {
-    for (int attempt = 0; account_used(device) > account_limit(device); attempt++) {
+    for (int attempt = 0; account_used(device) > account_limit(device) + slack; attempt++) {
         if (attempt == 3)
             return true;
         prim_sleep(50 * NS_PER_US);
@@ -324,10 +367,15 @@ void account_driver_gives(int device, uint64_t size)
  */
 bool account_begin(struct account_charge *charge, int device, uint64_t size)
 {
+    struct ledger_device *entry;
+
     *charge = (struct account_charge){.device = device, .flags = BLOCK_UNSEEN};
     if (device < 0 || !size)
         return true;
+    entry = pages_ledger_device((unsigned)device);
+    atomic_add_seq_cst(&entry->taking, size);
     if (!account_claim(device, size, true)) {
+        lower(&entry->taking, size);
         account_refuse(device);
         return false;
     }
@@ -337,14 +385,17 @@ bool account_begin(struct account_charge *charge, int device, uint64_t size)
 
 void account_end(struct account_charge *charge, CUresult result)
 {
+    uint64_t size = charge->size;
+
     if (charge->device < 0)
         return;
     if (result != CUDA_SUCCESS) {
         account_cancel(charge);
-        return;
+    } else {
+        account_convert(charge->device, size, true);
+        account_note_peak(charge->device);
     }
-    account_convert(charge->device, charge->size, true);
-    account_note_peak(charge->device);
+    lower(&pages_ledger_device((unsigned)charge->device)->taking, size);
 }
 
 /* ---- allocations ---- */
@@ -387,6 +438,7 @@ CUresult account_reserve(struct account_charge *charge, enum account_kind kind, 
     if (charge->device < 0)
         return CUDA_SUCCESS;
     account_measure(charge, kind, size);
+    charge->claimed = charge->size;
     if (!charge->size ||
         likely(account_claim(charge->device, charge->size, charge->flags & BLOCK_UNSEEN)))
         return CUDA_SUCCESS;
@@ -395,8 +447,10 @@ CUresult account_reserve(struct account_charge *charge, enum account_kind kind, 
 
 void account_cancel(struct account_charge *charge)
 {
-    if (charge->device >= 0)
+    if (charge->device >= 0) {
         account_give(charge->device, charge->size, charge->flags & BLOCK_UNSEEN);
+        account_landed(charge->device, charge->claimed, charge->flags & BLOCK_UNSEEN);
+    }
     charge->size = 0;
 }
 
@@ -458,7 +512,10 @@ void account_record(const struct account_charge *charge, uint64_t key)
     struct block gone = {0};
     uint64_t returned = 0;
 
-    if (charge->device < 0 || !charge->size || !key)
+    if (charge->device < 0 || !charge->size)
+        return;
+    account_landed(charge->device, charge->claimed, charge->flags & BLOCK_UNSEEN);
+    if (!key)
         return;
     block.owner = contexts_owner();
     stale = blocks_lock(charge->kind, key);
@@ -488,6 +545,7 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
 
     charge->device = -1;
     charge->size = 0;
+    charge->claimed = 0;
     if (unlikely(!pages_slot()))
         return;
     account_measure(charge, kind, 0);
@@ -499,6 +557,8 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
         charge->flags = block->flags;
         charge->owner = block->owner;
         charge->size = block->size;
+        charge->claimed = block->flags & BLOCK_SMALL ? ACCOUNT_UNIT : block->size;
+        account_moves(block->device, charge->claimed, block->flags & BLOCK_UNSEEN);
         blocks_remove(block);
     }
     blocks_unlock(charge->kind, key);
@@ -521,12 +581,14 @@ void account_forgotten(struct account_charge *charge, uint64_t key, CUresult res
                                    .flags = charge->flags,
                                    .owner = charge->owner});
         blocks_unlock(charge->kind, key);
+        account_landed(charge->device, charge->claimed, charge->flags & BLOCK_UNSEEN);
         return;
     }
     if (charge->flags & BLOCK_SMALL)
         returned = slab_leave(key);
     blocks_unlock(charge->kind, key);
     account_give(charge->device, returned, charge->flags & BLOCK_UNSEEN);
+    account_landed(charge->device, charge->claimed, charge->flags & BLOCK_UNSEEN);
     atomic_add_relaxed(&pages_ledger_device((unsigned)charge->device)->blocks, -1ull);
 }
 

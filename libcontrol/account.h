@@ -88,20 +88,26 @@ struct account_charge {
     uint8_t kind;
     uint8_t flags;
     uint8_t owner;
-    uint64_t size; /* bytes charged */
+    uint64_t size;    /* bytes charged */
+    uint64_t claimed; /* bytes that are under way */
 };
 
 /* What the container holds of a GPU: what its processes are charged, and what the driver took. */
 uint64_t account_used(int device);
 uint64_t account_limit(int device);
 
-/* Charges so many bytes, or not at all. `account_claim` does what it can before it says no. */
+/* Charges so many bytes, or not at all. `account_claim` does what it can before it says no. What is
+ * claimed is under way until account_landed(). */
 bool account_try(int device, uint64_t size, bool unseen);
 bool account_claim(int device, uint64_t size, bool unseen);
 void account_add(int device, uint64_t size, bool unseen);
 void account_give(int device, uint64_t size, bool unseen);
+void account_moves(int device, uint64_t size, bool unseen);
+void account_landed(int device, uint64_t size, bool unseen);
+uint64_t account_moves_all(int device);
+void account_pools(int device, uint64_t more, uint64_t less, bool unseen);
 void account_note_peak(int device);
-bool account_over(int device);
+bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);
 
 /* The driver takes memory by itself, or gives it back: counted until the governor has looked. */

@@ -14,6 +14,7 @@ static struct context {
     CUcontext handle; /* NULL: free, or about to be destroyed */
     int device;
     uint32_t n_users; /* cuCtxAttach; 0: the place is free */
+    uint64_t moving;  /* what may go with it, while it is being destroyed */
 } contexts[OWNER_LAST];
 static uint32_t n_contexts;
 static struct prim_lock contexts_lock;
@@ -238,20 +239,27 @@ static struct context *leave(CUcontext handle)
     /* The driver does not destroy a primary one: what is held in it stays held. */
     if (handle && !is_primary(handle))
         gate_forget_context(handle);
-    if (c)
+    if (c) {
         last_leaves(c->device);
+        c->moving = account_moves_all(c->device);
+    }
     return c;
 }
 
 static CUresult left(struct context *c, CUcontext handle, CUresult result)
 {
+    uint64_t moving;
+
     if (!c)
         return result;
+    moving = c->moving;
     if (result != CUDA_SUCCESS) {
         atomic_store_release(&c->handle, handle);
+        account_landed(c->device, moving, false);
         return result;
     }
     gone(c->device, (uint8_t)(c - contexts + 1));
+    account_landed(c->device, moving, false);
     prim_lock(&contexts_lock);
     c->n_users = 0;
     atomic_add_relaxed(&n_contexts, -1u);
@@ -373,15 +381,22 @@ static void primary_forget(int device)
         gate_forget_context(handle);
 }
 
-/* Only the last release ends it: until then what is held in it stays held. */
-static void primary_leaves(CUdevice dev)
+/* Only the last release ends it: until then what is held in it stays held. Answers what may go. */
+static uint64_t primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);
 
-    if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1) {
-        primary_forget(device);
-        last_leaves(device);
-    }
+    if (device < 0 || atomic_load_relaxed(&primaries[device].n_retained) > 1)
+        return 0;
+    primary_forget(device);
+    last_leaves(device);
+    return account_moves_all(device);
+}
+
+static void primary_left(CUdevice dev, uint64_t moving)
+{
+    if (moving)
+        account_landed(pages_index_of(dev), moving, false);
 }
 
 static void primary_ends(CUdevice dev)
@@ -423,27 +438,28 @@ static void primary_reset(CUdevice dev, CUresult result)
 /* Which context is the primary one is not known to the gate: markers of all are forgotten. */
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice dev)
 {
-    CUresult result;
+    uint64_t moving = primary_leaves(dev);
+    CUresult result = real->cuDevicePrimaryCtxRelease(dev);
 
-    primary_leaves(dev);
-    result = real->cuDevicePrimaryCtxRelease(dev);
     primary_released(dev, result);
+    primary_left(dev, moving);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice dev)
 {
-    CUresult result;
+    uint64_t moving = primary_leaves(dev);
+    CUresult result = real->cuDevicePrimaryCtxRelease_v2(dev);
 
-    primary_leaves(dev);
-    result = real->cuDevicePrimaryCtxRelease_v2(dev);
     primary_released(dev, result);
+    primary_left(dev, moving);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
 {
     int device = pages_index_of(dev);
+    uint64_t moving = account_moves_all(device);
     CUresult result;
 
     primary_forget(device);
@@ -451,12 +467,14 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice dev)
         pools_hand_over(device);
     result = real->cuDevicePrimaryCtxReset(dev);
     primary_reset(dev, result);
+    primary_left(dev, moving);
     return result;
 }
 
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 {
     int device = pages_index_of(dev);
+    uint64_t moving = account_moves_all(device);
     CUresult result;
 
     primary_forget(device);
@@ -464,6 +482,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
         pools_hand_over(device);
     result = real->cuDevicePrimaryCtxReset_v2(dev);
     primary_reset(dev, result);
+    primary_left(dev, moving);
     return result;
 }
 

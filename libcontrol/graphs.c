@@ -224,6 +224,7 @@ static cold CUresult graph_claim(CUgraphExec exec)
     if (!block.key)
         return CUDA_SUCCESS;
     account_give(block.device, before, false);
+    account_landed(block.device, before, false);
     settle(block.device, 0);
     now = held_bytes(&held[block.device]);
     missing = block.size > now ? block.size - now : 0;

@@ -18,7 +18,7 @@
 #define GRANT_FILE_SIZE 0xa000ull
 #define LEDGER_SLOTS 0x1000ull
 #define LEDGER_SLOT_DEVICES 0x80ull
-#define LEDGER_SIZE 0x41000ull
+#define LEDGER_SIZE 0x81000ull
 #define GRANT_OPEN 0xffffffffffffffffull
 #define STRATEGY_MPS 0x1ull
 
@@ -139,7 +139,8 @@ struct ledger_header {
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
     uint64_t trust_ns[16]; /* container, relaxed: until then a pool may outgrow claims */
-    uint8_t pad[3816];
+    uint64_t distrust_ns[16]; /* container, relaxed: a pool outgrew the quota until then */
+    uint8_t pad[3688];
 };
 _Static_assert(offsetof(struct ledger_header, magic) == 0, "ledger_header.magic");
 _Static_assert(offsetof(struct ledger_header, version) == 8, "ledger_header.version");
@@ -148,6 +149,7 @@ _Static_assert(offsetof(struct ledger_header, n_slots) == 16, "ledger_header.n_s
 _Static_assert(offsetof(struct ledger_header, reserved) == 20, "ledger_header.reserved");
 _Static_assert(offsetof(struct ledger_header, memory_peak) == 24, "ledger_header.memory_peak");
 _Static_assert(offsetof(struct ledger_header, trust_ns) == 152, "ledger_header.trust_ns");
+_Static_assert(offsetof(struct ledger_header, distrust_ns) == 280, "ledger_header.distrust_ns");
 _Static_assert(sizeof(struct ledger_header) == 4096, "ledger_header");
 
 /* One process on one GPU. */
@@ -177,7 +179,10 @@ struct ledger_device {
     uint64_t small; /* container, relaxed: device-side copies and fills too small to gate */
     uint64_t contexts; /* container, relaxed: live contexts */
     uint64_t returned; /* container, seq_cst: given back ever, less what is unseen */
-    uint8_t pad[8];
+    uint64_t moving; /* container, seq_cst: of memory - unseen: of calls under way */
+    uint64_t pooled; /* container, seq_cst: of memory - unseen: what pools hold */
+    uint64_t taking; /* container, seq_cst: of unseen: the driver is about to take */
+    uint8_t pad[48];
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");
@@ -204,7 +209,10 @@ _Static_assert(offsetof(struct ledger_device, transfer_bytes) == 152, "ledger_de
 _Static_assert(offsetof(struct ledger_device, small) == 160, "ledger_device.small");
 _Static_assert(offsetof(struct ledger_device, contexts) == 168, "ledger_device.contexts");
 _Static_assert(offsetof(struct ledger_device, returned) == 176, "ledger_device.returned");
-_Static_assert(sizeof(struct ledger_device) == 192, "ledger_device");
+_Static_assert(offsetof(struct ledger_device, moving) == 184, "ledger_device.moving");
+_Static_assert(offsetof(struct ledger_device, pooled) == 192, "ledger_device.pooled");
+_Static_assert(offsetof(struct ledger_device, taking) == 200, "ledger_device.taking");
+_Static_assert(sizeof(struct ledger_device) == 256, "ledger_device");
 
 /* One process; its devices follow at LEDGER_SLOT_DEVICES. */
 struct ledger_slot {
@@ -212,10 +220,10 @@ struct ledger_slot {
     uint32_t pid; /* container, relaxed: the process, in its own namespace */
     uint64_t lookups; /* container, relaxed: cuGetProcAddress answers replaced */
     uint64_t reserved[14];
-    uint8_t pad[3968];
+    uint8_t pad[8064];
 };
 _Static_assert(offsetof(struct ledger_slot, state) == 0, "ledger_slot.state");
 _Static_assert(offsetof(struct ledger_slot, pid) == 4, "ledger_slot.pid");
 _Static_assert(offsetof(struct ledger_slot, lookups) == 8, "ledger_slot.lookups");
 _Static_assert(offsetof(struct ledger_slot, reserved) == 16, "ledger_slot.reserved");
-_Static_assert(sizeof(struct ledger_slot) == 4096, "ledger_slot");
+_Static_assert(sizeof(struct ledger_slot) == 8192, "ledger_slot");

@@ -113,13 +113,16 @@ LEDGER_HEADER = Struct(
         Field(
             "trust_ns", "u64", N_DEVICES, "container", doc="until then a pool may outgrow claims"
         ),
+        Field(
+            "distrust_ns", "u64", N_DEVICES, "container", doc="a pool outgrew the quota until then"
+        ),
     ),
     "What the container's processes share.",
 )
 
 LEDGER_DEVICE = Struct(
     "ledger_device",
-    192,
+    256,
     (
         Field("want", "u32", 1, "container", "release", "threads that wait for GPU time"),
         Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
@@ -146,13 +149,16 @@ LEDGER_DEVICE = Struct(
         Field("small", "u64", 1, "container", doc="device-side copies and fills too small to gate"),
         Field("contexts", "u64", 1, "container", doc="live contexts"),
         Field("returned", "u64", 1, "container", "seq_cst", "given back ever, less what is unseen"),
+        Field("moving", "u64", 1, "container", "seq_cst", "of memory - unseen: of calls under way"),
+        Field("pooled", "u64", 1, "container", "seq_cst", "of memory - unseen: what pools hold"),
+        Field("taking", "u64", 1, "container", "seq_cst", "of unseen: the driver is about to take"),
     ),
     "One process on one GPU.",
 )
 
 LEDGER_SLOT = Struct(
     "ledger_slot",
-    4096,
+    8192,
     (
         Field("state", "u32", 1, "governor", "release", "0 free, 1 in use"),
         Field("pid", "u32", 1, "container", doc="the process, in its own namespace"),

@@ -9,13 +9,17 @@
  * has more that is nobody's, is managed variables (H200: 128 MiB of them, taken at the load): they
  * are charged until the module ends.
  *
- * A library is loaded into a context when its first kernel is asked for there.
+ * A library is loaded into a context when its first kernel is asked for there. Nobody expects that
+ * to fail for want of memory, and the code of a framework is large: a load that leaves the
+ * container a little over its quota is debt like all that the driver takes by itself. Managed
+ * variables are not.
  */
 #include "control.h"
 
 #include <string.h>
 
 #define MODULES_MUCH    (16ull << 20)
+#define MODULES_DEBT    (128ull << 20) /* that libraries may be over the quota by, at first use */
 #define MODULES_WAIT_NS (500 * NS_PER_MS)
 #define MODULES_N_LOOKS 8
 #define MODULES_N_TRIES 50
@@ -239,8 +243,9 @@ static void hidden_ends(uint64_t handle)
         account_give(device, end.bytes[device], true);
 }
 
-/* False if the container is over its quota now: then the load has to be undone. */
-static bool load_end(struct load *load, CUresult result)
+/* False if the container is over its quota now, by more than `debt`: then the load has to be
+ * undone, as far as it can be. */
+static bool load_end(struct load *load, CUresult result, uint64_t debt)
 {
     uint64_t now, taken;
 
@@ -257,7 +262,7 @@ static bool load_end(struct load *load, CUresult result)
         load_reveal(load, taken, now);
     else
         account_driver_takes(load->device, load_taken_for_long(load, taken, false));
-    return !account_over(load->device);
+    return !account_over(load->device, load->hidden ? 0 : debt);
 }
 
 /*
@@ -282,7 +287,7 @@ static void unload_end(struct load *load, CUresult result)
 
 static CUresult module_loaded(struct load *load, CUresult result, CUmodule *module)
 {
-    bool fits = load_end(load, result);
+    bool fits = load_end(load, result, 0);
 
     if (result == CUDA_SUCCESS)
         hidden_note(load, (uintptr_t)*module);
@@ -469,7 +474,7 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
  * asks again is told the same until there is room. */
 static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
 {
-    bool fits = load_end(load, result);
+    bool fits = load_end(load, result, MODULES_DEBT);
     bool loaded = result == CUDA_SUCCESS;
     struct block *block = blocks_lock(BLOCK_LIBRARY, (uintptr_t)library);
     bool refused = block && block->count;
@@ -478,7 +483,7 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
     if (loaded)
         hidden_note(load, (uintptr_t)library);
     if (fits && refused && loaded)
-        fits = load->device < 0 || !account_over(load->device);
+        fits = load->device < 0 || !account_over(load->device, 0);
     if (likely(fits && loaded && !refused)) {
         kernels_forget(library);
         return result;
@@ -498,7 +503,7 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
 
 static CUresult library_loaded(struct load *load, CUresult result, CUlibrary *library)
 {
-    bool fits = load_end(load, result);
+    bool fits = load_end(load, result, 0);
 
     if (result == CUDA_SUCCESS && pages_slot()) {
         library_note(*library);
@@ -642,7 +647,7 @@ CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
 
     load_begin(&load);
     result = real->cuFuncLoad(function);
-    load_end(&load, result);
+    load_end(&load, result, 0);
     hidden_note(&load, (uintptr_t)function); /* its context ends it */
     return result;
 }

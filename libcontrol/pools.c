@@ -22,6 +22,7 @@
 #define POOLS_WAIT_NS     (10 * NS_PER_US)
 #define POOLS_N_WAITS     200
 #define POOLS_DISTRUST_NS (100 * NS_PER_MS)
+#define POOLS_OUTGREW_NS  (NS_PER_S)        /* what it grew by has gone back until then */
 #define POOLS_TRUST_NS    (100 * NS_PER_MS) /* who has it and is killed has it for so long */
 
 enum pool_state {
@@ -73,6 +74,7 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
     if (now > before) {
         uint64_t grown = (now - before) * HELD_UNIT;
 
+        account_pools(device, grown, 0, unseen);
         if (grown > claimed)
             account_add(device, grown - claimed, unseen);
         else
@@ -80,7 +82,9 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
         account_note_peak(device);
     } else {
         account_give(device, claimed + (before - now) * HELD_UNIT, unseen);
+        account_pools(device, 0, (before - now) * HELD_UNIT, unseen);
     }
+    account_landed(device, claimed, unseen);
 }
 
 /* What was charged is charged no more, and is the caller's to account for. */
@@ -275,6 +279,7 @@ struct pool_ticket {
     uint64_t claimed;
     bool unsure;      /* the pool may have grown by more than was claimed */
     uint64_t trusted; /* what ends the trust in which it was taken */
+    uint64_t held;    /* what the pool held then */
 };
 
 /* What the pool has to grow by at least. */
@@ -291,6 +296,14 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
     return live > held ? account_round(live - held, POOLS_UNIT) : 0;
 }
 
+/* Whether a pool grew beyond the quota lately. A time that is further away is none of ours. */
+static bool pool_outgrew(int device, uint64_t now)
+{
+    uint64_t until = atomic_load_acquire(&pages_ledger()->distrust_ns[device]);
+
+    return until > now && until <= now + POOLS_OUTGREW_NS;
+}
+
 /* What it grew by is charged by now: nobody is trusted while the container is over its quota. */
 static void pool_trust_end(struct pool *pool, uint64_t until)
 {
@@ -300,7 +313,9 @@ static void pool_trust_end(struct pool *pool, uint64_t until)
 
 /*
  * One thread of the container at a time takes a small block on trust, so that the quota is passed
- * by one unit. Returns what ends the trust, 0 if there is none.
+ * by one unit. Returns what ends the trust, 0 if there is none. A container that is over its quota
+ * already, because the driver took something, may use what its pools have free, but for a while
+ * after a pool grew.
  */
 static uint64_t pool_trust(struct pool *pool)
 {
@@ -316,7 +331,8 @@ static uint64_t pool_trust(struct pool *pool)
             __atomic_compare_exchange_n(word, &until, now + POOLS_TRUST_NS, false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED)) {
             /* Only now: whoever had it before may have made a pool grow. */
-            if (account_used(pool->device) <= account_limit(pool->device))
+            if (account_used(pool->device) <= account_limit(pool->device) ||
+                !pool_outgrew(pool->device, now))
                 return now + POOLS_TRUST_NS;
             pool_trust_end(pool, now + POOLS_TRUST_NS);
             return 0;
@@ -346,6 +362,7 @@ static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
         if (size < POOLS_UNIT && !growth && (ticket->trusted = pool_trust(pool))) {
             ticket->claimed = 0;
             ticket->unsure = true;
+            ticket->held = held_bytes(&pool->held);
             return CUDA_SUCCESS;
         }
         if (!attempt && size <= account_limit(pool->device))
@@ -390,13 +407,20 @@ static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream 
 static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdeviceptr *dptr,
                            CUstream stream)
 {
+    bool over;
+
     if (!ticket->pool)
         return result;
     pool_settle(ticket->pool, ticket->claimed);
     if (likely(!ticket->unsure))
         return result;
+    over = result == CUDA_SUCCESS && held_bytes(&ticket->pool->held) > ticket->held &&
+           account_over(ticket->pool->device, 0);
+    if (over)
+        atomic_store_release(&pages_ledger()->distrust_ns[ticket->pool->device],
+                             prim_now() + POOLS_OUTGREW_NS);
     pool_trust_end(ticket->pool, ticket->trusted);
-    if (result == CUDA_SUCCESS && account_over(ticket->pool->device))
+    if (over)
         return pool_revoke(ticket->pool, dptr, stream);
     return result == CUDA_ERROR_OUT_OF_MEMORY ? account_refuse(ticket->pool->device) : result;
 }
@@ -484,6 +508,7 @@ static void pool_hand_over(struct pool *pool)
         account_give(pool->device, bytes, true);
     else if (bytes)
         account_convert(pool->device, bytes, false);
+    account_pools(pool->device, 0, bytes, pool->unseen);
 }
 
 void pools_refresh(int device)

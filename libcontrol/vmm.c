@@ -36,8 +36,10 @@ CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t
     result = real->cuMemCreate(handle, size, prop, flags);
     if (result != CUDA_SUCCESS) {
         account_give(device, block.size, false);
+        account_landed(device, block.size, false);
         return result;
     }
+    account_landed(device, block.size, false);
     block.key = *handle;
     found = blocks_lock(BLOCK_HANDLE, block.key);
     if (unlikely(found)) {
@@ -54,6 +56,17 @@ CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t
     return result;
 }
 
+/* The call that lets an allocation go is under way, or not any more. */
+static void handle_moves(const struct block *gone, bool moves)
+{
+    if (!gone->key || gone->device < 0)
+        return;
+    if (moves)
+        account_moves(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
+    else
+        account_landed(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
+}
+
 /* Takes a reference or a mapping off, and with the last of both the allocation off the table. */
 static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
 {
@@ -68,6 +81,7 @@ static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, stru
             block->count--;
         if (!block->count && !block->value) {
             *gone = *block;
+            handle_moves(gone, true);
             blocks_remove(block);
         }
     }
@@ -80,6 +94,7 @@ static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, str
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
 
+    handle_moves(gone, false);
     if (!block && gone->key) {
         blocks_add(gone);
         block = blocks_peer(BLOCK_HANDLE, handle);
@@ -99,9 +114,12 @@ static void handle_refund(const struct block *gone)
         multicast_ends(gone->key);
     if (!gone->key || gone->device < 0 || !gone->size)
         return;
-    if (unlikely(gone->flags & BLOCK_EXPORTED) && exports_outlive(gone))
+    if (unlikely(gone->flags & BLOCK_EXPORTED) && exports_outlive(gone)) {
+        handle_moves(gone, false);
         return;
+    }
     account_give(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
+    handle_moves(gone, false);
     atomic_add_relaxed(&pages_ledger_device((unsigned)gone->device)->blocks, -1ull);
 }
 

@@ -810,3 +810,23 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     agent.run(small)
     trust(2**63)  # nonsense
     agent.run(small)
+
+
+def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_for_it(node) -> None:
+    agent = node.agent()
+    agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
+    node.look()
+    agent.run(f"rest = driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
+    # The driver takes something by itself.
+    node.write("memory_overhead", node.read("memory_overhead") + 10 * MIB)
+    assert node.used() > LIMIT
+    agent.run("blocks = [out('cuMemAllocAsync', 1 << 20, stream) for i in range(12)]")
+    held = agent.field("memory")
+    # Room for two, in one place for neither.
+    agent.run("for i in (10, 7, 4): driver.call('cuMemFreeAsync', blocks.pop(i), stream)")
+    agent.run("driver.call('cuStreamSynchronize', stream)")
+    assert agent.refuses("out('cuMemAllocAsync', 2 << 20, stream)")
+    assert agent.refuses("out('cuMemAllocAsync', 1 << 20, stream)")  # a pool has just grown
+    time.sleep(1.1)
+    agent.run("blocks.append(out('cuMemAllocAsync', 1 << 20, stream))")
+    assert agent.field("memory") == held

@@ -203,9 +203,15 @@ def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
     assert node.used() == CONTEXT
     with node.looking():
         agent.run(filled(node, 128 * MIB))
-        agent.run(f"library = {load.format(256 * MIB)}; kernel = {kernel}")
+        agent.run(f"library = {load.format(300 * MIB)}; kernel = {kernel}")
         for _ in range(2):
             assert agent.refuses("driver.get('cuKernelGetFunction', kernel)")
+        agent.run("driver.call('cuLibraryUnload', library)")
+        # A little too much is debt, like all that the driver takes by itself.
+        agent.run(f"library = {load.format(200 * MIB)}; kernel = {kernel}")
+        agent.run("driver.get('cuKernelGetFunction', kernel)")
+        assert node.used() == LIMIT + 72 * MIB
+        assert agent.refuses("driver.allocate(2 << 20)")
         agent.run("driver.call('cuLibraryUnload', library)")
 
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import random
 import signal
 import socket
 import struct
@@ -20,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -258,13 +260,40 @@ def test_books_that_move_during_a_look_hide_no_debt() -> None:
     assert debt.look(3 * SECOND, 1000, came, went) == 700
 
 
-def test_a_charge_for_what_is_not_made_yet_hides_debt_for_less_than_a_second() -> None:
+def test_a_charge_for_what_is_not_made_yet_hides_no_debt() -> None:
     debt = Debt()
     still = Charge(memory=0)
     assert debt.look(1, 500, still, still) == 500
-    claimed = Charge(memory=200)
+    claimed = Charge(memory=200, moving=200)
     assert debt.look(SECOND // 4, 500, claimed, claimed) == 500
-    assert debt.look(2 * SECOND, 500, claimed, claimed) == 300
+    assert debt.look(5 * SECOND, 500, claimed, claimed) == 500
+    made = Charge(memory=200)
+    assert debt.look(6 * SECOND, 700, made, made) == 500
+
+
+def test_calls_under_way_in_a_new_process_hide_nothing_of_its_context() -> None:
+    debt = Debt()
+    new = Charge(memory=300, moving=300, provisional=500, provisional_ns=1, contexts=1)
+    assert debt.look(2, 500, new, new, 500) == 500
+    assert debt.look(SECOND, 500, new, new, 500) == 500
+
+
+def test_what_a_pool_gave_back_unnoticed_hides_debt_for_no_less_than_a_second() -> None:
+    debt = Debt()
+    holds = Charge(memory=300, pooled=300)
+    assert debt.look(1, 800, holds, holds) == 500
+    assert debt.look(SECOND // 4, 500, holds, holds) == 500  # the driver trimmed it
+    given = Charge(memory=0, returned=300, returned_before=300)
+    assert debt.look(SECOND // 2, 500, given, given) == 500
+
+
+def test_what_the_driver_gave_back_is_seen_beside_pools_within_a_second() -> None:
+    debt = Debt()
+    holds = Charge(memory=300, pooled=300)
+    assert debt.look(1, 800, holds, holds) == 500
+    for quarter in range(1, 4):
+        assert debt.look(quarter * SECOND // 4, 700, holds, holds) == 500
+    assert debt.look(5 * SECOND // 4, 700, holds, holds) == 400
 
 
 def test_what_the_driver_gave_back_is_no_debt_from_the_next_look_on() -> None:
@@ -288,12 +317,15 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
 def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
     """A claim is charged while the driver makes it, and provisional afterwards."""
     debt = Debt()
-    making = Charge(memory=500, unseen=500)
-    assert debt.look(SECOND, 500, making, making, 500) == 500
+    making = Charge(memory=500, unseen=500, taking=500)
+    for seen in (0, 300, 500):
+        assert making.used(debt.look(SECOND, seen, making, making, 500), SECOND) == 500
+    made = Charge(provisional=500, provisional_ns=SECOND + 5, contexts=1)
+    assert made.used(debt.look(SECOND, 500, making, made, 500), SECOND) == 500
     # The next look comes while the process fills its memory.
-    made = Charge(memory=300, provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    more = Charge(memory=400, provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    assert debt.look(SECOND + 10, 850, made, more, 500) == 550
+    made = replace(made, memory=300)
+    more = replace(made, memory=400)
+    assert debt.look(SECOND + 10, 850, made, more, 500) == 500
     assert debt.look(SECOND + 20, 900, more, more, 500) == 500
 
 
@@ -305,26 +337,108 @@ def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
     assert debt.look(20, 600, before, after) == 500  # not a second time
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.integers(0, 9)), max_size=30))
-def test_debt_is_never_less_than_what_the_driver_took_for_long(
-    rounds: list[tuple[int, int, int]],
-) -> None:
-    """In each round blocks come and go, NVML looks somewhere in between; the driver has 40."""
-    debt = Debt()
-    memory = returned = now = 0
-    context = {"provisional": 40, "provisional_ns": 1}
-    for taken, given_back, at in rounds:
-        now += SECOND // 4
-        before = Charge(memory, returned=returned, **context)
-        steps = [memory, memory + taken, memory + taken - min(given_back, memory + taken)]
-        returned += steps[1] - steps[2]
-        memory = steps[2]
-        after = Charge(memory, returned=returned, **context)
-        assert debt.look(now, 40 + steps[at % 3], before, after) >= 40
-    now += SECOND
-    quiet = Charge(memory, returned=returned, **context)
-    debt.look(now, 40 + memory, quiet, quiet)
-    assert debt.look(now + 2 * SECOND, 40 + memory, quiet, quiet) == 40
+class Guest:
+    """A process that does all at once, a step at a time; `there` is what the driver has of it."""
+
+    OVERHEAD = 40
+
+    def __init__(self) -> None:
+        self.ledger = mmap.mmap(-1, layout.LEDGER_SIZE)
+        self.there = 0
+        self.steps: list[list[Callable[[], None]]] = []  # calls under way: what is left of each
+        self.live: list[int] = []
+        self.pool = 0  # what the pool really holds
+        self.write("provisional", self.OVERHEAD)
+        self.write("provisional_ns", 1)
+
+    def read(self, name: str) -> int:
+        return pages.read(self.ledger, layout.ledger_device(0, 0), "ledger_device", name)
+
+    def write(self, name: str, value: int) -> None:
+        pages.write(self.ledger, layout.ledger_device(0, 0), "ledger_device", name, value)
+
+    def add(self, name: str, change: int) -> Callable[[], None]:
+        return lambda: self.write(name, self.read(name) + change)
+
+    def driver(self, change: int) -> Callable[[], None]:
+        def act() -> None:
+            self.there += change
+
+        return act
+
+    def take(self, size: int) -> list[Callable[[], None]]:
+        return [
+            self.add("moving", size), self.add("memory", size), self.driver(size),
+            lambda: self.live.append(size), self.add("moving", -size),
+        ]  # fmt: skip
+
+    def give(self, size: int) -> list[Callable[[], None]]:
+        return [
+            self.add("moving", size), self.driver(-size), self.add("returned", size),
+            self.add("memory", -size), self.add("moving", -size),
+        ]  # fmt: skip
+
+    def pool_change(self, change: int) -> Callable[[], None]:
+        def act() -> None:
+            self.pool += change
+            self.there += change
+
+        return act
+
+    def grow(self, size: int) -> list[Callable[[], None]]:
+        return [
+            self.add("moving", size), self.add("memory", size), self.pool_change(size),
+            self.add("pooled", size), self.add("moving", -size),
+        ]  # fmt: skip
+
+    def settle(self) -> list[Callable[[], None]]:
+        less = self.read("pooled") - self.pool
+        return [self.add("returned", less), self.add("memory", -less), self.add("pooled", -less)]
+
+    def step(self, draw: int) -> None:
+        """Begin a call, or take one under way a step further."""
+        kind, size = draw % 8, 1 + draw // 8 % 60
+        if kind == 0:
+            self.steps.append(self.take(size))
+        elif kind == 1 and self.live:
+            self.steps.append(self.give(self.live.pop(size % len(self.live))))
+        elif kind == 2 and not self.read("pooled"):
+            self.steps.append(self.grow(size))
+        elif kind == 3:
+            self.pool_change(-(self.pool // 2))()  # the driver trims it, and tells nobody
+        elif kind == 4 and self.read("pooled") > self.pool and not any(self.steps):
+            self.steps.append(self.settle())
+        elif any(self.steps):
+            under_way = [steps for steps in self.steps if steps]
+            under_way[size % len(under_way)].pop(0)()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]))
+def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, often: float) -> None:
+    """The process goes on between any two numbers that the governor reads."""
+    draw = random.Random(seed)  # noqa: S311
+    guest, debt = Guest(), Debt()
+    original = pages.read
+
+    def go_on() -> None:
+        for _ in range(int(draw.random() * 2 * often + 0.5)):
+            guest.step(draw.randrange(480))
+
+    def read(*arguments: Any) -> int:
+        with patch.object(pages, "read", original):
+            go_on()
+        return original(*arguments)
+
+    for look in range(1, 25):
+        with patch.object(pages, "read", read):
+            before = read_charge(guest.ledger, 0, 0, 2**40)
+        go_on()
+        seen = Guest.OVERHEAD + guest.there
+        go_on()
+        with patch.object(pages, "read", read):
+            after = read_charge(guest.ledger, 0, 0, 2**40)
+        assert debt.look(look * SECOND // 50, seen, before, after) == Guest.OVERHEAD
 
 
 @settings(max_examples=200, deadline=None)
@@ -396,12 +510,13 @@ def test_the_time_of_a_look_is_when_it_began(play: Play) -> None:
         container = await world.admit()
         child, slot = await world.join(container)
         world.nvml.used = {child.pid: 700 * MIB}
+        look_once(container, world.nvml.used)
         # Taken while NVML looks: this look may have missed it.
         world.nvml.during = lambda: write(
             container, slot, provisional=40 * MIB, provisional_ns=time.monotonic_ns()
         )
         async with world.looking():
-            await until(lambda: read(container, "reconciled_ns"))
+            await until(lambda: len(world.nvml.looks) > 1)
             assert read(container, "reconciled_ns") < world.nvml.looks[-1]
             assert read(container, "memory_used") == 740 * MIB
             world.nvml.during = lambda: None

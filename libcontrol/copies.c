@@ -137,11 +137,14 @@ struct copy copy_3d_peer(const CUDA_MEMCPY3D_PEER *p)
     return p ? COPY_3D(p) : copy_nothing;
 }
 
-/* Many copies in one call: as one, of the size of those within the device. */
+/* Many copies in one call: as one, of the size of those within the device. Many small ones are as
+ * much work as a large one; after the first of them that is within the device the others are taken
+ * to be, so that the driver is not asked twice for each. */
 struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
                        size_t count)
 {
     struct copy copy = copy_nothing;
+    bool small_within = false;
     uint64_t small = 0;
 
     if (!to || !from || !sizes || !pages_slot())
@@ -149,14 +152,14 @@ struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const siz
     for (size_t i = 0; i < count; i++)
         small += sizes[i] < COPY_SMALL ? sizes[i] : 0;
     for (size_t i = 0; i < count; i++) {
-        struct copy one = {COPY_OTHER, sizes[i]};
+        bool is_small = sizes[i] < COPY_SMALL;
 
-        /* Many small ones are as much work as a large one. */
-        if (sizes[i] >= COPY_SMALL || (small >= COPY_SMALL && sizes[i]))
-            one.flow = copy_on_device(to[i]) && copy_on_device(from[i]) ? COPY_DEVICE : COPY_HOST;
-
-        if (one.flow == COPY_DEVICE)
-            copy = (struct copy){COPY_DEVICE, copy.bytes + one.bytes};
+        if (!sizes[i] || (is_small && small < COPY_SMALL))
+            continue;
+        if (!(is_small && small_within) && !(copy_on_device(to[i]) && copy_on_device(from[i])))
+            continue;
+        small_within = small_within || is_small;
+        copy = (struct copy){COPY_DEVICE, copy.bytes + sizes[i]};
     }
     return copy;
 }

@@ -1,0 +1,32 @@
+"""The demo says when other programs are in its way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from bench.demo import processors_taken
+
+
+def test_what_others_keep_busy_is_told(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 50 800 50 0 0 0 0 0\ncpu0 1 1 1 1\n")
+
+    def later() -> None:
+        time.sleep(0.1)
+        # Three quarters of the time since went to somebody; waiting for a disk is idle.
+        stat.write_text("cpu  160 5 60 820 55 0 0 0 0 0\n")
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    taken = processors_taken(0.3, stat)
+    thread.join()
+    assert taken == 0.75 * (os.cpu_count() or 1)
+
+
+def test_no_time_passed_is_no_load(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 50 800 50 0 0 0 0 0\n")
+    assert processors_taken(0, stat) == 0.0

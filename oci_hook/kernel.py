@@ -9,8 +9,10 @@ a directory descriptor and either one name or a walk that openat2(2) keeps insid
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
+import time
 
 AT_EMPTY_PATH = 0x1000
 AT_FDCWD = -100
@@ -35,6 +37,7 @@ RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_NO_XDEV = 0x01
 STATX_MNT_ID = 0x1000
+TRIES = 1000  # of a walk that others disturb
 
 _MACHINE = os.uname().machine
 # From 424 on every architecture has the same numbers; these two are older.
@@ -92,8 +95,8 @@ _libc.setfsgid.argtypes = (ctypes.c_uint,)
 
 def _check(result: int, path: str) -> int:
     if result < 0:
-        errno = ctypes.get_errno()
-        raise OSError(errno, os.strerror(errno), path)
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), path)
     return result
 
 
@@ -102,18 +105,25 @@ def _int(value: int) -> ctypes.c_long:
 
 
 def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
-    """Open by a walk that `resolve` confines; close-on-exec."""
+    """Open by a walk that `resolve` confines; close-on-exec.
+
+    While anybody on the node renames a directory or mounts, the kernel cannot tell whether a ".." of
+    the walk stayed inside, and answers EAGAIN: openat2(2). Then it is asked again, for a second.
+    """
     how = open_how(flags | os.O_CLOEXEC, mode, resolve)
-    return _check(
-        _libc.syscall(
+    for attempt in range(TRIES):
+        result = _libc.syscall(
             _int(NR_openat2),
             _int(dirfd),
             ctypes.c_char_p(os.fsencode(path)),
             ctypes.byref(how),
             ctypes.c_size_t(ctypes.sizeof(how)),
-        ),
-        path,
-    )
+        )
+        if result >= 0 or ctypes.get_errno() != errno.EAGAIN:
+            break
+        if attempt >= TRIES // 2:
+            time.sleep(0.002)
+    return _check(result, path)
 
 
 def open_in_root(

@@ -211,7 +211,9 @@ def test_a_driver_that_was_touched_keeps_its_generation_and_is_fresh_again(host)
     assert second.manifest.generation == first.generation
     assert second.manifest.watch[0].mtime_ns == 10**18
     assert require_whole(host / "out").watch == second.manifest.watch
-    assert sorted(p.name for p in (host / "out").iterdir()) == [first.generation, "current"]
+    # Readings are kept only of files that are a while old, as here on a machine that was busy.
+    names = {p.name for p in (host / "out").iterdir()} - {"readings.json"}
+    assert names == {first.generation, "current"}
 
 
 def test_a_generation_that_somebody_changed_is_made_again_beside_the_damaged_one(host):

@@ -26,6 +26,9 @@ LOOK_NS = 250_000_000
 NEW_NS = 300_000_000
 """So long after its creation NVML may not list a context."""
 
+MOST_WAITING = 64
+"""Looks that are kept until the pools were asked."""
+
 MOST_CONTEXTS = 64
 """Of one process on one GPU; what says more is nonsense."""
 
@@ -45,6 +48,8 @@ class Charge:
     """What calls under way take or give back: the sum of before and after `memory` was read."""
     pooled: int = 0
     taking: int = 0
+    shrunk: int = 0
+    asked_ns: int = 0
     returned_before: int = 0
     """`returned`, read before the rest; `returned` itself is read after it."""
 
@@ -65,15 +70,16 @@ class Charge:
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
     base = layout.ledger_device(slot, device)
-    returned_before, moving_before = (
-        pages.read(ledger, base, "ledger_device", name) for name in ("returned", "moving")
+    asked_ns, returned_before, moving_before = (
+        pages.read(ledger, base, "ledger_device", name)
+        for name in ("asked_ns", "returned", "moving")
     )
     # In an order in which Debt.look() needs them: what ends while they are read is in one at least.
     read = {
         name: pages.read(ledger, base, "ledger_device", name)
         for name in (
             "memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking",
-            "busy_ns", "contexts",
+            "busy_ns", "contexts", "shrunk",
         )
     }  # fmt: skip
     memory = min(read["memory"], whole)
@@ -89,6 +95,8 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
         min(moving_before + read["moving"], memory),
         min(read["pooled"], memory - unseen),
         min(read["taking"], unseen),
+        read["shrunk"],
+        asked_ns,
         returned_before,
     )
 
@@ -98,28 +106,37 @@ class Debt:
 
     Books move while NVML is asked. Of what is charged, calls under way may have what they take or
     give back, and pools may have given back what they held; all else is there. So a look says what
-    the driver took at least and at most, and within that what was known before it stands, together
+    the driver took at least and at most, and within that what was known before stands, together
     with what the process said meanwhile that the driver took. What a process says that the driver
     takes and the look may have missed counts by the process's own books until the next look.
 
-    A look during which books stood still and no call was under way says it outright. Where pools
-    may have given something back that the process has not noticed yet, only a second of them does,
-    and the most of it counts.
+    Where pools are in use a look alone says little of the most: they may have given something back
+    that the process has not noticed. But it asks them ten times a second, and what they were found
+    without since an earlier look is all that they can have been without in it.
+
     NVML may not list a new context at once: for a moment it counts for what it is expected to take.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.last = 0
-        """The same as the last look alone has it: perhaps too little."""
-        self._known: deque[tuple[int, int]] = deque()
+        """The same as the last look during which books stood still has it: perhaps too little."""
         self._last_ns = 0
         self._new_until_ns = 0
+        self._taken = 0  # what the process said that the driver took, ever
+        self._waiting: deque[tuple[int, int]] = deque()  # looks whose pools were not asked since
+        self._most: int | None = None  # of the last one whose were, less what was added until then
 
     def look(
-        self, began_ns: int, seen: int, before: Charge, after: Charge, context_bytes: int = 0
+        self,
+        began_ns: int,
+        seen: int,
+        before: Charge,
+        after: Charge,
+        context_bytes: int = 0,
+        ended_ns: int | None = None,
     ) -> int:
-        """Return the debt after a look that began at `began_ns`, bytes.
+        """Return the debt after a look from `began_ns` to `ended_ns`, bytes.
 
         It is at most `seen`, or what the contexts are expected to take while one of them is new.
         """
@@ -129,36 +146,48 @@ class Debt:
         self._last_ns = began_ns
         if changed:
             self._new_until_ns = after.provisional_ns + NEW_NS
-            self._known.clear()
+            self._taken += after.provisional
         returned = max(0, after.returned - before.returned_before)
-        there_most = after.memory + returned - min(before.unseen, after.unseen)
-        there_least = max(
+        charged = max(
             0,
             before.memory
             - max(before.unseen, after.unseen)
             - before.moving
             - after.moving
-            - before.pooled
             - returned,
         )
-        least = max(0, seen - there_most - pending)
-        most = max(0, seen - there_least)
+        least = max(
+            0, seen - (after.memory + returned - min(before.unseen, after.unseen)) - pending
+        )
+        most = max(0, seen - max(0, charged - before.pooled))
+        if before.pooled:
+            ended = began_ns if ended_ns is None else ended_ns
+            most = min(most, self._bound(ended, max(0, seen - charged), before, after))
         debt = self.bytes + (after.provisional if changed else 0)
         if _is_still(before, after) and not late:
             self.last = max(0, seen - after.attributed)
-            self._known.append((began_ns, self.last))
-            while self._known[0][0] < began_ns - WINDOW_NS:
-                self._known.popleft()
-            largest = max(value for _, value in self._known)
-            told = not after.pooled or began_ns - self._known[0][0] >= WINDOW_NS - LOOK_NS
-            debt = largest if told else max(debt, largest)
         self.bytes = max(least, min(debt, most))
-        expected = after.contexts * context_bytes - pending
+        expected = before.contexts * context_bytes
         # Half a context less is a context that is missing, and no better knowledge of its size.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
         self.last = min(self.last, self.bytes)
         return self.bytes
+
+    def _bound(self, ended_ns: int, most: int, before: Charge, after: Charge) -> int:
+        """Return the most by the last look after which the pools were asked.
+
+        `most` is what this one says, if the pools hold all that they are charged for. What the
+        driver took since that look, and what pools were found without, comes on top.
+        """
+        while self._waiting and self._waiting[0][0] <= after.asked_ns:
+            self._most = self._waiting.popleft()[1]
+        self._waiting.append((ended_ns, most - self._taken - before.shrunk))
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popleft()
+        if self._most is None:
+            return 2**64
+        return max(0, self._most + self._taken + after.shrunk)
 
 
 def _is_still(before: Charge, after: Charge) -> bool:

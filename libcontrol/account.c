@@ -18,7 +18,7 @@
 
 #define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* a heartbeat older than this: nobody looks */
 #define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* a refusal waits so long for a look that is due */
-#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* the governor keeps the most of a second */
+#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* some looks of the governor's */
 #define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* between two refusals that wait for that in vain */
 
 static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
@@ -50,10 +50,7 @@ static uint64_t account_sum(int device, bool *duep)
     if (n_slots > LAYOUT_N_SLOTS)
         n_slots = LAYOUT_N_SLOTS;
     for (uint32_t i = 0; i < n_slots; i++) {
-        struct ledger_device *entry =
-            (struct ledger_device *)((char *)ledger + LEDGER_SLOTS +
-                                     i * sizeof(struct ledger_slot) + LEDGER_SLOT_DEVICES) +
-            device;
+        struct ledger_device *entry = pages_slot_device(i, (unsigned)device);
 
         if (__builtin_add_overflow(sum, atomic_load_seq_cst(&entry->memory), &sum))
             return UINT64_MAX;
@@ -185,8 +182,10 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
         return;
     if (more)
         atomic_add_seq_cst(&entry->pooled, more);
-    if (less)
+    if (less) {
+        atomic_add_seq_cst(&entry->shrunk, less);
         lower(&entry->pooled, less);
+    }
 }
 
 /* What is claimed so is of a call under way, until account_landed(). */
@@ -251,9 +250,9 @@ cold bool account_await_look(int device, uint64_t since, uint64_t patience)
 }
 
 /*
- * What the governor found may be too much for a moment: it keeps the most of a second, because a
- * look at a process that allocates shows too little, and what the driver gave back by itself shows
- * late. Where the last look alone would leave room the second is waited for, now and then.
+ * What the governor found may be too much for a moment: what it knew stands until a look says at
+ * the most less, and what the driver gave back by itself shows late. Where the last look alone
+ * would leave room others are waited for, now and then.
  */
 static cold bool account_wait_for_less(int device, uint64_t size, bool unseen)
 {
@@ -361,41 +360,42 @@ void account_driver_gives(int device, uint64_t size)
         provisional_move(device, 0, size);
 }
 
+static void account_taken(struct account_charge *charge)
+{
+    if (charge->taking)
+        lower(&pages_ledger_device((unsigned)charge->device)->taking, charge->taking);
+    charge->taking = 0;
+}
+
 /*
  * While the driver is at it, the claim is a charge that NVML does not attribute: whether a look
  * sees none, a part or all of what the driver takes, the sum is never too small.
  */
 bool account_begin(struct account_charge *charge, int device, uint64_t size)
 {
-    struct ledger_device *entry;
-
     *charge = (struct account_charge){.device = device, .flags = BLOCK_UNSEEN};
     if (device < 0 || !size)
         return true;
-    entry = pages_ledger_device((unsigned)device);
-    atomic_add_seq_cst(&entry->taking, size);
     if (!account_claim(device, size, true)) {
-        lower(&entry->taking, size);
         account_refuse(device);
         return false;
     }
-    charge->size = size;
+    charge->size = charge->taking = size;
+    atomic_add_seq_cst(&pages_ledger_device((unsigned)device)->taking, size);
     return true;
 }
 
 void account_end(struct account_charge *charge, CUresult result)
 {
-    uint64_t size = charge->size;
-
     if (charge->device < 0)
         return;
     if (result != CUDA_SUCCESS) {
         account_cancel(charge);
-    } else {
-        account_convert(charge->device, size, true);
-        account_note_peak(charge->device);
+        return;
     }
-    lower(&pages_ledger_device((unsigned)charge->device)->taking, size);
+    account_convert(charge->device, charge->size, true);
+    account_taken(charge);
+    account_note_peak(charge->device);
 }
 
 /* ---- allocations ---- */
@@ -433,8 +433,7 @@ static void account_measure(struct account_charge *charge, enum account_kind kin
 
 CUresult account_reserve(struct account_charge *charge, enum account_kind kind, uint64_t size)
 {
-    charge->device = pages_index_current();
-    charge->size = 0;
+    *charge = (struct account_charge){.device = pages_index_current()};
     if (charge->device < 0)
         return CUDA_SUCCESS;
     account_measure(charge, kind, size);
@@ -450,6 +449,7 @@ void account_cancel(struct account_charge *charge)
     if (charge->device >= 0) {
         account_give(charge->device, charge->size, charge->flags & BLOCK_UNSEEN);
         account_landed(charge->device, charge->claimed, charge->flags & BLOCK_UNSEEN);
+        account_taken(charge);
     }
     charge->size = 0;
 }
@@ -543,9 +543,7 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
 {
     struct block *block;
 
-    charge->device = -1;
-    charge->size = 0;
-    charge->claimed = 0;
+    *charge = (struct account_charge){.device = -1};
     if (unlikely(!pages_slot()))
         return;
     account_measure(charge, kind, 0);

@@ -90,6 +90,7 @@ struct account_charge {
     uint8_t owner;
     uint64_t size;    /* bytes charged */
     uint64_t claimed; /* bytes that are under way */
+    uint64_t taking;  /* bytes that the driver is about to take by itself */
 };
 
 /* What the container holds of a GPU: what its processes are charged, and what the driver took. */

@@ -111,12 +111,12 @@ static bool begin(struct account_charge *charge, CUdevice dev)
 static CUresult made(struct account_charge *charge, CUresult result, const CUcontext *handle)
 {
     if (charge->device >= 0 && result == CUDA_SUCCESS) {
-        count(charge->device, 1);
         prim_lock(&contexts_lock);
         for (struct context *c = contexts; c < contexts + OWNER_LAST; c++) {
             if (c->n_users)
                 continue;
             c->device = charge->device;
+            c->moving = 0;
             c->n_users = 1;
             atomic_store_release(&c->handle, *handle);
             atomic_add_relaxed(&n_contexts, 1);
@@ -125,6 +125,9 @@ static CUresult made(struct account_charge *charge, CUresult result, const CUcon
         prim_unlock(&contexts_lock);
     }
     account_end(charge, result);
+    /* Only now: a look that finds it counted finds it no longer among what is being taken. */
+    if (charge->device >= 0 && result == CUDA_SUCCESS)
+        count(charge->device, 1);
     return result;
 }
 
@@ -315,6 +318,7 @@ CONTROL_EXPORT CUresult cuCtxDetach(CUcontext ctx)
     if (last) {
         gate_forget_context(ctx);
         last_leaves(c->device);
+        c->moving = account_moves_all(c->device);
     }
     result = real->cuCtxDetach(ctx);
     if (last)
@@ -364,8 +368,8 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
         atomic_add_relaxed(&primaries[device].n_retained, 1);
         atomic_store_release(&primaries[device].handle, *pctx);
         if (primary_turns(device, true)) {
-            count(device, 1);
             account_end(&charge, result);
+            count(device, 1);
             return result;
         }
     }
@@ -386,11 +390,11 @@ static uint64_t primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);
 
-    if (device < 0 || atomic_load_relaxed(&primaries[device].n_retained) > 1)
-        return 0;
-    primary_forget(device);
-    last_leaves(device);
-    return account_moves_all(device);
+    if (device >= 0 && atomic_load_relaxed(&primaries[device].n_retained) <= 1) {
+        primary_forget(device);
+        last_leaves(device);
+    }
+    return account_moves_all(device); /* of two that release at once neither may seem the last */
 }
 
 static void primary_left(CUdevice dev, uint64_t moving)
@@ -493,6 +497,7 @@ CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc de
                                          unsigned int flags)
 {
     struct account_charge charge;
+    int n_made = 0;
     CUresult result;
 
     if (!begin(&charge, dev))
@@ -505,15 +510,17 @@ CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc de
                               .value = (uint64_t)dev,
                               .owner = OWNER_NONE};
 
-        count(charge.device, 1);
+        n_made = 1;
         atomic_add_relaxed(&primaries[charge.device].n_retained, 1);
         if (primary_active(dev) && primary_turns(charge.device, true))
-            count(charge.device, 1);
+            n_made = 2;
         if (!blocks_lock(BLOCK_GREEN, block.key))
             blocks_add(&block);
         blocks_unlock(BLOCK_GREEN, block.key);
     }
     account_end(&charge, result);
+    if (n_made)
+        count(charge.device, n_made);
     return result;
 }
 
@@ -521,6 +528,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
 {
     struct block *found = blocks_lock(BLOCK_GREEN, (uintptr_t)hCtx);
     struct block green = {.device = -1};
+    uint64_t moving;
     CUcontext ctx;
     CUresult result;
 
@@ -531,6 +539,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
     blocks_unlock(BLOCK_GREEN, (uintptr_t)hCtx);
     if (found && driver->cuCtxFromGreenCtx(&ctx, hCtx) == CUDA_SUCCESS)
         gate_forget_context(ctx);
+    moving = account_moves_all(green.device);
     result = real->cuGreenCtxDestroy(hCtx);
     if (green.device < 0)
         return result;
@@ -538,6 +547,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         blocks_lock(BLOCK_GREEN, green.key);
         blocks_add(&green);
         blocks_unlock(BLOCK_GREEN, green.key);
+        account_landed(green.device, moving, false);
         return result;
     }
     count(green.device, -1);
@@ -547,6 +557,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
         green.device,
         atomic_load_relaxed(&pages_grant_device((unsigned)green.device)->context_bytes));
     primary_ends((CUdevice)green.value);
+    account_landed(green.device, moving, false);
     return result;
 }
 

@@ -119,6 +119,14 @@ static inline struct ledger_slot *pages_slot(void)
     return pages_now.slot;
 }
 
+/* The books of the process in a slot of the container's ledger. */
+static inline struct ledger_device *pages_slot_device(uint32_t slot, unsigned index)
+{
+    char *base = (char *)pages_ledger() + LEDGER_SLOTS + slot * sizeof(struct ledger_slot);
+
+    return (struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + index;
+}
+
 static inline struct ledger_device *pages_ledger_device(unsigned index)
 {
     return (struct ledger_device *)((char *)pages_now.slot + LEDGER_SLOT_DEVICES) + index;

@@ -739,7 +739,10 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     }
     if (!g->passing || learn)
         ticket->mark = queue_add(&g->queue, s, &g->estimate, ticket->era, kind, now) || learn;
-    if (!g->passing && !held && !ticket->mark && !gate_lost(now))
+    /* The lock may have been given up since: only if all still holds. */
+    if (!g->passing && !g->holding && !ticket->mark && g->active && !g->released &&
+        ticket->era == g->queue.era && g->epoch == atomic_load_acquire(&grant->epoch) &&
+        !gate_lost(now))
         pass_meter(g, s, grant, ledger, gate_deadline(g, grant, now), now);
     g->last_launch = now;
     atomic_add_relaxed(&ledger->launches, 1);

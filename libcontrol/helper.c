@@ -212,7 +212,10 @@ static void *helper_run(void *argument)
         prim_unlock(&g->lock);
         /* What pools gave back by themselves is seen here. */
         if (prim_now() >= refresh_at) {
+            uint64_t began = prim_now();
+
             account_refresh((int)device);
+            atomic_store_release(&pages_ledger_device(device)->asked_ns, began);
             refresh_at = prim_now() + HELPER_REFRESH_NS;
         }
         atomic_store_seq_cst(&g->helping, false);

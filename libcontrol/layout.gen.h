@@ -139,8 +139,7 @@ struct ledger_header {
     uint32_t reserved;
     uint64_t memory_peak[16]; /* container, relaxed: highest sum of charges, per GPU */
     uint64_t trust_ns[16]; /* container, relaxed: until then a pool may outgrow claims */
-    uint64_t distrust_ns[16]; /* container, relaxed: a pool outgrew the quota until then */
-    uint8_t pad[3688];
+    uint8_t pad[3816];
 };
 _Static_assert(offsetof(struct ledger_header, magic) == 0, "ledger_header.magic");
 _Static_assert(offsetof(struct ledger_header, version) == 8, "ledger_header.version");
@@ -149,7 +148,6 @@ _Static_assert(offsetof(struct ledger_header, n_slots) == 16, "ledger_header.n_s
 _Static_assert(offsetof(struct ledger_header, reserved) == 20, "ledger_header.reserved");
 _Static_assert(offsetof(struct ledger_header, memory_peak) == 24, "ledger_header.memory_peak");
 _Static_assert(offsetof(struct ledger_header, trust_ns) == 152, "ledger_header.trust_ns");
-_Static_assert(offsetof(struct ledger_header, distrust_ns) == 280, "ledger_header.distrust_ns");
 _Static_assert(sizeof(struct ledger_header) == 4096, "ledger_header");
 
 /* One process on one GPU. */
@@ -182,7 +180,10 @@ struct ledger_device {
     uint64_t moving; /* container, seq_cst: of memory - unseen: of calls under way */
     uint64_t pooled; /* container, seq_cst: of memory - unseen: what pools hold */
     uint64_t taking; /* container, seq_cst: of unseen: the driver is about to take */
-    uint8_t pad[48];
+    uint64_t shrunk; /* container, seq_cst: what pools were found without, ever */
+    uint64_t asked_ns; /* container, release: all pools were asked since then */
+    uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */
+    uint8_t pad[24];
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");
@@ -212,6 +213,9 @@ _Static_assert(offsetof(struct ledger_device, returned) == 176, "ledger_device.r
 _Static_assert(offsetof(struct ledger_device, moving) == 184, "ledger_device.moving");
 _Static_assert(offsetof(struct ledger_device, pooled) == 192, "ledger_device.pooled");
 _Static_assert(offsetof(struct ledger_device, taking) == 200, "ledger_device.taking");
+_Static_assert(offsetof(struct ledger_device, shrunk) == 208, "ledger_device.shrunk");
+_Static_assert(offsetof(struct ledger_device, asked_ns) == 216, "ledger_device.asked_ns");
+_Static_assert(offsetof(struct ledger_device, outgrown) == 224, "ledger_device.outgrown");
 _Static_assert(sizeof(struct ledger_device) == 256, "ledger_device");
 
 /* One process; its devices follow at LEDGER_SLOT_DEVICES. */

@@ -113,9 +113,6 @@ LEDGER_HEADER = Struct(
         Field(
             "trust_ns", "u64", N_DEVICES, "container", doc="until then a pool may outgrow claims"
         ),
-        Field(
-            "distrust_ns", "u64", N_DEVICES, "container", doc="a pool outgrew the quota until then"
-        ),
     ),
     "What the container's processes share.",
 )
@@ -152,6 +149,9 @@ LEDGER_DEVICE = Struct(
         Field("moving", "u64", 1, "container", "seq_cst", "of memory - unseen: of calls under way"),
         Field("pooled", "u64", 1, "container", "seq_cst", "of memory - unseen: what pools hold"),
         Field("taking", "u64", 1, "container", "seq_cst", "of unseen: the driver is about to take"),
+        Field("shrunk", "u64", 1, "container", "seq_cst", "what pools were found without, ever"),
+        Field("asked_ns", "u64", 1, "container", "release", "all pools were asked since then"),
+        Field("outgrown", "u64", 1, "container", "seq_cst", "pools that grew beyond the quota"),
     ),
     "One process on one GPU.",
 )

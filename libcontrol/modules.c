@@ -255,7 +255,8 @@ static bool load_end(struct load *load, CUresult result, uint64_t debt)
     now = prim_now();
     if (taken < MODULES_MUCH) {
         account_driver_takes(load->device, taken);
-        return true;
+        /* Many little ones add up. */
+        return !account_over(load->device, MODULES_DEBT);
     }
     account_driver_takes(load->device, 0);
     if (account_await_look(load->device, now, MODULES_WAIT_NS))

@@ -89,8 +89,9 @@ static void pass_begin(struct pass *p, const struct gate *g, CUstream stream,
     p->ledger = ledger;
     atomic_store_relaxed(&p->stream, stream);
     atomic_store_relaxed(&p->grant, grant);
-    atomic_store_relaxed(&p->deadline_ns, deadline);
     atomic_store_relaxed(&p->epoch, g->epoch);
+    /* Who read the limit of the pass before finds all of this one, or none of it. */
+    atomic_store_release(&p->deadline_ns, deadline);
     atomic_store_release(&p->limit, limit ? limit : 1);
 }
 
@@ -142,7 +143,7 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
     uint64_t budget;
 
     if (deadline == GRANT_OPEN || deadline <= now + queued || inflight <= queued ||
-        marker <= s->pending_ns || !pass_fits(s->stream))
+        marker <= s->pending_ns)
         return;
     budget = deadline - now - queued;
     if (budget > inflight - queued)
@@ -152,7 +153,7 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
     if (budget < PASS_LEAST_NS)
         return;
     prim_lock(&passes_lock);
-    if (!p->meter) {
+    if (!p->meter && pass_fits(s->stream)) {
         pass_end(p);
         p->meter = g;
         atomic_store_relaxed(&p->estimate, &g->estimate);

@@ -68,7 +68,7 @@ static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks)
         return false;
     grant = atomic_load_relaxed(&p->grant);
     deadline = atomic_load_relaxed(&grant->deadline_ns);
-    if (unlikely(deadline != atomic_load_relaxed(&p->deadline_ns)) ||
+    if (unlikely(deadline != atomic_load_acquire(&p->deadline_ns)) ||
         unlikely(atomic_load_relaxed(&grant->epoch) != atomic_load_relaxed(&p->epoch)))
         return false;
     if (unlikely(deadline != GRANT_OPEN))

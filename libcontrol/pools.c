@@ -22,7 +22,6 @@
 #define POOLS_WAIT_NS     (10 * NS_PER_US)
 #define POOLS_N_WAITS     200
 #define POOLS_DISTRUST_NS (100 * NS_PER_MS)
-#define POOLS_OUTGREW_NS  (NS_PER_S)        /* what it grew by has gone back until then */
 #define POOLS_TRUST_NS    (100 * NS_PER_MS) /* who has it and is killed has it for so long */
 
 enum pool_state {
@@ -40,6 +39,7 @@ struct pool {
     uint32_t state;
     uint32_t n_askers; /* threads that ask it without the application's leave */
     uint64_t trust_at; /* not before: it grew when it was trusted last */
+    uint64_t level;    /* it outgrew the quota until it holds less than that; 0: it did not */
     struct held held;
 };
 
@@ -106,6 +106,17 @@ static bool pool_ask(const void *whom, uint64_t *bytes)
                                          bytes) == CUDA_SUCCESS;
 }
 
+/* A pool that had outgrown the quota is at its level again, or ends. */
+static void pool_back(struct pool *pool, uint64_t held)
+{
+    uint64_t level = atomic_load_relaxed(&pool->level);
+
+    if (level && held < level &&
+        __atomic_compare_exchange_n(&pool->level, &level, 0, false, __ATOMIC_SEQ_CST,
+                                    __ATOMIC_RELAXED))
+        atomic_sub_seq_cst(&pages_ledger_device((unsigned)pool->device)->outgrown, 1);
+}
+
 static void pool_settle(struct pool *pool, uint64_t claimed)
 {
     CUstreamCaptureMode mode;
@@ -113,6 +124,8 @@ static void pool_settle(struct pool *pool, uint64_t claimed)
     account_relax(&mode);
     held_settle(&pool->held, pool->device, pool->unseen, claimed, pool_ask, pool);
     account_unrelax(&mode);
+    if (unlikely(atomic_load_relaxed(&pool->level)))
+        pool_back(pool, held_bytes(&pool->held));
 }
 
 /* ---- which pools there are ---- */
@@ -296,12 +309,26 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
     return live > held ? account_round(live - held, POOLS_UNIT) : 0;
 }
 
-/* Whether a pool grew beyond the quota lately. A time that is further away is none of ours. */
-static bool pool_outgrew(int device, uint64_t now)
+/* Whether a pool of the container has grown beyond the quota, and not shrunk since. */
+static bool pool_outgrew(int device)
 {
-    uint64_t until = atomic_load_acquire(&pages_ledger()->distrust_ns[device]);
+    struct ledger_header *ledger = pages_ledger();
+    uint32_t n_slots = atomic_load_relaxed(&ledger->n_slots);
 
-    return until > now && until <= now + POOLS_OUTGREW_NS;
+    for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++)
+        if (atomic_load_seq_cst(&pages_slot_device(i, (unsigned)device)->outgrown))
+            return true;
+    return false;
+}
+
+/* Until it has shrunk nobody of the container is trusted beyond the quota. */
+static void pool_outgrows(struct pool *pool)
+{
+    uint64_t level = 0;
+
+    if (__atomic_compare_exchange_n(&pool->level, &level, held_bytes(&pool->held), false,
+                                    __ATOMIC_SEQ_CST, __ATOMIC_RELAXED))
+        atomic_add_seq_cst(&pages_ledger_device((unsigned)pool->device)->outgrown, 1);
 }
 
 /* What it grew by is charged by now: nobody is trusted while the container is over its quota. */
@@ -332,7 +359,7 @@ static uint64_t pool_trust(struct pool *pool)
                                         __ATOMIC_RELAXED)) {
             /* Only now: whoever had it before may have made a pool grow. */
             if (account_used(pool->device) <= account_limit(pool->device) ||
-                !pool_outgrew(pool->device, now))
+                !pool_outgrew(pool->device))
                 return now + POOLS_TRUST_NS;
             pool_trust_end(pool, now + POOLS_TRUST_NS);
             return 0;
@@ -417,8 +444,7 @@ static CUresult pool_leave(struct pool_ticket *ticket, CUresult result, CUdevice
     over = result == CUDA_SUCCESS && held_bytes(&ticket->pool->held) > ticket->held &&
            account_over(ticket->pool->device, 0);
     if (over)
-        atomic_store_release(&pages_ledger()->distrust_ns[ticket->pool->device],
-                             prim_now() + POOLS_OUTGREW_NS);
+        pool_outgrows(ticket->pool);
     pool_trust_end(ticket->pool, ticket->trusted);
     if (over)
         return pool_revoke(ticket->pool, dptr, stream);
@@ -504,6 +530,7 @@ static void pool_hand_over(struct pool *pool)
 {
     uint64_t bytes = held_clear(&pool->held);
 
+    pool_back(pool, 0);
     if (bytes && pool->unseen)
         account_give(pool->device, bytes, true);
     else if (bytes)

@@ -107,8 +107,8 @@ def _int(value: int) -> ctypes.c_long:
 def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
     """Open by a walk that `resolve` confines; close-on-exec.
 
-    While anybody on the node renames a directory or mounts, the kernel cannot tell whether a ".." of
-    the walk stayed inside, and answers EAGAIN: openat2(2). Then it is asked again, for a second.
+    While anybody on the node renames a directory or mounts, the kernel cannot tell whether a ".."
+    of the walk stayed inside, and answers EAGAIN: openat2(2). Then it is asked again, for a second.
     """
     how = open_how(flags | os.O_CLOEXEC, mode, resolve)
     for attempt in range(TRIES):

@@ -77,6 +77,19 @@ for line in sys.stdin:
 """
 
 
+LAUNCH = """
+import time
+mod, f = ctypes.c_void_p(), ctypes.c_void_p()
+driver.call('cuModuleLoadData', ctypes.byref(mod), b'')
+driver.call('cuModuleGetFunction', ctypes.byref(f), mod, b'burn')
+def launch(ns, stream=0):
+    value = ctypes.c_uint64(ns)
+    address = ctypes.cast(ctypes.pointer(value), ctypes.c_void_p)
+    driver.call('cuLaunchKernel', f, 1, 1, 1, 1, 1, 1, 0, stream, (ctypes.c_void_p * 1)(address), None)
+"""
+"""A program that defines launch(ns, stream), a kernel that works for so long."""
+
+
 class Agent:
     """A process of the container; `run` evaluates Python in it, with `driver` in scope."""
 

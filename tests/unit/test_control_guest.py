@@ -16,22 +16,11 @@ import pytest
 from libcontrol import pages
 from simgpu.testing import CudaError
 from tests.conftest import ROOT
-from tests.unit.memory_node import GIB, MIB, Agent, Node, need_namespaces
+from tests.unit.memory_node import GIB, LAUNCH, MIB, Agent, Node, need_namespaces
 
 SECOND = 1_000_000_000
 LIMIT = 4 * GIB
 STREAM = 576 << 10  # what a stream is taken to take of a GPU
-
-LAUNCH = """
-import time
-mod, f = ctypes.c_void_p(), ctypes.c_void_p()
-driver.call('cuModuleLoadData', ctypes.byref(mod), b'')
-driver.call('cuModuleGetFunction', ctypes.byref(f), mod, b'burn')
-def launch(ns, stream=0):
-    value = ctypes.c_uint64(ns)
-    address = ctypes.cast(ctypes.pointer(value), ctypes.c_void_p)
-    driver.call('cuLaunchKernel', f, 1, 1, 1, 1, 1, 1, 0, stream, (ctypes.c_void_p * 1)(address), None)
-"""
 
 
 @pytest.fixture

@@ -334,7 +334,7 @@ class Container:
             if look is not None:
                 seen = look.seen.get(process.pid, 0)
                 books = before.get(process, Charge()), charge
-                use.debt.look(look.began_ns, seen, *books, self._context_bytes, now_ns)
+                use.debt.look(look.began_ns, seen, *books, self._context_bytes, ended_ns=now_ns)
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)

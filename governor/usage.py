@@ -49,9 +49,13 @@ class Charge:
     pooled: int = 0
     taking: int = 0
     shrunk: int = 0
+    told: int = 0
+    """What the process said that the driver took by itself, less what it gave back, ever."""
     asked_ns: int = 0
     returned_before: int = 0
     """`returned`, read before the rest; `returned` itself is read after it."""
+    shrunk_before: int = 0
+    """The same of `shrunk`."""
 
     @property
     def attributed(self) -> int:
@@ -70,16 +74,16 @@ class Charge:
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
     """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
     base = layout.ledger_device(slot, device)
-    asked_ns, returned_before, moving_before = (
+    asked_ns, returned_before, shrunk_before, moving_before, pooled_before = (
         pages.read(ledger, base, "ledger_device", name)
-        for name in ("asked_ns", "returned", "moving")
+        for name in ("asked_ns", "returned", "shrunk", "moving", "pooled")
     )
     # In an order in which Debt.look() needs them: what ends while they are read is in one at least.
     read = {
         name: pages.read(ledger, base, "ledger_device", name)
         for name in (
             "memory", "unseen", "moving", "pooled", "provisional", "provisional_ns", "taking",
-            "busy_ns", "contexts", "shrunk",
+            "busy_ns", "contexts", "took", "gave",
         )
     }  # fmt: skip
     memory = min(read["memory"], whole)
@@ -93,11 +97,13 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
         pages.read(ledger, base, "ledger_device", "returned"),
         min(read["contexts"], MOST_CONTEXTS),
         min(moving_before + read["moving"], memory),
-        min(read["pooled"], memory - unseen),
+        min(max(pooled_before, read["pooled"]), memory),
         min(read["taking"], unseen),
-        read["shrunk"],
+        pages.read(ledger, base, "ledger_device", "shrunk"),
+        read["took"] - read["gave"],
         asked_ns,
         returned_before,
+        shrunk_before,
     )
 
 
@@ -123,7 +129,8 @@ class Debt:
         """The same as the last look during which books stood still has it: perhaps too little."""
         self._last_ns = 0
         self._new_until_ns = 0
-        self._taken = 0  # what the process said that the driver took, ever
+        self._told = 0
+        self._ahead = 0  # what the last look saw and nobody had told
         self._waiting: deque[tuple[int, int]] = deque()  # looks whose pools were not asked since
         self._most: int | None = None  # of the last one whose were, less what was added until then
 
@@ -134,6 +141,7 @@ class Debt:
         before: Charge,
         after: Charge,
         context_bytes: int = 0,
+        *,
         ended_ns: int | None = None,
     ) -> int:
         """Return the debt after a look from `began_ns` to `ended_ns`, bytes.
@@ -146,7 +154,6 @@ class Debt:
         self._last_ns = began_ns
         if changed:
             self._new_until_ns = after.provisional_ns + NEW_NS
-            self._taken += after.provisional
         returned = max(0, after.returned - before.returned_before)
         charged = max(
             0,
@@ -163,16 +170,24 @@ class Debt:
         if before.pooled:
             ended = began_ns if ended_ns is None else ended_ns
             most = min(most, self._bound(ended, max(0, seen - charged), before, after))
-        debt = self.bytes + (after.provisional if changed else 0)
+        debt = self.bytes + self._news(before.told)
         if _is_still(before, after) and not late:
             self.last = max(0, seen - after.attributed)
         self.bytes = max(least, min(debt, most))
+        self._ahead = self.bytes - debt
         expected = before.contexts * context_bytes
         # Half a context less is a context that is missing, and no better knowledge of its size.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
         self.last = min(self.last, self.bytes)
         return self.bytes
+
+    def _news(self, told: int) -> int:
+        """Return what was told since the last look, less what that look saw before it was told."""
+        news, self._told = told - self._told, told
+        if self._ahead > 0:
+            return news - min(max(0, news), self._ahead)
+        return news - max(min(0, news), self._ahead)
 
     def _bound(self, ended_ns: int, most: int, before: Charge, after: Charge) -> int:
         """Return the most by the last look after which the pools were asked.
@@ -182,12 +197,12 @@ class Debt:
         """
         while self._waiting and self._waiting[0][0] <= after.asked_ns:
             self._most = self._waiting.popleft()[1]
-        self._waiting.append((ended_ns, most - self._taken - before.shrunk))
+        self._waiting.append((ended_ns, most - before.told - before.shrunk_before))
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popleft()
         if self._most is None:
             return 2**64
-        return max(0, self._most + self._taken + after.shrunk)
+        return max(0, self._most + before.told + after.shrunk)
 
 
 def _is_still(before: Charge, after: Charge) -> bool:

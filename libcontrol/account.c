@@ -182,10 +182,16 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
         return;
     if (more)
         atomic_add_seq_cst(&entry->pooled, more);
-    if (less) {
-        atomic_add_seq_cst(&entry->shrunk, less);
+    if (less)
         lower(&entry->pooled, less);
-    }
+}
+
+/* So much the driver may have taken off pools since they were asked before. When it is charged no
+ * more: who reads this before the charge never misses it in both. */
+void account_shrunk(int device, uint64_t size, bool unseen)
+{
+    if (!unseen && size)
+        atomic_add_seq_cst(&pages_ledger_device((unsigned)device)->shrunk, size);
 }
 
 /* What is claimed so is of a call under way, until account_landed(). */
@@ -324,6 +330,8 @@ static void provisional_move(int device, uint64_t more, uint64_t less)
         atomic_add_seq_cst(&entry->provisional, more);
         lower(&entry->provisional, less);
     }
+    atomic_add_seq_cst(&entry->took, more);
+    atomic_add_seq_cst(&entry->gave, less);
     atomic_store_seq_cst(&entry->provisional_ns, prim_now());
     prim_unlock(&provisional_locks[device]);
 }
@@ -342,6 +350,7 @@ void account_convert(int device, uint64_t size, bool unseen)
         atomic_store_seq_cst(&entry->provisional, size);
     else
         atomic_add_seq_cst(&entry->provisional, size);
+    atomic_add_seq_cst(&entry->took, size);
     atomic_store_seq_cst(&entry->provisional_ns, prim_now());
     account_give(device, size, unseen);
     atomic_store_seq_cst(&entry->provisional_ns, prim_now());

@@ -33,6 +33,7 @@ enum block_kind {
     BLOCK_LINGERING, /* by that number: an allocation that only descriptors keep alive */
     BLOCK_LIBRARY,   /* `value`: the contexts that it was loaded into, a bit each */
     BLOCK_KERNEL,    /* of a library that is in no context yet; `value`: the library */
+    BLOCK_LOADED,    /* by module or library; `value`: what it took when it was loaded */
     BLOCK_GREEN,     /* a green context; `value`: its GPU, as the driver counts */
     BLOCK_HIDDEN,    /* by module or library: what it has that NVML attributes to nobody */
     BLOCK_EXEC,      /* an executable graph; `size`: what its nodes allocate, `value`: reserved */
@@ -107,6 +108,7 @@ void account_moves(int device, uint64_t size, bool unseen);
 void account_landed(int device, uint64_t size, bool unseen);
 uint64_t account_moves_all(int device);
 void account_pools(int device, uint64_t more, uint64_t less, bool unseen);
+void account_shrunk(int device, uint64_t size, bool unseen);
 void account_note_peak(int device);
 bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);

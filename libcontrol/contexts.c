@@ -20,12 +20,6 @@ static uint32_t n_contexts;
 static struct prim_lock contexts_lock;
 
 static struct {
-    uint32_t n, most;
-    uint64_t fell_ns; /* when there were fewer than `most` last */
-} streams[LAYOUT_N_DEVICES];
-static struct prim_lock streams_lock;
-
-static struct {
     CUcontext handle;
     uint32_t alive;
     uint32_t n_retained; /* by this process */
@@ -87,10 +81,8 @@ void contexts_after_fork(void)
 {
     memset(contexts, 0, sizeof contexts);
     memset(primaries, 0, sizeof primaries);
-    memset(streams, 0, sizeof streams);
     n_contexts = 0;
     contexts_lock.word = 0;
-    streams_lock.word = 0;
 }
 
 static void count(int device, int change)
@@ -592,42 +584,20 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 
 /*
  * 64 streams took 35.7 MB of an H200. What one took the driver keeps for the next, at least for a
- * while, so only more streams than there were since the governor's last look take more.
+ * while: a look says so. Told when they go, streams that come and go do not add up.
  */
 #define CONTEXTS_STREAM (576ull << 10)
 
 static CUresult stream_made(CUresult result)
 {
-    int device = pages_index_current();
-    bool more;
-
-    if (result != CUDA_SUCCESS || device < 0)
-        return result;
-    prim_lock(&streams_lock);
-    if (atomic_load_acquire(&pages_grant_device((unsigned)device)->reconciled_ns) >
-        streams[device].fell_ns)
-        streams[device].most = streams[device].n;
-    more = ++streams[device].n > streams[device].most;
-    if (more)
-        streams[device].most = streams[device].n;
-    prim_unlock(&streams_lock);
-    if (more)
-        account_driver_takes(device, CONTEXTS_STREAM);
+    if (result == CUDA_SUCCESS)
+        account_driver_takes(pages_index_current(), CONTEXTS_STREAM);
     return result;
 }
 
 void contexts_stream_gone(void)
 {
-    int device = pages_index_current();
-
-    if (device < 0)
-        return;
-    prim_lock(&streams_lock);
-    if (streams[device].n) {
-        streams[device].n--;
-        streams[device].fell_ns = prim_now();
-    }
-    prim_unlock(&streams_lock);
+    account_driver_gives(pages_index_current(), CONTEXTS_STREAM);
 }
 
 CONTROL_EXPORT CUresult cuStreamCreate(CUstream *phStream, unsigned int Flags)

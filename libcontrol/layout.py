@@ -152,6 +152,8 @@ LEDGER_DEVICE = Struct(
         Field("shrunk", "u64", 1, "container", "seq_cst", "what pools were found without, ever"),
         Field("asked_ns", "u64", 1, "container", "release", "all pools were asked since then"),
         Field("outgrown", "u64", 1, "container", "seq_cst", "pools that grew beyond the quota"),
+        Field("took", "u64", 1, "container", "seq_cst", "of the driver by itself, ever, as told"),
+        Field("gave", "u64", 1, "container", "seq_cst", "what it gave back of that, ever"),
     ),
     "One process on one GPU.",
 )

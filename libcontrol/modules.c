@@ -37,6 +37,7 @@ struct load {
     uint64_t overhead; /* what the governor had found */
     uint64_t nobodys;  /* of the GPU: see grant_device.unattributed */
     uint64_t hidden;   /* what it charged at last */
+    uint64_t taken;    /* what it took besides */
 };
 
 void modules_after_fork(void)
@@ -86,9 +87,9 @@ static void look_now(int device, size_t *free_bytes, uint64_t *charged)
 static void load_begin(struct load *load)
 {
     load->device = pages_index_current();
+    load->hidden = load->taken = 0;
     if (load->device < 0)
         return;
-    load->hidden = 0;
     load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
     load->nobodys = atomic_load_relaxed(&grant_of(load)->unattributed);
     look_now(load->device, &load->before, &load->charged);
@@ -251,11 +252,14 @@ static bool load_end(struct load *load, CUresult result, uint64_t debt)
 
     if (load->device < 0 || result != CUDA_SUCCESS)
         return true;
-    taken = load_taken(load, true);
+    load->taken = taken = load_taken(load, true);
     now = prim_now();
     if (taken < MODULES_MUCH) {
         account_driver_takes(load->device, taken);
-        /* Many little ones add up. */
+        /* Many little ones add up; what others gave back may not be known yet. */
+        if (likely(!account_over(load->device, MODULES_DEBT)))
+            return true;
+        account_await_look(load->device, now, MODULES_WAIT_NS);
         return !account_over(load->device, MODULES_DEBT);
     }
     account_driver_takes(load->device, 0);
@@ -263,12 +267,44 @@ static bool load_end(struct load *load, CUresult result, uint64_t debt)
         load_reveal(load, taken, now);
     else
         account_driver_takes(load->device, load_taken_for_long(load, taken, false));
+    load->taken -= load->hidden < load->taken ? load->hidden : load->taken;
     return !account_over(load->device, load->hidden ? 0 : debt);
+}
+
+/* What a load took is given back when it ends, or modules that come and go would add up. */
+static void loaded_note(const struct load *load, uint64_t handle)
+{
+    struct block block = {.key = handle,
+                          .value = load->taken,
+                          .kind = BLOCK_LOADED,
+                          .device = -1,
+                          .owner = OWNER_NONE};
+    struct block *known;
+
+    if (load->device < 0 || !load->taken)
+        return;
+    known = blocks_lock(BLOCK_LOADED, handle);
+    if (known)
+        known->value += block.value;
+    else
+        blocks_add(&block);
+    blocks_unlock(BLOCK_LOADED, handle);
+}
+
+static uint64_t loaded_forget(uint64_t handle)
+{
+    struct block *known = blocks_lock(BLOCK_LOADED, handle);
+    uint64_t taken = known ? known->value : 0;
+
+    if (known)
+        blocks_remove(known);
+    blocks_unlock(BLOCK_LOADED, handle);
+    return taken;
 }
 
 /*
  * What is unloaded is given back, or kept by the driver for the next. The governor's next look
- * tells; while there is none to look, nothing would ever lower what loads have added up to.
+ * tells; while there is none to look, nothing else would ever lower what loads have added up to.
  */
 static void unload_begin(struct load *load)
 {
@@ -276,28 +312,37 @@ static void unload_begin(struct load *load)
     load->before = load->device >= 0 && account_alone() ? free_now() : 0;
 }
 
-static void unload_end(struct load *load, CUresult result)
+static void unload_end(struct load *load, uint64_t handle, CUresult result)
 {
+    uint64_t given;
     size_t after;
 
-    if (load->device < 0 || result != CUDA_SUCCESS)
+    if (result != CUDA_SUCCESS)
         return;
-    after = load->before ? free_now() : 0;
-    account_driver_gives(load->device, after > load->before ? after - load->before : 0);
+    given = loaded_forget(handle);
+    if (load->device < 0)
+        return;
+    if (load->before) {
+        after = free_now();
+        given = after > load->before ? after - load->before : 0;
+    }
+    account_driver_gives(load->device, given);
 }
 
 static CUresult module_loaded(struct load *load, CUresult result, CUmodule *module)
 {
     bool fits = load_end(load, result, 0);
 
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         hidden_note(load, (uintptr_t)*module);
+        loaded_note(load, (uintptr_t)*module);
+    }
     if (likely(fits))
         return result;
     real->cuModuleUnload(*module);
     hidden_ends((uintptr_t)*module);
+    account_driver_gives(load->device, loaded_forget((uintptr_t)*module));
     *module = NULL;
-    account_driver_gives(load->device, 0);
     return account_refuse(load->device);
 }
 
@@ -345,7 +390,7 @@ CONTROL_EXPORT CUresult cuModuleUnload(CUmodule hmod)
     result = real->cuModuleUnload(hmod);
     if (result == CUDA_SUCCESS)
         hidden_ends((uintptr_t)hmod);
-    unload_end(&load, result);
+    unload_end(&load, (uintptr_t)hmod, result);
     return result;
 }
 
@@ -481,8 +526,10 @@ static CUresult library_entered(struct load *load, CUlibrary library, uint64_t b
     bool refused = block && block->count;
 
     blocks_unlock(BLOCK_LIBRARY, (uintptr_t)library);
-    if (loaded)
+    if (loaded) {
         hidden_note(load, (uintptr_t)library);
+        loaded_note(load, (uintptr_t)library);
+    }
     if (fits && refused && loaded)
         fits = load->device < 0 || !account_over(load->device, 0);
     if (likely(fits && loaded && !refused)) {
@@ -509,6 +556,7 @@ static CUresult library_loaded(struct load *load, CUresult result, CUlibrary *li
     if (result == CUDA_SUCCESS && pages_slot()) {
         library_note(*library);
         hidden_note(load, (uintptr_t)*library);
+        loaded_note(load, (uintptr_t)*library);
     }
     if (likely(fits))
         return result;
@@ -576,7 +624,7 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
             atomic_add_relaxed(&n_waiting, 1);
         blocks_unlock(BLOCK_LIBRARY, gone.key);
     }
-    unload_end(&load, result);
+    unload_end(&load, (uintptr_t)library, result);
     /* It was perhaps loaded on other GPUs, too. */
     if (known && result == CUDA_SUCCESS)
         for (int device = 0; device < (int)pages_n_devices(); device++)

@@ -75,13 +75,17 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
         uint64_t grown = (now - before) * HELD_UNIT;
 
         account_pools(device, grown, 0, unseen);
-        if (grown > claimed)
+        if (grown > claimed) {
             account_add(device, grown - claimed, unseen);
-        else
+        } else {
             account_give(device, claimed - grown, unseen);
+            /* It may have shrunk before it grew. */
+            account_shrunk(device, claimed - grown, unseen);
+        }
         account_note_peak(device);
     } else {
         account_give(device, claimed + (before - now) * HELD_UNIT, unseen);
+        account_shrunk(device, claimed + (before - now) * HELD_UNIT, unseen);
         account_pools(device, 0, (before - now) * HELD_UNIT, unseen);
     }
     account_landed(device, claimed, unseen);

@@ -271,49 +271,101 @@ def test_a_charge_for_what_is_not_made_yet_hides_no_debt() -> None:
     assert debt.look(6 * SECOND, 700, made, made) == 500
 
 
+def test_a_block_that_is_freed_and_not_given_back_yet_hides_no_debt() -> None:
+    debt = Debt()
+    still = Charge(memory=500)
+    assert debt.look(1, 1000, still, still) == 500
+    assert debt.look(2, 500, still, replace(still, moving=500)) == 500
+
+
 def test_calls_under_way_in_a_new_process_hide_nothing_of_its_context() -> None:
     debt = Debt()
-    new = Charge(memory=300, moving=300, provisional=500, provisional_ns=1, contexts=1)
+    new = Charge(memory=300, moving=300, told=500, provisional=500, provisional_ns=1, contexts=1)
     assert debt.look(2, 500, new, new, 500) == 500
     assert debt.look(SECOND, 500, new, new, 500) == 500
 
 
 def test_what_a_pool_gave_back_unnoticed_hides_no_debt() -> None:
     debt = Debt()
-    holds = Charge(memory=300, pooled=300, provisional=500, provisional_ns=1)
+    holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.look(2, 800, holds, holds) == 500
     assert debt.look(SECOND // 4, 600, holds, holds) == 500  # the driver trimmed it
-    found = replace(holds, memory=100, pooled=100, returned=200, returned_before=200, shrunk=200)
+    found = replace(
+        holds,
+        memory=100,
+        pooled=100,
+        returned=200,
+        returned_before=200,
+        shrunk=200,
+        shrunk_before=200,
+    )
     assert debt.look(SECOND // 2, 600, found, found) == 500
+
+
+def test_what_a_pool_is_found_without_during_a_look_was_missing_in_the_one_before() -> None:
+    debt = Debt()
+    holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
+    assert debt.look(2, 800, holds, holds, ended_ns=3) == 500
+    assert debt.look(10, 600, holds, holds, ended_ns=20) == 500  # the driver has trimmed it
+    found = replace(holds, memory=100, pooled=100, returned=200, shrunk=200, asked_ns=25)
+    assert debt.look(30, 600, holds, found, ended_ns=40) == 500
+
+
+def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> None:
+    """A pool is found without 200 between two numbers."""
+    guest = Guest()
+    for name in ("memory", "pooled"):
+        guest.write(name, 300)
+    original = pages.read
+
+    def read(page: mmap.mmap, base: int, struct: str, name: str, index: int = 0) -> int:
+        value = original(page, base, struct, name, index)
+        if name == "memory":
+            with patch.object(pages, "read", original):
+                for other, sign in (("returned", 1), ("memory", -1), ("shrunk", 1), ("pooled", -1)):
+                    guest.add(other, sign * 200)()
+        return value
+
+    with patch.object(pages, "read", read):
+        charge = read_charge(guest.ledger, 0, 0, 2**40)
+    assert (charge.memory, charge.pooled) == (300, 300)
+    assert (charge.returned_before, charge.returned) == (0, 200)
+    assert (charge.shrunk_before, charge.shrunk) == (0, 200)
 
 
 def test_what_the_driver_gave_back_is_seen_beside_pools_once_they_were_asked() -> None:
     debt = Debt()
-    holds = Charge(memory=300, pooled=300, provisional=500, provisional_ns=1)
+    holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.look(2, 800, holds, holds) == 500
     assert debt.look(SECOND // 4, 700, holds, holds) == 500  # or a pool was trimmed
     asked = replace(holds, asked_ns=SECOND // 3)
     assert debt.look(SECOND // 2, 700, asked, asked) == 400
 
 
-def test_announcements_without_end_add_nothing_up_beside_pools() -> None:
-    """Modules of 30 come and go; their unloading is announced without a size."""
+def test_modules_that_come_and_go_add_nothing_up_beside_pools() -> None:
+    """They are told when they come and when they go; the driver keeps nothing of them."""
     debt = Debt()
-    now = 0
-    for _ in range(200):
-        now += SECOND // 50
-        holds = Charge(
-            memory=300,
-            pooled=300,
-            provisional=30,
-            provisional_ns=now - 1,
-            asked_ns=now - SECOND // 10,
-        )
-        told = debt.look(now, 800, holds, holds)
-        # What was announced since the pools were asked.
-        assert 500 <= told <= 500 + 7 * 30
-    quiet = replace(holds, asked_ns=now + SECOND // 2)
-    assert debt.look(now + SECOND, 800, quiet, quiet) == 500
+    holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
+    assert debt.look(2, 800, holds, holds) == 500
+    for i in range(1, 200):
+        loaded = replace(holds, told=530, provisional=30, provisional_ns=i * SECOND // 50)
+        assert debt.look(i * SECOND // 50 + 1, 830, loaded, loaded) == 530
+        gone = replace(holds, provisional=0, provisional_ns=i * SECOND // 50 + 2)
+        assert debt.look(i * SECOND // 50 + 3, 800, gone, gone) == 500
+
+
+def test_what_a_look_sees_before_it_is_told_counts_once() -> None:
+    debt = Debt()
+    holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
+    assert debt.look(2, 800, holds, holds) == 500
+    assert debt.look(3, 840, holds, holds) == 540  # it was just taken
+    told = replace(holds, told=540, provisional=40, provisional_ns=4)
+    assert debt.look(5, 840, told, told) == 540
+    assert debt.look(6, 840, told, told) == 540
+    alone = replace(told, pooled=0)
+    assert debt.look(7, 800, alone, alone) == 500  # it was just given back
+    gave = replace(alone, told=500, provisional=0, provisional_ns=8)
+    assert debt.look(9, 800, replace(gave, moving=99), gave) == 500
 
 
 def test_what_the_driver_gave_back_is_no_debt_from_the_next_look_on() -> None:
@@ -345,8 +397,8 @@ def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
     making = Charge(memory=500, unseen=500, taking=500)
     for seen in (0, 300, 500):
         assert making.used(debt.look(SECOND, seen, making, making, 500), SECOND) == 500
-    made = Charge(provisional=500, provisional_ns=SECOND + 5, contexts=1)
-    assert made.used(debt.look(SECOND, 500, making, made, 500), SECOND) == 500
+    made = Charge(told=500, provisional=500, provisional_ns=SECOND + 5, contexts=1)
+    assert made.used(debt.look(SECOND, 500, making, made, 500), SECOND) == 500  # made meanwhile
     # The next look comes while the process fills its memory.
     made = replace(made, memory=300)
     more = replace(made, memory=400)
@@ -356,8 +408,8 @@ def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
 
 def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
     debt = Debt()
-    before = Charge(memory=300, provisional=500, provisional_ns=5)
-    after = Charge(memory=0, returned=300, provisional=500, provisional_ns=5)
+    before = Charge(memory=300, told=500, provisional=500, provisional_ns=5)
+    after = replace(before, memory=0, returned=300)
     assert debt.look(10, 600, before, after) == 500
     assert debt.look(20, 600, before, after) == 500  # not a second time
 
@@ -374,6 +426,8 @@ class Guest:
         self.live: list[int] = []
         self.pool = 0  # what the pool really holds
         self.clock = 1
+        self.asking: list[Callable[[], None]] = []  # one at a time changes what is charged for it
+        self.write("took", self.OVERHEAD)
         self.write("provisional", self.OVERHEAD)
         self.write("provisional_ns", 1)
 
@@ -414,23 +468,35 @@ class Guest:
     def grow(self, size: int) -> list[Callable[[], None]]:
         return [
             self.add("moving", size), self.add("memory", size), self.pool_change(size),
-            self.add("pooled", size), self.add("moving", -size),
+            *self.settle(size), self.add("moving", -size),
         ]  # fmt: skip
 
-    def settle(self) -> list[Callable[[], None]]:
-        """Ask the pool, and say since when it is asked."""
-        self.clock += 1
-        began = self.clock
-        asked: list[int] = []
+    def settle(self, claimed: int = 0) -> list[Callable[[], None]]:
+        """Ask the pool and charge what it holds, in the order of held_settle()."""
+        found: list[int] = []
 
-        def change(name: str, sign: int) -> Callable[[], None]:
-            return lambda: self.write(name, self.read(name) + sign * asked[0])
+        def ask() -> None:
+            found.append(self.pool - self.read("pooled"))
+
+        def pool(sign: int) -> Callable[[], None]:
+            def act() -> None:
+                if found[0] * sign > 0:
+                    self.write("pooled", self.read("pooled") + found[0])
+
+            return act
+
+        def less(name: str, sign: int) -> Callable[[], None]:
+            return lambda: self.write(name, self.read(name) + sign * (claimed - found[0]))
 
         return [
-            lambda: asked.append(self.read("pooled") - self.pool),
-            change("returned", 1), change("memory", -1), change("shrunk", 1), change("pooled", -1),
-            lambda: self.write("asked_ns", began),
+            ask, pool(1), less("returned", 1), less("memory", -1), less("shrunk", 1), pool(-1),
         ]  # fmt: skip
+
+    def refresh(self) -> list[Callable[[], None]]:
+        """Do what the helper does ten times a second."""
+        self.clock += 1
+        began = self.clock
+        return [*self.settle(), lambda: self.write("asked_ns", began)]
 
     def step(self, draw: int) -> None:
         """Begin a call, or take one under way a step further."""
@@ -439,12 +505,14 @@ class Guest:
             self.steps.append(self.take(size))
         elif kind == 1 and self.live:
             self.steps.append(self.give(self.live.pop(size % len(self.live))))
-        elif kind == 2 and not self.read("pooled"):
-            self.steps.append(self.grow(size))
+        elif kind == 2 and self.pool < 60 and not any(self.asking):
+            self.asking = self.grow(size)
+            self.steps.append(self.asking)
         elif kind == 3:
             self.pool_change(-(self.pool // 2))()  # the driver trims it, and tells nobody
-        elif kind == 4 and not any(self.steps):
-            self.steps.append(self.settle())
+        elif kind == 4 and not any(self.asking):
+            self.asking = self.refresh()
+            self.steps.append(self.asking)
         elif any(self.steps):
             under_way = [steps for steps in self.steps if steps]
             under_way[size % len(under_way)].pop(0)()

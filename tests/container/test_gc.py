@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -327,9 +328,14 @@ def pinned(driver: Driver, pin: Path) -> Iterator[None]:
         command = ["unshare", f"--mount={pin}/ns", "--propagation", "private"]
         bind = ["mount", "--bind", driver.old / "lib64", driver.target]
         # A namespace can be pinned in an older one only. The kernel tells by their numbers, which
-        # each processor takes from a batch of its own, so that a new one may count as older.
+        # each processor takes from a batch of its own, so that a new one may count as older: then
+        # another processor's is tried.
+        processors = itertools.cycle(sorted(os.sched_getaffinity(0)))
         for _ in range(100):
-            done = subprocess.run([*command, *bind], check=False, capture_output=True, text=True)
+            on = ["taskset", "-c", str(next(processors))]
+            done = subprocess.run(
+                [*on, *command, *bind], check=False, capture_output=True, text=True
+            )
             if "Invalid argument" not in done.stderr:
                 break
         assert done.returncode == 0, done.stderr

@@ -2,14 +2,15 @@
  * A burner for a real GPU: units of work of a known length, each stamped by the GPU's own clock.
  *
  *   burner --unit-us U --seconds S --out FILE [--iterations N] [--depth D] [--gap-us G]
- *          [--wait-file F] [--allocate BYTES] [--stream own|null]
+ *          [--bursts SEED] [--wait-file F] [--allocate BYTES] [--stream own|null]
  *
  * A unit is a kernel that runs a fixed number of dependent multiply-adds in every multiprocessor,
  * and a one-thread kernel that writes %globaltimer into pinned host memory. The number of
  * iterations is found at the start (for a job alone) or given (so that a governed job does the same
- * work). FILE gets records of two little-endian u64: the time of the stamp, and 0. The last line on
- * standard output is JSON. It speaks the driver API through dlopen, needs no CUDA toolkit, and
- * knows nothing of Tidegate.
+ * work). With --bursts it works for 0.2 to 2 s and rests for 3/7 as long, in turn; the last line
+ * says with which unit each burst began and ended. FILE gets records of two little-endian u64: the
+ * time of the stamp, and 0. The last line on standard output is JSON. It speaks the driver API
+ * through dlopen, needs no CUDA toolkit, and knows nothing of Tidegate.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -124,6 +125,31 @@ static uint64_t calibrate(double unit_us)
     return iterations;
 }
 
+/* ---- bursts ---- */
+
+#define N_BURSTS 256
+static uint64_t bursts[N_BURSTS][2];
+static unsigned n_bursts, draw;
+static double burst_end, burst_length;
+
+static void burst_begin(uint64_t unit)
+{
+    burst_length = 0.2 + 1.8 * (rand_r(&draw) % 10000) / 10000;
+    burst_end = now() + burst_length;
+    if (n_bursts < N_BURSTS)
+        bursts[n_bursts][0] = unit;
+}
+
+static void burst_rest(uint64_t unit, double end)
+{
+    double until = now() + burst_length * 3 / 7;
+
+    if (n_bursts < N_BURSTS && unit > bursts[n_bursts][0])
+        bursts[n_bursts++][1] = unit - 1;
+    while (!stop && now() < until && now() < end)
+        usleep(1000);
+}
+
 static const char *option(int argc, char **argv, const char *name, const char *otherwise)
 {
     for (int i = 1; i + 1 < argc; i++)
@@ -141,6 +167,7 @@ int main(int argc, char **argv)
     double gap_us = atof(option(argc, argv, "--gap-us", "0"));
     const char *out = option(argc, argv, "--out", NULL);
     const char *wait_file = option(argc, argv, "--wait-file", NULL);
+    unsigned seed = (unsigned)strtoul(option(argc, argv, "--bursts", "0"), NULL, 10);
     size_t allocate = strtoull(option(argc, argv, "--allocate", "0"), NULL, 10);
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     handle context, module, events[256];
@@ -212,7 +239,15 @@ int main(int argc, char **argv)
             usleep(1000);
     }
     end = now() + seconds;
+    draw = seed;
+    if (seed)
+        burst_begin(0);
     while (!stop && now() < end) {
+        if (seed && now() >= burst_end) {
+            check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+            burst_rest(launched, end);
+            burst_begin(launched);
+        }
         ring[launched % RING] = 0;
         launch_unit(iterations, launched);
         check(cuEventRecord(events[launched % 256], stream), "cuEventRecord");
@@ -241,7 +276,13 @@ int main(int argc, char **argv)
     }
     if (file)
         fclose(file);
-    printf("{\"units\": %llu, \"iterations\": %llu, \"result\": \"CUDA_SUCCESS\"}\n",
-           (unsigned long long)launched, (unsigned long long)iterations);
+    if (seed && n_bursts < N_BURSTS && launched > bursts[n_bursts][0])
+        bursts[n_bursts++][1] = launched - 1;
+    printf("{\"units\": %llu, \"iterations\": %llu, \"bursts\": [", (unsigned long long)launched,
+           (unsigned long long)iterations);
+    for (unsigned i = 0; i < n_bursts; i++)
+        printf("%s[%llu, %llu]", i ? ", " : "", (unsigned long long)bursts[i][0],
+               (unsigned long long)bursts[i][1]);
+    printf("], \"result\": \"CUDA_SUCCESS\"}\n");
     return 0;
 }

@@ -53,8 +53,10 @@ class Node:
         *,
         runtime: str = "runc",
         settings: Mapping[str, object] | None = None,
+        keep_machine: bool = False,
     ) -> None:
         self.machine = machine
+        self._keep_machine = keep_machine
         self.runtime = runtime
         self.work = machine.work
         self.driver_dir = self.work / "driver"
@@ -90,7 +92,14 @@ class Node:
             self.delete(container)
         self.stop_governor()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
-        self.machine.close()
+        if not self._keep_machine:
+            self.machine.close()
+
+    @property
+    def governor_pid(self) -> int:
+        """The governor's process."""
+        assert self._governor is not None
+        return self._governor.pid
 
     def refresh(self) -> None:
         """Mirror the driver."""

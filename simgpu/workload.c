@@ -4,7 +4,9 @@
  * It finds the driver as programs do: dlopen("libcuda.so.1"), dlsym for cuGetProcAddress and the
  * rest through it. The units are launched ahead, as many as --depth says, and their ends are read
  * back in groups by a second stream, so that the first one never runs empty. Each record of the
- * output is two little-endian u64: the time of the end on the GPU's clock in ns, and 0.
+ * output is two little-endian u64: the time of the end on the GPU's clock in ns, and 0. With
+ * --bursts it works for 0.2 to 2 s and rests for 3/7 as long, in turn; the last line says with
+ * which unit each burst began and ended.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -52,6 +54,7 @@ static struct {
     uint64_t memory, chunk;
     uint64_t allocate;
     bool allocate_only;
+    unsigned seed; /* of its bursts; 0: it never rests */
     const char *out;
     const char *wait;
 } options = {.seconds = 1, .unit = 500000, .depth = 64, .chunk = 256u << 20};
@@ -258,9 +261,49 @@ static void ring_read(struct ring *ring)
         ring_flush(ring, now);
 }
 
+#define BURSTS_MOST 256
+
+static struct {
+    uint64_t units[BURSTS_MOST][2];
+    unsigned n, draw;
+    uint64_t end, length; /* ns */
+} bursts;
+
+static void burst_begin(uint64_t unit)
+{
+    bursts.length = 200000000u + (uint64_t)(rand_r(&bursts.draw) % 10000) * 180000u;
+    bursts.end = clock_now() + bursts.length;
+    if (bursts.n < BURSTS_MOST)
+        bursts.units[bursts.n][0] = unit;
+}
+
+static void burst_ends(uint64_t unit)
+{
+    if (bursts.n < BURSTS_MOST && unit > bursts.units[bursts.n][0])
+        bursts.units[bursts.n++][1] = unit - 1;
+}
+
+static void burst_rest(struct ring *ring, uint64_t end)
+{
+    uint64_t until;
+
+    while (ring->read < ring->launched)
+        ring_read(ring);
+    burst_ends(ring->launched * ring->group);
+    until = clock_now() + bursts.length * 3 / 7;
+    while (!stopped && clock_now() < until && clock_now() < end)
+        sleep_ns(1000000);
+    burst_begin(ring->launched * ring->group);
+}
+
 static void ring_run(struct ring *ring, uint64_t end)
 {
+    bursts.draw = options.seed;
+    if (options.seed)
+        burst_begin(0);
     while (!stopped && clock_now() < end) {
+        if (options.seed && clock_now() >= bursts.end)
+            burst_rest(ring, end);
         if (ring->launched - ring->read < ring->groups) {
             ring_launch(ring);
             continue;
@@ -271,13 +314,16 @@ static void ring_run(struct ring *ring, uint64_t end)
     }
     while (ring->read < ring->launched)
         ring_read(ring);
+    if (options.seed)
+        burst_ends(ring->launched * ring->group);
     ring_flush(ring, clock_now());
 }
 
 static void usage(void)
 {
-    fprintf(stderr, "simgpu-workload: --seconds S --unit-us U --gap-us G --depth N --out FILE "
-                    "--memory BYTES --chunk BYTES --wait-file FILE --allocate BYTES\n");
+    fprintf(stderr,
+            "simgpu-workload: --seconds S --unit-us U --gap-us G --depth N --out FILE "
+            "--bursts SEED --memory BYTES --chunk BYTES --wait-file FILE --allocate BYTES\n");
     exit(2);
 }
 
@@ -296,11 +342,17 @@ static uint64_t number(const char *text)
 static void read_options(int argc, char **argv)
 {
     static const struct option names[] = {
-        {"seconds", required_argument, NULL, 's'},  {"unit-us", required_argument, NULL, 'u'},
-        {"gap-us", required_argument, NULL, 'g'},   {"depth", required_argument, NULL, 'd'},
-        {"out", required_argument, NULL, 'o'},      {"memory", required_argument, NULL, 'm'},
-        {"chunk", required_argument, NULL, 'c'},    {"wait-file", required_argument, NULL, 'w'},
-        {"allocate", required_argument, NULL, 'a'}, {0},
+        {"seconds", required_argument, NULL, 's'},
+        {"unit-us", required_argument, NULL, 'u'},
+        {"gap-us", required_argument, NULL, 'g'},
+        {"depth", required_argument, NULL, 'd'},
+        {"out", required_argument, NULL, 'o'},
+        {"memory", required_argument, NULL, 'm'},
+        {"chunk", required_argument, NULL, 'c'},
+        {"wait-file", required_argument, NULL, 'w'},
+        {"allocate", required_argument, NULL, 'a'},
+        {"bursts", required_argument, NULL, 'b'},
+        {0},
     };
     int option;
 
@@ -320,6 +372,9 @@ static void read_options(int argc, char **argv)
             break;
         case 'o':
             options.out = optarg;
+            break;
+        case 'b':
+            options.seed = (unsigned)number(optarg);
             break;
         case 'm':
             options.memory = number(optarg);
@@ -374,8 +429,11 @@ int main(int argc, char **argv)
     start = clock_now();
     ring.flushed = start;
     ring_run(&ring, start + (uint64_t)(options.seconds * 1e9));
-    printf("{\"units\": %" PRIu64 ", \"seconds\": %.6f, \"memory\": %" PRIu64
-           ", \"result\": \"CUDA_SUCCESS\"}\n",
+    printf("{\"units\": %" PRIu64 ", \"seconds\": %.6f, \"memory\": %" PRIu64 ", \"bursts\": [",
            ring.read * ring.group, (double)(clock_now() - start) / 1e9, memory);
+    for (unsigned i = 0; i < bursts.n; i++)
+        printf("%s[%" PRIu64 ", %" PRIu64 "]", i ? ", " : "", bursts.units[i][0],
+               bursts.units[i][1]);
+    printf("], \"result\": \"CUDA_SUCCESS\"}\n");
     return 0;
 }

@@ -1,0 +1,107 @@
+"""The figures of bench.quota follow from its raw data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from bench.progress import Profile, Progress, Stamp
+from bench.quota import (
+    ARMS,
+    SAMPLE_NS,
+    Tenant,
+    children,
+    group,
+    processor_time,
+    spans_of,
+    strict,
+    summarise,
+    windows,
+    work,
+)
+
+MS = 1_000_000
+
+
+def arm(
+    *shares: tuple[int, list[int]], busy: list[list[list[int]]] | None = None
+) -> dict[str, Any]:
+    spans = busy or [[] for _ in shares]
+    return {
+        "tenants": [
+            {"compute": compute, "work_us": done, "busy_ns": own}
+            for (compute, done), own in zip(shares, spans, strict=True)
+        ]
+    }
+
+
+def test_windows_are_percent_of_the_gpu() -> None:
+    assert windows([1000, 2000, 3000, 4000, 5000], 2 * SAMPLE_NS) == [15.0, 35.0]
+
+
+def test_errors_are_distances_from_the_quota_in_points() -> None:
+    told = summarise(arm((40, [4000] * 100), (50, [6000] * 100)))
+    assert told["delivered"] == [40.0, 60.0]
+    assert told["sum"] == 100.0
+    assert told["1s"] == {"mean": 5.0, "p95": 10.0}
+
+
+def test_a_run_that_is_shorter_than_a_window_has_no_error() -> None:
+    assert "1s" not in summarise(arm((40, [4000] * 20)))
+
+
+def test_the_ideal_uses_the_gpu_whenever_somebody_has_work() -> None:
+    # One has work for 2 s, the other for the second of them and one more: 3 s in all.
+    busy = [[[0, 2000 * MS]], [[1000 * MS, 3000 * MS]]]
+    one = [10_000] * 100 + [5000] * 100 + [0] * 100
+    two = [0] * 100 + [5000] * 100 + [10_000] * 100
+    told = summarise(arm((50, one), (50, two), busy=busy))
+    assert (told["of_ideal"], told["short_windows"]) == (1.0, 0)
+    short = [0] * 100 + [4800] * 100 + [10_000] * 100
+    assert summarise(arm((50, one), (50, short), busy=busy))["short_windows"] == 1
+
+
+def test_a_burst_begins_with_its_first_unit_and_ends_with_its_last() -> None:
+    stamps = [Stamp(at, 0) for at in (10, 20, 30, 500, 510, 520)]
+    assert spans_of(stamps, [[0, 2], [3, 5], [6, 9]], 10) == [[0, 30], [460, 520]]
+
+
+def test_work_is_carried_over_steps() -> None:
+    stamps = [Stamp(i * 3 * MS, 0) for i in range(100)]
+    run = Progress(stamps, Profile({0: 1.5 * MS}, 1.0, 100))
+    done = work(run, 0, 10 * SAMPLE_NS)
+    assert len(done) == 10
+    assert sum(done) == 50_000
+    assert set(done) == {5000}
+
+
+def test_arms_with_the_same_settings_share_a_governor() -> None:
+    arms = {"a": strict(10), "b": strict(20)}
+    assert group(arms) == [({}, ["a", "b"])]
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_no_arm_promises_more_than_there_is(name: str) -> None:
+    assert sum(tenant.compute for tenant in ARMS[name].tenants) <= 100
+
+
+def test_a_tenant_says_what_it_runs() -> None:
+    tenant = Tenant(30, 1000, gap_us=500, bursts=3)
+    assert tenant.job == "burner-1000"
+    assert tenant.options == ["--depth", "64", "--gap-us", "500", "--bursts", "3"]
+
+
+def test_processor_time_is_of_a_process_and_its_threads() -> None:
+    code = "import time\nend = time.process_time() + 0.2\nwhile time.process_time() < end: pass\ninput()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as child:
+        assert child.pid in children(os.getpid())
+        while processor_time(child.pid) < 0.2:
+            assert child.poll() is None
+        assert processor_time(child.pid, "no-such-thread") == 0
+        child.communicate(b"\n")

@@ -26,6 +26,7 @@ class ArbiterConfig(ctypes.Structure):
     _fields_ = (
         ("quantum_ns", ctypes.c_uint64),
         ("overdue_ns", ctypes.c_uint64),
+        ("longest_ns", ctypes.c_uint64),
         ("lead_ns", ctypes.c_uint64),
         ("switch_ns", ctypes.c_uint64),
         ("overhead_ns", ctypes.c_uint64),
@@ -75,6 +76,7 @@ def arbiter_config(config: Config) -> ArbiterConfig:
     return ArbiterConfig(
         quantum_ns=int(config.quantum_ms * 1e6),
         overdue_ns=20_000_000,
+        longest_ns=config.longest_ms * 1_000_000,
         lead_ns=500_000,
         switch_ns=config.switch_us * 1000,
         overhead_ns=500_000,
@@ -99,6 +101,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "arbiter_remove": (None, (pointer, i32, u64)),
         "arbiter_want": (None, (pointer, i32, ctypes.c_bool, u64)),
         "arbiter_released": (None, (pointer, u64, u64, ctypes.c_bool)),
+        "arbiter_alive": (None, (pointer, u64)),
         "arbiter_busy": (None, (pointer, i32, u64)),
         "arbiter_step": (None, (pointer, u64, ctypes.POINTER(View))),
         "arbiter_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
@@ -153,6 +156,10 @@ class Arbiter:
     def released(self, release_ns: int, residual_ns: int = 0, *, used: bool = True) -> None:
         """Tell that the holder gave the grant back, with so much work still on the GPU."""
         self._library.arbiter_released(self._self, release_ns, residual_ns, used)
+
+    def alive(self, alive_ns: int) -> None:
+        """Tell when the holder said last that work of its overdue grant still runs."""
+        self._library.arbiter_alive(self._self, alive_ns)
 
     def busy(self, tenant: int, busy_ns: int) -> None:
         """Tell how much GPU time a tenant has used, ever, by the GPU's clock."""

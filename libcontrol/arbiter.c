@@ -33,6 +33,7 @@ struct arbiter {
     int32_t last_holder;
     uint32_t epoch;
     uint64_t start, deadline;
+    uint64_t alive;    /* when the holder said last that its work still runs */
     uint64_t gpu_free; /* when the last holder's work ended */
     bool lent;         /* this grant is beyond the guarantee */
     bool contended;    /* somebody else waited during this grant */
@@ -212,6 +213,13 @@ void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
     arbiter->tenants[tenant].busy_told = (double)busy_ns;
 }
 
+/* The holder says that it watches work of this grant that still runs: it is not stuck. */
+void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
+{
+    if (alive_ns > arbiter->alive)
+        arbiter->alive = alive_ns;
+}
+
 void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns, bool used)
 {
     if (arbiter->holder == ARBITER_NOBODY)
@@ -293,6 +301,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     arbiter->lent = lent;
     arbiter->epoch++;
     arbiter->start = begins;
+    arbiter->alive = 0;
     arbiter->contended = others;
     arbiter->standby = ARBITER_NOBODY;
     arbiter->open = !others && t->limit >= 1.0;
@@ -301,6 +310,19 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
         arbiter->deadline += arbiter->config.switch_ns;
     t->asleep = ARBITER_NEVER;
     t->stats.grants++;
+}
+
+/* When the grant is taken from a holder that does not give it back. */
+static uint64_t taken_at(const struct arbiter *arbiter)
+{
+    const struct arbiter_config *config = &arbiter->config;
+    uint64_t end = arbiter->deadline;
+    uint64_t sign = arbiter->alive > end ? arbiter->alive : end;
+
+    if (sign + config->overdue_ns < end + config->longest_ns)
+        return sign + config->overdue_ns;
+    return end +
+           (config->longest_ns > config->overdue_ns ? config->longest_ns : config->overdue_ns);
 }
 
 /* The earliest time at which somebody other than `except` who wants the GPU may have it. */
@@ -365,7 +387,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
             return;
         }
     }
-    viewp->wake_ns = arbiter->deadline + config->overdue_ns;
+    viewp->wake_ns = taken_at(arbiter);
 }
 
 void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
@@ -374,8 +396,7 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
 
     memset(viewp, 0, sizeof *viewp);
     viewp->wake_ns = ARBITER_NEVER;
-    if (arbiter->holder != ARBITER_NOBODY && !arbiter->open &&
-        now >= arbiter->deadline + arbiter->config.overdue_ns) {
+    if (arbiter->holder != ARBITER_NOBODY && !arbiter->open && now >= taken_at(arbiter)) {
         arbiter->tenants[arbiter->holder].stats.overdue++;
         end_grant(arbiter, now, true);
     }

@@ -26,7 +26,8 @@
 
 struct arbiter_config {
     uint64_t quantum_ns;  /* length of one grant */
-    uint64_t overdue_ns;  /* a grant not given back by then is taken */
+    uint64_t overdue_ns;  /* a grant is taken when it, and the holder's last sign, is older */
+    uint64_t longest_ns;  /* and when it is so long overdue, whatever the holder says */
     uint64_t lead_ns;     /* the next holder is decided so long before the end of a grant */
     uint64_t switch_ns;   /* what the GPU needs to change contexts */
     uint64_t overhead_ns; /* of a grant, what a report may call not used, at most */
@@ -66,6 +67,7 @@ ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint
 ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now);
 ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
                                      uint64_t residual_ns, bool used);
+ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);
 ARBITER_EXPORT void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns);
 ARBITER_EXPORT void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp);
 ARBITER_EXPORT void arbiter_stats(const struct arbiter *arbiter, int32_t tenant,

@@ -20,6 +20,8 @@
 #define HELPER_REFRESH_NS (100 * NS_PER_MS) /* between looks at what pools hold */
 #define HELPER_OPEN_NS    (200 * NS_PER_MS) /* the same while the grant is open */
 
+#define HELPER_SIGN_NS (5 * NS_PER_MS) /* between two signs that overdue work is watched */
+
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
 /* The process ends: no helper calls the driver any more. */
@@ -112,6 +114,17 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     return NS_PER_S;
 }
 
+/* Until the next look at work that takes longer than the model says: the longer it is overdue the
+ * less a late answer matters. */
+static uint64_t helper_patience(uint64_t deadline, uint64_t now)
+{
+    uint64_t overdue = now > deadline ? now - deadline : 0;
+
+    if (overdue / 20 < 30 * NS_PER_US)
+        return 30 * NS_PER_US;
+    return overdue / 20 < NS_PER_MS ? overdue / 20 : NS_PER_MS;
+}
+
 /* At the end of a grant: give it back when little enough is left. */
 static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_t now,
                            uint64_t deadline)
@@ -129,16 +142,17 @@ static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_
             return 0;
         now = prim_now();
     }
+    atomic_store_relaxed(&ledger->alive_ns, now);
     left = queue_left(q, now);
     if (left > lookahead)
-        return left - lookahead;
+        return left - lookahead < HELPER_SIGN_NS ? left - lookahead : HELPER_SIGN_NS;
     /* Once something is held nothing more comes in this grant. */
     if (g->holding || now + left + 10 * NS_PER_US >= deadline) {
         struct queue_marker *oldest = q->n_markers ? &q->markers[q->head] : NULL;
 
         /* It should have been reached unless it is one of those that are left. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
-            return 30 * NS_PER_US;
+            return helper_patience(deadline, now);
         helper_release(g, ledger, now);
         return NS_PER_S;
     }

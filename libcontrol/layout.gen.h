@@ -185,7 +185,7 @@ struct ledger_device {
     uint64_t outgrown; /* container, seq_cst: pools that grew beyond the quota */
     uint64_t took; /* container, seq_cst: of the driver by itself, ever, as told */
     uint64_t gave; /* container, seq_cst: what it gave back of that, ever */
-    uint8_t pad[8];
+    uint64_t alive_ns; /* container, relaxed: work of an overdue grant is still watched */
 };
 _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");
@@ -220,6 +220,7 @@ _Static_assert(offsetof(struct ledger_device, asked_ns) == 216, "ledger_device.a
 _Static_assert(offsetof(struct ledger_device, outgrown) == 224, "ledger_device.outgrown");
 _Static_assert(offsetof(struct ledger_device, took) == 232, "ledger_device.took");
 _Static_assert(offsetof(struct ledger_device, gave) == 240, "ledger_device.gave");
+_Static_assert(offsetof(struct ledger_device, alive_ns) == 248, "ledger_device.alive_ns");
 _Static_assert(sizeof(struct ledger_device) == 256, "ledger_device");
 
 /* One process; its devices follow at LEDGER_SLOT_DEVICES. */

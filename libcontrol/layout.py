@@ -154,6 +154,7 @@ LEDGER_DEVICE = Struct(
         Field("outgrown", "u64", 1, "container", "seq_cst", "pools that grew beyond the quota"),
         Field("took", "u64", 1, "container", "seq_cst", "of the driver by itself, ever, as told"),
         Field("gave", "u64", 1, "container", "seq_cst", "what it gave back of that, ever"),
+        Field("alive_ns", "u64", 1, "container", doc="work of an overdue grant is still watched"),
     ),
     "One process on one GPU.",
 )

@@ -59,6 +59,7 @@ struct report {
     bool active;   /* somebody started work in this grant */
     bool released; /* and all who did gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
+    uint64_t alive_ns; /* the oldest last sign of those who have not given it back */
 };
 
 static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct report *reportp)
@@ -82,6 +83,10 @@ static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct re
             continue;
         reportp->active = true;
         if (atomic_load_acquire(&d->released_epoch) != epoch) {
+            uint64_t alive = atomic_load_relaxed(&d->alive_ns);
+
+            if (reportp->released || alive < reportp->alive_ns)
+                reportp->alive_ns = alive;
             reportp->released = false;
         } else {
             uint64_t release = atomic_load_relaxed(&d->release_ns);
@@ -164,6 +169,7 @@ static void observe(struct runner *runner, uint64_t now)
         arbiter_want(runner->arbiter, i, report.want, now);
         if (i != runner->view.holder)
             continue;
+        arbiter_alive(runner->arbiter, report.alive_ns < now ? report.alive_ns : 0);
         if (report.released) {
             if (report.release_ns > now)
                 report.release_ns = now;

@@ -22,6 +22,7 @@ def config(**changes: int) -> ArbiterConfig:
     values = {
         "quantum_ns": 4 * MS,
         "overdue_ns": 20 * MS,
+        "longest_ns": S,
         "lead_ns": MS // 2,
         "switch_ns": MS * 13 // 100,
         "overhead_ns": MS // 2,
@@ -202,6 +203,47 @@ def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
         assert arbiter.step(deadline + 19 * MS).holder == stuck
         assert arbiter.step(deadline + 20 * MS).holder == other
         assert arbiter.stats(stuck).overdue == 1
+
+
+def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
+    """One unit of 300 ms: who is overdue and says so holds on, until he falls silent or a second is over."""
+    with Arbiter(library, config()) as arbiter:
+        long, other = (
+            arbiter.add(WHOLE // 10, WHOLE // 10, 0),
+            arbiter.add(WHOLE * 9 // 10, WHOLE * 9 // 10, 0),
+        )
+        arbiter.want(long, 0, want=True)
+        deadline = arbiter.step(0).deadline_ns
+        arbiter.want(other, 1, want=True)
+        for at in range(5 * MS, 300 * MS, 5 * MS):
+            arbiter.alive(deadline + at)
+            assert arbiter.step(deadline + at).holder == long
+        arbiter.busy(long, 300 * MS)
+        arbiter.released(deadline + 300 * MS)
+        assert arbiter.step(deadline + 300 * MS).holder == other
+        arbiter.released(deadline + 304 * MS)
+        # 300 ms at 10 % are 3 s.
+        assert arbiter.step(deadline + 304 * MS).holder == other
+        arbiter.want(other, deadline + 305 * MS, want=False)
+        arbiter.released(deadline + 305 * MS, used=False)
+        assert arbiter.step(deadline + 306 * MS).wake_ns == pytest.approx(3 * S, abs=50 * MS)
+
+
+@pytest.mark.parametrize(("last", "taken"), [(100, 120), (0, 20), (2000, 1000)])
+def test_a_holder_that_falls_silent_is_passed_over_after_20_ms(library, last, taken):
+    with Arbiter(library, config()) as arbiter:
+        stuck, other = (
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+        )
+        arbiter.want(stuck, 0, want=True)
+        arbiter.want(other, 0, want=True)
+        deadline = arbiter.step(0).deadline_ns
+        for at in range(0, taken, 5):
+            if at <= last:
+                arbiter.alive(deadline + at * MS)
+            assert arbiter.step(deadline + at * MS).holder == stuck
+        assert arbiter.step(deadline + taken * MS).holder == other
 
 
 def test_a_removed_holder_is_followed_at_once(library):

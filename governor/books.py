@@ -48,6 +48,15 @@ class _Gpu:
         return sum(quota.compute for quota in self.quotas.values())
 
 
+def check_memory(memory: int, config: Config, what: str) -> None:
+    """Refuse memory in which no process could make a context; `what` names it to the reader."""
+    if memory < config.context_memory:
+        raise RefusedError(
+            f"{what} is {memory} bytes, a process's context alone takes {config.context_memory}",
+            hint=f"ask for at least {-(-config.context_memory // MIB)}Mi",
+        )
+
+
 def complete_quota(request: Request, config: Config) -> Quota:
     """Return the quota that a request means on this node, or refuse what can never work."""
     memory = request.memory if request.memory is not None else config.defaults.memory
@@ -56,12 +65,7 @@ def complete_quota(request: Request, config: Config) -> Quota:
             "annotation tidegate.gpu/memory is missing",
             hint="add it (like 8Gi), or set defaults.memory in the node's configuration",
         )
-    if memory < config.context_memory:
-        raise RefusedError(
-            f"annotation tidegate.gpu/memory is {memory} bytes, a process's context alone takes "
-            f"{config.context_memory}",
-            hint=f"ask for at least {-(-config.context_memory // MIB)}Mi",
-        )
+    check_memory(memory, config, "annotation tidegate.gpu/memory")
     if request.strategy not in ("auto", "timeslice"):
         raise RefusedError(
             f"annotation tidegate.gpu/strategy is {request.strategy}, this node offers timeslice",
@@ -110,6 +114,26 @@ class Books:
         for gpu in chosen:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)
+
+    def change(self, key: str, quota: Quota) -> None:
+        """Give a container another quota on the GPUs that it has; RefusedError changes nothing."""
+        check_memory(quota.memory, self._config, "memory")
+        if quota.compute_limit < quota.compute:
+            raise RefusedError(
+                f"the limit of {quota.compute_limit} % is below the guarantee of {quota.compute} %",
+                hint="give both: --compute and --compute-limit",
+            )
+        own = [gpu for gpu in self._gpus if key in gpu.quotas]
+        before = [gpu.quotas.pop(key) for gpu in own]
+        try:
+            for gpu in own:
+                self._check(gpu, quota)
+        except RefusedError:
+            for gpu, old in zip(own, before, strict=True):
+                gpu.quotas[key] = old
+            raise
+        for gpu in own:
+            gpu.quotas[key] = quota
 
     def leave(self, key: str) -> None:
         """Strike a container out; one that is not in the books is no error."""

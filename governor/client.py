@@ -7,11 +7,16 @@ import socket
 from typing import Any
 
 from governor.config import Config
-from governor.errors import GovernorError
+from governor.errors import GovernorError, RefusedError, RequestError, TidegateError
+
+_KINDS: dict[str, type[TidegateError]] = {kind.code: kind for kind in (RefusedError, RequestError)}
 
 
 def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:
-    """Send one request and return the answer, which is `ok`; GovernorError says why none came."""
+    """Send one request and return the answer, which is `ok`.
+
+    GovernorError says why none came, RefusedError and RequestError what the governor said.
+    """
     path = f"{config.runtime_dir}/governor.sock"
     hint = "start tidegate-governor, or name its directory with --runtime-dir"
     try:
@@ -30,7 +35,8 @@ def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict
         raise GovernorError(f"the governor at {path} closed the connection", hint=hint) from e
     if not answer.get("ok"):
         error = answer.get("error", {})
-        raise GovernorError(
+        kind = _KINDS.get(error.get("code"), GovernorError)
+        raise kind(
             str(error.get("message", "the governor refused")), hint=str(error.get("hint", ""))
         )
     return answer

@@ -413,6 +413,20 @@ class Container:
             for process, charge in self.charges(device).items()
         )
 
+    def set_quota(self, quota: Quota) -> None:
+        """Hold the container to another quota from now on, on each of its GPUs."""
+        self.quota = quota
+        shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
+        for i, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=True)):
+            base = layout.grant_device(i)
+            for name, value in (
+                ("memory_limit", quota.memory),
+                ("compute", shares[0]),
+                ("compute_limit", shares[1]),
+            ):
+                pages.write(self.grant, base, "grant_device", name, value)
+            runner.set(tenant, *shares)
+
     def describe(self) -> dict[str, Any]:
         """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts."""
         devices = []

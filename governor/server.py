@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import jsonschema
 import structlog
 
 from governor.arbiter import Runner
-from governor.books import Books
+from governor.books import MIB, Books, Quota
 from governor.config import Config
 from governor.container import Container
 from governor.errors import RefusedError, RequestError, TidegateError
@@ -103,6 +104,8 @@ class Server:
                     return self._confirm(pending)
                 case "release":
                     return self._release(request["id"])
+                case "set":
+                    return self._set(request)
                 case "list":
                     listed = [c.describe() for c in self.containers.values()]
                     return {"ok": True, "containers": listed}
@@ -199,6 +202,31 @@ class Server:
             self._end(container, "released")
         return {"ok": True}
 
+    def _set(self, request: dict[str, Any]) -> dict[str, Any]:
+        container = self.containers.get(request["id"])
+        if container is None:
+            raise RefusedError(
+                f"no container {request['id'][:64]!r} shares a GPU of this node",
+                hint="tidegate ps lists them",
+            )
+        old = container.quota
+        quota = Quota(
+            request.get("memory", old.memory),
+            request.get("compute", old.compute),
+            request.get("compute_limit", _limit_after(request, old)),
+        )
+        used = max(container.used(i) for i in range(len(container.devices)))
+        if quota.memory < min(used, old.memory):
+            raise RefusedError(
+                f"the container uses {-(-used // MIB)} MiB, "
+                f"{quota.memory // MIB} MiB were asked for",
+                hint="ask for more, or wait until it has given memory back",
+            )
+        self._books.change(container.identifier, quota)
+        container.set_quota(quota)
+        log.info("quota-changed", container=container.identifier, **asdict(quota))
+        return {"ok": True, **asdict(quota)}
+
     def _ended(self, container: Container) -> None:
         self._end(container, "ended")
 
@@ -218,6 +246,12 @@ class Server:
                 container.close(keep=True)
             else:
                 self._end(container, "stopping")
+
+
+def _limit_after(request: dict[str, Any], old: Quota) -> int:
+    """Return the limit of a request that names none: a strict container stays strict."""
+    compute = int(request.get("compute", old.compute))
+    return compute if old.compute_limit == old.compute else max(old.compute_limit, compute)
 
 
 async def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:

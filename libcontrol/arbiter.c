@@ -348,6 +348,16 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     int32_t rival;
     bool lent;
 
+    if (arbiter->open && arbiter->tenants[arbiter->holder].limit < 1.0) {
+        /* A cap was set meanwhile: from now on it counts. */
+        end_grant(arbiter, now, true);
+        arbiter->holder = arbiter->last_holder;
+        arbiter->start = now;
+        arbiter->alive = 0;
+        arbiter->deadline = now + config->quantum_ns;
+        arbiter->contended = false;
+        arbiter->standby = ARBITER_NOBODY;
+    }
     if (arbiter->open) {
         rival = choose(arbiter, (double)now, arbiter->holder, &lent);
         if (rival == ARBITER_NOBODY) {

@@ -271,6 +271,18 @@ def test_new_shares_hold_from_the_next_grant(library):
         assert view.wake_ns == pytest.approx(8 * MS, abs=MS)
 
 
+def test_a_cap_that_is_set_while_somebody_is_alone_counts_from_then_on(library):
+    with Arbiter(library, config()) as arbiter:
+        t = arbiter.add(WHOLE // 10, WHOLE, 0)
+        arbiter.want(t, 0, want=True)
+        assert arbiter.step(0).deadline_ns == NEVER
+        arbiter.set(t, WHOLE // 10, WHOLE // 2)
+        view = arbiter.step(S)
+        assert view.deadline_ns == S + 4 * MS
+        arbiter.released(S + 4 * MS)
+        assert arbiter.step(S + 4 * MS).wake_ns == pytest.approx(S + 8 * MS, abs=MS)
+
+
 def test_no_tenant_starves_among_64(library):
     jobs = [Job(1, 1) for _ in range(64)]
     play(library, jobs, 20 * S)

@@ -21,6 +21,7 @@ from typing import Any, Self
 import jsonschema
 import pytest
 
+from governor import cli
 from governor.arbiter import WHOLE, Runner, load_library
 from governor.books import Books, Device
 from governor.config import Config
@@ -173,6 +174,8 @@ def listed(governor: Governor) -> list[str]:
         {"v": 1, "op": "list"},
         {"v": 1, "op": "ping"},
         {"v": 1, "op": "release", "id": "x" * 1024},
+        {"v": 1, "op": "set", "id": "one", "compute": 100},
+        {"v": 1, "op": "set", "id": "one", "memory": 1, "compute": 1, "compute_limit": 1},
     ],
 )
 def test_requests(request_: dict[str, Any]) -> None:
@@ -192,6 +195,14 @@ BAD: list[Any] = [
     {"v": 1, "op": "release"},
     {"v": 1, "op": "release", "id": ""},
     {"v": 1, "op": "release", "id": 1},
+    {"v": 1, "op": "set", "id": "one"},
+    {"v": 1, "op": "set", "compute": 10},
+    {"v": 1, "op": "set", "id": "one", "compute": 0},
+    {"v": 1, "op": "set", "id": "one", "compute": 101},
+    {"v": 1, "op": "set", "id": "one", "compute": 10.5},
+    {"v": 1, "op": "set", "id": "one", "memory": 0},
+    {"v": 1, "op": "set", "id": "one", "memory": "4Gi"},
+    {"v": 1, "op": "set", "id": "one", "pid": 3},
     {"v": 1, "op": "release", "id": "x" * 1025},
     *({k: v for k, v in ADMIT.items() if k != name} for name in ADMIT if name not in ("v", "op")),
     {**ADMIT, "pid": 0},
@@ -398,3 +409,112 @@ def test_a_container_that_is_dead_already_is_struck_out(
         assert client.ask(ADMIT, pidfd)["ok"]
         wait_for(lambda: listed(governor) == [])
         assert client.error({"v": 1, "op": "confirm"})[0] == "request"
+
+
+# ---- another quota for a container that runs ----
+
+
+def test_a_new_quota_holds_from_now_on(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+        assert client.ask({"v": 1, "op": "confirm"})["ok"]
+        new = {"memory": 8 * GIB, "compute": 20, "compute_limit": 90}
+        assert client.ask({"v": 1, "op": "set", "id": "one", **new}) == {"ok": True, **new}
+        (one,) = client.ask({"v": 1, "op": "list"})["containers"]
+        assert (one["compute"], one["compute_limit"]) == (20, 90)
+        assert one["devices"][0]["memory_limit"] == 8 * GIB
+        grant = governor.directory / "containers" / container_key("one") / "grant"
+        with grant.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ) as page:
+            base = layout.grant_device(0)
+            found = {
+                name: pages.read(page, base, "grant_device", name)
+                for name in ("memory_limit", "compute", "compute_limit")
+            }
+        assert found == {
+            "memory_limit": 8 * GIB, "compute": WHOLE // 5, "compute_limit": WHOLE * 9 // 10
+        }  # fmt: skip
+        client.ask({"v": 1, "op": "release", "id": "one"})
+
+
+def test_a_strict_container_stays_strict_and_an_elastic_one_elastic(
+    governor: Governor, pidfd: int
+) -> None:
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]  # 60, and no more
+        change = {"v": 1, "op": "set", "id": "one"}
+        assert client.ask({**change, "compute": 30})["compute_limit"] == 30
+        assert client.ask({**change, "compute_limit": 50})["compute"] == 30
+        assert client.ask({**change, "compute": 40})["compute_limit"] == 50
+        assert client.ask({**change, "compute": 70})["compute_limit"] == 70
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"compute": 50}, "GPU 0 has 40 % of its time left to guarantee, 50 % were asked for"),
+        ({"memory": 13 * GIB}, "MiB of memory left to grant"),
+        ({"memory": GIB // 4}, "a process's context alone takes"),
+        ({"compute": 40, "compute_limit": 30}, "the limit of 30 % is below the guarantee of 40 %"),
+        ({"compute_limit": 10}, "the limit of 10 % is below the guarantee of 30 %"),
+    ],
+)
+def test_a_quota_that_cannot_be_changes_nothing(
+    governor: Governor, pidfd: int, change: dict[str, int], words: str
+) -> None:
+    small = {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"}
+    with Client(governor) as client, Client(governor) as other:
+        assert client.ask(ADMIT, pidfd)["ok"]  # 60 %
+        assert other.ask({**ADMIT, "id": "two", "annotations": small}, pidfd)["ok"]
+        before = client.ask({"v": 1, "op": "list"})["containers"]
+        code, message = client.error({"v": 1, "op": "set", "id": "two", **change})
+        assert code == "refused"
+        assert words in message
+        assert client.ask({"v": 1, "op": "list"})["containers"] == before
+
+
+def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]
+        container = governor.server.containers["one"]
+        container.used = lambda _: 3 * GIB  # type: ignore[method-assign]
+        change = {"v": 1, "op": "set", "id": "one"}
+        code, message = client.error({**change, "memory": 2 * GIB})
+        assert (code, message) == (
+            "refused", "the container uses 3072 MiB, 2048 MiB were asked for"
+        )  # fmt: skip
+        assert client.ask({**change, "memory": 3 * GIB})["memory"] == 3 * GIB
+        # What the driver took has it over its quota: that may still grow.
+        container.used = lambda _: 5 * GIB  # type: ignore[method-assign]
+        assert client.ask({**change, "memory": 4 * GIB})["memory"] == 4 * GIB
+
+
+def test_who_is_not_there_has_no_quota(governor: Governor) -> None:
+    with Client(governor) as client:
+        code, message = client.error({"v": 1, "op": "set", "id": "nobody", "compute": 1})
+        assert (code, message) == ("refused", "no container 'nobody' shares a GPU of this node")
+
+
+def test_the_command_names_a_container_by_its_beginning(
+    governor: Governor, pidfd: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tidegate(*arguments: str) -> tuple[int, str]:
+        status = cli.main(["set", *arguments, "--runtime-dir", str(governor.directory)])
+        told = capsys.readouterr()
+        # The governor in this process writes its log to the same place.
+        return status, (told.err or told.out).splitlines()[-1]
+
+    with Client(governor) as client, Client(governor) as other:
+        assert client.ask({**ADMIT, "id": "abcdef"}, pidfd)["ok"]
+        small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
+        assert other.ask({**ADMIT, "id": "abxyz", "annotations": small}, pidfd)["ok"]
+        assert tidegate("abc", "--compute", "40", "--memory", "12Gi") == (
+            0, "abcdef: compute 40 %, limit 40 %, memory 12288 MiB"
+        )  # fmt: skip
+        assert tidegate("ab", "--compute", "40") == (
+            65, "tidegate: 2 containers begin with 'ab'; tidegate ps lists them"
+        )  # fmt: skip
+        assert tidegate("zz", "--compute", "40")[0] == 65
+        assert tidegate("abc", "--compute", "95")[0] == 77
+        assert tidegate("abc") == (
+            65, "tidegate: nothing to change; give --memory, --compute or --compute-limit"
+        )  # fmt: skip

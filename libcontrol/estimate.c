@@ -84,20 +84,21 @@ unsigned estimate_samples(const struct estimate *e, uint32_t kind)
     return e->kinds[kind].n_samples;
 }
 
-void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind)
+void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind,
+                  uint32_t count)
 {
     for (uint32_t i = 0; i < interval->n_parts; i++) {
         if (interval->parts[i].kind == kind) {
-            interval->parts[i].count++;
+            interval->parts[i].count += count;
             return;
         }
     }
     if (interval->n_parts < ESTIMATE_N_PARTS) {
         interval->parts[interval->n_parts].kind = kind;
-        interval->parts[interval->n_parts].count = 1;
+        interval->parts[interval->n_parts].count = count;
         interval->n_parts++;
     } else {
-        interval->rest_ns += estimate_ns(e, kind);
+        interval->rest_ns += estimate_ns(e, kind) * count;
     }
 }
 

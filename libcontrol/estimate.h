@@ -41,7 +41,8 @@ bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uin
                    uint64_t *nsp);
 uint64_t estimate_ns(const struct estimate *e, uint32_t kind);
 unsigned estimate_samples(const struct estimate *e, uint32_t kind);
-void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind);
+void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind,
+                  uint32_t count);
 uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval);
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns);

@@ -26,7 +26,8 @@
 #include <pthread.h>
 #include <string.h>
 
-#define GATE_NAP_NS               (250 * NS_PER_US) /* between two looks at a full queue */
+#define GATE_NAP_NS               (250 * NS_PER_US)  /* between two looks at a full queue */
+#define GATE_OPEN_MARKER_NS       (2500 * NS_PER_US) /* between markers while the grant is open */
 #define GATE_N_CAPTURES           64
 #define GATE_JOIN_NS              (100 * NS_PER_MS)
 #define GATE_SPIN_NS              (2 * NS_PER_MS) /* no core is kept busy for longer */
@@ -180,6 +181,8 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
 
     if (epoch == g->epoch)
         return;
+    if (g->passing)
+        pass_stop(g, grant);
     g->epoch = epoch;
     g->active = false;
     g->released = false;
@@ -442,9 +445,9 @@ enum gate_answer {
     GATE_CLOSED, /* wait for a grant */
 };
 
-static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now,
-                                 uint64_t predicted)
+static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now, uint32_t kind)
 {
+    uint64_t predicted = estimate_ns(&g->estimate, kind);
     uint64_t limit = atomic_load_relaxed(&pages_grant()->inflight_ns);
     uint64_t queued = queue_left(&g->queue, now);
 
@@ -457,6 +460,8 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
     if (now + queued + predicted / 2 > deadline && (queued || (g->active && !gate_lost(now))))
         return GATE_CLOSED;
     if (queued + predicted > limit && queued > limit / 4)
+        return GATE_FULL;
+    if (!estimate_samples(&g->estimate, kind) && queue_unknown(&g->queue) >= GATE_N_UNKNOWN)
         return GATE_FULL;
     return GATE_GO;
 }
@@ -529,16 +534,19 @@ void gate_note_dependency(void)
     }
 }
 
-/* Whether work of that length may be put into the stream to be held. */
-static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint64_t predicted)
+/* Whether work may be put into the stream to be held: a grant's worth, and of work of which it is
+ * not known how long it takes one piece. */
+static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind)
 {
+    uint64_t predicted = estimate_ns(&g->estimate, kind);
     uint64_t ahead = g->queue.ahead_ns;
 
     if (g->crossed && g->queue.era - g->crossed_era >= GATE_CROSSED)
         g->crossed = false;
     return !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
            hold_find(g, s->ctx) && g->n_held < GATE_N_HELD &&
-           (!ahead || ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns));
+           (!ahead || (estimate_samples(&g->estimate, kind) &&
+                       ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns)));
 }
 
 /* What has to be said to the driver before the launch. The lock is held before and after; while it
@@ -616,6 +624,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     struct gate_visit visit;
     CUcontext ctx = NULL;
     bool held = false, first = false, wait = false, learn = false, mark = false, wanting = false;
+    bool looked = false;
     uint64_t began = 0, now, predicted;
     uint32_t kind;
     bool current;
@@ -658,9 +667,36 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         s = queue_find(&g->queue, ctx, work->stream);
         deadline = gate_deadline(g, grant, now);
         if (deadline == GRANT_OPEN && !g->holding) {
+            enum pass_answer open;
+            uint32_t average;
+
             if (!gate_lost(now) && !gate_announce(g, grant, ledger, now))
                 continue;
-            learn = pass_open(g, s, grant, ledger);
+            if (g->queue.n_markers && now >= g->queue.markers[g->queue.head].look_at) {
+                gate_visit_begin(&visit);
+                gate_retire(g, ledger, now, false);
+                gate_visit_end(&visit);
+                s = queue_find(&g->queue, ctx, work->stream);
+            }
+            open = pass_open(g, s, grant, ledger, now, &average);
+            if (open == PASS_FULL && !looked) {
+                /* As the model has it; the markers may have been reached long ago. */
+                looked = true;
+                gate_visit_begin(&visit);
+                gate_retire(g, ledger, now, true);
+                gate_visit_end(&visit);
+                continue;
+            }
+            if (open == PASS_FULL) {
+                looked = false;
+                if (!began)
+                    began = now;
+                gate_wait(g, grant, ledger, GATE_FULL, seen, &wanting);
+                continue;
+            }
+            learn = open == PASS_SAMPLE;
+            if (!learn)
+                kind = average;
             break;
         }
         if (g->passing)
@@ -677,14 +713,13 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
                 gate_cross(g);
             g->only = s;
         }
-        predicted = estimate_ns(&g->estimate, kind);
-        answer = gate_ask(g, gate_deadline(g, grant, now), now, predicted);
+        answer = gate_ask(g, gate_deadline(g, grant, now), now, kind);
         if (answer == GATE_GO) {
             if (gate_lost(now) || gate_announce(g, grant, ledger, now))
                 break;
             continue;
         }
-        if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, predicted)) {
+        if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, kind)) {
             /* The helper records events, which block behind a queue that is full of held work. */
             if (!g->holding && g->n_marking) {
                 prim_unlock(&g->lock);
@@ -720,10 +755,9 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     ticket->ctx = ctx;
     ticket->era = g->queue.era + held;
     ticket->mark = false;
-    if (!g->passing || learn) {
-        learn = learn || estimate_samples(&g->estimate, kind) < 2;
-        mark = queue_wants_mark_before(&g->queue, s, ticket->era, learn);
-    }
+    learn = learn || estimate_samples(&g->estimate, kind) < ESTIMATE_N_LEARN;
+    /* While the grant is open the last marker will do, however long ago it was reached. */
+    mark = (!g->passing || learn) && queue_wants_mark_before(&g->queue, s, ticket->era, learn);
     if (first || wait || mark) {
         bool poke = first && (!g->active || g->released);
 
@@ -737,8 +771,10 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             gate_lock(g);
         }
     }
-    if (!g->passing || learn)
-        ticket->mark = queue_add(&g->queue, s, &g->estimate, ticket->era, kind, now) || learn;
+    queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
+    ticket->mark = learn || queue_wants_mark_behind(
+                                s, g->passing ? GATE_OPEN_MARKER_NS
+                                              : atomic_load_relaxed(&pages_grant()->marker_ns));
     /* The lock may have been given up since: only if all still holds. */
     if (!g->passing && !g->holding && !ticket->mark && g->active && !g->released &&
         ticket->era == g->queue.era && g->epoch == atomic_load_acquire(&grant->epoch) &&

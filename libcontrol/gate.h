@@ -10,11 +10,12 @@
 
 #include "queue.h"
 
-#define GATE_N_HOLDS  8
-#define GATE_N_HELD   512 /* the driver's queue has room for twice as many: no call blocks in it */
-#define GATE_CROSSED  64  /* eras without a dependency between streams until work is held again */
-#define GATE_LOST_NS  (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
-#define GATE_LOCAL_NS (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
+#define GATE_N_HOLDS   8
+#define GATE_N_HELD    512 /* the driver's queue has room for twice as many: no call blocks in it */
+#define GATE_N_UNKNOWN 4   /* launches under way of which it is not known how long they take */
+#define GATE_CROSSED   64  /* eras without a dependency between streams until work is held again */
+#define GATE_LOST_NS   (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
+#define GATE_LOCAL_NS  (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
 
 /* A word of pinned memory that held streams of a context wait for. */
 struct gate_hold {
@@ -34,11 +35,9 @@ struct gate {
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is asking the driver about the oldest marker */
     uint32_t epoch;
-    struct pass *metered;  /* launches go by on credit; what they are is not in the queue yet */
-    CUcontext metered_ctx; /* of its stream */
-    uint64_t metered_ns;   /* since when */
-    unsigned n_calls;      /* threads in a driver call that uses events of the queue */
-    unsigned n_marking;    /* threads that mark streams which others use */
+    struct pass *metered; /* launches go by on credit; what they are is not in the queue yet */
+    unsigned n_calls;     /* threads in a driver call that uses events of the queue */
+    unsigned n_marking;   /* threads that mark streams which others use */
     uint64_t last_launch;
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
@@ -69,10 +68,15 @@ void helper_start(struct gate *g, unsigned device);
 
 /* Passes (pass.c), for one who holds the gate's lock. */
 
-/* A launch under an open grant that came without a pass. Most get the stream a pass; one in a few
- * hundred is measured instead, which this returns. */
-bool pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
-               struct ledger_device *ledger);
+enum pass_answer {
+    PASS_GO,     /* it is one of the stream's launches like all others, of the kind that is told */
+    PASS_SAMPLE, /* it is measured by itself */
+    PASS_FULL,   /* wait for the queue */
+};
+
+/* A launch under an open grant that came without a pass; mostly its stream gets one. */
+enum pass_answer pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
+                           struct ledger_device *ledger, uint64_t now, uint32_t *kindp);
 /* Gives the stream of the last launch a pass, if more may go before the next marker. */
 void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
                 struct ledger_device *ledger, uint64_t deadline, uint64_t now);

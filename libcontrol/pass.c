@@ -5,7 +5,12 @@
 
 #include <string.h>
 
-#define PASS_LEAST_NS (5 * NS_PER_US) /* of GPU time to spend: less is not worth a pass */
+#define PASS_LEAST_NS  (5 * NS_PER_US)    /* of GPU time to spend: less is not worth a pass */
+#define PASS_LENGTH_NS (2500 * NS_PER_US) /* of an open pass */
+#define PASS_MOST      1024               /* launches of it */
+#define PASS_INFLIGHT_NS                                                                           \
+    (20 * NS_PER_MS) /* queued while the grant is open; a GPU never runs dry                       \
+                      */
 
 struct pass passes[PASS_N];
 
@@ -44,11 +49,39 @@ void pass_tell_all(const struct grant_device *grant)
     passes_each(grant, pass_tell);
 }
 
-/* The gate's lock is held. */
+/* What the launches of an open pass take, on average, is learned as of a kind of its own. */
+static uint32_t pass_kind(struct gate *g, CUstream stream)
+{
+    return estimate_kind(&g->estimate, (uintptr_t)stream + 1, UINT64_MAX, 0);
+}
+
+/* Puts what an open pass let by into the model of the queue; another GPU's is counted there no
+ * more. */
+static void pass_count(struct gate *g, struct pass *p)
+{
+    uint32_t used = atomic_load_relaxed(&p->used);
+    uint32_t n = used - p->counted;
+    struct queue_stream *s;
+
+    p->counted = used;
+    if ((int32_t)n <= 0 || p->gate != g)
+        return;
+    s = queue_find(&g->queue, p->ctx, p->stream);
+    queue_add(&g->queue, s, &g->estimate, g->queue.era, pass_kind(g, p->stream), n, p->began_ns);
+    s->n_passed += n;
+    g->last_launch = prim_now();
+}
+
+/* The grant is open no more. The gate's lock is held. */
 void pass_stop(struct gate *g, const struct grant_device *grant)
 {
     g->passing = false;
     passes_each(grant, pass_end);
+    prim_lock(&passes_lock);
+    for (unsigned i = 0; i < PASS_N; i++)
+        if (passes[i].gate == g && !passes[i].metered)
+            pass_count(g, &passes[i]);
+    prim_unlock(&passes_lock);
 }
 
 /* From here on every launch is asked about. */
@@ -82,12 +115,15 @@ static bool pass_fits(CUstream stream)
            likely(!atomic_load_seq_cst(&modules_kernels));
 }
 
-static void pass_begin(struct pass *p, const struct gate *g, CUstream stream,
+static void pass_begin(struct pass *p, const struct gate *g, const struct queue_stream *s,
                        const struct grant_device *grant, struct ledger_device *ledger,
                        uint64_t deadline, uint32_t limit)
 {
     p->ledger = ledger;
-    atomic_store_relaxed(&p->stream, stream);
+    p->gate = g;
+    p->ctx = s->ctx;
+    p->began_ns = prim_now();
+    atomic_store_relaxed(&p->stream, s->stream);
     atomic_store_relaxed(&p->grant, grant);
     atomic_store_relaxed(&p->epoch, g->epoch);
     /* Who read the limit of the pass before finds all of this one, or none of it. */
@@ -97,36 +133,41 @@ static void pass_begin(struct pass *p, const struct gate *g, CUstream stream,
 
 /* ---- while the grant is open ---- */
 
-bool pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
-               struct ledger_device *ledger)
+enum pass_answer pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
+                           struct ledger_device *ledger, uint64_t now, uint32_t *kindp)
 {
     struct pass *p = pass_of(s->stream);
-    uint32_t used;
+    enum pass_answer answer = PASS_GO;
+    bool known;
+    uint64_t n;
 
     prim_lock(&passes_lock);
-    used = atomic_load_relaxed(&p->used);
-    s->n_passed += 1 + (atomic_load_relaxed(&p->stream) == s->stream ? used - p->begun : 0);
-    pass_end(p);
-    p->begun = used;
+    if (!p->metered) {
+        pass_end(p);
+        pass_count(g, p);
+    }
+    *kindp = pass_kind(g, s->stream);
+    known = estimate_samples(&g->estimate, *kindp);
     g->passing = true;
     g->blind = true;
-    if (s->n_passed > s->sample_at) {
+    if (known ? queue_left(&g->queue, now) > PASS_INFLIGHT_NS
+              : queue_unknown(&g->queue) >= GATE_N_UNKNOWN) {
+        answer = PASS_FULL;
+    } else if (++s->n_passed > s->sample_at) {
         /* Never the same distance, so that a program's loop does not always show the same launch.
          */
         s->draw = s->draw * 1103515245 + 12345;
         s->sample_at = 192 + (s->draw >> 16) % 128;
         s->n_passed = 0;
-        prim_unlock(&passes_lock);
-        return true;
+        answer = PASS_SAMPLE;
+    } else if (known && pass_fits(s->stream) && !p->metered) {
+        n = PASS_LENGTH_NS / estimate_ns(&g->estimate, *kindp);
+        if (n > 1)
+            pass_begin(p, g, s, grant, ledger, GRANT_OPEN,
+                       atomic_load_relaxed(&p->used) + (uint32_t)(n < PASS_MOST ? n : PASS_MOST));
     }
-    s->unmarked = true;
-    s->blind = true;
-    s->era = g->queue.era;
-    if (pass_fits(s->stream) && !p->meter)
-        pass_begin(p, g, s->stream, grant, ledger, GRANT_OPEN,
-                   used + s->sample_at - s->n_passed + 1);
     prim_unlock(&passes_lock);
-    return false;
+    return answer;
 }
 
 /* ---- while it ends ---- */
@@ -153,16 +194,14 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
     if (budget < PASS_LEAST_NS)
         return;
     prim_lock(&passes_lock);
-    if (!p->meter && pass_fits(s->stream)) {
+    if (!p->metered && pass_fits(s->stream)) {
         pass_end(p);
-        p->meter = g;
+        p->metered = true;
         atomic_store_relaxed(&p->estimate, &g->estimate);
         atomic_store_relaxed(&p->budget_ns, budget);
         atomic_store_relaxed(&p->spent, 0);
         g->metered = p;
-        g->metered_ctx = s->ctx;
-        g->metered_ns = now;
-        pass_begin(p, g, s->stream, grant, ledger, deadline, ++serial);
+        pass_begin(p, g, s, grant, ledger, deadline, ++serial);
     }
     prim_unlock(&passes_lock);
 }
@@ -206,8 +245,8 @@ void pass_collect(struct gate *g)
             continue;
         atomic_store_relaxed(&p->log[i], 0);
         if (!s)
-            s = queue_find(&g->queue, g->metered_ctx, p->stream);
-        queue_add(&g->queue, s, &g->estimate, g->queue.era, kind, g->metered_ns);
+            s = queue_find(&g->queue, p->ctx, p->stream);
+        queue_add(&g->queue, s, &g->estimate, g->queue.era, kind, 1, p->began_ns);
         predicted += estimate_ns(&g->estimate, kind);
         n_noted++;
     }
@@ -216,7 +255,7 @@ void pass_collect(struct gate *g)
         atomic_add_relaxed(&p->ledger->launches, n_noted);
         atomic_bump(&p->ledger->predicted_ns, predicted);
     }
-    p->meter = NULL;
+    p->metered = false;
     g->metered = NULL;
     prim_unlock(&passes_lock);
 }

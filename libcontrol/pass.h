@@ -4,10 +4,11 @@
  * A pass is for one stream, and good for one word of the governor's page, `deadline_ns`, as long as
  * that stands. A launch by it takes no lock, reads no clock and calls no driver.
  *
- * While nobody else waits and no cap applies the page says GRANT_OPEN. Then nothing remains to be
- * known but which streams have work without a marker behind it, so such a pass lasts a few hundred
- * launches: then one launch goes the long way round, is measured, and is a sample of what the
- * program launches.
+ * While nobody else waits and no cap applies the page says GRANT_OPEN, and a launch by a pass is
+ * only counted. What a stream's launches take on average is learned, a pass is for as many as take
+ * a few milliseconds, and when too much is queued the next waits: somebody else may want the GPU at
+ * any time, and would have to wait for all of it. Now and then a launch is measured by itself, as a
+ * sample of what the program launches.
  *
  * Under a grant that ends a pass is metered: it has GPU time to spend, as much as may be queued
  * before the next marker, and pays each launch from that by its learned duration. What was
@@ -31,11 +32,14 @@ struct pass {
     uint32_t epoch;       /* and is of the grant in which this was announced */
     uint32_t limit;       /* 0: none may go. Open: of `used`; metered: another in each pass */
     uint32_t used;        /* launches that ever went here; two threads at once may count as one */
-    uint32_t begun;       /* what that was when the pass began */
     uint32_t told;        /* how many of them the ledger knows */
+    uint32_t counted;     /* how many of them the model of the queue knows */
+    uint64_t began_ns;
     struct ledger_device *ledger;
+    CUcontext ctx;
+    const struct gate *gate; /* of the GPU */
     /* Metered: */
-    const struct gate *meter; /* whose it is, until what it let by is in the model; else NULL */
+    bool metered; /* until what it let by is in the model */
     const struct estimate *estimate;
     uint64_t budget_ns;
     uint64_t spent;           /* launches, by PASS_ONE, and their nanoseconds */

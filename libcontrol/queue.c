@@ -139,15 +139,12 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
     return true;
 }
 
-/*
- * A launch of `kind` is about to be made in the stream. Returns whether a marker belongs behind it:
- * when enough work was launched since the last one.
- */
-bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
-               uint32_t kind, uint64_t now)
+/* So many launches of `kind` are about to be made in the stream, or were. */
+void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
+               uint32_t kind, uint32_t count, uint64_t now)
 {
     bool held = era != q->era;
-    uint64_t predicted = estimate_ns(e, kind);
+    uint64_t predicted = estimate_ns(e, kind) * count;
 
     if (s->era != era || s->blind) {
         s->interval.n_parts = 0;
@@ -156,8 +153,9 @@ bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
         s->blind = false;
         s->pending_ns = 0;
     }
-    estimate_add(e, &s->interval, kind);
+    estimate_add(e, &s->interval, kind, count);
     s->unmarked = true;
+    s->unknown = s->unknown || !estimate_samples(e, kind);
     s->pending_ns += predicted;
     if (held) {
         q->ahead_ns += predicted;
@@ -165,8 +163,22 @@ bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
         q->busy_until = (q->busy_until > now ? q->busy_until : now) + predicted;
         q->submitted += predicted;
     }
-    return s->interval.n_parts == ESTIMATE_N_PARTS ||
-           s->pending_ns >= atomic_load_relaxed(&pages_grant()->marker_ns);
+}
+
+/* Whether enough was launched since the last marker for another. */
+bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns)
+{
+    return s->interval.n_parts == ESTIMATE_N_PARTS || s->pending_ns >= marker_ns;
+}
+
+/* Markers ahead behind work of which it is not known how long it takes. */
+unsigned queue_unknown(const struct queue *q)
+{
+    unsigned n = 0;
+
+    for (unsigned i = 0; i < q->n_markers; i++)
+        n += q->markers[(q->head + i) % QUEUE_N_MARKERS].unknown;
+    return n;
 }
 
 /* ---- markers ---- */
@@ -208,7 +220,9 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     m->expected = q->busy_until;
     m->look_at = q->busy_until > 10 * NS_PER_US ? q->busy_until - 10 * NS_PER_US : 0;
     m->interval = s->interval;
+    m->unknown = s->unknown;
     s->unmarked = false;
+    s->unknown = false;
     s->blind = false;
     s->pending_ns = 0;
     s->interval.n_parts = 0;

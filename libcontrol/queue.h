@@ -31,6 +31,7 @@ struct queue_stream {
     bool used;
     bool unmarked; /* work was launched after the last marker */
     bool blind;    /* some of it without our knowing what: the interval cannot be measured */
+    bool unknown;  /* how long some of it takes is not known yet */
     CUcontext ctx;
     CUstream stream;
     const void *thread; /* whose per-thread stream it is; NULL for all others */
@@ -41,7 +42,7 @@ struct queue_stream {
     uint32_t era;  /* of the open interval */
     uint32_t held; /* the last ticket that the stream waits for */
     uint64_t pending_ns;
-    uint32_t n_passed;  /* launches by passes since one was measured */
+    uint32_t n_passed;  /* launches while the grant is open since one was measured by itself */
     uint32_t sample_at; /* how many until the next is */
     uint32_t draw;
     struct estimate_interval interval;
@@ -52,6 +53,7 @@ struct queue_marker {
     int before; /* event that began the interval, QUEUE_NO_EVENT: it cannot be measured */
     uint32_t era;
     uint32_t serial;    /* which marker it is */
+    bool unknown;       /* how long some of it takes was not known */
     uint64_t submitted; /* predicted work up to here, ever */
     uint64_t expected;  /* when the model says that it will be reached */
     uint64_t look_at;   /* no query before */
@@ -102,8 +104,10 @@ const void *queue_thread(CUstream stream);
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream);
 bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s, uint32_t era,
                              bool learn);
-bool queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
-               uint32_t kind, uint64_t now);
+void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
+               uint32_t kind, uint32_t count, uint64_t now);
+bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns);
+unsigned queue_unknown(const struct queue *q);
 bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
                       struct queue_mark *mark);
 void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorded,

@@ -95,8 +95,10 @@ void pass_forget_stream(const struct grant_device *grant, CUstream stream)
     struct pass *p = pass_of(stream);
 
     prim_lock(&passes_lock);
-    if (p->stream == stream && p->grant == grant)
+    if (p->stream == stream && p->grant == grant) {
         pass_end(p);
+        p->counted = atomic_load_relaxed(&p->used); /* no marker can follow it any more */
+    }
     prim_unlock(&passes_lock);
 }
 

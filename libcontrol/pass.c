@@ -5,12 +5,10 @@
 
 #include <string.h>
 
-#define PASS_LEAST_NS  (5 * NS_PER_US)    /* of GPU time to spend: less is not worth a pass */
-#define PASS_LENGTH_NS (2500 * NS_PER_US) /* of an open pass */
-#define PASS_MOST      1024               /* launches of it */
-#define PASS_INFLIGHT_NS                                                                           \
-    (20 * NS_PER_MS) /* queued while the grant is open; a GPU never runs dry                       \
-                      */
+#define PASS_LEAST_NS    (5 * NS_PER_US)    /* of GPU time to spend: less is not worth a pass */
+#define PASS_LENGTH_NS   (2500 * NS_PER_US) /* of an open pass */
+#define PASS_MOST        1024               /* launches of it */
+#define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* queued while the grant is open */
 
 struct pass passes[PASS_N];
 

@@ -129,6 +129,60 @@ def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(nod
     assert 20 < max(let) <= (4_000_000 + 1_000_000) / 60_000
 
 
+@pytest.mark.parametrize(("unit_ms", "units", "longest_ms"), [(2, 400, 60), (50, 40, 300)])
+def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
+    node: Node, unit_ms: int, units: int, longest_ms: int
+) -> None:
+    """Known units of 2 ms: 20 ms are queued. Units of 50 ms that nobody has measured: four."""
+    for field, value in (("lookahead_ns", 200_000), ("holds", 0)):
+        pages.write(node.grant, 0, "grant_header", field, value)
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    grant(node, 2**64 - 1, 2)
+    agent.send(f"for i in range({units}): launch({unit_ms}_000_000, s)")
+    time.sleep(0.3)
+    node.write("contended", 1)
+    began = time.monotonic()
+    grant(node, time.monotonic_ns(), 2)
+    while agent.field("released_epoch") != 2:
+        assert time.monotonic() < began + longest_ms / 1000
+        time.sleep(0.001)
+    grant(node, 2**64 - 1, 3)
+    agent.answer()
+
+
+def test_a_program_alone_is_not_slowed_by_the_bound_of_what_is_queued(node: Node) -> None:
+    """The GPU has work all the time: 2 s of it take no longer, whatever the length of a unit."""
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    grant(node, 2**64 - 1, 2)
+    for unit_us, units in ((200, 10_000), (30_000, 60)):
+        agent.run(f"for i in range(3): launch({unit_us}_000, s)\ndriver.call('cuCtxSynchronize')")
+        took = agent.number(
+            f"(began := time.monotonic(), [launch({unit_us}_000, s) for i in range({units})],"
+            " driver.call('cuCtxSynchronize'), round((time.monotonic() - began) * 1000))[-1]"
+        )
+        assert took < unit_us * units / 1000 * 1.1
+
+
+def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    grant(node, 2**64 - 1, 2)
+    for epoch in range(3, 13):
+        agent.run(
+            "s = out('cuStreamCreate', 1)\n"
+            "for i in range(300): launch(1000, s)\n"
+            "driver.call('cuStreamSynchronize', s); driver.call('cuStreamDestroy_v2', s)"
+        )
+        grant(node, time.monotonic_ns() + SECOND, epoch)
+        agent.run("for i in range(5): launch(1000)")
+        grant(node, 2**64 - 1, epoch)
+    assert agent.run("driver.try_call('cuCtxSynchronize')") == 0
+
+
 def test_small_fills_do_not_go_without_a_grant(node: Node) -> None:
     agent = node.agent()
     agent.run(LAUNCH)

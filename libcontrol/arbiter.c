@@ -312,13 +312,16 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     t->stats.grants++;
 }
 
-/* When the grant is taken from a holder that does not give it back. */
+/* When the grant is taken from a holder that does not give it back. What was lent is not waited
+ * for: it may be an owner's turn. */
 static uint64_t taken_at(const struct arbiter *arbiter)
 {
     const struct arbiter_config *config = &arbiter->config;
     uint64_t end = arbiter->deadline;
     uint64_t sign = arbiter->alive > end ? arbiter->alive : end;
 
+    if (arbiter->lent)
+        return end + config->overdue_ns;
     if (sign + config->overdue_ns < end + config->longest_ns)
         return sign + config->overdue_ns;
     return end +

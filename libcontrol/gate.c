@@ -461,7 +461,7 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
         return GATE_CLOSED;
     if (queued + predicted > limit && queued > limit / 4)
         return GATE_FULL;
-    if (!estimate_samples(&g->estimate, kind) && queue_unknown(&g->queue) >= GATE_N_UNKNOWN)
+    if (!estimate_samples(&g->estimate, kind) && queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN)
         return GATE_FULL;
     return GATE_GO;
 }

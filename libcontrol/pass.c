@@ -151,7 +151,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream *s, const struct 
     g->passing = true;
     g->blind = true;
     if (known ? queue_left(&g->queue, now) > PASS_INFLIGHT_NS
-              : queue_unknown(&g->queue) >= GATE_N_UNKNOWN) {
+              : queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN) {
         answer = PASS_FULL;
     } else if (++s->n_passed > s->sample_at) {
         /* Never the same distance, so that a program's loop does not always show the same launch.

@@ -172,11 +172,11 @@ bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns)
 }
 
 /* Markers ahead behind work of which it is not known how long it takes. */
-unsigned queue_unknown(const struct queue *q)
+unsigned queue_unknown(const struct queue *q, uint64_t now)
 {
     unsigned n = 0;
 
-    for (unsigned i = 0; i < q->n_markers; i++)
+    for (unsigned i = 0; i < q->n_markers && !queue_stalled(q, now); i++)
         n += q->markers[(q->head + i) % QUEUE_N_MARKERS].unknown;
     return n;
 }
@@ -246,6 +246,8 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
         event_put(q, mark->marker.before);
         return;
     }
+    if (!q->n_markers)
+        q->progress_ns = prim_now();
     m = &q->markers[(q->head + q->n_markers++) % QUEUE_N_MARKERS];
     *m = mark->marker;
     m->serial = ++q->serials;
@@ -344,6 +346,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
             q->busy_until = now + behind + 10 * NS_PER_US;
         return false;
     }
+    q->progress_ns = now;
     if (q->busy_until > now + behind)
         q->busy_until = now + behind;
     if (marker_measure(q, m, look, &measured)) {

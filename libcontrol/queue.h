@@ -18,6 +18,7 @@
 #define QUEUE_N_MARKERS 256
 #define QUEUE_N_EVENTS  512
 #define QUEUE_NO_EVENT  (-1)
+#define QUEUE_STALL_NS  (200 * NS_PER_MS)
 
 struct queue_event {
     CUevent event;
@@ -70,6 +71,7 @@ struct queue {
     int reference;        /* event of the marker reached last: times are told from it */
     double reference_ns;  /* its time; the origin is arbitrary */
     double covered_until; /* GPU time up to here is in busy_ns */
+    uint64_t progress_ns; /* when a marker was reached last, or the first was put into the queue */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
     struct queue_stream streams[QUEUE_N_STREAMS];
@@ -107,7 +109,7 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
                uint32_t kind, uint32_t count, uint64_t now);
 bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns);
-unsigned queue_unknown(const struct queue *q);
+unsigned queue_unknown(const struct queue *q, uint64_t now);
 bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
                       struct queue_mark *mark);
 void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorded,
@@ -121,8 +123,18 @@ void queue_forget_stream(struct queue *q, CUstream stream);
 void queue_forget_context(struct queue *q, CUcontext ctx);
 bool queue_capturing(CUstream stream);
 
-/* Work on the GPU at `now`, without what is held. */
+/*
+ * Nothing has come to an end for long. It may be a kernel that takes as long; or streams wait for
+ * what the application does next (a host function, cuStreamWaitValue32, a kernel that spins until
+ * another is launched), and for ever if its next launch waits for them.
+ */
+static inline bool queue_stalled(const struct queue *q, uint64_t now)
+{
+    return q->n_markers && now > q->progress_ns + QUEUE_STALL_NS;
+}
+
+/* Work on the GPU at `now`, without what is held, as far as it can be waited for. */
 static inline uint64_t queue_left(const struct queue *q, uint64_t now)
 {
-    return q->busy_until > now ? q->busy_until - now : 0;
+    return q->busy_until > now && likely(!queue_stalled(q, now)) ? q->busy_until - now : 0;
 }

@@ -246,6 +246,24 @@ def test_a_holder_that_falls_silent_is_passed_over_after_20_ms(library, last, ta
         assert arbiter.step(deadline + taken * MS).holder == other
 
 
+def test_lent_time_is_given_back_after_20_ms_whatever_runs(library):
+    with Arbiter(library, config()) as arbiter:
+        owner, other = arbiter.add(WHOLE // 2, WHOLE // 2, 0), arbiter.add(WHOLE // 100, WHOLE, 0)
+        arbiter.want(other, 0, want=True)
+        arbiter.step(0)
+        arbiter.want(owner, MS, want=True)
+        arbiter.step(MS)  # the open grant ends
+        arbiter.released(2 * MS)
+        assert arbiter.step(2 * MS).holder == owner
+        arbiter.released(6 * MS)
+        view = arbiter.step(6 * MS)
+        assert view.holder == other  # lent: of its own it has 1 %
+        for at in range(0, 20, 5):
+            arbiter.alive(view.deadline_ns + at * MS)
+            assert arbiter.step(view.deadline_ns + at * MS).holder == other
+        assert arbiter.step(view.deadline_ns + 20 * MS).holder == owner
+
+
 def test_a_removed_holder_is_followed_at_once(library):
     with Arbiter(library, config()) as arbiter:
         first, second = (

@@ -6,6 +6,7 @@
 
 #define MAX_LAG_NS       1000000000.0 /* what a container kept waiting is owed at most, as time */
 #define MAX_CARRY_NS     20000000.0   /* of a report that came later than its grant */
+#define IMPATIENT_GRANTS 64           /* after long ones in which little was done */
 #define ALLOWANCE_GRANTS 20           /* unusually long hand-overs are made up for by others */
 
 struct tenant {
@@ -21,8 +22,10 @@ struct tenant {
     /* Grants whose use was estimated and will be corrected by what the GPU's clock says. */
     double unsettled_charge, unsettled_held;
     unsigned n_unsettled;
-    double allowance; /* how much of what it held its reports may still call not used */
-    double overhead;  /* estimate of what a grant loses to the hand-over */
+    bool was_long;        /* one of them lasted longer than a grant may that nobody watches */
+    unsigned n_impatient; /* grants that are not waited for */
+    double allowance;     /* how much of what it held its reports may still call not used */
+    double overhead;      /* estimate of what a grant loses to the hand-over */
     struct arbiter_stats stats;
 };
 
@@ -120,6 +123,10 @@ static void settle(struct tenant *t, const struct arbiter_config *config, bool l
     if (!t->n_unsettled)
         return;
     busy = t->busy_told - t->busy_seen;
+    /* It was waited for because its work was said to run; perhaps it waited for somebody itself. */
+    if (t->was_long)
+        t->n_impatient = busy < t->unsettled_held / 2 ? IMPATIENT_GRANTS : 0;
+    t->was_long = false;
     actual = clamp(busy, max(0, t->unsettled_held - t->allowance), t->unsettled_held);
     t->allowance -= t->unsettled_held - actual;
     charge(t, actual - t->unsettled_charge, lent);
@@ -151,6 +158,7 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
         t->stats.charged_ns += (uint64_t)held;
     } else if (used) {
         charge(t, estimate, arbiter->lent);
+        t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
         t->unsettled_charge += estimate;
         t->unsettled_held += held;
         /* Nobody else could have used what it left unused alone. */
@@ -290,6 +298,8 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     bool others = false;
 
     settle(t, &arbiter->config, lent);
+    if (t->n_impatient)
+        t->n_impatient--;
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
         if (i != tenant && arbiter->tenants[i].used && arbiter->tenants[i].want)
             others = true;
@@ -320,7 +330,7 @@ static uint64_t taken_at(const struct arbiter *arbiter)
     uint64_t end = arbiter->deadline;
     uint64_t sign = arbiter->alive > end ? arbiter->alive : end;
 
-    if (arbiter->lent)
+    if (arbiter->lent || arbiter->tenants[arbiter->holder].n_impatient)
         return end + config->overdue_ns;
     if (sign + config->overdue_ns < end + config->longest_ns)
         return sign + config->overdue_ns;
@@ -376,7 +386,8 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
         arbiter->standby = rival;
     }
     decide = arbiter->deadline > config->lead_ns ? arbiter->deadline - config->lead_ns : 0;
-    rival = choose(arbiter, (double)arbiter->deadline, arbiter->holder, &lent);
+    rival = choose(arbiter, (double)(now > arbiter->deadline ? now : arbiter->deadline),
+                   arbiter->holder, &lent);
     if (rival != ARBITER_NOBODY)
         arbiter->contended = true;
     if (now < decide) {

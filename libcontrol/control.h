@@ -169,6 +169,7 @@ struct gate_work {
     uint64_t guess_ns; /* how long it takes, before that is known; 0: no idea */
     CUstream stream;
     bool together; /* with work on other GPUs: it cannot be held */
+    bool single;   /* it may take long: learned by itself, whatever the grant */
 };
 
 struct gate_ticket {

@@ -47,7 +47,7 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     if (copy.bytes && (fill || copy.flow == COPY_DEVICE)) {
         work.key = fill ? FILL_KIND : COPY_KIND;
         work.blocks = copy_class(copy.bytes);
-        if (likely(pass_launch(stream, work.key, work.blocks)))
+        if (likely(pass_launch(stream, work.key, work.blocks, false)))
             return CUDA_SUCCESS;
         work.guess_ns = COPY_BASE_NS + copy.bytes / (fill ? FILL_PER_NS : COPY_PER_NS);
         return gate_enter(ticket, &work);

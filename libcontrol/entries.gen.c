@@ -244,7 +244,7 @@ CONTROL_EXPORT CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsi
 {
     __typeof__(&cuLaunchKernel) way = long_cuLaunchKernel;
 
-    if (likely(pass_launch(hStream, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ))))
+    if (likely(pass_launch(hStream, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), false)))
         way = real->cuLaunchKernel;
     return way(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
 }
@@ -268,7 +268,7 @@ CONTROL_EXPORT CUresult cuLaunchKernel_ptsz(CUfunction f, unsigned int gridDimX,
 {
     __typeof__(&cuLaunchKernel_ptsz) way = long_cuLaunchKernel_ptsz;
 
-    if (likely(pass_launch(gate_ptsz(hStream), (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ))))
+    if (likely(pass_launch(gate_ptsz(hStream), (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), false)))
         way = real->cuLaunchKernel_ptsz;
     return way(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams, extra);
 }
@@ -292,7 +292,7 @@ CONTROL_EXPORT CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunctio
 {
     __typeof__(&cuLaunchKernelEx) way = long_cuLaunchKernelEx;
 
-    if (likely(pass_launch(gate_config_stream(config), (uintptr_t)f, gate_config_blocks(config))))
+    if (likely(pass_launch(gate_config_stream(config), (uintptr_t)f, gate_config_blocks(config), false)))
         way = real->cuLaunchKernelEx;
     return way(config, f, kernelParams, extra);
 }
@@ -316,7 +316,7 @@ CONTROL_EXPORT CUresult cuLaunchKernelEx_ptsz(const CUlaunchConfig *config, CUfu
 {
     __typeof__(&cuLaunchKernelEx_ptsz) way = long_cuLaunchKernelEx_ptsz;
 
-    if (likely(pass_launch(gate_ptsz(gate_config_stream(config)), (uintptr_t)f, gate_config_blocks(config))))
+    if (likely(pass_launch(gate_ptsz(gate_config_stream(config)), (uintptr_t)f, gate_config_blocks(config), false)))
         way = real->cuLaunchKernelEx_ptsz;
     return way(config, f, kernelParams, extra);
 }
@@ -340,7 +340,7 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernel(CUfunction f, unsigned int gri
 {
     __typeof__(&cuLaunchCooperativeKernel) way = long_cuLaunchCooperativeKernel;
 
-    if (likely(pass_launch(hStream, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ))))
+    if (likely(pass_launch(hStream, (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), false)))
         way = real->cuLaunchCooperativeKernel;
     return way(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams);
 }
@@ -364,7 +364,7 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernel_ptsz(CUfunction f, unsigned in
 {
     __typeof__(&cuLaunchCooperativeKernel_ptsz) way = long_cuLaunchCooperativeKernel_ptsz;
 
-    if (likely(pass_launch(gate_ptsz(hStream), (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ))))
+    if (likely(pass_launch(gate_ptsz(hStream), (uintptr_t)f, gate_blocks(gridDimX, gridDimY, gridDimZ), false)))
         way = real->cuLaunchCooperativeKernel_ptsz;
     return way(f, gridDimX, gridDimY, gridDimZ, blockDimX, blockDimY, blockDimZ, sharedMemBytes, hStream, kernelParams);
 }
@@ -372,7 +372,7 @@ CONTROL_EXPORT CUresult cuLaunchCooperativeKernel_ptsz(CUfunction f, unsigned in
 static noinline CUresult long_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 {
     struct gate_work work = {
-        .key = (uintptr_t)hGraphExec, .blocks = 1, .stream = hStream};
+        .key = (uintptr_t)hGraphExec, .blocks = 1, .stream = hStream, .single = true};
     struct gate_ticket ticket;
     CUresult result = account_graph_before(hGraphExec);
     if (result == CUDA_SUCCESS)
@@ -389,7 +389,7 @@ CONTROL_EXPORT CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 {
     __typeof__(&cuGraphLaunch) way = long_cuGraphLaunch;
 
-    if (!account_graphs() && likely(pass_launch(hStream, (uintptr_t)hGraphExec, 1)))
+    if (!account_graphs() && likely(pass_launch(hStream, (uintptr_t)hGraphExec, 1, true)))
         way = real->cuGraphLaunch;
     return way(hGraphExec, hStream);
 }
@@ -397,7 +397,7 @@ CONTROL_EXPORT CUresult cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
 static noinline CUresult long_cuGraphLaunch_ptsz(CUgraphExec hGraphExec, CUstream hStream)
 {
     struct gate_work work = {
-        .key = (uintptr_t)hGraphExec, .blocks = 1, .stream = gate_ptsz(hStream)};
+        .key = (uintptr_t)hGraphExec, .blocks = 1, .stream = gate_ptsz(hStream), .single = true};
     struct gate_ticket ticket;
     CUresult result = account_graph_before(hGraphExec);
     if (result == CUDA_SUCCESS)
@@ -414,7 +414,7 @@ CONTROL_EXPORT CUresult cuGraphLaunch_ptsz(CUgraphExec hGraphExec, CUstream hStr
 {
     __typeof__(&cuGraphLaunch_ptsz) way = long_cuGraphLaunch_ptsz;
 
-    if (!account_graphs() && likely(pass_launch(gate_ptsz(hStream), (uintptr_t)hGraphExec, 1)))
+    if (!account_graphs() && likely(pass_launch(gate_ptsz(hStream), (uintptr_t)hGraphExec, 1, true)))
         way = real->cuGraphLaunch_ptsz;
     return way(hGraphExec, hStream);
 }
@@ -438,7 +438,7 @@ CONTROL_EXPORT CUresult cuLaunch(CUfunction f)
 {
     __typeof__(&cuLaunch) way = long_cuLaunch;
 
-    if (likely(pass_launch(NULL, (uintptr_t)f, 1)))
+    if (likely(pass_launch(NULL, (uintptr_t)f, 1, false)))
         way = real->cuLaunch;
     return way(f);
 }
@@ -462,7 +462,7 @@ CONTROL_EXPORT CUresult cuLaunchGrid(CUfunction f, int grid_width, int grid_heig
 {
     __typeof__(&cuLaunchGrid) way = long_cuLaunchGrid;
 
-    if (likely(pass_launch(NULL, (uintptr_t)f, gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1))))
+    if (likely(pass_launch(NULL, (uintptr_t)f, gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1), false)))
         way = real->cuLaunchGrid;
     return way(f, grid_width, grid_height);
 }
@@ -486,7 +486,7 @@ CONTROL_EXPORT CUresult cuLaunchGridAsync(CUfunction f, int grid_width, int grid
 {
     __typeof__(&cuLaunchGridAsync) way = long_cuLaunchGridAsync;
 
-    if (likely(pass_launch(hStream, (uintptr_t)f, gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1))))
+    if (likely(pass_launch(hStream, (uintptr_t)f, gate_blocks((unsigned)grid_width, (unsigned)grid_height, 1), false)))
         way = real->cuLaunchGridAsync;
     return way(f, grid_width, grid_height, hStream);
 }

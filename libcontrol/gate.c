@@ -27,6 +27,7 @@
 #include <string.h>
 
 #define GATE_NAP_NS               (250 * NS_PER_US)  /* between two looks at a full queue */
+#define GATE_NEW_NS               (20 * NS_PER_US)   /* the same at work that was never measured */
 #define GATE_OPEN_MARKER_NS       (2500 * NS_PER_US) /* between markers while the grant is open */
 #define GATE_N_CAPTURES           64
 #define GATE_JOIN_NS              (100 * NS_PER_MS)
@@ -442,6 +443,7 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
 enum gate_answer {
     GATE_GO,
     GATE_FULL,   /* wait for the queue */
+    GATE_NEW,    /* wait for what is not known yet */
     GATE_CLOSED, /* wait for a grant */
 };
 
@@ -462,7 +464,7 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
     if (queued + predicted > limit && queued > limit / 4)
         return GATE_FULL;
     if (!estimate_samples(&g->estimate, kind) && queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN)
-        return GATE_FULL;
+        return GATE_NEW;
     return GATE_GO;
 }
 
@@ -476,9 +478,9 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     uint64_t standby;
     bool poke = false;
 
-    if (answer == GATE_FULL) {
+    if (answer == GATE_FULL || answer == GATE_NEW) {
         prim_unlock(&g->lock);
-        prim_sleep(GATE_NAP_NS);
+        prim_sleep(answer == GATE_NEW ? GATE_NEW_NS : GATE_NAP_NS);
         gate_lock(g);
         return;
     }
@@ -678,7 +680,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
                 gate_visit_end(&visit);
                 s = queue_find(&g->queue, ctx, work->stream);
             }
-            open = pass_open(g, s, grant, ledger, now, &average);
+            open = pass_open(g, &s, grant, ledger, now, &average);
             if (open == PASS_FULL && !looked) {
                 /* As the model has it; the markers may have been reached long ago. */
                 looked = true;
@@ -695,7 +697,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
                 continue;
             }
             learn = open == PASS_SAMPLE;
-            if (!learn)
+            if (!learn && !work->single)
                 kind = average;
             break;
         }
@@ -771,6 +773,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             gate_lock(g);
         }
     }
+    /* While the grant is open no marker is put before work that comes late. */
+    s->gap = s->gap || (g->passing && !mark && g->queue.busy_until < now);
     queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
     ticket->mark = learn || queue_wants_mark_behind(
                                 s, g->passing ? GATE_OPEN_MARKER_NS

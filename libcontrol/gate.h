@@ -75,8 +75,9 @@ enum pass_answer {
 };
 
 /* A launch under an open grant that came without a pass; mostly its stream gets one. */
-enum pass_answer pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
-                           struct ledger_device *ledger, uint64_t now, uint32_t *kindp);
+enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
+                           const struct grant_device *grant, struct ledger_device *ledger,
+                           uint64_t now, uint32_t *kindp);
 /* Gives the stream of the last launch a pass, if more may go before the next marker. */
 void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
                 struct ledger_device *ledger, uint64_t deadline, uint64_t now);

@@ -68,11 +68,15 @@ def entry(fn: api.Fn) -> str:
             raise ValueError(f"{fn.name}: a gated function needs key and stream")
         after = f"    {fn.after};\n" if fn.after else ""
         unless = f"!{fn.needed} && " if fn.needed else ""
+        graph = fn.name.startswith("cuGraphLaunch")
+        work = f".key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}"
+        work += ", .single = true" if graph else ""
+        what = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
         # The long way is a function of its own, so that the short one needs no stack frame.
         return (
             f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
             f"    struct gate_work work = {{\n"
-            f"        .key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}}};\n"
+            f"        {work}}};\n"
             f"    struct gate_ticket ticket;\n"
             f"    CUresult result = {fn.before or 'CUDA_SUCCESS'};\n"
             f"    if (result == CUDA_SUCCESS)\n"
@@ -82,7 +86,7 @@ def entry(fn: api.Fn) -> str:
             f"    gate_leave(&ticket, result);\n{after}"
             f"    return result;\n}}\n\n"
             f"{head}    __typeof__(&{fn.name}) way = long_{fn.name};\n\n"
-            f"    if ({unless}likely(pass_launch({fn.stream}, (uintptr_t){fn.key}, {fn.blocks})))\n"
+            f"    if ({unless}likely(pass_launch({what})))\n"
             f"        way = real->{fn.name};\n"
             f"    return way({names});\n}}\n"
         )

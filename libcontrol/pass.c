@@ -65,9 +65,10 @@ static void pass_count(struct gate *g, struct pass *p)
     if ((int32_t)n <= 0 || p->gate != g)
         return;
     s = queue_find(&g->queue, p->ctx, p->stream);
-    queue_add(&g->queue, s, &g->estimate, g->queue.era, pass_kind(g, p->stream), n, p->began_ns);
-    s->n_passed += n;
     g->last_launch = prim_now();
+    queue_add(&g->queue, s, &g->estimate, g->queue.era, pass_kind(g, p->stream), n, p->began_ns);
+    s->gap = s->gap || g->queue.busy_until < g->last_launch;
+    s->n_passed += n;
 }
 
 /* The grant is open no more. The gate's lock is held. */
@@ -133,10 +134,14 @@ static void pass_begin(struct pass *p, const struct gate *g, const struct queue_
 
 /* ---- while the grant is open ---- */
 
-enum pass_answer pass_open(struct gate *g, struct queue_stream *s, const struct grant_device *grant,
-                           struct ledger_device *ledger, uint64_t now, uint32_t *kindp)
+enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
+                           const struct grant_device *grant, struct ledger_device *ledger,
+                           uint64_t now, uint32_t *kindp)
 {
+    struct queue_stream *s = *sp;
     struct pass *p = pass_of(s->stream);
+    CUstream stream = s->stream;
+    CUcontext ctx = s->ctx;
     enum pass_answer answer = PASS_GO;
     bool known;
     uint64_t n;
@@ -145,6 +150,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream *s, const struct 
     if (!p->metered) {
         pass_end(p);
         pass_count(g, p);
+        s = *sp = queue_find(&g->queue, ctx, stream); /* another stream may have had its place */
     }
     *kindp = pass_kind(g, s->stream);
     known = estimate_samples(&g->estimate, *kindp);

@@ -59,8 +59,9 @@ static inline struct pass *pass_of(CUstream stream)
 
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks);
 
-/* Whether a launch of `key` in `blocks` into the stream may go at once. */
-static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks)
+/* Whether a launch of `key` in `blocks` into the stream may go at once; `single`: a graph, which no
+ * average of the stream stands for. */
+static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks, bool single)
 {
     struct pass *p = pass_of(stream);
     uint32_t used = atomic_load_relaxed(&p->used);
@@ -77,7 +78,7 @@ static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks)
         return false;
     if (unlikely(deadline != GRANT_OPEN))
         return pass_spend(p, limit, key, blocks);
-    if (unlikely((int32_t)(limit - used) <= 0))
+    if (single || unlikely((int32_t)(limit - used) <= 0))
         return false;
     atomic_store_relaxed(&p->used, used + 1);
     return true;

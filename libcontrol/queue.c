@@ -209,7 +209,7 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     mark->handle_of_stream = s->stream;
     m->event = event;
     m->before = QUEUE_NO_EVENT;
-    if (s->interval.n_parts && s->era == era && s->last_era == era && !s->blind &&
+    if (s->interval.n_parts && s->era == era && s->last_era == era && !s->blind && !s->gap &&
         (held || q->busy_until > now))
         m->before = s->last;
     if (m->before == QUEUE_NO_EVENT)
@@ -223,6 +223,7 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     m->unknown = s->unknown;
     s->unmarked = false;
     s->unknown = false;
+    s->gap = false;
     s->blind = false;
     s->pending_ns = 0;
     s->interval.n_parts = 0;

@@ -33,6 +33,7 @@ struct queue_stream {
     bool unmarked; /* work was launched after the last marker */
     bool blind;    /* some of it without our knowing what: the interval cannot be measured */
     bool unknown;  /* how long some of it takes is not known yet */
+    bool gap;      /* the GPU had nothing to do meanwhile: time is not work */
     CUcontext ctx;
     CUstream stream;
     const void *thread; /* whose per-thread stream it is; NULL for all others */

@@ -264,6 +264,29 @@ def test_lent_time_is_given_back_after_20_ms_whatever_runs(library):
         assert arbiter.step(view.deadline_ns + 20 * MS).holder == owner
 
 
+def test_who_held_on_and_did_little_is_not_waited_for_again(library):
+    """Its stream waited for somebody, not for the GPU."""
+    with Arbiter(library, config()) as arbiter:
+        idle, other = (
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
+        )
+        for tenant in (idle, other):
+            arbiter.want(tenant, 0, want=True)
+        now, waited = 0, []
+        while len(waited) < 3:
+            view = arbiter.step(now)
+            deadline = now = view.deadline_ns
+            while view.holder == idle and arbiter.step(now).holder == idle:
+                now += MS
+                arbiter.alive(now)
+            if view.holder == idle:
+                waited.append((now - deadline) // MS)
+            else:
+                arbiter.released(now)
+        assert waited == [1000, 20, 20]
+
+
 def test_a_removed_holder_is_followed_at_once(library):
     with Arbiter(library, config()) as arbiter:
         first, second = (

@@ -190,6 +190,20 @@ def test_a_launch_waits_for_no_stream_that_waits_for_the_program(node: Node, *, 
     )
 
 
+def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: Node) -> None:
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    grant(node, 2**64 - 1, 2)
+    agent.run("for i in range(6): launch(1_000_000, s); driver.call('cuStreamSynchronize', s)")
+    before = agent.field("busy_ns")
+    agent.run(
+        "for i in range(40):\n"
+        "    launch(1_000_000, s); driver.call('cuStreamSynchronize', s); time.sleep(0.03)"
+    )
+    assert agent.field("busy_ns") - before <= 60_000_000  # of 1.2 s
+
+
 def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: Node) -> None:
     agent = node.agent()
     agent.run(LAUNCH)

@@ -15,8 +15,9 @@
 
 #define GRANT_PATH "/run/tidegate/grant"
 
-/* The governor writes all entries by one copy; it is not met in the middle of it more often. */
-#define READ_TRIES   50
+/* The governor writes all entries by one copy; should it lose its processor meanwhile, it is waited
+ * for: 0.1 s in all. */
+#define READ_TRIES   1000
 #define READ_WAIT_NS (50 * NS_PER_US)
 
 static const struct grant_header *map_grant(void)

@@ -806,7 +806,7 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     gate_lock(g);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
     /* Not if another thread has marked it since, or a hold stands between the work and here. */
-    if (s->unmarked && !s->blind && s->era == ticket->era)
+    if (s->unmarked && s->era == ticket->era)
         gate_mark(g, s, s->era, prim_now(), ledger);
     prim_unlock(&g->lock);
     gate_visit_end(&visit);

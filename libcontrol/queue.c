@@ -123,9 +123,9 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 {
     bool held = era != q->era;
 
-    if (s->interval.n_parts && s->era == era && !s->blind)
+    if (s->interval.n_parts && s->era == era)
         return learn;
-    if (s->last == QUEUE_NO_EVENT || s->last_era != era || s->blind)
+    if (s->last == QUEUE_NO_EVENT || s->last_era != era)
         return true;
     if (held)
         return false;
@@ -146,11 +146,10 @@ void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
     bool held = era != q->era;
     uint64_t predicted = estimate_ns(e, kind) * count;
 
-    if (s->era != era || s->blind) {
+    if (s->era != era) {
         s->interval.n_parts = 0;
         s->interval.rest_ns = 0;
         s->era = era;
-        s->blind = false;
         s->pending_ns = 0;
     }
     estimate_add(e, &s->interval, kind, count);
@@ -209,7 +208,7 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     mark->handle_of_stream = s->stream;
     m->event = event;
     m->before = QUEUE_NO_EVENT;
-    if (s->interval.n_parts && s->era == era && s->last_era == era && !s->blind && !s->gap &&
+    if (s->interval.n_parts && s->era == era && s->last_era == era && !s->gap &&
         (held || q->busy_until > now))
         m->before = s->last;
     if (m->before == QUEUE_NO_EVENT)
@@ -224,7 +223,6 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     s->unmarked = false;
     s->unknown = false;
     s->gap = false;
-    s->blind = false;
     s->pending_ns = 0;
     s->interval.n_parts = 0;
     s->interval.rest_ns = 0;

@@ -31,7 +31,6 @@ struct queue_event {
 struct queue_stream {
     bool used;
     bool unmarked; /* work was launched after the last marker */
-    bool blind;    /* some of it without our knowing what: the interval cannot be measured */
     bool unknown;  /* how long some of it takes is not known yet */
     bool gap;      /* the GPU had nothing to do meanwhile: time is not work */
     CUcontext ctx;

@@ -30,6 +30,11 @@ def config(**changes: int) -> ArbiterConfig:
     return ArbiterConfig(**{**values, **changes})
 
 
+def halves(arbiter: Arbiter) -> tuple[int, int]:
+    """Add two containers that have half of the GPU each."""
+    return arbiter.add(WHOLE // 2, WHOLE // 2, 0), arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+
+
 @dataclass
 class Job:
     """A container in the model: it always wants the GPU unless it sleeps."""
@@ -191,10 +196,7 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
 
 def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
     with Arbiter(library, config()) as arbiter:
-        stuck, other = (
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-        )
+        stuck, other = halves(arbiter)
         arbiter.want(stuck, 0, want=True)
         view = arbiter.step(0)
         assert view.holder == stuck
@@ -232,10 +234,7 @@ def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
 @pytest.mark.parametrize(("last", "taken"), [(100, 120), (0, 20), (2000, 1000)])
 def test_a_holder_that_falls_silent_is_passed_over_after_20_ms(library, last, taken):
     with Arbiter(library, config()) as arbiter:
-        stuck, other = (
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-        )
+        stuck, other = halves(arbiter)
         arbiter.want(stuck, 0, want=True)
         arbiter.want(other, 0, want=True)
         deadline = arbiter.step(0).deadline_ns
@@ -267,10 +266,7 @@ def test_lent_time_is_given_back_after_20_ms_whatever_runs(library):
 def test_who_held_on_and_did_little_is_not_waited_for_again(library):
     """Its stream waited for somebody, not for the GPU."""
     with Arbiter(library, config()) as arbiter:
-        idle, other = (
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-        )
+        idle, other = halves(arbiter)
         for tenant in (idle, other):
             arbiter.want(tenant, 0, want=True)
         now, waited = 0, []
@@ -289,10 +285,7 @@ def test_who_held_on_and_did_little_is_not_waited_for_again(library):
 
 def test_a_removed_holder_is_followed_at_once(library):
     with Arbiter(library, config()) as arbiter:
-        first, second = (
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-            arbiter.add(WHOLE // 2, WHOLE // 2, 0),
-        )
+        first, second = halves(arbiter)
         arbiter.want(first, 0, want=True)
         arbiter.want(second, 0, want=True)
         assert arbiter.step(0).holder == first

@@ -108,6 +108,8 @@ def _arms() -> dict[str, Arm]:
         ),
         "bursts-strict": Arm(tuple(Tenant(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30),
         "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
+        "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
+        "many": strict(*[3] * 32),
     }
     for share in range(10, 100, 10):
         arms[f"alone-{share}"] = strict(share, seconds=6)

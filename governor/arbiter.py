@@ -25,6 +25,7 @@ class ArbiterConfig(ctypes.Structure):
 
     _fields_ = (
         ("quantum_ns", ctypes.c_uint64),
+        ("most_ns", ctypes.c_uint64),
         ("overdue_ns", ctypes.c_uint64),
         ("longest_ns", ctypes.c_uint64),
         ("lead_ns", ctypes.c_uint64),
@@ -75,6 +76,7 @@ def arbiter_config(config: Config) -> ArbiterConfig:
     """Return the arbiter's part of the node's configuration."""
     return ArbiterConfig(
         quantum_ns=int(config.quantum_ms * 1e6),
+        most_ns=int(max(config.quantum_ms, config.quantum_most_ms) * 1e6),
         overdue_ns=20_000_000,
         longest_ns=config.longest_ms * 1_000_000,
         lead_ns=500_000,

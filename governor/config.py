@@ -71,6 +71,7 @@ class Config:
     driver_dir: str = "/var/lib/tidegate/driver"
     library_dir: str = field(default_factory=_library_dir)
     quantum_ms: float = 4.0
+    quantum_most_ms: float = 8.0
     lookahead_us: int = field(default_factory=_lookahead_us)
     spin_us: int = field(default_factory=_spin_us)
     switch_us: int = 130
@@ -118,9 +119,10 @@ def _whole(value: Any) -> Any:
 
 def _build(document: dict[str, Any], name: str) -> Config:
     values = dict(document)
-    if math.isnan(values.get("quantum_ms", 1)):
-        # Neither below the minimum nor above the maximum.
-        raise ConfigError(f"{name}: quantum_ms: not a number", hint="write it like 4.0")
+    for option in ("quantum_ms", "quantum_most_ms"):
+        if math.isnan(values.get(option, 1)):
+            # Neither below the minimum nor above the maximum.
+            raise ConfigError(f"{name}: {option}: not a number", hint="write it like 4.0")
     for option in ("memory_reserve", "context_memory"):
         if option in values:
             values[option] = parse_quantity(values[option], option)

@@ -8,6 +8,9 @@
 #define MAX_CARRY_NS     20000000.0   /* of a report that came later than its grant */
 #define IMPATIENT_GRANTS 64           /* after long ones in which little was done */
 #define ALLOWANCE_GRANTS 20           /* unusually long hand-overs are made up for by others */
+#define COMMON_NS 50000000.0 /* what all that want the GPU are owed, where there is too little */
+#define NAP_NS    5000000.0  /* who sleeps for longer is not expected back */
+#define SLICE_NS  500000.0   /* of a grant that ends for one who was away for a moment */
 
 struct tenant {
     bool used;
@@ -26,6 +29,7 @@ struct tenant {
     unsigned n_impatient; /* grants that are not waited for */
     double allowance;     /* how much of what it held its reports may still call not used */
     double overhead;      /* estimate of what a grant loses to the hand-over */
+    double nap;           /* how long it sleeps between two pieces of work, on average; 0: long */
     struct arbiter_stats stats;
 };
 
@@ -192,6 +196,41 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
     arbiter->tenants[tenant].want = false;
 }
 
+/* By when a tenant that is owed GPU time should have had a grant. */
+static double due_at(const struct arbiter *arbiter, const struct tenant *t)
+{
+    return t->owed_at + (double)arbiter->config.quantum_ns / t->guarantee;
+}
+
+/* Whether `t` is so far behind the holder, once that has worked until `at`, that it goes first
+ * although that costs a hand-over. */
+static bool is_behind(const struct arbiter *arbiter, const struct tenant *t, double at)
+{
+    const struct tenant *holder = &arbiter->tenants[arbiter->holder];
+    double used = max(0, at - (double)arbiter->start);
+
+    if (t->owed_at > at)
+        return false;
+    return arbiter->lent || due_at(arbiter, t) + (double)arbiter->config.quantum_ns / t->guarantee <
+                                due_at(arbiter, holder) + used / holder->guarantee;
+}
+
+/* Somebody wants the GPU who did not a moment ago: a grant that is longer than it need be ends
+ * sooner, and one of somebody who is ahead of him soon. */
+static void arrive(struct arbiter *arbiter, const struct tenant *t, uint64_t now)
+{
+    double least;
+
+    if (arbiter->holder == ARBITER_NOBODY || arbiter->open ||
+        t == &arbiter->tenants[arbiter->holder] || t->owed_at > (double)now)
+        return;
+    least = (double)arbiter->start +
+            (is_behind(arbiter, t, (double)now) ? SLICE_NS : (double)arbiter->config.quantum_ns);
+    least = max(least, (double)now);
+    if (least < (double)arbiter->deadline)
+        arbiter->deadline = (uint64_t)least;
+}
+
 void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];
@@ -206,6 +245,9 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
         return;
     }
     if (t->asleep != ARBITER_NEVER && now > t->asleep) {
+        double away = (double)(now - t->asleep);
+
+        t->nap = away > NAP_NS ? 0 : t->nap > 0 ? t->nap + 0.2 * (away - t->nap) : away;
         /* What it was owed when it fell asleep it keeps; what the sleep added, up to the grace. */
         double slept = (double)(now - t->asleep) - grace;
 
@@ -214,6 +256,7 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
     }
     t->owed_at = max(t->owed_at, (double)now - MAX_LAG_NS);
     t->asleep = ARBITER_NEVER;
+    arrive(arbiter, t, now);
 }
 
 void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
@@ -239,6 +282,13 @@ void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t res
     end_grant(arbiter, release_ns + residual_ns, used);
 }
 
+/* Whether it is away for a moment, as far as is known of it. */
+static bool is_napping(const struct tenant *t, uint64_t now)
+{
+    return !t->want && t->nap > 0 && t->asleep != ARBITER_NEVER &&
+           (double)now < (double)t->asleep + 2 * t->nap;
+}
+
 /* When the tenant may have GPU time: as its own, or lent. */
 static double eligible_at(const struct tenant *t)
 {
@@ -259,7 +309,7 @@ static int32_t choose(const struct arbiter *arbiter, double now, int32_t except,
         if (!t->used || !t->want || i == except)
             continue;
         if (t->owed_at <= now) {
-            double due = t->owed_at + (double)arbiter->config.quantum_ns / t->guarantee;
+            double due = due_at(arbiter, t);
 
             if (owed == ARBITER_NOBODY || due < best_owed) {
                 owed = i;
@@ -291,13 +341,78 @@ static bool may_continue(const struct arbiter *arbiter, double at)
            at;
 }
 
+/*
+ * How long a grant is. What a hand-over costs comes off idle time where there is enough of it, and
+ * grants are short, so that shares are right over short times. The less is idle the longer they
+ * are: part * length of what runs is work.
+ */
+static double grant_length(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
+{
+    double least = (double)arbiter->config.quantum_ns, most = (double)arbiter->config.most_ns;
+    double cost = max((double)arbiter->config.switch_ns, t->overhead);
+    double demand = 0;
+
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        const struct tenant *other = &arbiter->tenants[i];
+
+        if (other->used && (other == t || other->want || is_napping(other, now)))
+            demand += other->limit;
+    }
+    if (demand >= 1)
+        return most;
+    return clamp(cost * demand / (1 - demand), least, max(least, most));
+}
+
+/* The end of the holder's grant if somebody sleeps who will be behind him when he is back, and is
+ * expected soon; UINT64_MAX if nobody. */
+static uint64_t expected_back(const struct arbiter *arbiter, uint64_t now)
+{
+    uint64_t first = ARBITER_NEVER;
+
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+        double at;
+
+        if (!t->used || t->want || i == arbiter->holder || !is_napping(t, now))
+            continue;
+        at = max((double)t->asleep + t->nap, (double)now);
+        if (at < (double)first && is_behind(arbiter, t, at))
+            first = (uint64_t)at;
+    }
+    return first;
+}
+
+/* There is less GPU time than is owed, by hand-overs and by pauses: what everybody is kept waiting
+ * for is owed to nobody, so that the bound of what one is owed leaves the differences alone. */
+static void forgive(struct arbiter *arbiter, uint64_t now)
+{
+    double common = 1e300;
+
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+
+        if (t->used && (t->want || is_napping(t, now)) && (double)now - t->owed_at < common)
+            common = (double)now - t->owed_at;
+    }
+    if (common <= COMMON_NS || common > 1e18)
+        return;
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+        struct tenant *t = &arbiter->tenants[i];
+
+        if (t->used && (t->want || is_napping(t, now)))
+            t->owed_at += common - COMMON_NS;
+    }
+}
+
 static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t now)
 {
     struct tenant *t = &arbiter->tenants[tenant];
     uint64_t begins = now > arbiter->gpu_free ? now : arbiter->gpu_free;
     bool others = false;
+    uint64_t back;
 
     settle(t, &arbiter->config, lent);
+    forgive(arbiter, now);
     if (t->n_impatient)
         t->n_impatient--;
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
@@ -315,9 +430,14 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     arbiter->contended = others;
     arbiter->standby = ARBITER_NOBODY;
     arbiter->open = !others && t->limit >= 1.0;
-    arbiter->deadline = begins + arbiter->config.quantum_ns;
+    arbiter->deadline = begins + (uint64_t)grant_length(arbiter, t, now);
     if (arbiter->last_holder != tenant)
         arbiter->deadline += arbiter->config.switch_ns;
+    back = expected_back(arbiter, now);
+    if (back < begins + (uint64_t)SLICE_NS)
+        back = begins + (uint64_t)SLICE_NS;
+    if (back < arbiter->deadline)
+        arbiter->deadline = back;
     t->asleep = ARBITER_NEVER;
     t->stats.grants++;
 }
@@ -399,7 +519,8 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
 
         if (rival != ARBITER_NOBODY) {
             arbiter->standby = rival;
-        } else if (may_continue(arbiter, (double)arbiter->deadline)) {
+        } else if (expected_back(arbiter, now) == ARBITER_NEVER &&
+                   may_continue(arbiter, (double)arbiter->deadline)) {
             /* Nobody else can use it: the grant goes on without a drain. */
             if (t->limit >= 1.0 && next_eligible(arbiter, now, arbiter->holder) == ARBITER_NEVER) {
                 arbiter->open = true;

@@ -26,6 +26,7 @@
 
 struct arbiter_config {
     uint64_t quantum_ns;  /* length of one grant */
+    uint64_t most_ns;     /* the same, where what hand-overs cost cannot come off idle time */
     uint64_t overdue_ns;  /* a grant is taken when it, and the holder's last sign, is older */
     uint64_t longest_ns;  /* and when it is so long overdue, whatever the holder says */
     uint64_t lead_ns;     /* the next holder is decided so long before the end of a grant */

@@ -26,12 +26,13 @@
 #include <pthread.h>
 #include <string.h>
 
-#define GATE_NAP_NS               (250 * NS_PER_US)  /* between two looks at a full queue */
-#define GATE_NEW_NS               (20 * NS_PER_US)   /* the same at work that was never measured */
-#define GATE_OPEN_MARKER_NS       (2500 * NS_PER_US) /* between markers while the grant is open */
-#define GATE_N_CAPTURES           64
-#define GATE_JOIN_NS              (100 * NS_PER_MS)
-#define GATE_SPIN_NS              (2 * NS_PER_MS) /* no core is kept busy for longer */
+#define GATE_NAP_NS         (250 * NS_PER_US)  /* between two looks at a full queue */
+#define GATE_NEW_NS         (20 * NS_PER_US)   /* the same at work that was never measured */
+#define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers while the grant is open */
+#define GATE_N_CAPTURES     64
+#define GATE_JOIN_NS        (100 * NS_PER_MS)
+#define GATE_SPIN_NS        (2 * NS_PER_MS)  /* no core is kept busy for longer */
+#define GATE_REST_NS        (50 * NS_PER_MS) /* a pause that is longer tells nothing of the next */
 #define CU_MEMHOSTALLOC_PORTABLE  1
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
 
@@ -617,6 +618,17 @@ static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
     return one ? 0 : pages_index_current();
 }
 
+/* Learns how long the program's pauses are, from a launch that comes after one. When launches by a
+ * pass were made is not known: then nothing is learned. */
+static void gate_note_pause(struct gate *g, uint64_t now)
+{
+    uint64_t end = g->queue.busy_until > g->last_launch ? g->queue.busy_until : g->last_launch;
+    uint64_t pause = now > end ? now - end : 0;
+
+    if (pause > GATE_PAUSE_NS && pause < GATE_REST_NS && !g->holding)
+        g->pause_ns = g->pause_ns ? (3 * g->pause_ns + pause) / 4 : pause;
+}
+
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 {
     const struct grant_device *grant;
@@ -650,6 +662,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     if (unlikely(!g->started))
         gate_start(g, (unsigned)device);
     kind = estimate_kind(&g->estimate, work->key, work->blocks, work->guess_ns);
+    gate_note_pause(g, prim_now());
     for (;;) {
         uint32_t seen = atomic_load_acquire(&grant->signal);
         enum gate_answer answer;

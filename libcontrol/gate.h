@@ -14,8 +14,10 @@
 #define GATE_N_HELD    512 /* the driver's queue has room for twice as many: no call blocks in it */
 #define GATE_N_UNKNOWN 4   /* launches under way of which it is not known how long they take */
 #define GATE_CROSSED   64  /* eras without a dependency between streams until work is held again */
-#define GATE_LOST_NS   (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
-#define GATE_LOCAL_NS  (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
+#define GATE_PAUSE_NS                                                                              \
+    (30 * NS_PER_US) /* an idle time that is shorter is none: launches follow each other */
+#define GATE_LOST_NS  (1000 * NS_PER_MS) /* a heartbeat older than this: the governor is away */
+#define GATE_LOCAL_NS (4 * NS_PER_MS)    /* grants that a container gives itself meanwhile */
 
 /* A word of pinned memory that held streams of a context wait for. */
 struct gate_hold {
@@ -39,6 +41,7 @@ struct gate {
     unsigned n_calls;     /* threads in a driver call that uses events of the queue */
     unsigned n_marking;   /* threads that mark streams which others use */
     uint64_t last_launch;
+    uint64_t pause_ns;       /* how long the program leaves the GPU idle when it does, on average */
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
     bool holding;                    /* streams wait for `ticket` */

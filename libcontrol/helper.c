@@ -90,11 +90,19 @@ static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
     return idle < due ? idle : due;
 }
 
+/* How long an idle holder waits for the program: not at all if its pauses are longer than that. */
+static uint64_t helper_idle(const struct gate *g)
+{
+    uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
+
+    return g->pause_ns > idle && idle > GATE_PAUSE_NS ? GATE_PAUSE_NS : idle;
+}
+
 /* In the middle of a grant: an idle holder gives it back if somebody else waits. */
 static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
-    uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
+    uint64_t idle = helper_idle(g);
     uint64_t left = queue_left(&g->queue, now);
     uint32_t epoch = g->epoch;
 

@@ -21,6 +21,7 @@ def library(build_dir: Path):
 def config(**changes: int) -> ArbiterConfig:
     values = {
         "quantum_ns": 4 * MS,
+        "most_ns": 8 * MS,
         "overdue_ns": 20 * MS,
         "longest_ns": S,
         "lead_ns": MS // 2,
@@ -321,3 +322,72 @@ def test_no_tenant_starves_among_64(library):
     jobs = [Job(1, 1) for _ in range(64)]
     play(library, jobs, 20 * S)
     assert min(j.share(S, 20 * S) for j in jobs) > 0.85
+
+
+@dataclass
+class Looper:
+    """A program that works for `unit` ns and then does something else for `pause` ns."""
+
+    quota: int
+    unit: int
+    pause: int = 0
+    keeps: bool = False  # it holds the GPU over its pauses
+    done: int = 0
+    left: int = 0  # of the unit that runs
+    ready: int = 0  # when it wants to begin the next
+
+
+def play_loopers(library, jobs: list[Looper], until: int, *, switch: int = 130_000) -> int:
+    """Run programs with pauses on a model of a GPU, in steps of 20 us; return the grants."""
+    step = 20_000
+    with Arbiter(library, config()) as arbiter:
+        tenants = [arbiter.add(j.quota * WHOLE // 100, j.quota * WHOLE // 100, 0) for j in jobs]
+        epoch, last, free = 0, NOBODY, 0
+        for now in range(0, until, step):
+            for tenant, job in zip(tenants, jobs, strict=True):
+                arbiter.want(tenant, now, want=job.left > 0 or job.ready <= now)
+                arbiter.busy(tenant, job.done)
+            view = arbiter.step(now)
+            if view.holder == NOBODY:
+                continue
+            job = jobs[tenants.index(view.holder)]
+            if view.epoch != epoch:
+                epoch = view.epoch
+                if view.holder != last:
+                    free = now + switch
+                last = view.holder
+            if now < free:
+                continue
+            if not job.left:
+                if job.ready <= now and now + job.unit // 2 <= view.deadline_ns:
+                    job.left = job.unit
+                elif not (job.keeps and job.ready > now and now < view.deadline_ns):
+                    arbiter.busy(view.holder, job.done)
+                    arbiter.released(now, used=True)
+                    continue
+            if job.left:
+                job.left -= step
+                job.done += step
+                if not job.left:
+                    job.ready = now + job.pause
+        return sum(arbiter.stats(t).grants for t in tenants)
+
+
+def test_pauses_cost_a_program_none_of_its_share(library):
+    """
+    1 ms of work and 0.5 ms of pause in turn beside one without pauses, half of the GPU each.
+
+    Alone it could have 67 %; each pause that others use costs two hand-overs, which both pay.
+    """
+    pausing, hog = Looper(50, MS, MS // 2), Looper(50, MS // 5)
+    play_loopers(library, [pausing, hog], 5 * S)
+    shares = [100 * job.done / (5 * S) for job in (pausing, hog)]
+    assert shares[0] == pytest.approx(shares[1], abs=3)
+    assert sum(shares) > 83
+
+
+def test_a_small_share_with_pauses_is_delivered_in_full(library):
+    pausing, hog = Looper(30, MS, MS // 2), Looper(50, MS // 5)
+    play_loopers(library, [pausing, hog], 5 * S)
+    assert 100 * pausing.done / (5 * S) == pytest.approx(30, abs=1)
+    assert 100 * hog.done / (5 * S) > 48

@@ -105,6 +105,8 @@ class Look:
     seen: Mapping[int, int]
     samples: tuple[ProcessUse, ...] = ()
     nobodys: int | None = None
+    nobodys_each: int = 0
+    """The part of them that a process brings."""
 
 
 def _hung_up(peer: socket.socket) -> bool:
@@ -339,8 +341,13 @@ class Container:
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
         if look is not None and look.nobodys is not None:
-            pages.write(self.grant, base, "grant_device", "unattributed", look.nobodys % 2**64)
-            pages.write(self.grant, base, "grant_device", "unattributed_ns", look.began_ns)
+            for name, value in (
+                ("unattributed", look.nobodys % 2**64),
+                ("unattributed_each", look.nobodys_each),
+                ("n_processes", len(look.seen)),
+                ("unattributed_ns", look.began_ns),
+            ):
+                pages.write(self.grant, base, "grant_device", name, value)
         if look is not None:
             # After the debt: whoever sees the time finds what the look found.
             pages.write(self.grant, base, "grant_device", "reconciled_ns", since)

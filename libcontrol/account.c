@@ -70,6 +70,16 @@ uint64_t account_used(int device)
     return account_sum(device, &due);
 }
 
+uint64_t account_returned(int device)
+{
+    uint32_t n_slots = atomic_load_relaxed(&pages_ledger()->n_slots);
+    uint64_t sum = 0;
+
+    for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++)
+        sum += atomic_load_relaxed(&pages_slot_device(i, (unsigned)device)->returned);
+    return sum;
+}
+
 uint64_t account_limit(int device)
 {
     return atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
@@ -682,6 +692,7 @@ void account_refresh(int device)
     pools_refresh(device);
     graphs_refresh(device);
     exports_refresh();
+    modules_refresh(device);
     errno = saved;
 }
 

@@ -109,6 +109,7 @@ void account_landed(int device, uint64_t size, bool unseen);
 uint64_t account_moves_all(int device);
 void account_pools(int device, uint64_t more, uint64_t less, bool unseen);
 void account_shrunk(int device, uint64_t size, bool unseen);
+uint64_t account_returned(int device); /* by the container's processes, ever */
 void account_note_peak(int device);
 bool account_over(int device, uint64_t slack);
 CUresult account_refuse(int device);
@@ -171,6 +172,7 @@ CUresult modules_launch(uint64_t function);
 
 extern uint32_t modules_kernels; /* kernels whose launch would load their library */
 void modules_context_gone(uint8_t owner);
+void modules_refresh(int device);
 
 /* ---- pools.c ---- */
 

@@ -70,11 +70,12 @@ struct grant_device {
     uint32_t strategy; /* governor, relaxed: 0 timeslice, 1 mps: how this GPU is shared */
     uint64_t reconciled_ns; /* governor, release: when memory_overhead was looked up */
     uint32_t utilisation; /* governor, relaxed: GPU time of the last second, percent of compute_limit */
-    uint32_t reserved;
+    uint32_t n_processes; /* governor, relaxed: of the GPU, when unattributed was looked up */
     uint64_t unattributed; /* governor, relaxed: what NVML attributes to no process, less what is charged of it; differences count */
     uint64_t unattributed_ns; /* governor, release: when that was looked up */
     uint64_t overhead_last; /* governor, relaxed: memory_overhead as the last look alone has it */
-    uint8_t pad[56];
+    uint64_t unattributed_each; /* governor, relaxed: part of unattributed that a process brings */
+    uint8_t pad[48];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -92,10 +93,11 @@ _Static_assert(offsetof(struct grant_device, contended) == 88, "grant_device.con
 _Static_assert(offsetof(struct grant_device, strategy) == 92, "grant_device.strategy");
 _Static_assert(offsetof(struct grant_device, reconciled_ns) == 96, "grant_device.reconciled_ns");
 _Static_assert(offsetof(struct grant_device, utilisation) == 104, "grant_device.utilisation");
-_Static_assert(offsetof(struct grant_device, reserved) == 108, "grant_device.reserved");
+_Static_assert(offsetof(struct grant_device, n_processes) == 108, "grant_device.n_processes");
 _Static_assert(offsetof(struct grant_device, unattributed) == 112, "grant_device.unattributed");
 _Static_assert(offsetof(struct grant_device, unattributed_ns) == 120, "grant_device.unattributed_ns");
 _Static_assert(offsetof(struct grant_device, overhead_last) == 128, "grant_device.overhead_last");
+_Static_assert(offsetof(struct grant_device, unattributed_each) == 136, "grant_device.unattributed_each");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: behind the grant page, in the same file. */

@@ -88,7 +88,7 @@ GRANT_DEVICE = Struct(
         Field("strategy", "u32", doc="0 timeslice, 1 mps: how this GPU is shared"),
         Field("reconciled_ns", "u64", order="release", doc="when memory_overhead was looked up"),
         Field("utilisation", "u32", doc="GPU time of the last second, percent of compute_limit"),
-        Field("reserved", "u32"),
+        Field("n_processes", "u32", doc="of the GPU, when unattributed was looked up"),
         Field(
             "unattributed",
             "u64",
@@ -96,6 +96,7 @@ GRANT_DEVICE = Struct(
         ),
         Field("unattributed_ns", "u64", order="release", doc="when that was looked up"),
         Field("overhead_last", "u64", doc="memory_overhead as the last look alone has it"),
+        Field("unattributed_each", "u64", doc="part of unattributed that a process brings"),
     ),
     "One GPU of the container.",
 )

@@ -7,7 +7,8 @@
  * looked. Much is not believed before that: the load waits for a look, and is undone if the
  * container is over its quota then. What the look does not find in the process, although the GPU
  * has more that is nobody's, is managed variables (H200: 128 MiB of them, taken at the load): they
- * are charged until the module ends.
+ * are charged until the module ends. While neighbours come and go nobody can tell: then it is
+ * noted, and charged as soon as somebody can.
  *
  * A library is loaded into a context when its first kernel is asked for there. Nobody expects that
  * to fail for want of memory, and the code of a framework is large: a load that leaves the
@@ -20,10 +21,11 @@
 
 #define MODULES_MUCH    (16ull << 20)
 #define MODULES_DEBT    (128ull << 20) /* that libraries may be over the quota by, at first use */
-#define MODULES_WAIT_NS (500 * NS_PER_MS)
+#define MODULES_WAIT_NS (2000 * NS_PER_MS)
 #define MODULES_N_LOOKS 8
 #define MODULES_N_TRIES 50
 #define MODULES_N_READS 8
+#define MODULES_N_OPEN  16
 #define MODULES_NAP_NS  (100 * NS_PER_US)
 
 static uint32_t n_waiting; /* libraries that were loaded into no context yet */
@@ -36,15 +38,33 @@ struct load {
     uint64_t charged;  /* to this process: its other threads allocate meanwhile */
     uint64_t overhead; /* what the governor had found */
     uint64_t nobodys;  /* of the GPU: see grant_device.unattributed */
+    uint32_t n_processes;
+    uint64_t returned; /* what the container's processes ever gave back */
     uint64_t hidden;   /* what it charged at last */
+    uint64_t missing;  /* what it may have to be charged, which nobody could tell yet */
     uint64_t taken;    /* what it took besides */
 };
+
+/* A load of which it is not known what it has that NVML attributes to nobody. */
+struct open_load {
+    uint64_t handle; /* 0: none */
+    uint8_t owner;
+    uint64_t since;
+    struct load load;
+};
+
+static struct open_load open_loads[MODULES_N_OPEN];
+static uint32_t n_open;
+static struct prim_lock open_lock;
 
 void modules_after_fork(void)
 {
     n_waiting = 0;
     modules_kernels = 0;
     hidden_any = false;
+    memset(open_loads, 0, sizeof open_loads);
+    n_open = 0;
+    open_lock.word = 0;
 }
 
 static size_t free_now(void)
@@ -84,15 +104,45 @@ static void look_now(int device, size_t *free_bytes, uint64_t *charged)
     }
 }
 
+/* What is nobody's, and of how many processes that was told: both of one look. */
+static void nobodys_now(const struct grant_device *grant, uint64_t *nobodys, uint32_t *n_processes)
+{
+    for (int i = 0; i < MODULES_N_READS; i++) {
+        uint64_t since = atomic_load_acquire(&grant->unattributed_ns);
+
+        *nobodys = atomic_load_acquire(&grant->unattributed);
+        *n_processes = atomic_load_acquire(&grant->n_processes);
+        if (likely(atomic_load_acquire(&grant->unattributed_ns) == since))
+            return;
+    }
+}
+
 static void load_begin(struct load *load)
 {
     load->device = pages_index_current();
-    load->hidden = load->taken = 0;
+    load->hidden = load->missing = load->taken = 0;
     if (load->device < 0)
         return;
     load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
-    load->nobodys = atomic_load_relaxed(&grant_of(load)->unattributed);
+    nobodys_now(grant_of(load), &load->nobodys, &load->n_processes);
+    load->returned = account_returned(load->device);
     look_now(load->device, &load->before, &load->charged);
+}
+
+/* By how much what is nobody's has grown since; processes that came meanwhile brought their part.
+ */
+static uint64_t load_grown(const struct load *load)
+{
+    const struct grant_device *grant = grant_of(load);
+    uint64_t each = atomic_load_relaxed(&grant->unattributed_each);
+    uint64_t nobodys;
+    uint32_t n_processes;
+    int64_t grown;
+
+    nobodys_now(grant, &nobodys, &n_processes);
+    grown = (int64_t)(nobodys - load->nobodys) -
+            (int64_t)(each * (uint64_t)((int64_t)n_processes - (int64_t)load->n_processes));
+    return grown > 0 ? (uint64_t)grown : 0;
 }
 
 /*
@@ -156,13 +206,13 @@ static bool load_await_told(const struct load *load, uint64_t since)
 }
 
 /*
- * After a look that did not find it in the process: what is nobody's in the GPU is charged, or all
- * that is missing if nobody can tell.
+ * After a look that did not find it in the process: what is nobody's in the GPU is charged. If
+ * nobody can tell, because the container itself takes and gives back all the time, it is all that
+ * is missing; if that is the neighbours' doing nothing for now.
  */
 static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
 {
-    uint64_t missing;
-    int64_t grown;
+    uint64_t missing, grown;
     bool told;
 
     if (load_missing(load, taken) < MODULES_MUCH)
@@ -171,11 +221,13 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
     missing = load_missing(load, taken);
     if (missing < MODULES_MUCH)
         return;
-    grown = (int64_t)(atomic_load_relaxed(&grant_of(load)->unattributed) - load->nobodys);
-    if (!told)
+    grown = load_grown(load);
+    if (told)
+        load->hidden = grown < missing ? grown : missing;
+    else if ((int64_t)(account_returned(load->device) - load->returned) >= (int64_t)MODULES_MUCH)
         load->hidden = load_missing(load, load_taken_for_long(load, taken, true));
-    else if (grown > 0)
-        load->hidden = (uint64_t)grown < missing ? (uint64_t)grown : missing;
+    else
+        load->missing = load_missing(load, load_taken_for_long(load, taken, true));
     if (load->hidden < ACCOUNT_UNIT) {
         load->hidden = 0;
         return;
@@ -191,9 +243,8 @@ static uint64_t hidden_key(uint64_t handle, uint8_t owner)
 }
 
 /* What was charged so ends with the module, or with its context. */
-static void hidden_note(const struct load *load, uint64_t handle)
+static void hidden_add(const struct load *load, uint64_t handle, uint8_t owner)
 {
-    uint8_t owner = contexts_owner();
     struct block block = {.key = hidden_key(handle, owner),
                           .size = load->hidden,
                           .value = handle,
@@ -203,8 +254,6 @@ static void hidden_note(const struct load *load, uint64_t handle)
                           .owner = owner};
     struct block *known;
 
-    if (likely(load->device < 0 || !load->hidden))
-        return;
     known = blocks_lock(BLOCK_HIDDEN, block.key);
     if (known)
         known->size += block.size;
@@ -214,6 +263,74 @@ static void hidden_note(const struct load *load, uint64_t handle)
     if (!known)
         atomic_add_relaxed(&pages_ledger_device((unsigned)load->device)->blocks, 1);
     account_note_peak(load->device);
+}
+
+/* The one that is longest open makes room: the program has loaded sixteen since. */
+static void open_add(const struct load *load, uint64_t handle, uint8_t owner)
+{
+    struct open_load *place = open_loads;
+
+    prim_lock(&open_lock);
+    for (struct open_load *o = open_loads; o < open_loads + MODULES_N_OPEN; o++)
+        if (!o->handle || (place->handle && o->since < place->since))
+            place = o;
+    if (!place->handle)
+        atomic_add_relaxed(&n_open, 1);
+    *place =
+        (struct open_load){.handle = handle, .owner = owner, .since = prim_now(), .load = *load};
+    prim_unlock(&open_lock);
+    gate_watch(load->device);
+}
+
+static void open_close(struct open_load *o)
+{
+    o->handle = 0;
+    atomic_add_relaxed(&n_open, -1u);
+}
+
+void modules_refresh(int device)
+{
+    uint64_t told = atomic_load_acquire(&pages_grant_device((unsigned)device)->unattributed_ns);
+
+    if (likely(!atomic_load_relaxed(&n_open)))
+        return;
+    prim_lock(&open_lock);
+    for (struct open_load *o = open_loads; o < open_loads + MODULES_N_OPEN; o++) {
+        uint64_t grown;
+
+        if (!o->handle || o->load.device != device || told < o->since)
+            continue;
+        grown = load_grown(&o->load);
+        o->load.hidden = grown < o->load.missing ? grown : o->load.missing;
+        if (o->load.hidden >= ACCOUNT_UNIT) {
+            account_add(device, o->load.hidden, true);
+            hidden_add(&o->load, o->handle, o->owner);
+        }
+        open_close(o);
+    }
+    prim_unlock(&open_lock);
+}
+
+static void hidden_note(const struct load *load, uint64_t handle)
+{
+    if (likely(load->device < 0))
+        return;
+    if (load->hidden)
+        hidden_add(load, handle, contexts_owner());
+    if (load->missing)
+        open_add(load, handle, contexts_owner());
+}
+
+/* What ends is charged for nothing any more. */
+static void open_forget(uint64_t handle, int owner)
+{
+    if (likely(!atomic_load_relaxed(&n_open)))
+        return;
+    prim_lock(&open_lock);
+    for (struct open_load *o = open_loads; o < open_loads + MODULES_N_OPEN; o++)
+        if (o->handle && (handle ? o->handle == handle : o->owner == owner))
+            open_close(o);
+    prim_unlock(&open_lock);
 }
 
 struct hidden_end {
@@ -237,6 +354,7 @@ static void hidden_ends(uint64_t handle)
 {
     struct hidden_end end = {.handle = handle};
 
+    open_forget(handle, 0);
     if (likely(!atomic_load_relaxed(&hidden_any)))
         return;
     blocks_sweep(hidden_visit, &end);
@@ -732,5 +850,6 @@ static bool owner_visit(const struct block *block, void *data)
 /* Libraries that were loaded into it are not any more; another context may get its number. */
 void modules_context_gone(uint8_t owner)
 {
+    open_forget(0, owner);
     blocks_sweep(owner_visit, &owner);
 }

@@ -698,6 +698,75 @@ def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_en
         assert agent.field("unseen") == agent.field("memory") == 0
 
 
+@pytest.mark.parametrize("nobodys", [0, 128 * MIB])
+def test_what_may_be_a_neighbours_is_charged_when_somebody_can_tell(node, nobodys) -> None:
+    """While a neighbour starts, the GPU's memory moves and nobody can tell whose it is."""
+    agent = node.agent()
+    agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
+    before = agent.field("memory")
+    known = node.read("memory_overhead")
+    base = node.read("unattributed")
+
+    def look() -> None:
+        node.write("memory_overhead", known)
+        node.write("reconciled_ns", time.monotonic_ns())
+
+    def tell() -> None:
+        node.write("unattributed", base + nobodys)
+        node.write("unattributed_ns", time.monotonic_ns())
+        look()
+
+    with repeating(look):
+        agent.run("module = out('cuModuleLoadData', b'globals:536870912')")
+        assert (agent.field("refused"), agent.field("memory")) == (0, before)
+    with repeating(tell):
+        deadline = time.monotonic() + 10
+        while agent.field("memory") != before + nobodys:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert agent.field("unseen") == nobodys
+        agent.run("driver.call('cuModuleUnload', module)")
+        assert agent.field("memory") == before
+
+
+def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node) -> None:
+    """Or it could hide what its modules take behind what it does itself."""
+    agent, other = node.agent(), node.agent()
+    known = node.read("memory_overhead")
+
+    def look() -> None:
+        node.write("memory_overhead", known)
+        node.write("reconciled_ns", time.monotonic_ns())
+
+    with repeating(look):
+        other.send("[driver.call('cuMemFree_v2', driver.allocate(64 << 20)) for _ in range(20000)]")
+        agent.run("module = out('cuModuleLoadData', b'globals:268435456')")
+        assert agent.field("unseen") >= 190 * MIB
+        other.kill()
+
+
+def test_processes_that_come_meanwhile_bring_their_part(node) -> None:
+    agent = node.agent()
+    base = node.read("unattributed")
+    known = node.look()
+
+    def look() -> None:
+        node.write("memory_overhead", known)
+        for name, value in (
+            ("unattributed", base + 30 * MIB),
+            ("unattributed_each", 9 * MIB),
+            ("n_processes", node.read("n_processes") or 3),
+            ("unattributed_ns", time.monotonic_ns()),
+            ("reconciled_ns", time.monotonic_ns()),
+        ):
+            node.write(name, value)
+
+    with repeating(look):
+        agent.run("module = out('cuModuleLoadData', b'globals:134217728')")
+        assert agent.field("unseen") == 30 * MIB - 3 * 9 * MIB
+
+
 def test_what_the_governor_is_about_to_forget_is_waited_for(node) -> None:
     agent = node.agent()
     room = left(node)

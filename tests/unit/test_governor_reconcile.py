@@ -31,7 +31,7 @@ from governor.arbiter import Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.container import Container, Look, namespace_pid
-from governor.reconcile import LOOK_NS, SOON_NS, reconcile
+from governor.reconcile import EACH, LOOK_NS, SOON_NS, Nobodys, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
@@ -986,3 +986,40 @@ def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_l
             await until(lambda: read(container, "unattributed") == 900)
 
     play(scene)
+
+
+def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: Play) -> None:
+    """NVML shows a new context's memory before it shows whose it is."""
+
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child, slot = await world.join(container)
+        base = layout.ledger_device(slot, 0)
+        world.nvml.used = {1: 100}
+        world.nvml.nobodys = lambda: 500 * MIB
+        for name in ("memory", "unseen", "taking"):
+            pages.write(container.ledger, base, "ledger_device", name, 520 * MIB)
+        async with world.looking():
+            looks = len(world.nvml.looks)
+            await until(lambda: len(world.nvml.looks) > looks + 3)
+            assert read(container, "unattributed_ns") == 0
+            world.nvml.nobodys = lambda: 9 * MIB
+            world.nvml.used[child.pid] = 511 * MIB
+            for name in ("memory", "unseen", "taking"):
+                pages.write(container.ledger, base, "ledger_device", name, 0)
+            await until(lambda: read(container, "unattributed") == 9 * MIB)
+            assert read(container, "n_processes") == 2
+
+    play(scene)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 64))))
+def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int, int]]) -> None:
+    """Whatever else comes meanwhile: never more than one brings, and once seen alone just that."""
+    nobodys = Nobodys()
+    for n, hidden in looks:
+        nobodys.look((9 * n + hidden) * MIB, n)
+        assert 0 <= nobodys.each <= EACH
+    nobodys.look(0, 0)
+    nobodys.look(9 * MIB, 1)
+    assert nobodys.each <= 9 * MIB

@@ -537,6 +537,17 @@ void gate_note_dependency(void)
     }
 }
 
+/* How much work may be held: it all runs when the next grant begins, which may be a short one. */
+static uint64_t gate_hold_ns(const struct gate *g)
+{
+    uint64_t most = atomic_load_relaxed(&pages_grant()->inflight_ns);
+    uint64_t least = 2 * atomic_load_relaxed(&pages_grant()->marker_ns);
+
+    if (!g->granted_ns || g->granted_ns > most)
+        return most;
+    return g->granted_ns > least ? g->granted_ns : least;
+}
+
 /* Whether work may be put into the stream to be held: a grant's worth, and of work of which it is
  * not known how long it takes one piece. */
 static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind)
@@ -548,8 +559,8 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t
         g->crossed = false;
     return !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
            hold_find(g, s->ctx) && g->n_held < GATE_N_HELD &&
-           (!ahead || (estimate_samples(&g->estimate, kind) &&
-                       ahead + predicted <= atomic_load_relaxed(&pages_grant()->inflight_ns)));
+           (!ahead ||
+            (estimate_samples(&g->estimate, kind) && ahead + predicted <= gate_hold_ns(g)));
 }
 
 /* What has to be said to the driver before the launch. The lock is held before and after; while it

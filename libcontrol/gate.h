@@ -41,6 +41,7 @@ struct gate {
     unsigned n_calls;     /* threads in a driver call that uses events of the queue */
     unsigned n_marking;   /* threads that mark streams which others use */
     uint64_t last_launch;
+    uint64_t granted_ns;     /* how long grants last of late; 0: none was given back yet */
     uint64_t pause_ns;       /* how long the program leaves the GPU idle when it does, on average */
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;

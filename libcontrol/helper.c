@@ -27,10 +27,15 @@
 /* The process ends: no helper calls the driver any more. */
 static uint32_t helpers_end;
 
-static void helper_release(struct gate *g, struct ledger_device *ledger, uint64_t now)
+static void helper_release(struct gate *g, const struct grant_device *grant,
+                           struct ledger_device *ledger, uint64_t now)
 {
+    uint64_t start = atomic_load_relaxed(&grant->start_ns);
+
     gate_collect(g);
     g->released = true;
+    if (start < now)
+        g->granted_ns = g->granted_ns ? (g->granted_ns + (now - start)) / 2 : now - start;
     atomic_store_relaxed(&ledger->residual_ns, queue_left(&g->queue, now));
     atomic_store_relaxed(&ledger->release_ns, now);
     if (!g->active)
@@ -84,7 +89,7 @@ static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
         return due;
     if (!atomic_load_acquire(&ledger->want) &&
         now >= atomic_load_relaxed(&grant->start_ns) + idle) {
-        helper_release(g, ledger, now);
+        helper_release(g, grant, ledger, now);
         return NS_PER_S;
     }
     return idle < due ? idle : due;
@@ -118,7 +123,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
         return due;
     if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
         return 50 * NS_PER_US;
-    helper_release(g, ledger, now);
+    helper_release(g, grant, ledger, now);
     return NS_PER_S;
 }
 
@@ -134,8 +139,8 @@ static uint64_t helper_patience(uint64_t deadline, uint64_t now)
 }
 
 /* At the end of a grant: give it back when little enough is left. */
-static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_t now,
-                           uint64_t deadline)
+static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
+                           struct ledger_device *ledger, uint64_t now, uint64_t deadline)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
     struct queue *q = &g->queue;
@@ -161,7 +166,7 @@ static uint64_t helper_end(struct gate *g, struct ledger_device *ledger, uint64_
         /* It should have been reached unless it is one of those that are left. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
             return helper_patience(deadline, now);
-        helper_release(g, ledger, now);
+        helper_release(g, grant, ledger, now);
         return NS_PER_S;
     }
     return deadline - now - left;
@@ -204,10 +209,10 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
         return helper_unused(g, grant, ledger, now, end);
     /* With something held the grant ends when the queue does. */
     if (g->holding && queue_left(&g->queue, now) < end + lookahead)
-        return helper_end(g, ledger, now, deadline);
+        return helper_end(g, grant, ledger, now, deadline);
     if (end)
         return helper_middle(g, grant, ledger, now, end);
-    return helper_end(g, ledger, now, deadline);
+    return helper_end(g, grant, ledger, now, deadline);
 }
 
 static void *helper_run(void *argument)

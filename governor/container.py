@@ -95,18 +95,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Look:
-    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid.
-
-    `nobodys` are the bytes in use that NVML attributes to no process and that no container's books
-    say of, None when that could not be told; it may be negative.
-    """
+    """One look at NVML: when it began, and what it saw of a GPU's processes, by host pid."""
 
     began_ns: int
     seen: Mapping[int, int]
     samples: tuple[ProcessUse, ...] = ()
-    nobodys: int | None = None
-    nobodys_each: int = 0
-    """The part of them that a process brings."""
 
 
 def _hung_up(peer: socket.socket) -> bool:
@@ -146,6 +139,7 @@ class Container:
         self._processes: dict[int, Process] = {}  # by slot
         self._meters: list[Meter[Process]] = [Meter() for _ in devices]
         self._looked_ns = [0] * len(devices)
+        self._told_ns = [0] * len(devices)
         self._server: asyncio.Server | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -340,19 +334,31 @@ class Container:
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
-        if look is not None and look.nobodys is not None:
-            for name, value in (
-                ("unattributed", look.nobodys % 2**64),
-                ("unattributed_each", look.nobodys_each),
-                ("n_processes", len(look.seen)),
-                ("unattributed_ns", look.began_ns),
-            ):
-                pages.write(self.grant, base, "grant_device", name, value)
         if look is not None:
             # After the debt: whoever sees the time finds what the look found.
             pages.write(self.grant, base, "grant_device", "reconciled_ns", since)
         self._measure(device, now_ns, after, look)
         self._publish_usage()
+
+    def tell_nobodys(
+        self, device: int, began_ns: int, nobodys: int, each: int, n_processes: int
+    ) -> None:
+        """Publish what a look that began then found of a GPU that is nobody's.
+
+        `nobodys` are the bytes in use that NVML attributes to no process and that no container's
+        books say of, which may be negative; `each` of them come with a process.
+        """
+        base = layout.grant_device(device)
+        if self._told_ns[device] == began_ns:
+            return
+        self._told_ns[device] = began_ns
+        for name, value in (
+            ("unattributed", nobodys % 2**64),
+            ("unattributed_each", each),
+            ("n_processes", n_processes),
+            ("unattributed_ns", began_ns),
+        ):
+            pages.write(self.grant, base, "grant_device", name, value)
 
     def _measure(
         self, device: int, now_ns: int, charges: Mapping[Process, Charge], look: Look | None

@@ -56,15 +56,21 @@ class Nobodys:
     each: int = EACH
     bytes: int = 0
     n: int | None = None
+    began_ns: int = 0
 
-    def look(self, found: int, n_processes: int) -> None:
+    def tell(self, container: Container, device: int) -> None:
+        """Tell a container what was found last, if it has not heard of it."""
+        if self.n is not None:
+            container.tell_nobodys(device, self.began_ns, self.bytes, self.each, self.n)
+
+    def look(self, began_ns: int, found: int, n_processes: int) -> None:
         """Take in what was found beside so many processes, and learn what each of them brings.
 
         The least that was seen counts: what else comes meanwhile is not a process's by itself.
         """
         if self.n is not None and n_processes > self.n:
             self.each = min(self.each, max(0, (found - self.bytes) // (n_processes - self.n)))
-        self.bytes, self.n = found, n_processes
+        self.began_ns, self.bytes, self.n = began_ns, found, n_processes
 
 
 @dataclass
@@ -134,11 +140,17 @@ async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> No
     """Look at each GPU four times a second, and within 20 ms where a process waits for it."""
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
+        for watch in watches:
+            # What is nobody's before anybody is here.
+            watch.last_ns = time.monotonic_ns()
+            await _look(server, nvml, watch, executor)
         while True:
             busy = any(container.pids() for container in server.containers.values())
             await asyncio.sleep(POLL_S if busy else IDLE_S)
             for watch in watches:
                 now_ns = time.monotonic_ns()
+                for container, i in watch.sharing(server):
+                    watch.nobodys.tell(container, i)
                 if watch.is_due(server, now_ns):
                     watch.last_ns = now_ns
                     await _look(server, nvml, watch, executor)
@@ -172,15 +184,9 @@ async def _look(
             settled = unseen is not None and unseen == _unseen(watch, server)
             nobodys = nobodys - unseen if unseen is not None and settled else None
         if nobodys is not None:
-            watch.nobodys.look(nobodys, len(seen))
+            watch.nobodys.look(began_ns, nobodys, len(seen))
         # NVML that does not tell a process's memory says nothing against its books.
-        look = Look(
-            began_ns,
-            {one.pid: one.used or 0 for one in seen},
-            watch.samples,
-            nobodys,
-            watch.nobodys.each,
-        )
+        look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))
@@ -191,4 +197,5 @@ async def _look(
     for container, i, charges, _ in before:
         # It may have ended meanwhile, and another have come under its name.
         if server.containers.get(container.identifier) is container:
+            watch.nobodys.tell(container, i)
             container.reconcile(i, charges, look)

@@ -31,11 +31,13 @@ static void helper_release(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, uint64_t now)
 {
     uint64_t start = atomic_load_relaxed(&grant->start_ns);
+    uint64_t deadline = atomic_load_relaxed(&grant->deadline_ns);
 
     gate_collect(g);
     g->released = true;
-    if (start < now)
-        g->granted_ns = g->granted_ns ? (g->granted_ns + (now - start)) / 2 : now - start;
+    /* As it was meant to last, not as it did: what was held overruns it. */
+    if (deadline > start && deadline != GRANT_OPEN && grant->epoch == g->epoch)
+        g->granted_ns = g->granted_ns ? (g->granted_ns + (deadline - start)) / 2 : deadline - start;
     atomic_store_relaxed(&ledger->residual_ns, queue_left(&g->queue, now));
     atomic_store_relaxed(&ledger->release_ns, now);
     if (!g->active)

@@ -37,6 +37,7 @@ struct load {
     size_t before;     /* free on the GPU */
     uint64_t charged;  /* to this process: its other threads allocate meanwhile */
     uint64_t overhead; /* what the governor had found */
+    bool told;         /* the next two are known */
     uint64_t nobodys;  /* of the GPU: see grant_device.unattributed */
     uint32_t n_processes;
     uint64_t returned; /* what the container's processes ever gave back */
@@ -104,17 +105,22 @@ static void look_now(int device, size_t *free_bytes, uint64_t *charged)
     }
 }
 
-/* What is nobody's, and of how many processes that was told: both of one look. */
-static void nobodys_now(const struct grant_device *grant, uint64_t *nobodys, uint32_t *n_processes)
+/* What is nobody's, and of how many processes that was told: both of one look. False if nobody has
+ * ever looked. */
+static bool nobodys_now(const struct grant_device *grant, uint64_t *nobodys, uint32_t *n_processes)
 {
+    bool told = false;
+
     for (int i = 0; i < MODULES_N_READS; i++) {
         uint64_t since = atomic_load_acquire(&grant->unattributed_ns);
 
         *nobodys = atomic_load_acquire(&grant->unattributed);
         *n_processes = atomic_load_acquire(&grant->n_processes);
+        told = since;
         if (likely(atomic_load_acquire(&grant->unattributed_ns) == since))
-            return;
+            break;
     }
+    return told;
 }
 
 static void load_begin(struct load *load)
@@ -124,7 +130,7 @@ static void load_begin(struct load *load)
     if (load->device < 0)
         return;
     load->overhead = atomic_load_relaxed(&grant_of(load)->memory_overhead);
-    nobodys_now(grant_of(load), &load->nobodys, &load->n_processes);
+    load->told = nobodys_now(grant_of(load), &load->nobodys, &load->n_processes);
     load->returned = account_returned(load->device);
     look_now(load->device, &load->before, &load->charged);
 }
@@ -217,7 +223,7 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
 
     if (load_missing(load, taken) < MODULES_MUCH)
         return;
-    told = load_await_told(load, since);
+    told = load_await_told(load, since) && load->told;
     missing = load_missing(load, taken);
     if (missing < MODULES_MUCH)
         return;
@@ -317,7 +323,7 @@ static void hidden_note(const struct load *load, uint64_t handle)
         return;
     if (load->hidden)
         hidden_add(load, handle, contexts_owner());
-    if (load->missing)
+    if (load->missing && load->told)
         open_add(load, handle, contexts_owner());
 }
 

@@ -730,6 +730,29 @@ def test_what_may_be_a_neighbours_is_charged_when_somebody_can_tell(node, nobody
         assert agent.field("memory") == before
 
 
+def test_what_was_there_before_anybody_looked_is_no_load_s(node) -> None:
+    """A driver's own memory, 600 MiB on an H200, is first told of while a neighbour starts."""
+    agent = node.agent()
+    agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
+    before = agent.field("memory")
+    known = node.read("memory_overhead")
+    node.write("unattributed_ns", 0)
+    node.write("unattributed", 0)
+
+    def look() -> None:
+        node.write("memory_overhead", known)
+        node.write("unattributed", 600 * MIB)
+        node.write("unattributed_ns", time.monotonic_ns())
+        node.write("reconciled_ns", time.monotonic_ns())
+
+    agent.run("image = b'globals:536870912'")
+    agent.send("module = out('cuModuleLoadData', image)")
+    with repeating(look):
+        agent.answer()
+        time.sleep(0.3)
+        assert (agent.field("refused"), agent.field("memory")) == (0, before)
+
+
 def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node) -> None:
     """Or it could hide what its modules take behind what it does itself."""
     agent, other = node.agent(), node.agent()

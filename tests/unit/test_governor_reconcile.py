@@ -696,7 +696,7 @@ def test_a_gpu_is_looked_at_four_times_a_second_while_it_is_shared(play: Play) -
     async def scene(world: World) -> None:
         async with world.looking():
             await asyncio.sleep(0.3)
-            assert world.nvml.looks == []  # nobody has it
+            assert len(world.nvml.looks) == 1  # nobody has it: only what is no process's
             await world.admit()
             await until(lambda: len(world.nvml.looks) >= 4)
         gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
@@ -1013,13 +1013,28 @@ def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: P
     play(scene)
 
 
+def test_a_container_that_comes_is_told_at_once_what_was_nobodys_before(play: Play) -> None:
+    """Its first load is held against that, although nobody can tell while neighbours start."""
+
+    async def scene(world: World) -> None:
+        world.nvml.nobodys = lambda: 600 * MIB
+        async with world.looking():
+            await until(lambda: world.nvml.looks)
+            await asyncio.sleep(0.05)
+            world.nvml.nobodys = lambda: None
+            container = await world.admit()
+            await until(lambda: read(container, "unattributed") == 600 * MIB)
+
+    play(scene)
+
+
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 64))))
 def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int, int]]) -> None:
     """Whatever else comes meanwhile: never more than one brings, and once seen alone just that."""
     nobodys = Nobodys()
     for n, hidden in looks:
-        nobodys.look((9 * n + hidden) * MIB, n)
+        nobodys.look(1, (9 * n + hidden) * MIB, n)
         assert 0 <= nobodys.each <= EACH
-    nobodys.look(0, 0)
-    nobodys.look(9 * MIB, 1)
+    nobodys.look(2, 0, 0)
+    nobodys.look(3, 9 * MIB, 1)
     assert nobodys.each <= 9 * MIB

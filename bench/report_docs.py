@@ -17,6 +17,8 @@ from bench.overhead import TITLES
 from bench.plot import render
 from bench.provenance import ROOT
 from bench.report import chart_of, size
+from bench.report_quota import DRAWN, QUOTA, chart_of_arm, row_of
+from bench.report_quota import HEAD as QUOTA_HEAD
 
 HEAD = """\
 <!-- Written by `python -m bench.report_docs` from bench/results/*.json: change nothing here. -->
@@ -170,6 +172,23 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         )
         chart = chart_of({**summary, "gpu": gpu}, result["raw"]["progress"])
         page.figure(f"{stem}.svg", chart.description, render(chart))
+        page.add(where(result))
+
+
+def add_quota(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A table for each run, and figures of some of its arms."""
+    page.add(QUOTA)
+    for stem, result in results.items():
+        gpu, arms = result["gpu"], result["raw"]["arms"]
+        kind = " (simulated)" if gpu["kind"] == "simulated" else ""
+        title = f"{gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}"
+        page.add(f"### {title} ({stem.removeprefix(result['date'][:10] + '-')})")
+        rows = [row_of(name, arm, result["summary"][name]) for name, arm in arms.items()]
+        page.table(QUOTA_HEAD, rows, "llrrrrrr")
+        for name in DRAWN:
+            if name in arms:
+                chart = chart_of_arm(name, arms[name], gpu)
+                page.figure(f"{stem}-{name}.svg", chart.description, render(chart))
         page.add(where(result))
 
 
@@ -342,6 +361,7 @@ def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
+    "quota": add_quota,
     "mirror": add_mirror,
     "overhead": add_overhead,
     "step": add_step,

@@ -22,6 +22,7 @@ from bench.mirror import faults
 from bench.overhead import summarise_report
 from bench.progress import ProgressError, mean_abs_error_pp
 from bench.provenance import ROOT, UNKNOWN
+from bench.quota import summarise as summarise_arm
 from bench.report import WINDOWS, sampled_shares
 
 RESULTS = ROOT / "bench" / "results"
@@ -255,12 +256,31 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def quota(options: argparse.Namespace) -> dict[str, Any]:
+    """GPU time in many arrangements, from the directory of a run of bench.quota."""
+    report = read_json(options.source / "quota.json")
+    run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("summary")
+    name_commit(run, options.commit)
+    arms = report["arms"]
+    if not arms or claimed != {name: summarise_arm(arm) for name, arm in arms.items()}:
+        raise ResultError("the samples do not give the figures that the report claims")
+    return {
+        "suite": "quota",
+        **run,
+        "gpu": gpu,
+        "configuration": {"generation": report["generation"]},
+        "raw": {"arms": arms},
+        "summary": claimed,
+    }
+
+
 SUITES: dict[str, Suite] = {
     "judge": judge,
     "memory": memory,
     "mirror": mirror,
     "overhead": overhead,
     "programs": programs,
+    "quota": quota,
     "shares": shares,
 }
 

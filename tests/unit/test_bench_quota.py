@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench import report_docs, run
 from bench.progress import Profile, Progress, Stamp
+from bench.provenance import describe_run
 from bench.quota import (
     ARMS,
     SAMPLE_NS,
@@ -23,6 +28,7 @@ from bench.quota import (
     windows,
     work,
 )
+from bench.report_quota import describe_arm, row_of
 
 MS = 1_000_000
 
@@ -105,3 +111,45 @@ def test_processor_time_is_of_a_process_and_its_threads() -> None:
             assert child.poll() is None
         assert processor_time(child.pid, "no-such-thread") == 0
         child.communicate(b"\n")
+
+
+def told_arm(**tenant: Any) -> dict[str, Any]:
+    """An arm as quota.json has it, of one container that works all of a second."""
+    one = {**asdict(Tenant(40)), "work_us": [4000] * 100, "busy_ns": [], **tenant}
+    return {
+        "processors": {"governor": 0.05, "helpers": 0.1},
+        "step_ns": SAMPLE_NS,
+        "tenants": [one],
+    }
+
+
+def test_a_row_says_who_did_what_and_how_far_it_was_from_the_quota() -> None:
+    arm = told_arm()
+    assert row_of("alone", arm, summarise(arm)) == (
+        "alone", "40 %, 0.5 ms", "40.00", "40.00", "0.00 / 0.00", "0.00 / 0.00", "", "5.0 + 10.0",
+    )  # fmt: skip
+    arm = told_arm(limit=100, bursts=7, gap_us=300, busy_ns=[[0, 1000 * MS]])
+    *_, error, _, ideal, _ = row_of("elastic", arm, summarise(arm))
+    assert (error, ideal) == ("", "40.0 %, 0 short")
+    arm["tenants"] *= 3
+    assert list(describe_arm(arm)) == ["3 x 40 to 100 %, 0.5 ms and a pause of 0.3 ms in bursts"]
+
+
+def test_a_result_whose_figures_do_not_follow_from_its_samples_is_not_kept(tmp_path: Path) -> None:
+    arm = told_arm()
+    report = {
+        "arms": {"alone-40": arm},
+        "gpu": {"kind": "simulated", "name": "simulated", "driver": "1"},
+        "generation": "1-a",
+        "run": {**describe_run(), "command": "python -m bench.quota"},
+        "summary": {"alone-40": summarise(arm)},
+    }
+    keep = ["--suite", "quota", "--from", str(tmp_path), "--out", str(tmp_path / "kept.json")]
+    report["summary"]["alone-40"]["sum"] += 1
+    (tmp_path / "quota.json").write_text(json.dumps(report))
+    assert run.main(keep) == 1
+    report["summary"]["alone-40"]["sum"] -= 1
+    (tmp_path / "quota.json").write_text(json.dumps(report))
+    assert run.main(keep) == 0
+    page = report_docs.build_page({"one": json.loads((tmp_path / "kept.json").read_text())})
+    assert "| alone-40 | 40 %, 0.5 ms | 40.00 |" in page.text

@@ -1,0 +1,116 @@
+"""The section of docs/benchmarks.md on GPU time: a row for each arm of `bench.quota`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bench.plot import Chart, Series
+from bench.progress import NS_PER_MS, NS_PER_S
+from bench.quota import windows
+
+QUOTA = """\
+## GPU time, in many arrangements
+
+`python -m bench.quota`: containers side by side, each with a kernel that stamps the end of every
+unit of its work, as above. "Share" is what a container is guaranteed, with its cap where it may be
+lent more; the units are how long a kernel runs alone. Work is in percent of the GPU. The error is
+over the containers that always have work, mean and 95th percentile of all windows. "Of ideal" is
+the work done over the time in which anybody had work; "short" are windows of 1 s in which somebody
+who had work got less than his guarantee less a point. The last column is processor time of the
+governor and of the library's helper threads, in percent of one core.
+"""
+
+DRAWN = ("elastic", "bursts-strict", "thirds")
+WIDTH_NS = 100 * NS_PER_MS
+
+
+def describe_tenant(tenant: Mapping[str, Any]) -> str:
+    """Return the share of one container and how it works, in a few characters."""
+    text = f"{tenant['compute']}"
+    if tenant["limit"] is not None:
+        text += f" to {tenant['limit']}"
+    text += f" %, {tenant['unit_us'] / 1000:g} ms"
+    if tenant["gap_us"]:
+        text += f" and a pause of {tenant['gap_us'] / 1000:g} ms"
+    if tenant["bursts"]:
+        text += " in bursts"
+    return text
+
+
+def describe_arm(arm: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the containers of an arm, those that are alike together."""
+    for text, alike in itertools.groupby(describe_tenant(one) for one in arm["tenants"]):
+        n = len(list(alike))
+        yield text if n == 1 else f"{n} x {text}"
+
+
+def is_saturating(arm: Mapping[str, Any]) -> bool:
+    """Return whether each of its containers always has work and no more than its share."""
+    return not any(one["bursts"] or one["gap_us"] or one["limit"] for one in arm["tenants"])
+
+
+def row_of(name: str, arm: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return an arm's row."""
+    delivered = told["delivered"]
+    if len(delivered) > 8:
+        shown = f"{min(delivered):.2f} to {max(delivered):.2f}"
+    else:
+        shown = " / ".join(f"{one:.2f}" for one in delivered)
+    errors = [
+        f"{told[label]['mean']:.2f} / {told[label]['p95']:.2f}"
+        if label in told and is_saturating(arm)
+        else ""
+        for label in ("1s", "100ms")
+    ]
+    ideal = told.get("of_ideal")
+    return (
+        name,
+        "; ".join(describe_arm(arm)),
+        shown,
+        f"{told['sum']:.2f}",
+        *errors,
+        "" if ideal is None else f"{100 * ideal:.1f} %, {told['short_windows']} short",
+        " + ".join(f"{100 * arm['processors'][key]:.1f}" for key in ("governor", "helpers")),
+    )
+
+
+HEAD = (
+    "arm", "share, units", "work", "sum", "error, 1 s", "error, 100 ms", "of ideal",
+    "governor + helpers",
+)  # fmt: skip
+
+
+def chart_of_arm(name: str, arm: Mapping[str, Any], gpu: Mapping[str, Any]) -> Chart:
+    """Return the work of each container of an arm over time."""
+    series = []
+    for i, tenant in enumerate(arm["tenants"]):
+        lines = {
+            width: [
+                ((at + 0.5) * width / NS_PER_S, share)
+                for at, share in enumerate(windows(tenant["work_us"], width))
+            ]
+            for width in (NS_PER_S, WIDTH_NS)
+        }
+        series.append(
+            Series(
+                f"container {i + 1}",
+                lines[NS_PER_S],
+                f"{tenant['compute']} % guaranteed",
+                lines[WIDTH_NS],
+                tenant["compute"],
+            )
+        )
+    seconds = len(arm["tenants"][0]["work_us"]) * arm["step_ns"] / NS_PER_S
+    return Chart(
+        title=f"GPU time, arm {name}",
+        subtitle=f"{'; '.join(describe_arm(arm))}; {gpu['name']}, driver {gpu['driver']}",
+        description=f"Work of each container of the arm {name} over {seconds:.0f} s.",
+        x_label="time, s",
+        y_label="work",
+        y_unit=" %",
+        x_range=(0.0, seconds),
+        series=series,
+        key=(("thick", "1 s windows"), ("thin", "100 ms windows"), ("dashed", "guarantee")),
+    )

@@ -1,16 +1,23 @@
 """Admission: who has how much of which GPU. Pure: no file, no clock, no driver.
 
 The sum of memory quotas never passes a GPU's memory less the reserve, the sum of guaranteed shares
-never passes 100 %. A refusal names the resource that is short and by how much.
+never passes 100 %. Which GPUs a container gets is `placement`'s to say, why it gets none
+`shortage`'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from governor.config import Config
 from governor.errors import RefusedError
+from governor.placement import Nearness, Standing, place
+from governor.shortage import Room, refuse_any, refuse_named
+from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
+from vdriver.nvml import Topology
 
 MIB = 1 << 20
 
@@ -38,6 +45,7 @@ class Device:
 class _Gpu:
     device: Device
     quotas: dict[str, Quota] = field(default_factory=dict)
+    lost: str | None = None  # why it does not answer
 
     @property
     def memory_used(self) -> int:
@@ -85,11 +93,23 @@ def complete_quota(request: Request, config: Config) -> Quota:
 
 
 class Books:
-    """The GPUs of the node and what is granted of them."""
+    """The GPUs of the node and what is granted of them.
 
-    def __init__(self, devices: list[Device], config: Config) -> None:
+    `left_out` are GPUs that NVML lists and that cannot be shared, by index, with the reason.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        config: Config,
+        topology: Topology | None = None,
+        left_out: Mapping[int, str] | None = None,
+    ) -> None:
         self._config = config
         self._gpus = [_Gpu(device) for device in devices]
+        self._topology = topology or Topology()
+        self._near = Nearness([device.uuid for device in devices], self._topology)
+        self._left_out = dict(left_out or {})
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -97,20 +117,28 @@ class Books:
         return tuple(gpu.device for gpu in self._gpus)
 
     def admit(self, key: str, request: Request) -> tuple[Quota, tuple[Device, ...]]:
-        """Enter a container and return its quota and GPUs; RefusedError changes nothing."""
+        """Enter a container and return its quota and GPUs; RefusedError changes nothing.
+
+        The GPUs are in the order in which they were named, otherwise in NVML's.
+        """
         quota = complete_quota(request, self._config)
         if not self._gpus:
             raise RefusedError("this node has no GPU", hint="run tidegate check on the node")
+        count = len(request.devices) or request.gpus or 1
+        if count > N_DEVICES:
+            raise RefusedError(
+                f"{count} GPUs were asked for, a container may have {N_DEVICES}",
+                hint=f"ask for {N_DEVICES} at most",
+            )
         if request.devices:
             chosen = [self._find(name) for name in request.devices]
             if len({gpu.device.uuid for gpu in chosen}) != len(chosen):
                 raise RefusedError(
                     "annotation tidegate.gpu/devices names a GPU twice", hint="name each once"
                 )
-            for gpu in chosen:
-                self._check(gpu, quota)
+            self._check(chosen, quota)
         else:
-            chosen = self._place(quota, request.gpus or 1)
+            chosen = self._place(quota, count)
         for gpu in chosen:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)
@@ -126,8 +154,7 @@ class Books:
         own = [gpu for gpu in self._gpus if key in gpu.quotas]
         before = [gpu.quotas.pop(key) for gpu in own]
         try:
-            for gpu in own:
-                self._check(gpu, quota)
+            self._check(own, quota)
         except RefusedError:
             for gpu, old in zip(own, before, strict=True):
                 gpu.quotas[key] = old
@@ -140,53 +167,102 @@ class Books:
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
+    def lose(self, uuid: str, reason: str) -> None:
+        """Grant nothing more of a GPU that does not answer; what is granted stays."""
+        for gpu in self._gpus:
+            if gpu.device.uuid == uuid:
+                gpu.lost = reason
+
+    def regain(self, uuid: str) -> None:
+        """Grant a GPU again, for it answers."""
+        for gpu in self._gpus:
+            if gpu.device.uuid == uuid:
+                gpu.lost = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `tidegate check` shows of the GPUs: bytes, percent and ways between them."""
+        return {
+            "placement": self._config.placement,
+            "gpus": [self._describe(gpu) for gpu in self._gpus],
+            "left_out": [
+                {"index": index, "reason": reason}
+                for index, reason in sorted(self._left_out.items())
+            ],
+        }
+
+    def _describe(self, gpu: _Gpu) -> dict[str, Any]:
+        room = self._room(gpu)
+        routes = []
+        for other in self._gpus:
+            route = self._topology.routes.get(frozenset((gpu.device.uuid, other.device.uuid)))
+            if route is not None and other is not gpu:
+                pcie = None if route.ancestor is None else route.ancestor.name
+                routes.append({"to": other.device.index, "nvlinks": route.nvlinks, "pcie": pcie})
+        return {
+            "index": gpu.device.index,
+            "uuid": gpu.device.uuid,
+            "name": gpu.device.name,
+            "memory": max(gpu.device.memory - self._config.memory_reserve, 0),
+            "memory_left": room.memory,
+            "compute_left": room.compute,
+            "containers": len(gpu.quotas),
+            "numa_node": self._topology.nodes.get(gpu.device.uuid),
+            "lost": gpu.lost,
+            "routes": routes,
+        }
+
     def _find(self, name: str) -> _Gpu:
         for gpu in self._gpus:
             if name in (gpu.device.uuid, str(gpu.device.index)):
                 return gpu
+        for index, reason in self._left_out.items():
+            if name == str(index):
+                raise RefusedError(
+                    f"annotation tidegate.gpu/devices names {name}, which cannot be shared: "
+                    f"{reason}",
+                    hint="name another, or restart tidegate-governor when it answers",
+                )
         known = ", ".join(f"{gpu.device.index} ({gpu.device.uuid})" for gpu in self._gpus)
         raise RefusedError(
             f"annotation tidegate.gpu/devices names {name}, this node has {known}",
             hint="name one of those",
         )
 
-    def _shortage(self, gpu: _Gpu, quota: Quota) -> str | None:
+    def _room(self, gpu: _Gpu) -> Room:
         memory = gpu.device.memory - self._config.memory_reserve - gpu.memory_used
-        if quota.memory > memory:
-            return (
-                f"GPU {gpu.device.index} has {max(memory, 0) // MIB} MiB of memory left to grant, "
-                f"{-(-quota.memory // MIB)} MiB were asked for"
-            )
-        compute = 100 - gpu.compute_used
-        if quota.compute > compute:
-            return (
-                f"GPU {gpu.device.index} has {compute} % of its time left to guarantee, "
-                f"{quota.compute} % were asked for"
-            )
-        return None
+        return Room(gpu.device.index, max(memory, 0), max(100 - gpu.compute_used, 0))
 
-    def _check(self, gpu: _Gpu, quota: Quota) -> None:
-        shortage = self._shortage(gpu, quota)
-        if shortage:
-            raise RefusedError(shortage, hint="ask for less, or wait until a container ends")
+    def _check(self, gpus: Sequence[_Gpu], quota: Quota) -> None:
+        """Refuse a quota that does not fit on each of these."""
+        for gpu in gpus:
+            if gpu.lost is not None:
+                raise RefusedError(
+                    f"GPU {gpu.device.index} does not answer: {gpu.lost}",
+                    hint="name another, or see the kernel log",
+                )
+        rooms = [self._room(gpu) for gpu in gpus]
+        if not all(room.holds(quota) for room in rooms):
+            raise refuse_named(rooms, quota, self._config.context_memory)
 
     def _place(self, quota: Quota, count: int) -> list[_Gpu]:
-        fitting = [gpu for gpu in self._gpus if self._shortage(gpu, quota) is None]
-        if len(fitting) < count:
-            reasons = "; ".join(
-                reason for gpu in self._gpus if (reason := self._shortage(gpu, quota)) is not None
-            )
+        answering = [gpu for gpu in self._gpus if gpu.lost is None]
+        rooms = {gpu.device.uuid: self._room(gpu) for gpu in answering}
+        if not answering:
             raise RefusedError(
-                f"{count} of {len(self._gpus)} GPUs were asked for, {len(fitting)} have room"
-                + (f": {reasons}" if reasons else ""),
-                hint="ask for less, or wait until a container ends",
+                f"none of {len(self._gpus)} GPUs answers: {self._gpus[0].lost}",
+                hint="see the kernel log",
             )
-        spread = self._config.placement == "spread"
-        fitting.sort(
-            key=lambda gpu: (
-                (gpu.compute_used, gpu.memory_used)
-                if spread
-                else (-gpu.compute_used, -gpu.memory_used)
+        if sum(room.holds(quota) for room in rooms.values()) < count:
+            least = self._config.context_memory
+            raise refuse_any(list(rooms.values()), quota, count, least)
+        standings = [
+            Standing(
+                fits=gpu.device.uuid in rooms and rooms[gpu.device.uuid].holds(quota),
+                empty=gpu.lost is None and not gpu.quotas,
+                compute_used=min(gpu.compute_used, 100),
+                memory_used=gpu.memory_used,
             )
-        )
-        return fitting[:count]
+            for gpu in self._gpus
+        ]
+        positions = place(self._config.placement, standings, count, self._near)
+        return [self._gpus[i] for i in positions]

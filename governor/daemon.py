@@ -25,7 +25,7 @@ from governor.config import Config, read_config
 from governor.errors import GovernorError, TidegateError
 from governor.reconcile import reconcile
 from governor.server import Server
-from vdriver.errors import VdriverError
+from vdriver.errors import NvmlError, VdriverError
 from vdriver.manifest import read_manifest
 from vdriver.nvml import Nvml
 
@@ -44,13 +44,18 @@ def original_nvml(driver_dir: str) -> Path:
     )
 
 
-def find_devices(nvml: Nvml) -> list[Device]:
-    """Return the node's GPUs; one whose memory NVML does not tell cannot be shared."""
-    return [
-        Device(gpu.index, gpu.uuid, gpu.name, gpu.memory_total)
-        for gpu in nvml.gpus()
-        if gpu.memory_total is not None
-    ]
+def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
+    """Return the node's GPUs, and by index why others cannot be shared."""
+    devices: list[Device] = []
+    left_out: dict[int, str] = {}
+    for index, found in enumerate(nvml.survey()):
+        if isinstance(found, NvmlError):
+            left_out[index] = found.message.removeprefix(f"GPU {index}: ")
+        elif found.memory_total is None:
+            left_out[index] = "NVML does not tell its memory"
+        else:
+            devices.append(Device(found.index, found.uuid, found.name, found.memory_total))
+    return devices, left_out
 
 
 def _notify(state: str) -> None:
@@ -109,12 +114,15 @@ async def govern(config: Config) -> None:
         listening(runtime / "governor.sock") as listener,
         contextlib.ExitStack() as stack,
     ):
-        devices = find_devices(nvml)
+        devices, left_out = find_devices(nvml)
+        for index, reason in left_out.items():
+            log.warning("gpu-left-out", gpu=index, reason=reason)
         runners: dict[str, Runner] = {}
         for device in devices:
             runners[device.uuid] = Runner(library, config)
             stack.callback(runners[device.uuid].close)
-        server = Server(config, Books(devices, config), runners)
+        topology = nvml.topology([device.uuid for device in devices])
+        server = Server(config, Books(devices, config, topology, left_out), runners)
         stack.callback(server.close)
         tasks = [
             loop.create_task(server.serve(listener)),

@@ -30,6 +30,8 @@ POLL_S = 0.01
 """So often the ledgers are asked whether a process waits, while there are processes."""
 IDLE_S = 0.05
 """So often we see whether there are any: a first context takes longer than that to make."""
+ALONE_NS = 5_000_000_000
+"""So often a GPU that nobody shares is asked whether it still answers."""
 
 
 class Observer(Protocol):
@@ -78,6 +80,7 @@ class _Watch:
     """One GPU between looks."""
 
     device: Device
+    since_ns: int = field(default_factory=time.monotonic_ns)
     last_ns: int = 0
     sampled_ns: int = 0
     samples: tuple[ProcessUse, ...] = ()
@@ -95,7 +98,8 @@ class _Watch:
         """Return whether to look now: it is time, or a process waits for it."""
         passed = now_ns - self.last_ns
         if passed >= LOOK_NS:
-            return any(True for _ in self.sharing(server))
+            alone_ns = now_ns - max(self.last_ns, self.since_ns)
+            return alone_ns >= ALONE_NS or any(True for _ in self.sharing(server))
         # A driver that fails now will not know better in 20 ms.
         if passed < SOON_NS or self.failing:
             return False
@@ -190,9 +194,11 @@ async def _look(
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))
+            server.gpu_answered(watch.device.uuid, e.message)
     else:
         if watch.failing:
             log.info("nvml-answers", gpu=watch.device.index)
+            server.gpu_answered(watch.device.uuid, None)
     watch.failing = look is None
     for container, i, charges, _ in before:
         # It may have ended meanwhile, and another have come under its name.

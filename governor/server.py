@@ -109,6 +109,8 @@ class Server:
                 case "list":
                     listed = [c.describe() for c in self.containers.values()]
                     return {"ok": True, "containers": listed}
+                case "gpus":
+                    return {"ok": True, **self._books.describe()}
                 case _:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
@@ -226,6 +228,13 @@ class Server:
         container.set_quota(quota)
         log.info("quota-changed", container=container.identifier, **asdict(quota))
         return {"ok": True, **asdict(quota)}
+
+    def gpu_answered(self, uuid: str, error: str | None) -> None:
+        """Take a GPU that fails out of what can be granted, and back when it answers (None)."""
+        if error is None:
+            self._books.regain(uuid)
+        else:
+            self._books.lose(uuid, error)
 
     def _ended(self, container: Container) -> None:
         self._end(container, "ended")

@@ -3,7 +3,7 @@
  *
  * One simulated GPU is one file, mapped shared by everybody who uses it. Three parts:
  *
- *   0x0000  struct gpu_config    written once by whoever creates the device, then only read
+ *   0x0000  struct gpu_config    written by whoever creates the device, then only read
  *   0x1000  struct gpu_shared    the state, changed only under its lock
  *   ...     struct gpu_context[] the contexts' queues
  *
@@ -26,6 +26,7 @@
 #define SIMGPU_MAGIC          0x5550474d49534754ull /* "TGSIMGPU" in memory */
 #define SIMGPU_LAYOUT_VERSION 1
 
+#define GPU_NVLINKS  18   /* of each GPU, as an H200 has */
 #define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for one */
 #define GPU_CONTEXTS 256  /* contexts at once */
 #define GPU_QUEUE    1024 /* commands in flight per context, as on the hardware */
@@ -52,8 +53,15 @@ struct gpu_config {
     uint8_t uuid[16];
     char name[96];
     uint32_t pci_bus;
-    uint32_t reserved[977];
+    _Atomic uint32_t lost; /* NVML finds it off the bus; the one field that is changed later */
+    uint32_t place[4];     /* NUMA node, host bridge, PCIe tree, switch, each + 1; 0: not known */
+    uint8_t nvlinks[20];   /* what is at the end of each: GPU_LINK_..., or a GPU's minor + 1 */
+    uint32_t reserved[967];
 };
+
+#define GPU_LINK_NONE   0
+#define GPU_LINK_SWITCH 0xfe
+#define GPU_LINK_UNSEEN 0xff /* a switch that a virtual machine does not see */
 
 /* One attached library of one process. */
 struct gpu_slot {
@@ -138,6 +146,9 @@ GPU_OFFSET(config.jitter, 64);
 GPU_OFFSET(config.uuid, 72);
 GPU_OFFSET(config.name, 88);
 GPU_OFFSET(config.pci_bus, 184);
+GPU_OFFSET(config.lost, 188);
+GPU_OFFSET(config.place, 192);
+GPU_OFFSET(config.nvlinks, 208);
 GPU_OFFSET(shared, 0x1000);
 GPU_OFFSET(shared.clock_mode, 0x1008);
 GPU_OFFSET(shared.current, 0x100c);

@@ -122,7 +122,19 @@ typedef struct {
 
 #define GPU_UTILIZATION_SAMPLES 1 /* nvmlSamplingType_t */
 #define TYPE_UNSIGNED_INT       1 /* nvmlValueType_t */
-#define HISTORY_LENGTH 500000000  /* ns of GPU time behind a process's utilisation, at least */
+
+#define TOPOLOGY_SINGLE     10 /* nvmlGpuTopologyLevel_t: one PCIe switch */
+#define TOPOLOGY_MULTIPLE   20 /* several, below one host bridge */
+#define TOPOLOGY_HOSTBRIDGE 30
+#define TOPOLOGY_NODE       40
+#define TOPOLOGY_SYSTEM     50
+#define LINK_TO_GPU         0 /* nvmlIntNvLinkDeviceType_t */
+#define LINK_TO_SWITCH      2
+#define LINK_TO_UNKNOWN     0xff
+#define SWITCHES            4    /* as many as an HGX H200 has */
+#define SWITCH_BUS          0xc0 /* behind the buses of all GPUs */
+
+#define HISTORY_LENGTH 500000000 /* ns of GPU time behind a process's utilisation, at least */
 
 static struct {
     pthread_mutex_t lock;
@@ -213,7 +225,11 @@ static nvmlReturn_t ready_device(nvmlDevice_t device, const void *result)
 {
     nvmlReturn_t r = ready(result);
 
-    return r ? r : index_of(device) < 0 ? NVML_ERROR_INVALID_ARGUMENT : NVML_SUCCESS;
+    if (r)
+        return r;
+    if (index_of(device) < 0)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    return atomic_load(&device->gpu->config.lost) ? NVML_ERROR_GPU_IS_LOST : NVML_SUCCESS;
 }
 
 static nvmlReturn_t text(char *to, unsigned int length, const char *from)
@@ -299,6 +315,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetHandleByIndex_v2, unsigned int index, nvmlDevic
         return r;
     if (index >= nvml.n_devices)
         return NVML_ERROR_INVALID_ARGUMENT;
+    if (atomic_load(&nvml.devices[index]->gpu->config.lost))
+        return NVML_ERROR_GPU_IS_LOST;
     *device = nvml.devices[index];
     return NVML_SUCCESS;
 }
@@ -314,6 +332,9 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetHandleByUUID, const char *uuid, nvmlDevice_t *d
     for (unsigned int i = 0; i < nvml.n_devices; i++) {
         char its[41];
 
+        /* The manual: "if any GPU has fallen off the bus", for its UUID cannot be read. */
+        if (atomic_load(&nvml.devices[i]->gpu->config.lost))
+            return NVML_ERROR_GPU_IS_LOST;
         device_uuid_text(nvml.devices[i], its);
         if (strcmp(its, uuid) == 0) {
             *device = nvml.devices[i];
@@ -363,15 +384,135 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetUUID, nvmlDevice_t device, char *uuid, unsigned
     return text(uuid, length, its);
 }
 
+static nvmlPciInfo_t pci_info(unsigned int bus)
+{
+    nvmlPciInfo_t info = {.bus = bus & 0xff};
+
+    snprintf(info.legacy_bus_id, sizeof(info.legacy_bus_id), "0000:%02X:00.0", info.bus);
+    snprintf(info.bus_id, sizeof(info.bus_id), "00000000:%02X:00.0", info.bus);
+    return info;
+}
+
 ENTRY(nvmlReturn_t, nvmlDeviceGetPciInfo_v3, nvmlDevice_t device, nvmlPciInfo_t *info)
 {
     nvmlReturn_t r = ready_device(device, info);
 
     if (r)
         return r;
-    *info = (nvmlPciInfo_t){.bus = device->gpu->config.pci_bus & 0xff};
-    snprintf(info->legacy_bus_id, sizeof(info->legacy_bus_id), "0000:%02X:00.0", info->bus);
-    snprintf(info->bus_id, sizeof(info->bus_id), "00000000:%02X:00.0", info->bus);
+    *info = pci_info(device->gpu->config.pci_bus);
+    return NVML_SUCCESS;
+}
+
+/* Places differ from their beginning on: another NUMA node is the whole system apart. */
+ENTRY(nvmlReturn_t, nvmlDeviceGetTopologyCommonAncestor, nvmlDevice_t one, nvmlDevice_t other,
+      int *level)
+{
+    static const int levels[] = {TOPOLOGY_SYSTEM, TOPOLOGY_NODE, TOPOLOGY_HOSTBRIDGE,
+                                 TOPOLOGY_MULTIPLE, TOPOLOGY_SINGLE};
+    nvmlReturn_t r = ready_device(one, level);
+    size_t same = 0;
+
+    if (!r)
+        r = ready_device(other, level);
+    if (r)
+        return r;
+    if (!one->gpu->config.place[0] || !other->gpu->config.place[0])
+        return NVML_ERROR_NOT_SUPPORTED;
+    while (same < 4 && one->gpu->config.place[same] == other->gpu->config.place[same])
+        same++;
+    *level = levels[same];
+    return NVML_SUCCESS;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned int n,
+      unsigned long *nodes, int scope)
+{
+    nvmlReturn_t r = ready_device(device, nodes);
+    unsigned int node;
+
+    if (r)
+        return r;
+    if (!n || scope < 0 || scope > 1) /* of the node, of the socket: here the same */
+        return NVML_ERROR_INVALID_ARGUMENT;
+    if (!device->gpu->config.place[0])
+        return NVML_ERROR_NOT_SUPPORTED;
+    memset(nodes, 0, n * sizeof(*nodes));
+    node = device->gpu->config.place[0] - 1;
+    if (node / (8 * sizeof(*nodes)) < n)
+        nodes[node / (8 * sizeof(*nodes))] = 1ul << node % (8 * sizeof(*nodes));
+    return NVML_SUCCESS;
+}
+
+/* Only a GPU whose memory is a NUMA node of the system has an answer, as on a Grace Hopper. */
+ENTRY(nvmlReturn_t, nvmlDeviceGetNumaNodeId, nvmlDevice_t device, unsigned int *node)
+{
+    nvmlReturn_t r = ready_device(device, node);
+
+    return r ? r : NVML_ERROR_NOT_SUPPORTED;
+}
+
+static nvmlReturn_t link_end(nvmlDevice_t device, unsigned int link, const void *result,
+                             uint8_t *endp)
+{
+    nvmlReturn_t r = ready_device(device, result);
+    bool any = false;
+
+    if (r)
+        return r;
+    for (unsigned int i = 0; i < GPU_NVLINKS; i++)
+        any |= device->gpu->config.nvlinks[i] != GPU_LINK_NONE;
+    if (!any)
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (link >= GPU_NVLINKS)
+        return NVML_ERROR_INVALID_ARGUMENT;
+    *endp = device->gpu->config.nvlinks[link];
+    return NVML_SUCCESS;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetNvLinkState, nvmlDevice_t device, unsigned int link, int *active)
+{
+    uint8_t end;
+    nvmlReturn_t r = link_end(device, link, active, &end);
+
+    if (!r)
+        *active = end != GPU_LINK_NONE;
+    return r;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetNvLinkRemoteDeviceType, nvmlDevice_t device, unsigned int link,
+      int *type)
+{
+    uint8_t end;
+    nvmlReturn_t r = link_end(device, link, type, &end);
+
+    if (r)
+        return r;
+    if (end == GPU_LINK_NONE)
+        return NVML_ERROR_NOT_SUPPORTED;
+    *type = end == GPU_LINK_SWITCH   ? LINK_TO_SWITCH
+            : end == GPU_LINK_UNSEEN ? LINK_TO_UNKNOWN
+                                     : LINK_TO_GPU;
+    return NVML_SUCCESS;
+}
+
+ENTRY(nvmlReturn_t, nvmlDeviceGetNvLinkRemotePciInfo_v2, nvmlDevice_t device, unsigned int link,
+      nvmlPciInfo_t *info)
+{
+    uint8_t end;
+    nvmlReturn_t r = link_end(device, link, info, &end);
+
+    if (r)
+        return r;
+    if (end == GPU_LINK_NONE)
+        return NVML_ERROR_NOT_SUPPORTED;
+    if (end == GPU_LINK_UNSEEN) {
+        *info = (nvmlPciInfo_t){.domain = ~0u, .bus = ~0u, .device = ~0u};
+        strcpy(info->bus_id, "FFFFFFF:FFFF:FF");
+    } else if (end == GPU_LINK_SWITCH) {
+        *info = pci_info(SWITCH_BUS + link % SWITCHES);
+    } else {
+        *info = pci_info(end); /* simgpu.py gives GPU n the bus n + 1 */
+    }
     return NVML_SUCCESS;
 }
 

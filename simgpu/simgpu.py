@@ -29,8 +29,10 @@ CONTEXTS = 256
 QUEUE = 1024
 SLOT_LOCK = 1 << 40
 
-CONFIG = struct.Struct("<QII6QII16s96sI")
+CONFIG = struct.Struct("<QII6QII16s96sII4I20s")
 CONFIG_SIZE = 4096
+LOST_OFFSET = 188
+NVLINKS = 18
 CLOCK_OFFSET = 0x1008  # mode, current timeline, virtual now
 N_CONTEXTS_OFFSET = 0x1028
 SLOTS_OFFSET = 0x1050
@@ -105,6 +107,45 @@ def device_uuid(seed: int, index: int) -> uuid.UUID:
     )
 
 
+@dataclass(frozen=True)
+class Topology:
+    """Where the GPUs of a machine are, and what NVLinks are between them.
+
+    A place is `NUMA node/host bridge/PCIe tree/switch`: what two places have in common from the
+    left is what NVML calls their common ancestor. Without places NVML does not tell. A link is
+    `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` are 18 of each GPU to NVSwitches, and
+    `unseen=18` the same in a virtual machine, which does not see those.
+    """
+
+    places: tuple[str, ...] = ()
+    nvlinks: tuple[str, ...] = ()
+
+    def place(self, index: int) -> list[int]:
+        """The four numbers of a GPU's place, each + 1; zeros where it has none."""
+        if index >= len(self.places):
+            return [0] * 4
+        match = re.fullmatch(r"(\d{1,3})/(\d{1,3})/(\d{1,3})/(\d{1,3})", self.places[index])
+        if match is None:
+            raise ValueError(f"{self.places[index]!r} is no place: write it like 0/0/1/0")
+        return [int(number) + 1 for number in match.groups()]
+
+    def ends(self, index: int) -> bytes:
+        """What is at the end of each NVLink of a GPU; layout.h has the values."""
+        ends = b""
+        for link in self.nvlinks:
+            match = re.fullmatch(r"(?:(\d+)-(\d+)|(switch|unseen))=(\d+)", link)
+            if match is None:
+                raise ValueError(f"{link!r} is no NVLink: write 0-1=4, switch=18 or unseen=18")
+            if match[3]:
+                ends += {"switch": b"\xfe", "unseen": b"\xff"}[match[3]] * int(match[4])
+            elif index in (int(match[1]), int(match[2])):
+                other = int(match[1]) + int(match[2]) - index
+                ends += bytes([other + 1]) * int(match[4])
+        if len(ends) > NVLINKS:
+            raise ValueError(f"GPU {index} has {len(ends)} NVLinks: {NVLINKS} at most")
+        return ends
+
+
 def create(
     directory: Path,
     *,
@@ -117,6 +158,7 @@ def create(
     context_memory: int = 512 << 20,
     jitter: int = 0,
     virtual_clock: bool = False,
+    topology: Topology = Topology(),
 ) -> list[Path]:
     """Make `gpu0`, `gpu1`... in `directory`, new ones in the place of those that were there.
 
@@ -137,6 +179,7 @@ def create(
             MAGIC, VERSION, CONFIG_SIZE, FILE_SIZE,
             memory, context_memory, slice_us * 1000, switch_us * 1000, seed,
             jitter, index, device_uuid(seed, index).bytes, name.encode()[:95], index + 1,
+            0, *topology.place(index), topology.ends(index),
         )  # fmt: skip
         partial = directory / f".gpu{index}.{os.getpid()}"
         with partial.open("wb") as file:
@@ -149,6 +192,11 @@ def create(
         partial.rename(path)
         paths.append(path)
     return paths
+
+
+def set_lost(path: Path, *, lost: bool) -> None:
+    """Let NVML find a device off the bus, or back there."""
+    os.pwrite(_open(path), struct.pack("<I", lost), LOST_OFFSET)
 
 
 def _open(path: Path) -> int:
@@ -257,6 +305,14 @@ def main(arguments: list[str] | None = None) -> int:
     maker.add_argument("--switch-us", type=int, default=130)
     maker.add_argument("--context-mib", type=int, default=512)
     maker.add_argument("--jitter", type=int, default=0, help="per mille of a kernel's duration")
+    maker.add_argument(
+        "--place", action="append", default=[], metavar="NODE/BRIDGE/TREE/SWITCH",
+        help="where the next GPU is",
+    )  # fmt: skip
+    maker.add_argument(
+        "--nvlink", action="append", default=[], metavar="A-B=N",
+        help="NVLinks between two GPUs; switch=18: of each GPU to NVSwitches",
+    )  # fmt: skip
     maker.add_argument("--virtual-clock", action="store_true", help="time passes only when told")
     reader = verbs.add_parser("status", help="print what the devices hold, as JSON")
     reader.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
@@ -274,6 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
                 context_memory=options.context_mib << 20,
                 jitter=options.jitter,
                 virtual_clock=options.virtual_clock,
+                topology=Topology(tuple(options.place), tuple(options.nvlink)),
             )
             print("\n".join(map(str, made)))
         else:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import combinations
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -18,6 +21,8 @@ from typing import Any, Self, TypeVar
 from vdriver.errors import NvmlError
 
 T = TypeVar("T")
+
+_SWITCH = "switch"
 
 _lock = threading.Lock()
 _open: tuple[str, int] | None = None  # the library in use, and how many have it open
@@ -33,6 +38,33 @@ class Gpu:
     name: str
     memory_total: int | None
     minor: int | None
+
+
+class Ancestor(IntEnum):
+    """Where the PCIe paths of two GPUs meet, the nearest first; nvidia-smi has the same names."""
+
+    SAME = 0  # a board of two
+    PIX = 10  # one PCIe switch
+    PXB = 20  # several, and no host bridge
+    PHB = 30  # a host bridge
+    NODE = 40  # several host bridges of one NUMA node
+    SYS = 50  # what connects NUMA nodes
+
+
+@dataclass(frozen=True)
+class Route:
+    """How two GPUs reach each other: active NVLinks, and where PCIe meets, None if unknown."""
+
+    nvlinks: int
+    ancestor: Ancestor | None
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where the GPUs of a node are, by UUID; what nobody tells is left out."""
+
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    routes: Mapping[frozenset[str], Route] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -63,6 +95,7 @@ class Nvml:
     def __init__(self, path: str | Path) -> None:
         self._path = str(path)
         self._nvml: Any = None
+        self._handles: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         global _open  # noqa: PLW0603 - mirrors pynvml's own module state
@@ -90,15 +123,54 @@ class Nvml:
         global _open  # noqa: PLW0603
         with _lock:
             nvml, self._nvml = self._nvml, None
+            self._handles.clear()
             if _open is not None:
                 _open = (_open[0], _open[1] - 1) if _open[1] > 1 else None
             _call("nvmlShutdown", nvml.nvmlShutdown)
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Return the GPUs in NVML's order."""
-        nvml = self._nvml
-        count = int(_call("nvmlDeviceGetCount", nvml.nvmlDeviceGetCount))
-        return tuple(self._gpu(i) for i in range(count))
+        """Return the GPUs in NVML's order; NvmlError if one of them does not answer."""
+        found = self.survey()
+        for one in found:
+            if isinstance(one, NvmlError):
+                raise one
+        return tuple(one for one in found if isinstance(one, Gpu))
+
+    def survey(self) -> tuple[Gpu | NvmlError, ...]:
+        """Return the GPUs in NVML's order, in the place of one that does not answer the reason."""
+        found: list[Gpu | NvmlError] = []
+        for i in range(int(_call("nvmlDeviceGetCount", self._nvml.nvmlDeviceGetCount))):
+            try:
+                found.append(self._gpu(i))
+            except NvmlError as e:
+                found.append(e)
+        return tuple(found)
+
+    def topology(self, uuids: Sequence[str]) -> Topology:
+        """Return how near these GPUs are to each other, as far as driver and kernel tell.
+
+        An old driver lacks functions, and in a virtual machine some do not answer: that is then
+        not known, and no error.
+        """
+        handles = {uuid: self._get(uuid) for uuid in uuids}
+        addresses = {uuid: self._address(handle) for uuid, handle in handles.items()}
+        nodes = {uuid: self._node(handles[uuid], addresses[uuid]) for uuid in uuids}
+        ends = {
+            uuid: self._link_ends(handle, {a for a in addresses.values() if a is not None})
+            for uuid, handle in handles.items()
+        }
+        routes = {}
+        for one, other in combinations(uuids, 2):
+            direct = max(
+                ends[a].count(address)
+                for a, address in ((one, addresses[other]), (other, addresses[one]))
+            )
+            # What reaches a switch reaches whoever is at the switches with as many links.
+            switched = min(ends[one].count(_SWITCH), ends[other].count(_SWITCH))
+            level = self._told("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
+            ancestor = Ancestor(level) if level in list(Ancestor) else None
+            routes[frozenset((one, other))] = Route(direct + switched, ancestor)
+        return Topology({u: node for u, node in nodes.items() if node is not None}, routes)
 
     def driver_version(self) -> str:
         """Return the version of the driver that answers."""
@@ -147,15 +219,73 @@ class Nvml:
         handle = _call(what, lambda: nvml.nvmlDeviceGetHandleByIndex(index))
         memory = _optional(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         minor = _optional(nvml, lambda: nvml.nvmlDeviceGetMinorNumber(handle))
+        uuid = _text(_call(what, lambda: nvml.nvmlDeviceGetUUID(handle)))
+        self._handles[uuid] = handle
         return Gpu(
             index=index,
-            uuid=_text(_call(what, lambda: nvml.nvmlDeviceGetUUID(handle))),
+            uuid=uuid,
             name=_text(_call(what, lambda: nvml.nvmlDeviceGetName(handle))),
             memory_total=None if memory is None else _available(nvml, memory.total),
             minor=None if minor is None else int(minor),
         )
 
+    def _address(self, handle: Any) -> str | None:
+        info = self._told("nvmlDeviceGetPciInfo", handle)
+        return None if info is None else _pci_address(info)
+
+    def _node(self, handle: Any, address: str | None) -> int | None:
+        """Return the NUMA node that is nearest to a GPU, None if nobody tells.
+
+        nvmlDeviceGetNumaNodeId tells another thing: which node a GPU's own memory is.
+        """
+        words = self._told("nvmlDeviceGetMemoryAffinity", handle, 16, 0)  # of the node
+        mask = sum(int(word) << 64 * i for i, word in enumerate(words or ()))
+        if mask.bit_count() == 1:
+            return mask.bit_length() - 1
+        try:
+            # -1 where the firmware does not say, as on many machines with one node.
+            node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
+    def _link_ends(self, handle: Any, gpus: AbstractSet[str]) -> list[str | None]:
+        """Return what is at the end of each active NVLink: a PCI address or _SWITCH.
+
+        A link to a GPU that is not among `gpus` is None: it leads out of this node.
+        """
+        nvml = self._nvml
+        ends: list[str | None] = []
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            if not self._told("nvmlDeviceGetNvLinkState", handle, link):
+                continue
+            kind = self._told("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+            info = self._told("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            address = None if info is None else _pci_address(info)
+            if address in gpus:
+                ends.append(address)
+            elif kind in (
+                nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH,
+                # A virtual machine does not see the switches that its GPUs' links lead to.
+                nvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN,
+                None,
+            ):
+                ends.append(_SWITCH)
+            else:
+                ends.append(None)
+        return ends
+
+    def _told(self, name: str, *arguments: object) -> Any:
+        """Return what a function says, None for whatever reason it does not."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except (AttributeError, self._nvml.NVMLError):
+            return None
+
     def _get(self, uuid: str) -> Any:
+        # Looking a UUID up may fail because of another GPU, that fell off the bus.
+        if uuid in self._handles:
+            return self._handles[uuid]
         # A str on every version of pynvml's own decorators; older ones take bytes only.
         return _call(f"GPU {uuid}", lambda: self._nvml.nvmlDeviceGetHandleByUUID(uuid))
 
@@ -224,6 +354,11 @@ def _remedy(nvml: Any, error: Any) -> str:
         nvml.NVML_ERROR_FUNCTION_NOT_FOUND: "the driver is too old, or this is no NVML library",
     }
     return remedies.get(error.value, "nvidia-smi on the host shows the same; see the kernel log")
+
+
+def _pci_address(info: Any) -> str:
+    """Return a PCI address as the kernel writes it."""
+    return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
 
 
 def _text(value: str | bytes) -> str:

@@ -12,6 +12,8 @@ from governor.config import Config, describe, read_config
 from governor.errors import TidegateError
 from oci_hook.errors import HookError
 
+MIB = 1 << 20
+
 SUMMARY = "check a configuration file, or this node"
 
 
@@ -46,12 +48,15 @@ def run(args: argparse.Namespace) -> int:
         except (TidegateError, HookError) as e:
             findings[name] = f"{e.message}; {e.hint}"
             status = status or e.status
+    gpus = _look_at_gpus(config)
     if args.json:
-        print(json.dumps(findings, indent=2))
+        print(json.dumps({**findings, **gpus}, indent=2))
     else:
         print("configuration: accepted")
         for name in ("mirror", "governor"):
             print(f"{name}: {findings[name]}")
+        if gpus:
+            print("\n".join(_lines(gpus)))
     return status
 
 
@@ -70,3 +75,49 @@ def _look_at_mirror(config: Config) -> str:
 def _look_at_governor(config: Config) -> str:
     answer = ask(config, "ping")
     return f"version {answer['version']}, process {answer['pid']}"
+
+
+def _look_at_gpus(config: Config) -> dict[str, Any]:
+    """Return what the governor says of the GPUs, nothing where it says nothing."""
+    try:
+        answer = ask(config, "gpus")
+    except TidegateError:
+        return {}  # that it does not answer was said
+    return {name: answer[name] for name in ("placement", "gpus", "left_out")}
+
+
+def _lines(answer: dict[str, Any]) -> list[str]:
+    """Return a table of the GPUs with what is left of them, and how near they are to each other."""
+    gpus = answer["gpus"]
+    columns = [f"GPU{gpu['index']}" for gpu in gpus] if len(gpus) > 1 else []
+    rows = [["GPU", "NAME", "MEMORY LEFT", "TIME LEFT", "CONTAINERS", "NUMA", *columns]]
+    for gpu in gpus:
+        ways = {route["to"]: _way(route) for route in gpu["routes"]}
+        rows.append(
+            [
+                str(gpu["index"]),
+                gpu["name"],
+                f"{gpu['memory_left'] // MIB} of {gpu['memory'] // MIB} MiB",
+                f"{gpu['compute_left']} %" if gpu["lost"] is None else "lost",
+                str(gpu["containers"]),
+                "?" if gpu["numa_node"] is None else str(gpu["numa_node"]),
+                *(
+                    "-" if other is gpu else ways.get(other["index"], "?")
+                    for other in gpus
+                    if columns
+                ),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"placement: {answer['placement']}"]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append("  ".join(cells).rstrip())
+    lines += [f"GPU {gpu['index']} is lost: {gpu['lost']}" for gpu in gpus if gpu["lost"]]
+    lines += [f"GPU {one['index']} is not shared: {one['reason']}" for one in answer["left_out"]]
+    return lines
+
+
+def _way(route: dict[str, Any]) -> str:
+    """Return a way between two GPUs as nvidia-smi topo -m writes it."""
+    return f"NV{route['nvlinks']}" if route["nvlinks"] else route["pcie"] or "?"

@@ -76,8 +76,7 @@ def test_memory_is_granted_to_the_last_byte_and_no_further() -> None:
         books.admit("b", ask(memory=GIB + 1))
     assert (
         caught.value.message
-        == "1 of 1 GPUs were asked for, 0 have room: GPU 0 has 1024 MiB of memory left to grant, "
-        "1025 MiB were asked for"
+        == "GPU 0 has 1024 MiB of memory left to grant, 1025 MiB were asked for (1 MiB short)"
     )
     books.admit("b", ask(memory=GIB))
     with pytest.raises(RefusedError, match="has 0 MiB of memory left"):
@@ -157,9 +156,9 @@ def test_count_takes_so_many_or_none() -> None:
         books.admit("b", ask(memory="2Gi", compute=50, count=3))
     assert caught.value.message == (
         "3 of 3 GPUs were asked for, 2 have room: "
-        "GPU 1 has 40 % of its time left to guarantee, 50 % were asked for"
+        "GPU 1 has 40 % of its time left to guarantee, 50 % were asked for (10 % short)"
     )
-    with pytest.raises(RefusedError, match="4 of 3 GPUs were asked for, 3 have room"):
+    with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
         books.admit("b", ask(memory="2Gi", count=4))
     quota, devices = books.admit("b", ask(memory=FREE, compute=100, count=2))
     assert {device.index for device in devices} == {0, 2}
@@ -178,7 +177,7 @@ def test_a_named_device_that_is_full_is_not_replaced_by_another() -> None:
     books = Books(gpus(2), Config())
     books.admit("a", ask(memory=FREE, devices=0))
     with pytest.raises(
-        RefusedError, match=r"^GPU 0 has 0 MiB of memory left to grant, 1024 MiB were asked for;"
+        RefusedError, match=r"^GPU 0 has 0 MiB of memory left to grant, 1024 MiB were asked for \("
     ):
         books.admit("b", ask(memory="1Gi", devices="1,0"))
     # Nothing of the refused one stays on GPU 1.

@@ -27,6 +27,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import governor.reconcile
 from governor.arbiter import Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
@@ -116,7 +117,13 @@ class World:
         self.runner = StubRunner()
         self.nvml = StubNvml()
         self.device = Device(0, UUID, "stub", 16 * GIB)
-        self.server = cast("Server", SimpleNamespace(containers={}))
+        self.answers: list[str | None] = []
+        self.server = cast(
+            "Server",
+            SimpleNamespace(
+                containers={}, gpu_answered=lambda _, error: self.answers.append(error)
+            ),
+        )
         self.children: list[subprocess.Popen[str]] = []
 
     async def admit(
@@ -642,6 +649,7 @@ def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) 
             world.nvml.failing = True
             n = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > n)
+            await until(lambda: len(world.answers) == 1)  # once, and not again while it fails
             known = read(container, "reconciled_ns")
             write(container, slot, memory=900 * MIB)
             # What NVML saw last stands as debt, and the books count beside it.
@@ -651,6 +659,25 @@ def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) 
             world.nvml.failing = False
             await until(lambda: read(container, "reconciled_ns") > known)
             await until(lambda: read(container, "memory_overhead") == 0)
+        [lost, regained] = world.answers
+        assert lost is not None
+        assert regained is None
+
+    play(scene)
+
+
+def test_a_gpu_that_nobody_shares_is_asked_now_and_then_whether_it_answers(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(governor.reconcile, "ALONE_NS", 300_000_000)
+
+    async def scene(world: World) -> None:
+        world.nvml.failing = True
+        async with world.looking():
+            await until(lambda: len(world.answers) == 1)
+            world.nvml.failing = False
+            await until(lambda: len(world.answers) == 2)
+        assert world.answers[1] is None
 
     play(scene)
 

@@ -1,0 +1,136 @@
+"""Why a quota does not fit, in one line: what is short and by how much, where, and what would fit.
+
+Pure, like the books that ask it. The line stays readable on a node with many GPUs: it names the one
+that comes nearest and counts the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from governor.errors import RefusedError
+
+if TYPE_CHECKING:
+    from governor.books import Quota
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is left of a GPU to grant: bytes, and percent of its time."""
+
+    index: int
+    memory: int
+    compute: int
+
+    def holds(self, quota: Quota) -> bool:
+        """Return whether a quota fits."""
+        return quota.memory <= self.memory and quota.compute <= self.compute
+
+    def missing(self, quota: Quota) -> str:
+        """Say what of a quota does not fit, and by how much."""
+        parts = []
+        short = []
+        if quota.memory > self.memory:
+            left, asked = self.memory // MIB, -(-quota.memory // MIB)
+            parts.append(f"{left} MiB of memory left to grant, {asked} MiB were asked for")
+            short.append(f"{asked - left} MiB")
+        if quota.compute > self.compute:
+            parts.append(
+                f"{self.compute} % of its time left to guarantee, {quota.compute} % were asked for"
+            )
+            short.append(f"{quota.compute - self.compute} %")
+        return f"GPU {self.index} has {', and '.join(parts)} ({' and '.join(short)} short)"
+
+    def miss(self, quota: Quota) -> float:
+        """Return how far a quota is from fitting, in parts of what is asked for; 0 if it fits."""
+        memory = (quota.memory - self.memory) / quota.memory
+        return max(memory, (quota.compute - self.compute) / quota.compute, 0)
+
+
+def refuse_named(rooms: Sequence[Room], quota: Quota, least: int) -> RefusedError:
+    """Return the refusal of a quota that has to fit on all of `rooms`, and does not."""
+    short = [room for room in rooms if not room.holds(quota)]
+    message = short[0].missing(quota)
+    if len(short) > 1:
+        others = "another one has" if len(short) == 2 else f"{len(short) - 1} others have"
+        message += f", and {others} no room, too"
+    return RefusedError(message, hint=_hint(rooms, quota, len(rooms), least, fewer=0))
+
+
+def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> RefusedError:
+    """Return the refusal of a quota that has to fit on `count` of `rooms`, and does not.
+
+    `least` is what a container has to have: no less is proposed.
+    """
+    if count > len(rooms):
+        shared = f"{len(rooms)} GPU" if len(rooms) == 1 else f"{len(rooms)} GPUs"
+        return RefusedError(
+            f"{count} GPUs were asked for, this node has {shared} to share",
+            hint=f"ask for {len(rooms)} at most",
+        )
+    short = sorted(
+        (room for room in rooms if not room.holds(quota)), key=lambda room: room.miss(quota)
+    )
+    fitting = len(rooms) - len(short)
+    if len(rooms) == 1:
+        message = short[0].missing(quota)
+    elif count == 1:
+        message = f"none of {len(rooms)} GPUs has room: {short[0].missing(quota)}"
+    else:
+        have = f"{fitting} has" if fitting == 1 else f"{fitting or 'none'} have"
+        message = (
+            f"{count} of {len(rooms)} GPUs were asked for, {have} room: {short[0].missing(quota)}"
+        )
+    if len(short) > 1:
+        others = "1 other misses" if len(short) == 2 else f"{len(short) - 1} others miss"
+        message += f", {others} by as much or more"
+    message += _in_pieces(rooms, quota, count)
+    return RefusedError(message, hint=_hint(rooms, quota, count, least, fewer=fitting))
+
+
+def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
+    """Say that there is enough, only not where it would have to be."""
+    memory = sum(room.memory >= quota.memory for room in rooms)
+    compute = sum(room.compute >= quota.compute for room in rooms)
+    if len(rooms) == 1:
+        return ""
+    if memory >= count and compute >= count:
+        return f", though {memory} have the memory and {compute} the time"
+    all_memory, all_compute = (sum(room.memory for room in rooms), sum(r.compute for r in rooms))
+    pieces = []
+    if not memory and all_memory >= count * quota.memory:
+        pieces.append(f"{all_memory // MIB} MiB")
+    if not compute and all_compute >= count * quota.compute:
+        pieces.append(f"{all_compute} %")
+    return f", though all together have {' and '.join(pieces)}" if pieces else ""
+
+
+def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer: int) -> str:
+    """Propose what would fit now, one thing less of: memory, time or GPUs; both if need be."""
+    memory = _nth([r.memory for r in rooms if r.compute >= quota.compute], count) // MIB
+    compute = _nth([r.compute for r in rooms if r.memory >= quota.memory], count)
+    options = []
+    if memory * MIB >= least:
+        options.append(f"{memory}Mi of memory")
+    if compute >= 1:
+        options.append(f"{compute} % of the time")
+    if fewer:
+        options.append("1 GPU" if fewer == 1 else f"{fewer} GPUs")
+    if not options:
+        nearest = sorted(rooms, key=lambda room: room.miss(quota))[:count]
+        memory = min(room.memory for room in nearest) // MIB
+        compute = min(room.compute for room in nearest)
+        if memory * MIB >= least and compute >= 1:
+            options.append(f"{memory}Mi of memory with {compute} % of the time")
+    if not options:
+        return "wait until a container ends"
+    return f"ask for {' or '.join(options)} at most, or wait until a container ends"
+
+
+def _nth(values: Sequence[int], n: int) -> int:
+    """Return the n-th largest, 0 if there are fewer."""
+    return sorted(values, reverse=True)[n - 1] if len(values) >= n else 0

@@ -1,0 +1,452 @@
+"""Placement: which GPUs of a node a container gets, held against every other set that it could have got."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from governor.books import MIB, Books, Device
+from governor.config import Config
+from governor.errors import RefusedError
+from governor.placement import EXACT, Nearness, Standing, place
+from oci_hook.request import Request, parse_annotations
+from vdriver.nvml import Ancestor, Route, Topology
+
+GIB = 1 << 30
+PIX, PXB, PHB, NODE, SYS = Ancestor.PIX, Ancestor.PXB, Ancestor.PHB, Ancestor.NODE, Ancestor.SYS
+
+
+def uuids(n: int) -> list[str]:
+    return [f"GPU-00000000-0000-0000-0000-{i:012x}" for i in range(n)]
+
+
+def gpus(n: int, memory: int = 16 * GIB) -> list[Device]:
+    return [Device(i, uuid, "simulated", memory) for i, uuid in enumerate(uuids(n))]
+
+
+def ask(**annotations: object) -> Request:
+    named = {f"tidegate.gpu/{k.replace('_', '-')}": str(v) for k, v in annotations.items()}
+    return parse_annotations({"tidegate.gpu/memory": "1Gi", **named})
+
+
+def two_sockets() -> Topology:
+    """Eight GPUs: two sockets, two host bridges each, a switch with two GPUs on each; no NVLink."""
+    names = uuids(8)
+    routes = {
+        frozenset((names[a], names[b])): Route(
+            0, PIX if a // 2 == b // 2 else NODE if a // 4 == b // 4 else SYS
+        )
+        for a, b in combinations(range(8), 2)
+    }
+    return Topology({name: i // 4 for i, name in enumerate(names)}, routes)
+
+
+def linked(n: int, links: dict[tuple[int, int], int], ancestor: Ancestor = SYS) -> Topology:
+    """GPUs that are alike but for their NVLinks."""
+    names = uuids(n)
+    return Topology(
+        {},
+        {
+            frozenset((names[a], names[b])): Route(links.get((a, b), 0), ancestor)
+            for a, b in combinations(range(n), 2)
+        },
+    )
+
+
+class Node:
+    """Books with a policy, in which containers are numbered."""
+
+    def __init__(self, n: int, topology: Topology, policy: str = "topology") -> None:
+        self.books = Books(gpus(n), Config(placement=policy), topology)
+        self.number = 0
+
+    def start(self, **annotations: object) -> list[int]:
+        self.number += 1
+        _, devices = self.books.admit(str(self.number), ask(**annotations))
+        return [device.index for device in devices]
+
+
+# What is chosen, by example.
+
+
+def test_a_pair_below_one_switch_is_nearer_than_one_across_sockets() -> None:
+    node = Node(8, two_sockets())
+    node.start(compute=100, devices=0)
+    node.start(compute=100, devices=3)
+    assert node.start(compute=100, count=2) == [4, 5]  # 1 and 2 are free, too, and one socket
+
+
+def test_four_are_taken_from_one_socket() -> None:
+    node = Node(8, two_sockets())
+    node.start(compute=100, devices=1)
+    assert node.start(compute=100, count=4) == [4, 5, 6, 7]
+
+
+def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
+    node = Node(8, two_sockets())
+    assert node.start(compute=60) == [0]
+    assert node.start(compute=60) == [1]  # 0 has no room
+    assert node.start(compute=40) == [0]  # before one that nobody has
+    assert node.start(compute=60) == [2]  # the socket is broken, the other one is not
+    assert node.start(compute=60, count=4) == [4, 5, 6, 7]
+
+
+def test_spread_leaves_no_pair_to_who_comes_next_and_topology_does() -> None:
+    pairs = linked(4, {(0, 1): 4, (2, 3): 4})
+    near, spread = Node(4, pairs), Node(4, pairs, "spread")
+    assert [near.start(compute=30) for _ in range(3)] == [[0], [0], [0]]
+    assert near.start(compute=100, count=2) == [2, 3]
+    assert [spread.start(compute=30) for _ in range(3)] == [[0], [1], [2]]
+    with pytest.raises(RefusedError, match="2 of 4 GPUs were asked for, 1 has room"):
+        spread.start(compute=100, count=2)
+
+
+def test_more_nvlinks_are_nearer_than_pcie() -> None:
+    names = uuids(4)
+    topology = Topology(
+        {},
+        {
+            frozenset((names[a], names[b])): Route(
+                {(0, 2): 1, (1, 3): 2}.get((a, b), 0), PIX if (a, b) in ((0, 1), (2, 3)) else SYS
+            )
+            for a, b in combinations(range(4), 2)
+        },
+    )
+    assert Node(4, topology).start(count=2) == [1, 3]
+
+
+def test_a_cube_of_gpus_is_cut_between_its_quads() -> None:
+    # A DGX-1: two quads in which all are linked, and one link or two from each to its other half.
+    links = {
+        (0, 1): 1, (0, 2): 1, (0, 3): 2, (1, 2): 2, (1, 3): 1, (2, 3): 1,
+        (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 1,
+        (0, 4): 2, (1, 5): 2, (2, 6): 2, (3, 7): 2,
+    }  # fmt: skip
+    node = Node(8, linked(8, links))
+    assert node.start(compute=100, count=4) == [0, 1, 2, 3]
+    assert node.start(compute=100, count=2) == [4, 7]
+    assert node.start(compute=100, count=2) == [5, 6]
+
+
+def test_the_numa_node_decides_where_nothing_else_is_known() -> None:
+    names = uuids(4)
+    topology = Topology(dict(zip(names, (0, 1, 0, 1), strict=True)), {})
+    node = Node(4, topology)
+    assert node.start(compute=100, count=2) == [0, 2]
+    assert node.start(compute=100, count=2) == [1, 3]
+
+
+def test_where_nothing_is_known_it_packs() -> None:
+    node = Node(3, Topology())
+    node.start(compute=30, devices=1)
+    assert node.start(compute=30) == [1]
+    assert node.start(compute=30, count=2) == [0, 1]
+
+
+def test_named_gpus_are_never_moved() -> None:
+    node = Node(8, two_sockets())
+    assert node.start(compute=50, devices="7,0") == [7, 0]
+    node.start(compute=60, devices="2")
+    with pytest.raises(RefusedError, match=r"^GPU 2 has 40 % of its time left"):
+        node.start(compute=50, devices="2,3")
+
+
+def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> None:
+    node = Node(4, linked(4, {(0, 1): 4, (2, 3): 4}))
+    node.books.lose(uuids(4)[1], "GPU is lost")
+    assert node.start(compute=100) == [0]
+    with pytest.raises(RefusedError, match=r"^GPU 1 does not answer: GPU is lost; name another"):
+        node.start(devices=1)
+    with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
+        node.start(count=4)
+    node.books.regain(uuids(4)[1])
+    assert node.start(devices=1) == [1]
+
+
+def test_where_no_gpu_answers_the_reason_is_said() -> None:
+    node = Node(2, Topology())
+    for uuid in uuids(2):
+        node.books.lose(uuid, "GPU is lost")
+    with pytest.raises(RefusedError, match=r"^none of 2 GPUs answers: GPU is lost"):
+        node.start()
+
+
+def test_a_gpu_that_could_not_be_read_is_refused_by_name_with_the_reason() -> None:
+    books = Books(gpus(1), Config(), None, {1: "GPU is lost"})
+    with pytest.raises(
+        RefusedError, match="devices names 1, which cannot be shared: GPU is lost"
+    ) as caught:
+        books.admit("a", ask(devices=1))
+    assert "restart" in caught.value.hint
+
+
+def test_more_gpus_than_a_container_may_have_are_refused() -> None:
+    with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
+        Node(20, Topology()).start(count=17)
+    with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
+        Node(20, Topology()).start(devices=",".join(map(str, range(17))))
+
+
+def test_a_node_of_many_gpus_is_served_as_well() -> None:
+    n = EXACT * 2
+    names = uuids(n)
+    routes = {
+        frozenset((names[a], names[b])): Route(0, PIX if a // 4 == b // 4 else SYS)
+        for a, b in combinations(range(n), 2)
+    }
+    node = Node(n, Topology({}, routes))
+    node.start(compute=100, devices="1,6,9")
+    assert node.start(compute=100, count=4) == [12, 13, 14, 15]
+    assert node.start(compute=100, count=3) == [0, 2, 3]
+
+
+# What refusals say.
+
+
+@pytest.mark.parametrize(
+    ("taken", "wanted", "line"),
+    [
+        pytest.param(
+            [(10, 50), (12, 20), (14, 90)], {"memory": "8Gi", "compute": 30},
+            "none of 3 GPUs has room: GPU 0 has 5632 MiB of memory left to grant, 8192 MiB were "
+            "asked for (2560 MiB short), 2 others miss by as much or more, though all together have "
+            "10752 MiB; ask for 5632Mi of memory at most, or wait until a container ends",
+            id="memory, in pieces",
+        ),
+        pytest.param(
+            [(2, 90), (2, 60), (2, 100)], {"compute": 50},
+            "none of 3 GPUs has room: GPU 1 has 40 % of its time left to guarantee, 50 % were asked "
+            "for (10 % short), 2 others miss by as much or more, though all together have 50 %; "
+            "ask for 40 % of the time at most, or wait until a container ends",
+            id="time, in pieces",
+        ),
+        pytest.param(
+            [(14, 10), (2, 90)], {"memory": "8Gi", "compute": 50},
+            "none of 2 GPUs has room: GPU 1 has 10 % of its time left to guarantee, 50 % were asked "
+            "for (40 % short), 1 other misses by as much or more, though 1 have the memory and 1 "
+            "the time; ask for 1536Mi of memory or 10 % of the time at most, or wait until a "
+            "container ends",
+            id="one has the memory, another the time",
+        ),
+        pytest.param(
+            [(8, 90)], {"memory": "8Gi", "compute": 50},
+            "GPU 0 has 7680 MiB of memory left to grant, 8192 MiB were asked for, and 10 % of its "
+            "time left to guarantee, 50 % were asked for (512 MiB and 40 % short); ask for 7680Mi "
+            "of memory with 10 % of the time at most, or wait until a container ends",
+            id="both",
+        ),
+        pytest.param(
+            [(15, 100)], {},
+            "GPU 0 has 512 MiB of memory left to grant, 1024 MiB were asked for, and 0 % of its "
+            "time left to guarantee, 1 % were asked for (512 MiB and 1 % short); wait until a "
+            "container ends",
+            id="nothing would fit",
+        ),
+        pytest.param(
+            [(2, 60)] * 6 + [(2, 10)] * 2, {"compute": 50, "count": 4},
+            "4 of 8 GPUs were asked for, 2 have room: GPU 0 has 40 % of its time left to guarantee, "
+            "50 % were asked for (10 % short), 5 others miss by as much or more; "
+            "ask for 40 % of the time or 2 GPUs at most, or wait until a container ends",
+            id="too few GPUs",
+        ),
+        pytest.param(
+            [(2, 60), (2, 70), (2, 10)], {"compute": 50, "devices": "2,1,0"},
+            "GPU 1 has 30 % of its time left to guarantee, 50 % were asked for (20 % short), and "
+            "another one has no room, too; ask for 30 % of the time at most, or wait until a "
+            "container ends",
+            id="named",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_is_short_where_and_what_would_fit(
+    taken: list[tuple[int, int]], wanted: dict[str, object], line: str
+) -> None:
+    books = Books(gpus(len(taken)), Config())
+    for i, (gib, percent) in enumerate(taken):
+        books.admit(str(i), ask(memory=f"{gib}Gi", compute=percent, devices=i))
+    with pytest.raises(RefusedError) as caught:
+        books.admit("new", ask(**wanted))
+    assert str(caught.value) == line
+    assert len(line) < 400
+
+
+# What holds always.
+
+ROUTES = st.builds(
+    Route, st.integers(0, 3), st.one_of(st.none(), st.sampled_from([PIX, PXB, NODE, SYS]))
+)
+
+
+@st.composite
+def topologies(draw: st.DrawFn, n: int) -> Topology:
+    names = uuids(n)
+    return Topology(
+        {name: draw(st.integers(0, 1)) for name in names if draw(st.booleans())},
+        {
+            frozenset(pair): draw(ROUTES)
+            for pair in combinations(names, 2)
+            if draw(st.integers(0, 5))
+        },
+    )
+
+
+@st.composite
+def standings(draw: st.DrawFn, n: int) -> list[Standing]:
+    made = []
+    for _ in range(n):
+        empty = draw(st.booleans())
+        compute, memory = (
+            (0, 0) if empty else (draw(st.integers(1, 100)), draw(st.integers(1, 3)) * GIB)
+        )
+        made.append(Standing(draw(st.booleans()) or draw(st.booleans()), empty, compute, memory))
+    return made
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> tuple[list[Standing], int, Topology]:
+    n = draw(st.integers(1, 8))
+    found = draw(standings(n))
+    fitting = sum(gpu.fits for gpu in found)
+    if not fitting:
+        found[0] = Standing(True, found[0].empty, found[0].compute_used, found[0].memory_used)
+        fitting = 1
+    return found, draw(st.integers(1, fitting)), draw(topologies(n))
+
+
+def way(topology: Topology, one: str, other: str) -> tuple[int, int, int]:
+    """How far two GPUs are from each other, in the words of the manual: a larger tuple is farther."""
+    route = topology.routes.get(frozenset((one, other)), Route(0, None))
+    nodes = [topology.nodes.get(one), topology.nodes.get(other)]
+    numa = 1 if None in nodes else 0 if nodes[0] == nodes[1] else 2
+    return -route.nvlinks, 99 if route.ancestor is None else int(route.ancestor), numa
+
+
+def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) -> tuple[object, ...]:
+    """What a set is judged by, in turn; the smaller is better. Written from the manual, not from the code."""
+    names = uuids(len(found))
+    inside = sorted((way(topology, names[a], names[b]) for a, b in combinations(chosen, 2)))[::-1]
+    lost = [
+        way(topology, names[a], names[b])
+        for a, b in combinations(range(len(found)), 2)
+        if found[a].empty and found[b].empty and (a in chosen or b in chosen)
+    ]
+    counts = Counter(lost)
+    every = sorted({way(topology, a, b) for a, b in combinations(names, 2)})
+    return (
+        inside,  # the farthest pair first
+        [counts[one] for one in every],  # pairs that are empty no longer, the nearest first
+        -sum(found[i].compute_used for i in chosen),
+        -sum(found[i].memory_used for i in chosen),
+        chosen,
+    )
+
+
+@settings(deadline=None, max_examples=300)
+@given(questions())
+def test_no_other_set_is_better(question: tuple[list[Standing], int, Topology]) -> None:
+    found, count, topology = question
+    near = Nearness(uuids(len(found)), topology)
+    chosen = place("topology", found, count, near)
+    fitting = [i for i, gpu in enumerate(found) if gpu.fits]
+    others = combinations(fitting, count)
+    assert chosen == min(others, key=lambda other: worth(other, found, topology))
+    assert place("topology", found, count, near) == chosen
+
+
+@settings(deadline=None, max_examples=150)
+@given(questions(), st.sampled_from(["pack", "spread"]))
+def test_pack_takes_the_fullest_and_spread_the_emptiest(
+    question: tuple[list[Standing], int, Topology], policy: str
+) -> None:
+    found, count, topology = question
+    chosen = place(policy, found, count, Nearness(uuids(len(found)), topology))
+    fitting = [i for i, gpu in enumerate(found) if gpu.fits]
+    assert len(chosen) == count
+    assert set(chosen) <= set(fitting)
+    assert list(chosen) == sorted(chosen)
+    use = {i: (found[i].compute_used, found[i].memory_used) for i in fitting}
+    for inside in chosen:
+        for outside in set(fitting) - set(chosen):
+            if policy == "pack":
+                assert use[inside] >= use[outside]
+            else:
+                assert use[inside] <= use[outside]
+
+
+ANNOTATIONS = st.fixed_dictionaries(
+    {
+        "memory": st.sampled_from(["1Gi", "3Gi", "7Gi", "15872Mi"]),
+        "compute": st.integers(1, 100),
+    },
+    optional={"count": st.integers(1, 6)},
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), ANNOTATIONS),
+        st.tuples(st.just("named"), st.lists(st.integers(0, 6), min_size=1, max_size=3)),
+        st.tuples(st.just("end"), st.integers(0, 20)),
+        st.tuples(st.just("lose"), st.integers(0, 5)),
+        st.tuples(st.just("regain"), st.integers(0, 5)),
+    ),
+    max_size=25,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), topologies(n))), STEPS,
+       st.sampled_from(["pack", "spread", "topology"]))  # fmt: skip
+def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
+    world: tuple[int, Topology], steps: list[tuple[str, object]], policy: str
+) -> None:
+    n, topology = world
+    books = Books(gpus(n), Config(placement=policy), topology)
+    lost: set[int] = set()
+    for number, (what, given_) in enumerate(steps):
+        before = books.describe()
+        if what == "end":
+            books.leave(str(given_))
+        elif what in ("lose", "regain"):
+            assert isinstance(given_, int)
+            if given_ < n:
+                uuid = uuids(n)[given_]
+                if what == "lose":
+                    books.lose(uuid, "GPU is lost")
+                    lost.add(given_)
+                else:
+                    books.regain(uuid)
+                    lost.discard(given_)
+        else:
+            wanted: dict[str, object] = (
+                dict(given_)
+                if isinstance(given_, dict)
+                else {"devices": ",".join(map(str, dict.fromkeys(given_)))}  # type: ignore[call-overload]
+            )
+            line = None
+            try:
+                quota, devices = books.admit(str(number), ask(**wanted))
+            except RefusedError as e:
+                line = str(e)
+            if line is not None:
+                assert books.describe() == before
+                assert "\n" not in line
+                assert len(line) < 600
+            else:
+                chosen = [device.index for device in devices]
+                assert not lost & set(chosen)
+                if "devices" in wanted:
+                    assert ",".join(map(str, chosen)) == wanted["devices"]
+                else:
+                    assert chosen == sorted(set(chosen))
+                    assert len(chosen) == wanted.get("count", 1)
+                # What is left of each, before and after: exactly the quota less, on those alone.
+                for old, new in zip(before["gpus"], books.describe()["gpus"], strict=True):
+                    part = int(new["index"] in chosen)
+                    assert old["memory_left"] - new["memory_left"] == part * quota.memory
+                    assert old["compute_left"] - new["compute_left"] == part * quota.compute
+        for gpu in books._gpus:
+            assert sum(q.memory for q in gpu.quotas.values()) <= 16 * GIB - 512 * MIB
+            assert sum(q.compute for q in gpu.quotas.values()) <= 100

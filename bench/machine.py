@@ -72,7 +72,15 @@ class Simulated(Machine):
     kind = "simulated"
     solo_seconds = 4.0
 
-    def __init__(self, work: Path, build: Path, *, unit_us: int = 500, devices: int = 1) -> None:
+    def __init__(
+        self,
+        work: Path,
+        build: Path,
+        *,
+        unit_us: int = 500,
+        devices: int = 1,
+        options: Sequence[str] = (),
+    ) -> None:
         super().__init__(work, build)
         self.unit_us = unit_us
         # Like /dev/nvidia0, the device is not a file of the project: shared memory of this machine.
@@ -80,7 +88,7 @@ class Simulated(Machine):
         subprocess.run(
             [
                 sys.executable, "-m", "simgpu", "create",
-                "--dir", str(self.directory), "--devices", str(devices),
+                "--dir", str(self.directory), "--devices", str(devices), *options,
             ],
             check=True, cwd=ROOT, stdout=subprocess.DEVNULL,
         )  # fmt: skip

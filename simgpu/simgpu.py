@@ -120,6 +120,15 @@ class Topology:
     places: tuple[str, ...] = ()
     nvlinks: tuple[str, ...] = ()
 
+    def check(self, devices: int) -> None:
+        """Raise ValueError where an NVLink leads to no other GPU of a machine with so many."""
+        for link in self.nvlinks:
+            ends = [int(number) for number in re.findall(r"\d+", link.partition("=")[0])]
+            if any(end >= devices for end in ends):
+                raise ValueError(f"{link!r} names a GPU that is not there: {devices} are made")
+            if len(set(ends)) < len(ends):
+                raise ValueError(f"{link!r} names one GPU twice")
+
     def place(self, index: int) -> list[int]:
         """The four numbers of a GPU's place, each + 1; zeros where it has none."""
         if index >= len(self.places):
@@ -171,6 +180,7 @@ def create(
         raise ValueError(
             "a slice is at least 1 us, a switch at least 0, jitter 0 to 1000 per mille"
         )
+    topology.check(devices)
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     for index in range(devices):

@@ -172,6 +172,7 @@ def listed(governor: Governor) -> list[str]:
         {**ADMIT, "annotations": {}, "identity": {}},
         {"v": 1, "op": "confirm"},
         {"v": 1, "op": "list"},
+        {"v": 1, "op": "gpus"},
         {"v": 1, "op": "ping"},
         {"v": 1, "op": "release", "id": "x" * 1024},
         {"v": 1, "op": "set", "id": "one", "compute": 100},
@@ -192,6 +193,7 @@ BAD: list[Any] = [
     {"v": True, "op": "ping"},
     {"v": 1, "op": "stop"},
     {"v": 1, "op": "ping", "more": 1},
+    {"v": 1, "op": "gpus", "id": "one"},
     {"v": 1, "op": "release"},
     {"v": 1, "op": "release", "id": ""},
     {"v": 1, "op": "release", "id": 1},
@@ -518,3 +520,27 @@ def test_the_command_names_a_container_by_its_beginning(
         assert tidegate("abc") == (
             65, "tidegate: nothing to change; give --memory, --compute or --compute-limit"
         )  # fmt: skip
+
+
+def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        assert client.ask(ADMIT, pidfd)["ok"]  # 4 GiB, 60 %
+        assert client.ask({"v": 1, "op": "gpus"}) == {
+            "ok": True,
+            "placement": "spread",
+            "gpus": [
+                {
+                    "index": 0,
+                    "uuid": UUID,
+                    "name": "simulated",
+                    "memory": 16 * GIB - GIB // 2,
+                    "memory_left": 12 * GIB - GIB // 2,
+                    "compute_left": 40,
+                    "containers": 1,
+                    "numa_node": None,
+                    "lost": None,
+                    "routes": [],
+                }
+            ],
+            "left_out": [],
+        }

@@ -702,5 +702,6 @@ def test_the_python_module_and_the_library_agree_on_the_layout() -> None:
     assert offsets["shared.slots"] == simgpu.SLOTS_OFFSET
     assert offsets["shared.timelines"] == simgpu.TIMELINES_OFFSET
     assert offsets["contexts"] == simgpu.CONTEXTS_OFFSET
-    assert offsets["config.pci_bus"] == simgpu.CONFIG.size - 4
+    assert offsets["config.lost"] == simgpu.LOST_OFFSET
+    assert offsets["config.nvlinks"] == simgpu.CONFIG.size - 20
     assert int(re.findall(r"SIMGPU_LAYOUT_VERSION (\d+)", text)[0]) == simgpu.VERSION

@@ -146,3 +146,95 @@ def test_samples_of_the_device_are_of_now(ask: Any) -> None:
         "print(json.dumps([get(1, 0), get(1, 2**63)[0], get(2, 0)[0],"
         " nvmlDeviceGetDynamicPstatesInfo(d).utilization[0].percentage]))"
     ) == [[SUCCESS, 1, 1, 0], NOT_FOUND, NOT_SUPPORTED, 0]
+
+
+def test_places_and_links_are_told_as_they_were_described(tmp_path: Path, build_dir: Path) -> None:
+    pytest.importorskip("pynvml")
+    places = ("0/0/0/0", "0/0/0/0", "0/0/0/1", "0/0/1/0", "0/1/0/0", "1/0/0/0")
+    links = ("0-1=4", "1-5=2", "switch=3")
+    topology = simgpu.Topology(places, links)
+    simgpu.create(tmp_path, devices=7, topology=topology)
+    program = """
+def get(f, *args):
+    try:
+        return f(*args)
+    except NVMLError as e:
+        return -e.value
+every = [nvmlDeviceGetHandleByIndex(i) for i in range(7)]
+def end(i, link):
+    info = get(nvmlDeviceGetNvLinkRemotePciInfo, every[i], link)
+    return [get(nvmlDeviceGetNvLinkState, every[i], link),
+            get(nvmlDeviceGetNvLinkRemoteDeviceType, every[i], link),
+            info if isinstance(info, int) else info.bus]
+print(json.dumps([
+    [get(nvmlDeviceGetTopologyCommonAncestor, every[0], other) for other in every[1:]],
+    [get(lambda d: list(nvmlDeviceGetMemoryAffinity(d, 1, 0)), d) for d in every],
+    [end(1, i) for i in (0, 3, 4, 6, 9, 17, 18)],
+    get(nvmlDeviceGetNumaNodeId, every[0]),
+]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE.replace("driver.set_clock(1000 * MS)", "") + program,
+         str(build_dir)],
+        env=environment(build_dir, tmp_path),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    levels, nodes, ends, own = json.loads(done.stdout)
+    assert levels == [10, 20, 30, 40, 50, -NOT_SUPPORTED]
+    assert nodes == [[1], [1], [1], [1], [1], [2], -NOT_SUPPORTED]
+    to_first, to_last, to_switch = [1, 0, 1], [1, 0, 6], [1, 2, 0xC0 + 6 % 4]
+    none = [0, -NOT_SUPPORTED, -NOT_SUPPORTED]
+    assert ends == [
+        to_first, to_first, to_last, to_switch, none, none, [-INVALID_ARGUMENT] * 3
+    ]  # fmt: skip
+    assert own == -NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("places", "links", "says"),
+    [
+        (("0/0/0",), (), "'0/0/0' is no place"),
+        (("0/0/0/x",), (), "is no place"),
+        ((), ("0-1",), "'0-1' is no NVLink"),
+        ((), ("0-1=10", "0-2=9"), "GPU 0 has 19 NVLinks: 18 at most"),
+        ((), ("0-7=1",), "'0-7=1' names a GPU that is not there"),
+        ((), ("1-1=1",), "'1-1=1' names one GPU twice"),
+    ],
+)
+def test_a_topology_that_cannot_be_is_refused(
+    tmp_path: Path, places: tuple[str, ...], links: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        simgpu.create(tmp_path, devices=3, topology=simgpu.Topology(places, links))
+
+
+def test_a_lost_device_is_lost_to_nvml_until_it_is_back(tmp_path: Path, build_dir: Path) -> None:
+    pytest.importorskip("pynvml")
+    simgpu.create(tmp_path, devices=2)
+    program = """
+from simgpu import simgpu
+def get(f, *args):
+    try:
+        f(*args)
+    except NVMLError as e:
+        return e.value
+    return 0
+one, two = (nvmlDeviceGetHandleByIndex(i) for i in range(2))
+def every():
+    return [get(nvmlDeviceGetHandleByIndex, 1), get(nvmlDeviceGetMemoryInfo, two),
+            get(nvmlDeviceGetMemoryInfo, one), nvmlDeviceGetCount()]
+seen = [every()]
+for lost in (True, False):
+    simgpu.set_lost(Path(os.environ["SIMGPU_DIR"]) / "gpu1", lost=lost)
+    seen.append(every())
+print(json.dumps(seen))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE.replace("driver.set_clock(1000 * MS)", "") + program,
+         str(build_dir)],
+        env=environment(build_dir, tmp_path),
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[0, 0, 0, 2], [15, 15, 0, 2], [0, 0, 0, 2]]

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from vdriver.errors import NvmlError
-from vdriver.nvml import Gpu, Nvml, ProcessMemory, ProcessUse
+from vdriver.nvml import Ancestor, Gpu, Nvml, ProcessMemory, ProcessUse, Route, Topology
 
 # Figures that a test can tell from one another: each GPU's memory is (index + 1) GiB.
 FAKE = r"""
@@ -55,15 +55,45 @@ int nvmlDeviceGetProcessUtilization(device *d, struct sample *s, unsigned *n, un
     memcpy(s, samples, sizeof samples);
     return 0;
 }
+#ifdef LINKS
+/* What is at the end of each link: a PCI bus (0 the GPUs' neighbour, 1 and 2 the GPUs), S a switch, U unknown. */
+struct pci { char old[16]; unsigned domain, bus, device, id, subsystem; char text[32]; };
+static const char *links[2] = {LINKS};
+int nvmlDeviceGetPciInfo_v3(device *d, struct pci *p) {
+    memset(p, 0, sizeof *p); p->bus = d->index + 1;
+    return 0;
+}
+int nvmlDeviceGetNvLinkState(device *d, unsigned link, int *on) {
+    *on = link < strlen(links[d->index]) && links[d->index][link] != '-';
+    return link < 18 ? 0 : 2;
+}
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(device *d, unsigned link, struct pci *p) {
+    char end = links[d->index][link];
+    memset(p, 0, sizeof *p); p->bus = end >= '0' && end <= '9' ? end - '0' : 0xc0;
+    return end == 'U' ? 3 : 0;
+}
+#ifdef TYPES
+int nvmlDeviceGetNvLinkRemoteDeviceType(device *d, unsigned link, int *type) {
+    char end = links[d->index][link];
+    *type = end == 'S' ? 2 : end == 'U' ? 255 : 0;
+    return 0;
+}
+#endif
+int nvmlDeviceGetTopologyCommonAncestor(device *a, device *b, int *level) { *level = 30; return LEVEL; }
+int nvmlDeviceGetMemoryAffinity(device *d, unsigned n, unsigned long *set, int scope) {
+    memset(set, 0, n * sizeof *set); set[1] = d->index ? 4 : 3;
+    return 0;
+}
+#endif
 """
 
 
 @pytest.fixture
 def build(tmp_path):
-    def make(name, version="1.0", init=0, memory=0):
+    def make(name, *options, version="1.0", init=0, memory=0):
         path = tmp_path / name
         command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", "-o", path]
-        command += [f'-DVERSION="{version}"', f"-DINIT={init}", f"-DMEMORY={memory}"]
+        command += [f'-DVERSION="{version}"', f"-DINIT={init}", f"-DMEMORY={memory}", *options]
         subprocess.run(command, input=FAKE, text=True, check=True)
         return path
 
@@ -117,7 +147,7 @@ def test_a_gpu_may_have_no_samples(build, uuid, since):
 
 
 def test_another_library_is_used_after_the_first_is_closed(build):
-    one, two = build("one.so", "1.0"), build("two.so", "2.0")
+    one, two = build("one.so", version="1.0"), build("two.so", version="2.0")
     for path, version in ((one, "1.0"), (two, "2.0"), (one, "1.0")):
         with Nvml(path) as nvml:
             assert nvml.driver_version() == version
@@ -158,3 +188,52 @@ def test_a_library_that_is_none_of_nvml_is_refused(tmp_path):
     )
     with pytest.raises(NvmlError, match="no NVML library"), Nvml(tmp_path / "empty.so"):
         pass
+
+
+def ways(build, links, *options):
+    """What is said of the way between the two GPUs, whose links end there."""
+    path = build("libnvidia-ml.so.1", f"-DLINKS={links}", "-DLEVEL=0", *options)
+    with Nvml(path) as nvml:
+        uuids = [gpu.uuid for gpu in nvml.gpus()]
+        return nvml.topology(uuids).routes[frozenset(uuids)]
+
+
+@pytest.mark.parametrize(
+    ("links", "nvlinks"),
+    [
+        pytest.param('"22-2","111"', 3, id="to each other, one is down"),
+        pytest.param('"22","1"', 2, id="one end does not tell all"),
+        pytest.param('"SSSS","SSS"', 3, id="through switches, as many as both have"),
+        pytest.param('"UUUU","UUUU"', 4, id="to switches that a virtual machine does not see"),
+        pytest.param('"2SS","1SS"', 3, id="both kinds"),
+        pytest.param('"00","0"', 0, id="to a GPU of another node"),
+        pytest.param('"SSSS",""', 0, id="one has none"),
+        pytest.param('"",""', 0, id="none"),
+    ],
+)
+def test_nvlinks_between_two_gpus_are_counted(build, links, nvlinks):
+    assert ways(build, links, "-DTYPES") == Route(nvlinks, Ancestor.PHB)
+
+
+@pytest.mark.parametrize(("links", "nvlinks"), [('"222","111"', 3), ('"SS","SS"', 2)])
+def test_a_driver_that_does_not_tell_what_a_link_leads_to_tells_its_address(build, links, nvlinks):
+    assert ways(build, links).nvlinks == nvlinks
+
+
+def test_a_driver_without_these_functions_tells_nothing(build):
+    with Nvml(build("libnvidia-ml.so.1")) as nvml:
+        uuids = [gpu.uuid for gpu in nvml.gpus()]
+        assert nvml.topology(uuids) == Topology({}, {frozenset(uuids): Route(0, None)})
+
+
+@pytest.mark.parametrize("answer", [2, 3, 13, 15, 999])
+def test_an_ancestor_that_is_not_told_is_not_known(build, answer):
+    with Nvml(build("libnvidia-ml.so.1", '-DLINKS="2","1"', f"-DLEVEL={answer}")) as nvml:
+        uuids = [gpu.uuid for gpu in nvml.gpus()]
+        assert nvml.topology(uuids).routes == {frozenset(uuids): Route(1, None)}
+
+
+def test_a_numa_node_is_one_or_not_known(build):
+    with Nvml(build("libnvidia-ml.so.1", '-DLINKS="",""', "-DLEVEL=0")) as nvml:
+        # The first GPU's two nodes are as near, and none of them is its own.
+        assert nvml.topology(["GPU-0", "GPU-1"]).nodes == {"GPU-1": 66}

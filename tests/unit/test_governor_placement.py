@@ -204,6 +204,24 @@ def test_a_node_of_many_gpus_is_served_as_well() -> None:
     assert node.start(compute=100, count=3) == [0, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "chosen"),
+    [
+        ({"compute": 30}, ([2], [0], [0])),
+        ({"compute": 50}, ([2], [2], [7])),
+        ({"compute": 50, "count": 2}, ([2, 3], [2, 3], [2, 3])),
+        ({"compute": 30, "count": 2}, ([2, 3], [0, 1], [0, 1])),
+        ({"compute": 40, "count": 4}, ([2, 3, 4, 5], [0, 1, 2, 6], [0, 1, 2, 3])),
+    ],
+)
+def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int], ...]) -> None:
+    for policy, expected in zip(("spread", "pack", "topology"), chosen, strict=True):
+        node = Node(8, two_sockets(), policy)
+        for gpu in (0, 1, 6):
+            node.start(compute=60, devices=gpu)
+        assert node.start(**wanted) == expected
+
+
 # What refusals say.
 
 

@@ -184,6 +184,10 @@ class Container:
         finally:
             os.close(fd)
         pages.init_grant(page, settings=settings, devices=devices)
+        # For CUDA_VISIBLE_DEVICES: nobody knows before the start which GPUs are chosen.
+        listed = self.directory / "devices"
+        listed.write_text(",".join(device.uuid for device in self.devices) + "\n")
+        listed.chmod(0o644)
         return page
 
     def _make_ledger(self) -> tuple[int, mmap.mmap]:

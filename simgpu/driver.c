@@ -65,47 +65,71 @@ static void after_fork(void)
     driver_forget(false);
 }
 
-static bool visible(const struct device *device, int ordinal, const char *list)
+/* Which of the devices an entry of the list means: by number, or by the beginning of its UUID. */
+static int visible_index(struct device *const devices[DEVICES], int n, const char *entry,
+                         size_t length)
 {
-    char uuid[41];
+    char *end;
+    long number = strtol(entry, &end, 10);
 
-    device_uuid_text(device, uuid);
-    while (*list) {
-        size_t length = strcspn(list, ",");
-        char *end;
-        long number = strtol(list, &end, 10);
+    if (length && end == entry + length)
+        return number >= 0 && number < n ? (int)number : -1;
+    for (int i = 0; i < n; i++) {
+        char uuid[41];
 
-        if (length && end == list + length && number == ordinal)
-            return true;
-        if (length >= 5 && length <= 40 && strncmp(list, uuid, length) == 0)
-            return true;
-        list += length + (list[length] == ',');
+        if (!devices[i])
+            continue;
+        device_uuid_text(devices[i], uuid);
+        if (length >= 5 && length <= 40 && strncmp(entry, uuid, length) == 0)
+            return i;
     }
-    return false;
+    return -1;
 }
 
-/** driver_init() - find the devices; CUDA_VISIBLE_DEVICES narrows them, in the device's order */
+/* The devices that `list` names, in its order, up to the first entry that names none or one again.
+ */
+static int visible(struct device *devices[DEVICES], int n, const char *list)
+{
+    struct device *kept[DEVICES];
+    int n_kept = 0;
+
+    for (;;) {
+        size_t length = strcspn(list, ",");
+        int i = visible_index(devices, n, list, length);
+
+        if (i < 0 || !devices[i])
+            break;
+        kept[n_kept++] = devices[i];
+        devices[i] = NULL;
+        if (!list[length])
+            break;
+        list += length + 1;
+    }
+    for (int i = 0; i < n; i++) {
+        if (devices[i])
+            device_detach(devices[i]);
+    }
+    memcpy(devices, kept, sizeof(kept));
+    return n_kept;
+}
+
+/** driver_init() - find the devices; CUDA_VISIBLE_DEVICES narrows and orders them */
 CUresult driver_init(void)
 {
     static bool fork_handled;
     const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
-    int present = 0;
 
     if (driver.initialised)
         return CUDA_SUCCESS;
     if (!fork_handled && pthread_atfork(NULL, NULL, after_fork) == 0)
         fork_handled = true;
+    driver.n_devices = 0;
     for (unsigned int minor = 0; minor < DEVICES; minor++) {
-        struct device *device;
-
-        if (device_open(&device, device_directory(), minor, false) < 0)
-            continue;
-        if (wanted && !visible(device, present++, wanted)) {
-            device_detach(device);
-            continue;
-        }
-        driver.devices[driver.n_devices++] = device;
+        if (device_open(&driver.devices[driver.n_devices], device_directory(), minor, false) == 0)
+            driver.n_devices++;
     }
+    if (wanted)
+        driver.n_devices = visible(driver.devices, driver.n_devices, wanted);
     if (driver.n_devices == 0)
         return CUDA_ERROR_NO_DEVICE;
     driver.initialised = true;

@@ -18,6 +18,7 @@ from bench.machine import Simulated
 from bench.node import Node, Running, last_json
 from governor import cli
 from governor.client import ask
+from governor.container import container_key
 from simgpu import simgpu
 from tests.container.bundles import compile_c
 
@@ -107,8 +108,17 @@ int main(int argc, char **argv)
 {
     pthread_t threads[8];
     double begin;
+    char own[1024] = "";
+    FILE *file;
     int n;
 
+    /* As a program does that was not told which GPUs are its own. */
+    if (!getenv("CUDA_VISIBLE_DEVICES")) {
+        file = fopen("/run/tidegate/devices", "r");
+        must(!file || !fgets(own, sizeof(own), file), "/run/tidegate/devices");
+        own[strcspn(own, "\n")] = 0;
+        setenv("CUDA_VISIBLE_DEVICES", own, 1);
+    }
     cuda = dlopen("libcuda.so.1", RTLD_NOW);
     must(!cuda, "dlopen");
     must(find("cuInit")(0), "cuInit");
@@ -197,10 +207,9 @@ def wait_for(condition: Callable[[], Any], what: str) -> None:
 def start(
     node: Node, name: str, *arguments: str, visible: list[int] | None = None, **annotations: str
 ) -> Running:
-    """Start the probe where the programs of the container see these GPUs of the node."""
+    """Start the probe, which uses the GPUs that are its own, or of the node's those that it is told."""
     assert isinstance(node.machine, Pairs)
-    chosen = range(4) if visible is None else visible
-    node.machine.visible = ",".join(UUIDS[index] for index in chosen)
+    node.machine.visible = visible and ",".join(UUIDS[index] for index in visible)
     named = {key.replace("_", "-"): value for key, value in annotations.items()}
     return node.start(name, ["/usr/bin/probe", *arguments], {"memory": "2Gi", **named})
 
@@ -235,11 +244,12 @@ def finish(node: Node, container: Running) -> list[dict[str, Any]]:
 
 
 def test_two_gpus_have_a_memory_quota_each(node: Node) -> None:
-    container = start(node, "memory", "fill", visible=[0, 3], count="2", compute="30")
+    container = start(node, "memory", "fill", count="2", compute="30")
     assert indices(node, container) == [0, 3]
     wait_for((container.out / "full").exists, "full GPUs")
     held = [device["memory_used"] for device in seen(node, container)]
     shown = finish(node, container)
+    assert len(shown) == 2
     for device, used in zip(shown, held, strict=True):
         assert device["total"] == 2 * GIB
         # The context first, 512 MiB of it by the driver's word and 520 until it is known.
@@ -250,11 +260,12 @@ def test_two_gpus_have_a_memory_quota_each(node: Node) -> None:
 
 
 def test_one_process_is_governed_on_both_of_its_gpus(node: Node) -> None:
-    container = start(node, "time", "work", "4", visible=[0, 3], count="2", compute="30")
-    beside = start(node, "beside", "work", "4", visible=[3], devices="3", compute="50")
+    container = start(node, "time", "work", "4", count="2", compute="30")
+    beside = start(node, "beside", "work", "4", devices="3", compute="50")
     assert (indices(node, container), indices(node, beside)) == ([0, 3], [3])
     (beside.out / "begin").touch()
     both = finish(node, container)
+    assert len(both) == 2
     [other] = finish(node, beside)
     length = last_json(container.output)["seconds"]
     for device in both:
@@ -273,6 +284,15 @@ def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: No
     )
     [device] = finish(node, container)
     assert (device["total"], device["taken"]) == (2 * GIB, 1536 * MIB)
+
+
+def test_programs_are_told_their_gpus_in_the_order_wanted(node: Node) -> None:
+    container = start(node, "order", "fill", devices="2,0", compute="10")
+    listed = node.runtime_dir / "containers" / container_key(container.identifier) / "devices"
+    assert indices(node, container) == [2, 0]
+    assert listed.read_text() == f"{UUIDS[2]},{UUIDS[0]}\n"
+    wait_for((container.out / "full").exists, "full GPUs")
+    assert [device["total"] for device in finish(node, container)] == [2 * GIB, 2 * GIB]
 
 
 def test_containers_fill_pairs_and_break_none(node: Node) -> None:
@@ -321,7 +341,7 @@ def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: Node
     simgpu.set_lost(path, lost=True)
     try:
         wait_for(lambda: gpus(node)[0]["lost"], "the governor to notice")
-        container = start(node, "after", "work", "1", visible=[1, 2], count="2")
+        container = start(node, "after", "work", "1", count="2")
         assert indices(node, container) == [1, 2]
         refused = start(node, "named", "work", "1", devices="0")
         assert node.wait(refused, WAIT_S) != 0
@@ -330,7 +350,7 @@ def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: Node
     finally:
         simgpu.set_lost(path, lost=False)
     wait_for(lambda: gpus(node)[0]["lost"] is None, "the governor to notice")
-    assert indices(node, start(node, "back", "work", "1", visible=[0, 3], count="2")) == [0, 3]
+    assert indices(node, start(node, "back", "work", "1", count="2")) == [0, 3]
 
 
 def test_a_gpu_that_is_lost_at_the_start_keeps_nobody_from_the_others(
@@ -349,7 +369,7 @@ def test_a_gpu_that_is_lost_at_the_start_keeps_nobody_from_the_others(
         assert (left_out["gpu"], left_out["reason"]) == (1, "GPU is lost")
         cli.main(["check", "--config", str(node.work / "config.yaml")])
         assert "GPU 1 is not shared: GPU is lost" in capsys.readouterr().out.splitlines()
-        container = start(node, "rest", "work", "1", visible=[0, 3], count="2")
+        container = start(node, "rest", "work", "1", count="2")
         assert indices(node, container) == [0, 3]
         for device in finish(node, container):
             assert device["units"] > 0

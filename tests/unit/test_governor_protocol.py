@@ -267,7 +267,9 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
             "compute": 60,
             "compute_limit": 60,
         }
-        assert {path.name for path in directory.iterdir()} == {"grant", "governor.sock"}
+        names = {path.name for path in directory.iterdir()}
+        assert names == {"grant", "devices", "governor.sock"}
+        assert (directory / "devices").read_text() == f"{UUID}\n"
         assert client.ask({"v": 1, "op": "confirm"}) == {"ok": True}
     assert listed(governor) == ["one"]
     sleeper.kill()

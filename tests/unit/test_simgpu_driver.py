@@ -667,20 +667,40 @@ def test_the_environment_says_whether_the_device_has_mps(
     assert value.value == answer
 
 
-@pytest.mark.parametrize(("visible", "n"), [("0", 1), ("1,0", 2), ("", 0), ("5", 0)])
-def test_visible_devices_narrow_what_there_is(
-    library: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, n: int
+@pytest.mark.parametrize(
+    ("visible", "seen"),
+    [
+        ("0", [0]),
+        ("1,0", [1, 0]),
+        ("2,5,0", [2]),  # up to the first that is not there
+        ("1,1,0", [1]),
+        ("-1", []),
+        ("", []),
+        ("5", []),
+    ],
+)
+def test_visible_devices_narrow_and_order_what_there_is(
+    library: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: str,
+    seen: list[int],
 ) -> None:
-    simgpu.create(tmp_path, devices=2)
+    simgpu.create(tmp_path, devices=3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    if n == 0:
+    if not seen:
         with pytest.raises(CudaError, match="NO_DEVICE"), library.attached(tmp_path):
             pass
         return
     with library.attached(tmp_path):
         count = ctypes.c_int()
         library.call("cuDeviceGetCount", ctypes.byref(count))
-        assert count.value == n
+        found = []
+        for ordinal in range(count.value):
+            uuid = ctypes.create_string_buffer(16)
+            library.call("cuDeviceGetUuid_v2", uuid, ordinal)
+            found.append(uuid.raw)
+        assert found == [simgpu.device_uuid(1, index).bytes for index in seen]
 
 
 def test_a_uuid_makes_a_device_visible(

@@ -81,7 +81,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
     elif count == 1:
         message = f"none of {len(rooms)} GPUs has room: {short[0].missing(quota)}"
     else:
-        have = f"{fitting} has" if fitting == 1 else f"{fitting or 'none'} have"
+        have = f"{fitting} have" if fitting > 1 else f"{fitting or 'none'} has"
         message = (
             f"{count} of {len(rooms)} GPUs were asked for, {have} room: {short[0].missing(quota)}"
         )
@@ -99,7 +99,8 @@ def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
     if len(rooms) == 1:
         return ""
     if memory >= count and compute >= count:
-        return f", though {memory} have the memory and {compute} the time"
+        have = "has" if memory == 1 else "have"
+        return f", though {memory} {have} the memory and {compute} the time"
     all_memory, all_compute = (sum(room.memory for room in rooms), sum(r.compute for r in rooms))
     pieces = []
     if not memory and all_memory >= count * quota.memory:

@@ -245,7 +245,7 @@ def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int]
         pytest.param(
             [(14, 10), (2, 90)], {"memory": "8Gi", "compute": 50},
             "none of 2 GPUs has room: GPU 1 has 10 % of its time left to guarantee, 50 % were asked "
-            "for (40 % short), 1 other misses by as much or more, though 1 have the memory and 1 "
+            "for (40 % short), 1 other misses by as much or more, though 1 has the memory and 1 "
             "the time; ask for 1536Mi of memory or 10 % of the time at most, or wait until a "
             "container ends",
             id="one has the memory, another the time",
@@ -373,6 +373,27 @@ def test_no_other_set_is_better(question: tuple[list[Standing], int, Topology]) 
     others = combinations(fitting, count)
     assert chosen == min(others, key=lambda other: worth(other, found, topology))
     assert place("topology", found, count, near) == chosen
+
+
+def test_no_other_set_is_better_among_sixteen_gpus() -> None:
+    # Two boards of eight, each a cube, and quads of one NUMA node; every third GPU is in use.
+    names = uuids(EXACT)
+    topology = Topology(
+        {name: i // 4 for i, name in enumerate(names)},
+        {
+            frozenset((names[a], names[b])): Route(
+                (a ^ b).bit_count() % 3 if a // 8 == b // 8 else 0,
+                PXB if a // 2 == b // 2 else SYS,
+            )
+            for a, b in combinations(range(EXACT), 2)
+        },
+    )
+    found = [Standing(i != 5, i % 3 > 0, (0, i)[i % 3 == 0], 0) for i in range(EXACT)]
+    near = Nearness(names, topology)
+    for count in (2, 3, 4, 13):
+        others = combinations((i for i in range(EXACT) if i != 5), count)
+        best = min(others, key=lambda other: worth(other, found, topology))
+        assert place("topology", found, count, near) == best
 
 
 @settings(deadline=None, max_examples=150)

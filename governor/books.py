@@ -123,7 +123,10 @@ class Books:
         """
         quota = complete_quota(request, self._config)
         if not self._gpus:
-            raise RefusedError("this node has no GPU", hint="run tidegate check on the node")
+            reasons = "".join(f", {i} is not shared: {why}" for i, why in self._left_out.items())
+            raise RefusedError(
+                f"this node has no GPU{reasons}", hint="run tidegate check on the node"
+            )
         count = len(request.devices) or request.gpus or 1
         if count > N_DEVICES:
             raise RefusedError(

@@ -90,6 +90,17 @@ static void count(int device, int change)
     atomic_add_relaxed(&pages_ledger_device((unsigned)device)->contexts, (uint64_t)(int64_t)change);
 }
 
+/* The GPU is another's, and nothing holds this process back there: its owner should know. */
+static cold void told_elsewhere(void)
+{
+    static uint32_t told;
+
+    if (pages_slot() && !atomic_exchange_acq_rel(&told, 1))
+        control_log("this process uses a GPU that was not granted to its container, and is not "
+                    "governed there: set CUDA_VISIBLE_DEVICES to what " PAGES_DIRECTORY
+                    "/devices says");
+}
+
 static bool begin(struct account_charge *charge, CUdevice dev)
 {
     int device = pages_index_of(dev);
@@ -117,6 +128,8 @@ static CUresult made(struct account_charge *charge, CUresult result, const CUcon
         prim_unlock(&contexts_lock);
     }
     account_end(charge, result);
+    if (charge->device < 0 && result == CUDA_SUCCESS)
+        told_elsewhere();
     /* Only now: a look that finds it counted finds it no longer among what is being taken. */
     if (charge->device >= 0 && result == CUDA_SUCCESS)
         count(charge->device, 1);
@@ -345,8 +358,12 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
     int device = pages_index_of(dev);
     CUresult result;
 
-    if (device < 0)
-        return real->cuDevicePrimaryCtxRetain(pctx, dev);
+    if (device < 0) {
+        result = real->cuDevicePrimaryCtxRetain(pctx, dev);
+        if (result == CUDA_SUCCESS)
+            told_elsewhere();
+        return result;
+    }
     if (atomic_load_acquire(&primaries[device].alive) && primary_active(dev)) {
         result = real->cuDevicePrimaryCtxRetain(pctx, dev);
         if (result == CUDA_SUCCESS)

@@ -234,11 +234,12 @@ def gpus(node: Node) -> list[dict[str, Any]]:
     return found
 
 
-def finish(node: Node, container: Running) -> list[dict[str, Any]]:
+def finish(node: Node, container: Running, *, warnings: int = 0) -> list[dict[str, Any]]:
     """Let a probe end, and return what it says of the GPUs that it saw."""
     (container.out / "end").touch()
     (container.out / "begin").touch()
     assert node.wait(container, WAIT_S) == 0, container.output
+    assert container.output.count("tidegate: ") == warnings
     devices: list[dict[str, Any]] = last_json(container.output)["devices"]
     return devices
 
@@ -293,6 +294,16 @@ def test_programs_are_told_their_gpus_in_the_order_wanted(node: Node) -> None:
     assert listed.read_text() == f"{UUIDS[2]},{UUIDS[0]}\n"
     wait_for((container.out / "full").exists, "full GPUs")
     assert [device["total"] for device in finish(node, container)] == [2 * GIB, 2 * GIB]
+
+
+def test_a_program_on_a_gpu_that_is_not_its_own_is_told(node: Node) -> None:
+    container = start(node, "elsewhere", "work", "1", visible=[1, 0, 3], devices="0", compute="10")
+    assert indices(node, container) == [0]
+    assert len(finish(node, container, warnings=1)) == 3
+    assert (
+        "tidegate: this process uses a GPU that was not granted to its container, and is not "
+        "governed there: set CUDA_VISIBLE_DEVICES to what /run/tidegate/devices says\n"
+    ) in container.output
 
 
 def test_containers_fill_pairs_and_break_none(node: Node) -> None:

@@ -184,6 +184,11 @@ def test_a_gpu_that_could_not_be_read_is_refused_by_name_with_the_reason() -> No
     assert "restart" in caught.value.hint
 
 
+def test_a_node_whose_gpus_all_fail_says_why() -> None:
+    with pytest.raises(RefusedError, match=r"^this node has no GPU, 0 is not shared: GPU is lost;"):
+        Books([], Config(), None, {0: "GPU is lost"}).admit("a", ask())
+
+
 def test_more_gpus_than_a_container_may_have_are_refused() -> None:
     with pytest.raises(RefusedError, match="17 GPUs were asked for, a container may have 16"):
         Node(20, Topology()).start(count=17)

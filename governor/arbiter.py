@@ -114,6 +114,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "runner_set": (None, (pointer, i32, u32, u32)),
         "runner_remove": (None, (pointer, i32)),
         "runner_watch": (ctypes.c_int, (pointer, ctypes.c_int)),
+        "runner_due": (ctypes.c_bool, (pointer,)),
         "runner_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
     }
     for name, (result, arguments) in prototypes.items():
@@ -244,6 +245,13 @@ class Runner:
         if error:
             os.close(copy)
             raise OSError(error, os.strerror(error))
+
+    def due(self) -> bool:
+        """Return whether a process on this GPU waits for a look at NVML.
+
+        Asked a hundred times a second, with a page for each container: so it is not Python's to do.
+        """
+        return bool(self._library.runner_due(self._self))
 
     def stats(self, tenant: int) -> Stats:
         """Return a container's counters."""

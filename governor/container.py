@@ -295,22 +295,6 @@ class Container:
             for slot, process in self._processes.items()
         }
 
-    def is_pending(self, device: int, now_ns: int) -> bool:
-        """Return whether a process waits for a look: the driver took memory that only NVML knows.
-
-        A time that has not come yet is none of ours.
-        """
-        base = layout.grant_device(device)
-        since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
-        return any(
-            since
-            < pages.read(
-                self.ledger, layout.ledger_device(slot, device), "ledger_device", "provisional_ns"
-            )
-            <= now_ns
-            for slot in self._processes
-        )
-
     def is_open(self, device: int) -> bool:
         """Return whether the container has GPU `device` for itself until further notice."""
         base = layout.grant_device(device)

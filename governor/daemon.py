@@ -126,7 +126,7 @@ async def govern(config: Config) -> None:
         stack.callback(server.close)
         tasks = [
             loop.create_task(server.serve(listener)),
-            loop.create_task(reconcile(server, nvml, devices)),
+            loop.create_task(reconcile(server, nvml, devices, runners)),
         ]
         waiter = loop.create_task(stop.wait())
         log.info(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,6 +75,13 @@ class Nobodys:
         self.began_ns, self.bytes, self.n = began_ns, found, n_processes
 
 
+class Waiting(Protocol):
+    """Who knows whether a process waits for a look at a GPU: its arbiter's runner."""
+
+    def due(self) -> bool:
+        """Return whether one does: the driver took memory that only NVML knows."""
+
+
 @dataclass
 class _Watch:
     """One GPU between looks."""
@@ -94,7 +101,7 @@ class _Watch:
                 if own.uuid == self.device.uuid:
                     yield container, i
 
-    def is_due(self, server: Server, now_ns: int) -> bool:
+    def is_due(self, server: Server, waiting: Waiting, now_ns: int) -> bool:
         """Return whether to look now: it is time, or a process waits for it."""
         passed = now_ns - self.last_ns
         if passed >= LOOK_NS:
@@ -103,7 +110,7 @@ class _Watch:
         # A driver that fails now will not know better in 20 ms.
         if passed < SOON_NS or self.failing:
             return False
-        return any(container.is_pending(i, now_ns) for container, i in self.sharing(server))
+        return waiting.due()
 
 
 TRIES = 4
@@ -140,7 +147,9 @@ def _unseen(watch: _Watch, server: Server) -> int | None:
     return sum(charge.unseen for charge in charges)
 
 
-async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> None:
+async def reconcile(
+    server: Server, nvml: Observer, devices: list[Device], runners: Mapping[str, Waiting]
+) -> None:
     """Look at each GPU four times a second, and within 20 ms where a process waits for it."""
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
@@ -155,7 +164,7 @@ async def reconcile(server: Server, nvml: Observer, devices: list[Device]) -> No
                 now_ns = time.monotonic_ns()
                 for container, i in watch.sharing(server):
                     watch.nobodys.tell(container, i)
-                if watch.is_due(server, now_ns):
+                if watch.is_due(server, runners[watch.device.uuid], now_ns):
                     watch.last_ns = now_ns
                     await _look(server, nvml, watch, executor)
 

@@ -393,6 +393,38 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd)
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 
+/* Whether a process waits for a look at NVML that began after it said so. A time that has not come
+ * yet is none of ours. */
+static bool is_due(const struct runner_tenant *t, uint64_t now)
+{
+    uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);
+    uint32_t n_slots = atomic_load_relaxed(&t->ledger->n_slots);
+
+    for (uint32_t i = 0; i < n_slots && i < LAYOUT_N_SLOTS; i++) {
+        const char *base = (char *)t->ledger + LEDGER_SLOTS + i * sizeof(struct ledger_slot);
+        const struct ledger_device *d =
+            (const struct ledger_device *)(base + LEDGER_SLOT_DEVICES) + t->device;
+        uint64_t told = atomic_load_relaxed(&d->provisional_ns);
+
+        if (atomic_load_relaxed(&((const struct ledger_slot *)base)->state) && told > since &&
+            told <= now)
+            return true;
+    }
+    return false;
+}
+
+RUNNER_EXPORT bool runner_due(struct runner *runner)
+{
+    uint64_t now = prim_now();
+    bool due = false;
+
+    pthread_mutex_lock(&runner->mutex);
+    for (int32_t i = 0; i < runner->n_tenants && !due; i++)
+        due = runner->tenants[i].used && is_due(&runner->tenants[i], now);
+    pthread_mutex_unlock(&runner->mutex);
+    return due;
+}
+
 RUNNER_EXPORT void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp)
 {
     pthread_mutex_lock(&runner->mutex);

@@ -22,4 +22,5 @@ int32_t runner_add(struct runner *runner, uint32_t guarantee, uint32_t limit, vo
 void runner_set(struct runner *runner, int32_t tenant, uint32_t guarantee, uint32_t limit);
 void runner_remove(struct runner *runner, int32_t tenant);
 int runner_watch(struct runner *runner, int fd);
+bool runner_due(struct runner *runner);
 void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp);

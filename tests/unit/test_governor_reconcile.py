@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import mmap
 import os
 import random
@@ -28,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import governor.reconcile
-from governor.arbiter import Runner, Stats
+from governor.arbiter import Runner, RunnerConfig, Stats, load_library
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.container import Container, Look, namespace_pid
@@ -58,18 +59,14 @@ sys.stdin.read()
 """
 
 
-class StubRunner:
-    """The arbiter's thread: nothing but what the container held."""
+class StubRunner(Runner):
+    """The arbiter without its thread, and what the container held."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._pages = {}
+        self._self = library.runner_new(ctypes.byref(RunnerConfig()))
         self.held_ns = 0
-
-    def add(self, *_: object) -> int:
-        return 0
-
-    def remove(self, tenant: int) -> None: ...
-
-    def watch(self, fd: int) -> None: ...
 
     def stats(self, _: int) -> Stats:
         return Stats(held_ns=self.held_ns)
@@ -112,9 +109,9 @@ def spawn(*command: str) -> subprocess.Popen[str]:
 class World:
     """A governor without its socket: containers, the stubs, and the loop that looks."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, library: ctypes.CDLL) -> None:
         self.directory = directory
-        self.runner = StubRunner()
+        self.runner = StubRunner(library)
         self.nvml = StubNvml()
         self.device = Device(0, UUID, "stub", 16 * GIB)
         self.answers: list[str | None] = []
@@ -135,7 +132,7 @@ class World:
             pid=pid or os.getpid(),
             quota=Quota(8 * GIB, limit // 2, limit),
             devices=(self.device,),
-            runners={UUID: cast("Runner", self.runner)},
+            runners={UUID: self.runner},
             config=Config(runtime_dir=str(self.directory)),
         )
         await container.listen(lambda _: None)
@@ -160,7 +157,9 @@ class World:
 
     @contextlib.asynccontextmanager
     async def looking(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(reconcile(self.server, self.nvml, [self.device]))
+        task = asyncio.create_task(
+            reconcile(self.server, self.nvml, [self.device], {UUID: self.runner})
+        )
         try:
             yield
         finally:
@@ -174,15 +173,18 @@ class World:
         for child in self.children:
             child.kill()
             child.communicate()
+        self.runner.close()
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Iterator[Callable[[Callable[[World], Awaitable[None]]], None]]:
+def play(
+    tmp_path: Path, build_dir: Path
+) -> Iterator[Callable[[Callable[[World], Awaitable[None]]], None]]:
     """Run a coroutine function in a world of its own."""
 
     def run(scene: Callable[[World], Awaitable[None]]) -> None:
         async def whole() -> None:
-            world = World(tmp_path)
+            world = World(tmp_path, load_library(build_dir / "libcontrol"))
             try:
                 await asyncio.wait_for(scene(world), 60)
             finally:

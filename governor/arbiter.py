@@ -58,6 +58,9 @@ class Stats(ctypes.Structure):
         ("lent_ns", ctypes.c_uint64),
         ("held_ns", ctypes.c_uint64),
         ("overdue", ctypes.c_uint64),
+        ("handover_ns", ctypes.c_uint64),
+        ("since_ns", ctypes.c_uint64),
+        ("open", ctypes.c_uint64),
     )
 
 

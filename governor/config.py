@@ -35,6 +35,21 @@ def parse_quantity(value: str | int, option: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
+def parse_listen(value: str | bool, name: str = "configuration") -> str:  # noqa: FBT001 - YAML's
+    """Return where to serve metrics. To YAML 1.1 the word off is false."""
+    if value is False:
+        return "off"
+    address = re.fullmatch(r"(?:127\.0\.0\.1|\[::1\]):([1-9][0-9]{0,4})", str(value))
+    if value in ("off", "unix") or (address and int(address[1]) < 1 << 16):
+        return str(value)
+    raise ConfigError(
+        f"{name}: metrics.listen is {value!r}, "
+        "accepted are off, unix, 127.0.0.1:PORT and '[::1]:PORT'",
+        hint="metrics name containers: to show them elsewhere put a proxy that asks who it is"
+        " in front",
+    )
+
+
 def _spin_us() -> int:
     # A thread that spins takes a core: on a small machine from the one that it waits for.
     return 250 if (os.cpu_count() or 1) >= 4 else 0
@@ -57,6 +72,13 @@ class Defaults:
     memory: int | None = None
     compute: int = 1
     compute_limit: int = 100
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Where metrics are served: off, unix, or an address of this machine's own."""
+
+    listen: str = "off"
 
 
 @dataclass(frozen=True)
@@ -83,6 +105,8 @@ class Config:
     context_memory: int = 520 * MIB
     on_governor_loss: str = "keep"
     placement: str = "spread"
+    on_violation: str = "report"
+    metrics: Metrics = field(default_factory=Metrics)
     defaults: Defaults = field(default_factory=Defaults)
 
 
@@ -129,7 +153,8 @@ def _build(document: dict[str, Any], name: str) -> Config:
     defaults = dict(values.pop("defaults", {}))
     if "memory" in defaults:
         defaults["memory"] = parse_quantity(defaults["memory"], "defaults.memory")
-    return Config(**values, defaults=Defaults(**defaults))
+    metrics = Metrics(parse_listen(values.pop("metrics", {}).get("listen", "off"), name))
+    return Config(**values, metrics=metrics, defaults=Defaults(**defaults))
 
 
 def read_config(path: str | Path | None = None) -> Config:
@@ -148,5 +173,6 @@ def read_config(path: str | Path | None = None) -> Config:
 def describe(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, in the order of its options."""
     plain: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
+    plain["metrics"] = {f.name: getattr(config.metrics, f.name) for f in fields(config.metrics)}
     plain["defaults"] = {f.name: getattr(config.defaults, f.name) for f in fields(config.defaults)}
     return plain

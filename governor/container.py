@@ -23,10 +23,12 @@ from typing import Any
 
 import structlog
 
-from governor.arbiter import WHOLE, Runner
+from governor.arbiter import WHOLE, Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
+from governor.counters import Counters, GpuTime
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
+from governor.violations import Findings
 from libcontrol import layout, pages
 from vdriver.nvml import ProcessUse
 
@@ -77,6 +79,16 @@ class _Use:
     peak: int = 0
     part: float = 0.0  # of the GPU's time, percent
     worked: float = 0.0  # the sum of part times nanoseconds
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a container uses of one GPU's memory, bytes."""
+
+    charged: int
+    overhead: int
+    used: int
+    peak: int
 
 
 @dataclass(eq=False)
@@ -140,6 +152,8 @@ class Container:
         self._meters: list[Meter[Process]] = [Meter() for _ in devices]
         self._looked_ns = [0] * len(devices)
         self._told_ns = [0] * len(devices)
+        self._counters = Counters(len(devices))
+        self.findings = Findings(len(devices))
         self._server: asyncio.Server | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -270,6 +284,7 @@ class Container:
         process = self._processes.pop(slot)
         self._loop.remove_reader(process.pidfd)
         os.close(process.pidfd)
+        self._counters.process_ended(self.ledger, slot)
         pages.clear_slot(self.ledger, slot)
         return process
 
@@ -414,6 +429,33 @@ class Container:
             for process, charge in self.charges(device).items()
         )
 
+    def gpu_times(self) -> dict[str, GpuTime]:
+        """Return the time that the container had of each GPU, by UUID; it never goes back."""
+        now_ns = time.monotonic_ns()
+        return {
+            device.uuid: self._counters.time(i, self.stats(i), now_ns)
+            for i, device in enumerate(self.devices)
+        }
+
+    def counted(self, device: int) -> Mapping[str, int]:
+        """Return what its processes counted on GPU `device`, those that ended included."""
+        return self._counters.processes(self.ledger, self._processes, device)
+
+    def memory(self, device: int) -> Memory:
+        """Return what it uses of GPU `device`; no number passes the GPU's memory a process."""
+        charged = sum(charge.memory for charge in self.charges(device).values())
+        peak = pages.read(self.ledger, 0, "ledger_header", "memory_peak", device)
+        return Memory(
+            charged=charged,
+            overhead=sum(process.uses[device].debt.bytes for process in self._processes.values()),
+            used=self.used(device),
+            peak=min(peak, self.devices[device].memory),
+        )
+
+    def stats(self, device: int) -> Stats:
+        """Return what the arbiter says of GPU `device`."""
+        return self._runners[device].stats(self._tenants[device])
+
     def set_quota(self, quota: Quota) -> None:
         """Hold the container to another quota from now on, on each of its GPUs."""
         self.quota = quota
@@ -480,6 +522,7 @@ class Container:
             "processes": sorted(self.pids()),
             "lookups": lookups,
             "devices": devices,
+            **self.findings.describe(),
         }
 
     def close(self, *, keep: bool = False) -> None:

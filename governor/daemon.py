@@ -19,6 +19,7 @@ from pathlib import Path
 
 import structlog
 
+from governor import metrics
 from governor.arbiter import Runner, load_library
 from governor.books import Books, Device
 from governor.config import Config, read_config
@@ -112,6 +113,7 @@ async def govern(config: Config) -> None:
     with (
         Nvml(original_nvml(config.driver_dir)) as nvml,
         listening(runtime / "governor.sock") as listener,
+        metrics.listening(config) as scraped,
         contextlib.ExitStack() as stack,
     ):
         devices, left_out = find_devices(nvml)
@@ -126,14 +128,18 @@ async def govern(config: Config) -> None:
         stack.callback(server.close)
         tasks = [
             loop.create_task(server.serve(listener)),
-            loop.create_task(reconcile(server, nvml, devices, runners)),
+            loop.create_task(reconcile(server, nvml, devices, runners, server.tally)),
         ]
+        if scraped is not None:
+            endpoint = metrics.Endpoint(lambda: metrics.collect(server))
+            tasks.append(loop.create_task(endpoint.serve(scraped)))
         waiter = loop.create_task(stop.wait())
         log.info(
             "governor-started",
             gpus=[f"{device.index}: {device.name}" for device in devices],
             driver=nvml.driver_version(),
             runtime_dir=config.runtime_dir,
+            metrics=config.metrics.listen,
         )
         _notify("READY=1")
         try:

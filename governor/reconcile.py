@@ -17,6 +17,7 @@ import structlog
 
 from governor.books import Device
 from governor.container import Container, Look
+from governor.counters import Tally
 from governor.server import Server
 from governor.usage import LOOK_NS, WINDOW_NS
 from vdriver.errors import VdriverError
@@ -148,9 +149,16 @@ def _unseen(watch: _Watch, server: Server) -> int | None:
 
 
 async def reconcile(
-    server: Server, nvml: Observer, devices: list[Device], runners: Mapping[str, Waiting]
+    server: Server,
+    nvml: Observer,
+    devices: list[Device],
+    runners: Mapping[str, Waiting],
+    tally: Tally | None = None,
 ) -> None:
-    """Look at each GPU four times a second, and within 20 ms where a process waits for it."""
+    """Look at each GPU four times a second, and within 20 ms where a process waits for it.
+
+    Looks are counted in `tally`.
+    """
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
         for watch in watches:
@@ -167,6 +175,9 @@ async def reconcile(
                 if watch.is_due(server, runners[watch.device.uuid], now_ns):
                     watch.last_ns = now_ns
                     await _look(server, nvml, watch, executor)
+                    if tally is not None:
+                        seconds = (time.monotonic_ns() - now_ns) / 1e9
+                        tally.looked(watch.device.uuid, seconds, failed=watch.failing)
 
 
 async def _look(

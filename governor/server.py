@@ -23,6 +23,7 @@ from governor.arbiter import Runner
 from governor.books import MIB, Books, Quota
 from governor.config import Config
 from governor.container import Container
+from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, TidegateError
 from oci_hook.errors import HookError
 from oci_hook.request import check_request, parse_annotations
@@ -45,7 +46,13 @@ class Server:
             json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
         )
         self.containers: dict[str, Container] = {}
+        self.tally = Tally()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def books(self) -> Books:
+        """Who has how much of which GPU."""
+        return self._books
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
@@ -95,6 +102,7 @@ class Server:
     async def _answer(
         self, line: bytes, descriptors: list[int], pending: list[Container]
     ) -> dict[str, Any]:
+        request: dict[str, Any] = {}
         try:
             request = self._parse(line)
             match request["op"]:
@@ -115,6 +123,8 @@ class Server:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
             log.info("request-refused", code=e.code, message=e.message)
+            if request.get("op") == "admit":
+                self.tally.refused[e.code] += 1
             return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}
 
     def _parse(self, line: bytes) -> dict[str, Any]:
@@ -173,6 +183,7 @@ class Server:
                 f"the container's directory cannot be made: {e.strerror}",
                 hint=f"look at {self._config.runtime_dir}",
             ) from e
+        self.tally.admitted += 1
         log.info(
             "container-admitted",
             container=identifier,
@@ -244,6 +255,7 @@ class Server:
             return
         del self.containers[container.identifier]
         self._books.leave(container.identifier)
+        self.tally.container_ended(container)
         container.close()
         log.info("container-ended", container=container.identifier, why=why)
 

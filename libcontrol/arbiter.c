@@ -137,6 +137,7 @@ static void settle(struct tenant *t, const struct arbiter_config *config, bool l
     t->overhead += 0.1 * ((t->unsettled_held - actual) / t->n_unsettled - t->overhead);
     t->overhead = clamp(t->overhead, 0, (double)config->overhead_ns);
     t->stats.charged_ns += (uint64_t)max(0, actual);
+    t->stats.handover_ns += (uint64_t)max(0, t->unsettled_held - actual);
     if (lent)
         t->stats.lent_ns += (uint64_t)max(0, actual);
     /* The last markers of a grant are often reported after it: what was above or below the bounds
@@ -173,6 +174,8 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
         if (arbiter->lent) {
             t->lent_tag = max(t->lent_tag, arbiter->lent_clock) + estimate / t->guarantee;
         }
+    } else {
+        t->stats.handover_ns += (uint64_t)held;
     }
     t->stats.held_ns += (uint64_t)held;
     if (end > arbiter->gpu_free)
@@ -567,4 +570,8 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
 void arbiter_stats(const struct arbiter *arbiter, int32_t tenant, struct arbiter_stats *statsp)
 {
     *statsp = arbiter->tenants[tenant].stats;
+    if (arbiter->holder == tenant) {
+        statsp->since_ns = arbiter->start;
+        statsp->open = arbiter->open;
+    }
 }

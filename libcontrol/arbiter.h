@@ -50,8 +50,11 @@ struct arbiter_stats {
     uint64_t grants;
     uint64_t charged_ns; /* GPU time charged */
     uint64_t lent_ns;    /* of that, beyond the guarantee */
-    uint64_t held_ns;
-    uint64_t overdue; /* grants that had to be taken */
+    uint64_t held_ns;     /* of grants that ended */
+    uint64_t overdue;     /* grants that had to be taken */
+    uint64_t handover_ns; /* held, but not charged: of grants whose charge is settled */
+    uint64_t since_ns;    /* when the grant that it holds began; 0: it holds none */
+    uint64_t open;        /* 1: that one has no end, and all of it will be charged */
 };
 
 struct arbiter;

@@ -67,6 +67,7 @@ def commands() -> dict[str, list[str]]:
         "generated C": [*python, "libcontrol.gen", "--check"],
         "generated documents": [*python, "bench.report_docs", "--check"],
         "configuration page": [sys.executable, "tools/config_reference.py", "--check"],
+        "metrics page": [sys.executable, "tools/metrics_reference.py", "--check"],
         "driver tables": [sys.executable, "tools/driver_tables.py"],
         "ruff check": ["ruff", "check", "--quiet"],
         "ruff format": ["ruff", "format", "--check", "--quiet"],

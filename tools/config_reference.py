@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from governor.config import SCHEMA_FILE, Config, Defaults  # noqa: E402
+from governor.config import SCHEMA_FILE, Config, Defaults, Metrics  # noqa: E402
 
 PAGE = ROOT / "docs/reference/configuration.md"
 MIB = 1 << 20
@@ -56,8 +56,14 @@ DEPENDS = {
 }
 
 
-def accepted(option: dict[str, Any]) -> str:
-    """Return what the schema accepts, in words."""
+# What the code accepts where the schema says less, in words.
+ACCEPTED = {"listen": "`off`, `unix`, `127.0.0.1:PORT`, `'[::1]:PORT'`"}
+
+
+def accepted(name: str, option: dict[str, Any]) -> str:
+    """Return what is accepted, in words."""
+    if name in ACCEPTED:
+        return ACCEPTED[name]
     if "enum" in option:
         return ", ".join(f"`{value}`" for value in option["enum"])
     if option["type"] == ["string", "integer"]:
@@ -92,15 +98,19 @@ def rows(options: dict[str, Any], values: object, prefix: str = "") -> list[str]
             continue
         default = shown(name, getattr(values, name), option)
         lines.append(
-            f"| `{prefix}{name}` | {accepted(option)} | {default} | {option['description']} |"
+            f"| `{prefix}{name}` | {accepted(name, option)} | {default} | {option['description']} |"
         )
     return lines
+
+
+INNER = ((Metrics, "metrics"), (Defaults, "defaults"))
 
 
 def page() -> str:
     """Return the whole page; raise if schema and dataclasses do not name the same options."""
     options = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
-    for kind, named in ((Config, options), (Defaults, options["defaults"]["properties"])):
+    inner = [(kind, options[name]["properties"]) for kind, name in INNER]
+    for kind, named in [(Config, options), *inner]:
         if {field.name for field in fields(kind)} != set(named):
             raise ValueError(f"config.schema.json and {kind.__name__} name different options")
     return HEAD + "\n".join(rows(options, Config())) + "\n" + EXAMPLE

@@ -69,10 +69,14 @@ class Topology:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """What one process of this host uses of one GPU's memory, in bytes."""
+    """What one process of this host uses of one GPU's memory, in bytes.
+
+    `computes` is false for one that NVML lists with a context for graphics only.
+    """
 
     pid: int
     used: int | None
+    computes: bool = True
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,7 @@ class Nvml:
         nvml = self._nvml
         handle = self._get(uuid)
         used: dict[int, int | None] = {}
+        computing: set[int] = set()
         # A process with contexts of both kinds is in both lists, with the same figure.
         for ask in (
             nvml.nvmlDeviceGetComputeRunningProcesses,
@@ -194,7 +199,9 @@ class Nvml:
             for process in _optional(nvml, functools.partial(ask, handle)) or ():
                 known = (used.get(int(process.pid)), _available(nvml, process.usedGpuMemory))
                 used[int(process.pid)] = max((k for k in known if k is not None), default=None)
-        return tuple(ProcessMemory(pid, used[pid]) for pid in sorted(used))
+                if ask is nvml.nvmlDeviceGetComputeRunningProcesses:
+                    computing.add(int(process.pid))
+        return tuple(ProcessMemory(pid, used[pid], pid in computing) for pid in sorted(used))
 
     def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
         """Return samples of the processes on a GPU, newer than `since_us`; there may be none."""

@@ -232,6 +232,45 @@ def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
         assert arbiter.step(deadline + 306 * MS).wake_ns == pytest.approx(3 * S, abs=50 * MS)
 
 
+def test_a_hand_over_is_what_was_held_and_not_charged(library):
+    """5 ms are held, the GPU's clock says 4.7: known before the next grant. What nobody used is one, too."""
+    with Arbiter(library, config()) as arbiter:
+        one, other = halves(arbiter)
+        arbiter.want(one, 0, want=True)
+        arbiter.want(other, 0, want=True)
+        assert arbiter.step(0).holder == one
+        assert (arbiter.stats(one).since_ns, arbiter.stats(one).open) == (0, 0)
+        arbiter.released(5 * MS)
+        arbiter.busy(one, 5 * MS - 300_000)
+        assert arbiter.step(5 * MS).holder == other
+        assert arbiter.stats(one).held_ns == 5 * MS
+        assert arbiter.stats(one).handover_ns == 0  # it is not settled
+        assert arbiter.stats(other).since_ns == 5 * MS
+        arbiter.released(6 * MS, used=False)
+        assert arbiter.stats(other).handover_ns == MS
+        arbiter.want(other, 6 * MS, want=False)
+        view = arbiter.step(6 * MS)
+        view = arbiter.step(view.wake_ns)
+        assert view.holder == one
+        assert view.deadline_ns == NEVER or arbiter.stats(one).since_ns > 0
+        stats = arbiter.stats(one)
+        assert stats.handover_ns == 300_000
+        assert stats.held_ns == stats.charged_ns + stats.handover_ns
+
+
+def test_a_grant_without_end_shows_since_when(library):
+    with Arbiter(library, config()) as arbiter:
+        alone = arbiter.add(WHOLE // 2, WHOLE, 0)
+        arbiter.want(alone, 7 * MS, want=True)
+        arbiter.step(7 * MS)
+        stats = arbiter.stats(alone)
+        assert (stats.since_ns, stats.open, stats.held_ns) == (7 * MS, 1, 0)
+        arbiter.released(S)
+        stats = arbiter.stats(alone)
+        assert (stats.since_ns, stats.open, stats.held_ns) == (0, 0, S - 7 * MS)
+        assert (stats.charged_ns, stats.handover_ns) == (stats.held_ns, 0)
+
+
 @pytest.mark.parametrize(("last", "taken"), [(100, 120), (0, 20), (2000, 1000)])
 def test_a_holder_that_falls_silent_is_passed_over_after_20_ms(library, last, taken):
     with Arbiter(library, config()) as arbiter:

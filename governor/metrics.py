@@ -1,0 +1,412 @@
+"""Metrics for Prometheus: their names, where their numbers come from, and an HTTP endpoint.
+
+The numbers are read on the governor's loop, where everything that they come from is written; text
+is made of them on a thread of its own. A scrape within a quarter of a second of another one gets
+the same numbers, so whoever asks all the time costs the governor little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import io
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.registry import Collector
+
+from governor.config import Config
+from governor.container import Container
+from governor.counters import Looks, Tally
+from governor.errors import GovernorError
+from governor.server import VERSION, Server
+from governor.violations import KINDS
+
+S = 1e-9  # nanoseconds
+
+GPU = ("gpu", "index")
+CONTAINER = ("container", "gpu")
+
+
+@dataclass(frozen=True)
+class Described:
+    """One metric: its name without `_total`, what it is, its labels and what it means."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    doc: str
+
+    @property
+    def shown(self) -> str:
+        """The name of its samples."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+def _gauge(name: str, labels: tuple[str, ...], doc: str) -> Described:
+    return Described(f"tidegate_{name}", "gauge", labels, doc)
+
+
+def _counter(name: str, labels: tuple[str, ...], doc: str) -> Described:
+    return Described(f"tidegate_{name}", "counter", labels, doc)
+
+
+NODE_METRICS = (
+    _gauge("build_info", ("version",), "Always 1; the governor's version is in the label"),
+    _gauge("containers", (), "Containers that share the node's GPUs"),
+    _counter("admissions", (), "Containers that were admitted"),
+    _counter("admissions_refused", ("code",), "Containers that were refused, by the error's code"),
+    _counter("violations", ("kind",), "Violations that began, by kind"),
+    _counter("throttles", (), "Times that a container was frozen for a violation"),
+    _counter("stops", (), "Containers that were killed for a violation"),
+)
+GPU_METRICS = (
+    _gauge("gpu_info", (*GPU, "name"), "Always 1; the GPU's name is in the label"),
+    _gauge("gpu_containers", GPU, "Containers that share the GPU"),
+    _gauge("gpu_memory_bytes", GPU, "Memory of the GPU"),
+    _gauge("gpu_memory_grantable_bytes", GPU, "Memory that is left to grant"),
+    _gauge("gpu_time_grantable_ratio", GPU, "Part of the GPU's time that is left to guarantee"),
+    _gauge("gpu_lost", GPU, "1 while the GPU does not answer and nothing of it is granted"),
+    _counter("gpu_held_seconds", GPU, "Time for which containers held the GPU"),
+    _counter("gpu_charged_seconds", GPU, "Of that, what was delivered to them and charged"),
+    _counter("gpu_lent_seconds", GPU, "Of what was charged, idle time beyond guarantees"),
+    _counter(
+        "gpu_handover_seconds",
+        GPU,
+        "Time that was held and not delivered, of grants that are settled: divide by the grants",
+    ),
+    _counter("gpu_grants", GPU, "Grants of GPU time"),
+    _counter("gpu_looks", GPU, "Looks at NVML"),
+    _counter("gpu_looks_failed", GPU, "Looks at NVML that failed"),
+    _counter("gpu_look_seconds", GPU, "Time that looks at NVML took"),
+)
+CONTAINER_METRICS = (
+    _gauge("container_processes", ("container",), "Processes of the container that use a GPU"),
+    _gauge("container_frozen", ("container",), "1 while it is frozen for a violation"),
+    _gauge("container_compute_guarantee_ratio", CONTAINER, "Guaranteed part of the GPU's time"),
+    _gauge("container_compute_limit_ratio", CONTAINER, "Part of the GPU's time that is the cap"),
+    _counter("container_held_seconds", CONTAINER, "Time for which it held the GPU"),
+    _counter("container_charged_seconds", CONTAINER, "GPU time that was delivered and charged"),
+    _counter("container_lent_seconds", CONTAINER, "Of that, idle time beyond its guarantee"),
+    _counter(
+        "container_handover_seconds",
+        CONTAINER,
+        "Time that was held and not delivered, of grants that are settled",
+    ),
+    _counter("container_grants", CONTAINER, "Grants of GPU time"),
+    _counter("container_grants_overdue", CONTAINER, "Grants that had to be taken from it"),
+    _counter("container_launches", CONTAINER, "Calls that started work, by its own count"),
+    _counter("container_waits", CONTAINER, "Of those, calls that had to wait for GPU time"),
+    _counter("container_wait_seconds", CONTAINER, "Time for which they waited"),
+    _counter("container_allocations_refused", CONTAINER, "Allocations refused for want of quota"),
+    _gauge("container_memory_limit_bytes", CONTAINER, "Memory that it may use"),
+    _gauge("container_memory_used_bytes", CONTAINER, "Memory in use: charged, and the driver's"),
+    _gauge("container_memory_charged_bytes", CONTAINER, "Memory that it allocated"),
+    _gauge(
+        "container_memory_overhead_bytes",
+        CONTAINER,
+        "Memory that the driver took by itself: contexts, code",
+    ),
+    _gauge("container_memory_seen_bytes", CONTAINER, "Memory that NVML sees of its processes"),
+    _gauge("container_memory_peak_bytes", CONTAINER, "Most memory that was in use, by its count"),
+    _counter("container_violations", (*CONTAINER, "kind"), "Violations that began, by kind"),
+    _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation lasts"),
+)
+METRICS = (*NODE_METRICS, *GPU_METRICS, *CONTAINER_METRICS)
+
+CODES = ("annotation", "refused", "request")
+"""Codes of refusals that are there from the start, so that the first one shows as an increase."""
+
+
+class _Families:
+    """The families of one scrape, in the order of the description."""
+
+    def __init__(self) -> None:
+        self._known = {metric.name: metric for metric in METRICS}
+        self._made: dict[str, Metric] = {}
+        for metric in METRICS:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            self._made[metric.name] = kind(metric.name, metric.doc, labels=metric.labels)
+
+    def add(self, labels: Sequence[str], **values: float) -> None:
+        """Add a sample to each of these metrics; KeyError for one that is not described."""
+        for name, value in values.items():
+            family: Any = self._made[f"tidegate_{name}"]
+            family.add_metric(labels[: len(self._known[family.name].labels)], value)
+
+    def all(self) -> list[Metric]:
+        """Return them."""
+        return list(self._made.values())
+
+
+def collect(server: Server) -> list[Metric]:
+    """Return every metric as of now. On the governor's loop: nothing else may write meanwhile."""
+    families = _Families()
+    tally = server.tally
+    containers = list(server.containers.values())
+    families.add((VERSION,), build_info=1)
+    families.add((), containers=len(containers), admissions=tally.admitted)
+    families.add((), throttles=tally.throttles, stops=tally.stops)
+    for code in sorted({*CODES, *tally.refused}):
+        families.add((code,), admissions_refused=tally.refused[code])
+    for kind in KINDS:
+        families.add((kind,), violations=tally.violations[kind])
+    _add_gpus(families, server, containers, tally)
+    for container in containers:
+        _add_container(families, container)
+    return families.all()
+
+
+def _add_gpus(
+    families: _Families, server: Server, containers: Sequence[Container], tally: Tally
+) -> None:
+    times = tally.gpu_times(containers)
+    shown = {gpu["uuid"]: gpu for gpu in server.books.describe()["gpus"]}
+    for device in server.books.devices:
+        labels = (device.uuid, str(device.index), device.name)
+        room = shown[device.uuid]
+        lost = room["lost"] is not None
+        sharing = [c for c in containers if device in c.devices]
+        looks = tally.looks.get(device.uuid, Looks())
+        families.add(
+            labels,
+            gpu_info=1,
+            gpu_containers=len(sharing),
+            gpu_memory_bytes=device.memory,
+            gpu_memory_grantable_bytes=0 if lost else room["memory_left"],
+            gpu_time_grantable_ratio=0 if lost else room["compute_left"] / 100,
+            gpu_lost=lost,
+            gpu_looks=looks.made,
+            gpu_looks_failed=looks.failed,
+            gpu_look_seconds=looks.seconds,
+        )
+        time_of = times.get(device.uuid)
+        families.add(
+            labels,
+            gpu_held_seconds=time_of.held_ns * S if time_of else 0,
+            gpu_charged_seconds=time_of.charged_ns * S if time_of else 0,
+            gpu_lent_seconds=time_of.lent_ns * S if time_of else 0,
+            gpu_handover_seconds=time_of.handover_ns * S if time_of else 0,
+            gpu_grants=time_of.grants if time_of else 0,
+        )
+
+
+def _add_container(families: _Families, container: Container) -> None:
+    findings = container.findings
+    # The id is foreign text: half of a surrogate pair could not be written.
+    name = container.identifier.encode("utf-8", "replace").decode()
+    families.add(
+        (name,),
+        container_processes=len(container.pids()),
+        container_frozen=findings.frozen,
+    )
+    times = container.gpu_times()
+    for i, device in enumerate(container.devices):
+        labels = (name, device.uuid)
+        quota, time_of, counted = container.quota, times[device.uuid], container.counted(i)
+        memory = container.memory(i)
+        families.add(
+            labels,
+            container_compute_guarantee_ratio=quota.compute / 100,
+            container_compute_limit_ratio=quota.compute_limit / 100,
+            container_held_seconds=time_of.held_ns * S,
+            container_charged_seconds=time_of.charged_ns * S,
+            container_lent_seconds=time_of.lent_ns * S,
+            container_handover_seconds=time_of.handover_ns * S,
+            container_grants=time_of.grants,
+            container_grants_overdue=time_of.overdue,
+            container_launches=counted["launches"],
+            container_waits=counted["waits"],
+            container_wait_seconds=counted["wait_ns"] * S,
+            container_allocations_refused=counted["refused"],
+            container_memory_limit_bytes=quota.memory,
+            container_memory_used_bytes=memory.used,
+            container_memory_charged_bytes=memory.charged,
+            container_memory_overhead_bytes=memory.overhead,
+            container_memory_seen_bytes=findings.seen[i],
+            container_memory_peak_bytes=memory.peak,
+        )
+        for kind in KINDS:
+            families.add(
+                (*labels, kind),
+                container_violations=findings.counts[i][kind],
+                container_violation=findings.last(device.uuid, kind),
+            )
+
+
+class _Snapshot(Collector):
+    """What prometheus-client's application takes for a registry."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics of one scrape."""
+        return self._families
+
+
+SAME_S = 0.25
+"""Scrapes so near to each other get the same numbers."""
+HEAD_LIMIT = 8 << 10
+REQUEST_S = 5.0
+"""From a connection to the end of its answer at most."""
+MOST_CONNECTIONS = 8
+
+CLOSE = "Connection: close\r\n"
+
+
+class Endpoint:
+    """Answers GET /metrics, one request a connection; everything else is refused.
+
+    No client can keep more than a connection for five seconds, and eight of them exist at most.
+    """
+
+    def __init__(self, source: Callable[[], list[Metric]]) -> None:
+        self._source = source
+        self._kept: tuple[float, list[Metric]] | None = None
+        self._connections = 0
+        self._executor = ThreadPoolExecutor(1, "metrics")
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled."""
+        try:
+            server = await asyncio.start_server(self._connection, sock=listener, limit=HEAD_LIMIT)
+            async with server:
+                await server.serve_forever()
+        finally:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            async with asyncio.timeout(REQUEST_S):
+                if self._connections > MOST_CONNECTIONS:
+                    answer = _status("503 Service Unavailable")
+                else:
+                    answer = await self._answer(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(answer)
+                await writer.drain()
+                writer.write_eof()
+                # What it still sends is read, or closing would take the answer back (RST).
+                while await reader.read(HEAD_LIMIT):
+                    pass
+        except asyncio.LimitOverrunError:
+            writer.write(_status("431 Request Header Fields Too Large"))
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
+            # Cancelled when the governor stops: asyncio of 3.11 makes noise about tasks that are.
+            writer.transport.abort()
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    async def _answer(self, head: bytes) -> bytes:
+        line, _, rest = head.partition(b"\r\n")
+        words = line.decode("latin-1").split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return _status("400 Bad Request")
+        try:
+            headers = http.client.parse_headers(io.BytesIO(rest))
+        except http.client.HTTPException:
+            return _status("400 Bad Request")
+        method, target, _ = words
+        if target.partition("?")[0] != "/metrics":
+            return _status("404 Not Found")
+        environment = {
+            "REQUEST_METHOD": method,
+            "PATH_INFO": "/metrics",
+            "QUERY_STRING": "",
+            "HTTP_ACCEPT": headers.get("Accept", ""),
+            "HTTP_ACCEPT_ENCODING": headers.get("Accept-Encoding", ""),
+        }
+        now = time.monotonic()
+        if self._kept is None or now - self._kept[0] > SAME_S:
+            self._kept = (now, self._source())
+        app = make_wsgi_app(_Snapshot(self._kept[1]))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, _run, app, environment
+        )
+
+
+def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
+    """Return the whole answer of a WSGI application."""
+    begun: list[tuple[str, list[tuple[str, str]]]] = []
+
+    def start(status: str, headers: list[tuple[str, str]]) -> None:
+        begun.append((status, headers))
+
+    body = b"".join(app(environment, start))
+    status, headers = begun[0]
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+    return f"HTTP/1.1 {status}\r\n{lines}Content-Length: {len(body)}\r\n{CLOSE}\r\n".encode() + body
+
+
+def _status(status: str) -> bytes:
+    body = f"{status}; metrics are at /metrics\n".encode()
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n{CLOSE}"
+    )
+    return f"{head}\r\n".encode() + body
+
+
+@contextlib.contextmanager
+def listening(config: Config) -> Iterator[socket.socket | None]:
+    """Listen where the configuration says; None where it says off.
+
+    The socket below `runtime_dir` is for root and its group. GovernorError when it cannot be made.
+    """
+    where = config.metrics.listen
+    if where == "off":
+        yield None
+        return
+    path = Path(config.runtime_dir) / "metrics.sock" if where == "unix" else None
+    try:
+        listener = _bind_unix(path) if path else _bind_address(where)
+    except OSError as e:
+        raise GovernorError(
+            f"metrics cannot be served at {path or where}: {e.strerror}",
+            hint="choose another metrics.listen",
+        ) from e
+    with listener:
+        listener.setblocking(False)
+        try:
+            yield listener
+        finally:
+            if path:
+                path.unlink(missing_ok=True)
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    # One governor for a runtime_dir, so what is there is of one that died.
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o117)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _bind_address(where: str) -> socket.socket:
+    host, _, port = where.rpartition(":")
+    host = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+    except OSError:
+        listener.close()
+        raise
+    return listener

@@ -1,0 +1,277 @@
+"""What a look at NVML says against a container: who holds or works more than the books know.
+
+Pure: no clock, no driver, no file. A look can be mistaken, because its numbers are not of one
+moment, and honest work leaves traces behind its grant. So nothing is a violation that one look
+says: a `Judge` (one for each container and GPU) reports it once when it has been so for a while,
+and once when it is over. Bytes, percent, nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MEMORY, UNREGISTERED, COMPUTE = KINDS = ("memory", "unregistered", "compute")
+
+LIBRARIES = 128 << 20
+"""What the code of libraries may be over a quota by, see libcontrol/modules.c."""
+
+MEMORY_NS = 1_000_000_000
+"""So long, look for look, more is held than is allowed, before it is a violation. A process that
+gives memory back and another that takes it may both have it in one look; the driver's own is
+charged, and new memory refused, within a quarter of a second."""
+MEMORY_LOOKS = 4
+
+UNREGISTERED_NS = 500_000_000
+"""A process that starts registers before it has a context; one that ends may be listed after."""
+UNREGISTERED_LOOKS = 2
+
+GONE_NS = 500_000_000
+"""So long nothing is seen of a violation of memory or registration when it is over."""
+
+SETTLE_NS = 1_000_000_000
+"""NVML's samples are of up to a second before their time: so long after a container had the GPU or
+reported work, what they say of it may be that."""
+SAMPLES = 3
+SAMPLED_NS = 400_000_000
+"""At so many times, over so long, a sample names a container that had no grant."""
+EVIDENCE_NS = 2_500_000_000
+"""Older samples are forgotten."""
+WORKLESS_NS = 2_000_000_000
+"""So long no sample names the container when a violation of compute is over."""
+LEAST_PERCENT = 5
+"""What a context's own housekeeping shows as at most."""
+LATE_NS = 750_000_000
+"""Looks further apart say nothing of the time between: a container whose governor does not answer
+gives itself its share (`on_governor_loss`)."""
+
+MOST_EPISODES = 32
+"""Of a container are remembered."""
+
+
+def allowed_memory(limit: int, context_bytes: int) -> int:
+    """Return how much a container with a quota of `limit` may hold by NVML's numbers.
+
+    The quota; 128 MiB, by which libraries that come with a first kernel may be over it, as nobody
+    expects a launch to fail for the code of a framework; and a quarter of a context, because one
+    that was made while there was room may turn out to be larger than the configuration says.
+    """
+    return limit + LIBRARIES + context_bytes // 4
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One of NVML's samples of a process of the container, on the clock of the looks."""
+
+    time_ns: int
+    pid: int
+    percent: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one look says of a container on one GPU."""
+
+    now_ns: int
+    allowed: int
+    memory: Mapping[int, int]
+    """What NVML sees of each of its processes, registered or not, by host pid."""
+    unregistered: frozenset[int] = frozenset()
+    """Those of them that compute and have not registered."""
+    samples: Sequence[Sample] = ()
+    idle: bool = False
+    """Since the look before it had no grant, and reported no work."""
+    frozen: bool = False
+    """We keep it from doing anything: what it does not do now it may do again."""
+
+
+@dataclass
+class Episode:
+    """A violation from its begin to its end: what was found, and what was allowed.
+
+    Bytes for memory, bytes and 0 for a process that is not registered, percent of the GPU and 0 for
+    compute. Times are seconds since 1970.
+    """
+
+    kind: str
+    gpu: str
+    pid: int
+    found: int
+    allowed: int
+    began: float = 0.0
+    ended: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {
+            "kind": self.kind,
+            "gpu": self.gpu,
+            "pid": self.pid,
+            "found": self.found,
+            "allowed": self.allowed,
+            "began": round(self.began, 3),
+            "ended": None if self.ended is None else round(self.ended, 3),
+        }
+
+
+@dataclass
+class Findings:
+    """What is kept of a container: written by the auditor, read by whoever shows it."""
+
+    n_devices: int
+    episodes: deque[Episode] = field(default_factory=lambda: deque(maxlen=MOST_EPISODES))
+    frozen: bool = False
+    seen: list[int] = field(init=False)
+    """Bytes that NVML saw of its processes on each GPU, registered or not, at the last look."""
+    counts: list[Counter[str]] = field(init=False)
+    """Violations that began, by kind, on each GPU."""
+
+    def __post_init__(self) -> None:
+        self.seen = [0] * self.n_devices
+        self.counts = [Counter() for _ in range(self.n_devices)]
+
+    def last(self, gpu: str, kind: str) -> bool:
+        """Return whether a violation of this kind lasts."""
+        return any(
+            one.ended is None and (one.gpu, one.kind) == (gpu, kind) for one in self.episodes
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `tidegate ps --json` shows: violations, the newest last."""
+        return {
+            "frozen": self.frozen,
+            "violations": [episode.describe() for episode in self.episodes],
+        }
+
+
+class _Lasting:
+    """Something that is so, or not, for a while."""
+
+    def __init__(self, begin_ns: int, looks: int, end_ns: int) -> None:
+        self._begin_ns, self._looks, self._end_ns = begin_ns, looks, end_ns
+        self._since: int | None = None
+        self._times = 0
+        self._last = 0
+        self.lasts = False
+
+    def look(self, now_ns: int, *, is_so: bool) -> bool:
+        """Return whether it lasts."""
+        if is_so:
+            self._since = now_ns if self._since is None else self._since
+            self._times += 1
+            self._last = now_ns
+            if self._times >= self._looks and now_ns - self._since >= self._begin_ns:
+                self.lasts = True
+        else:
+            self._since, self._times = None, 0
+            if now_ns - self._last >= self._end_ns:
+                self.lasts = False
+        return self.lasts
+
+
+class _Working:
+    """Whether NVML's samples name a container that the books say did nothing.
+
+    Under contention a sample names one process, with nearly all of the GPU, so the percentage says
+    little, but that the process is named says that it worked: work of a container that has had no
+    grant for longer than a sample reaches back.
+    """
+
+    def __init__(self) -> None:
+        self._looked: int | None = None
+        self._idle_since = 0
+        self._evidence: dict[int, Sample] = {}  # by time
+        self._last = 0
+        self.lasts = False
+        self.pid = 0
+        self.percent = 0
+
+    def look(self, facts: Facts) -> bool:
+        """Return whether it lasts."""
+        now_ns, before = facts.now_ns, self._looked
+        self._looked = now_ns
+        if before is None or not facts.idle or now_ns - before > LATE_NS:
+            self._idle_since = now_ns
+            self._evidence.clear()
+        elif not facts.frozen:
+            self._collect(facts)
+        if facts.frozen:
+            self._evidence.clear()
+            self._last = now_ns
+        elif now_ns - self._last >= WORKLESS_NS:
+            self.lasts = False
+        return self.lasts
+
+    def _collect(self, facts: Facts) -> None:
+        now_ns = facts.now_ns
+        for sample in facts.samples:
+            # A clock that was set shows times that have not come yet.
+            if (
+                self._idle_since + SETTLE_NS < sample.time_ns <= now_ns
+                and sample.percent >= LEAST_PERCENT
+            ):
+                self._evidence.setdefault(sample.time_ns, sample)
+        for at in [at for at in self._evidence if at < now_ns - EVIDENCE_NS]:
+            del self._evidence[at]
+        times = sorted(self._evidence)
+        if times and (self.lasts or (len(times) >= SAMPLES and times[-1] - times[0] >= SAMPLED_NS)):
+            self.lasts = True
+            self._last = max(self._last, times[-1])
+            self.pid = self._evidence[times[-1]].pid
+            percents = [min(sample.percent, 100) for sample in self._evidence.values()]
+            self.percent = sum(percents) // len(percents)
+
+
+class Judge:
+    """One container on one GPU."""
+
+    def __init__(self, gpu: str) -> None:
+        self._gpu = gpu
+        self._memory = _Lasting(MEMORY_NS, MEMORY_LOOKS, GONE_NS)
+        self._unregistered = _Lasting(UNREGISTERED_NS, UNREGISTERED_LOOKS, GONE_NS)
+        self._working = _Working()
+        self._episodes: dict[str, Episode] = {}
+
+    @property
+    def accuses(self) -> bool:
+        """Whether a violation lasts."""
+        return bool(self._episodes)
+
+    def look(self, facts: Facts) -> list[tuple[Episode, bool]]:
+        """Return the violations that began (True) or ended (False) with this look."""
+        total = sum(facts.memory.values())
+        stranger = max(facts.unregistered, key=lambda pid: facts.memory.get(pid, 0), default=0)
+        largest = max(facts.memory, key=lambda pid: facts.memory[pid], default=0)
+        lasting = {
+            MEMORY: self._memory.look(facts.now_ns, is_so=total > facts.allowed),
+            UNREGISTERED: self._unregistered.look(facts.now_ns, is_so=bool(facts.unregistered)),
+            COMPUTE: self._working.look(facts),
+        }
+        found = {
+            MEMORY: (largest, total, facts.allowed),
+            UNREGISTERED: (stranger, facts.memory.get(stranger, 0), 0),
+            COMPUTE: (self._working.pid, self._working.percent, 0),
+        }
+        changes = []
+        for kind, lasts in lasting.items():
+            if lasts and kind not in self._episodes:
+                self._episodes[kind] = Episode(kind, self._gpu, *found[kind])
+                changes.append((self._episodes[kind], True))
+            elif not lasts and kind in self._episodes:
+                changes.append((self._episodes.pop(kind), False))
+        return changes
+
+
+FIRST_S = 1.0
+LONGEST_S = 32.0
+
+
+def next_freeze(last_s: float | None) -> float:
+    """Return for how many seconds to freeze a container whose last time in a row was `last_s`."""
+    return FIRST_S if last_s is None else min(2 * last_s, LONGEST_S)
+
+
+WATCH_S = 2.5
+"""So long a container that was thawed is looked at: each violation shows again within it."""

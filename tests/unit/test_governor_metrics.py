@@ -1,0 +1,514 @@
+"""Metrics as a scraper gets them: over HTTP, read by Prometheus's own parser, held against what the governor knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from governor.arbiter import Runner, Stats, load_library
+from governor.books import Books, Device
+from governor.config import Config, Metrics, parse_config
+from governor.container import Container
+from governor.counters import Counters, GpuTime, Tally, gpu_time
+from governor.errors import ConfigError, GovernorError
+from governor.metrics import HEAD_LIMIT, METRICS, MOST_CONNECTIONS, Endpoint, collect, listening
+from governor.server import Server
+from governor.violations import Episode
+from libcontrol import layout, pages
+from tools import metrics_reference
+
+MIB, GIB = 1 << 20, 1 << 30
+S = 1_000_000_000
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+ADMIT = {"v": 1, "op": "admit", "bundle": "/bundle", "identity": {}}
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\n"
+
+REGISTER = """
+import socket, sys
+s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+s.connect(sys.argv[1])
+s.send(b"r")
+socket.recv_fds(s, 4, 1)
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def spawn(*command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+class World:
+    """A server with the real arbiter, and its metrics at a socket."""
+
+    def __init__(self, directory: Path, library: Path) -> None:
+        self.config = Config(
+            runtime_dir=str(directory), library_dir=str(library), metrics=Metrics("unix")
+        )
+        self.runner = Runner(load_library(library), self.config)
+        devices = [Device(0, UUID, 'a "GPU" \\ of ours', 16 * GIB)]
+        self.server = Server(self.config, Books(devices, self.config), {UUID: self.runner})
+        self.path = directory / "metrics.sock"
+        self.children: list[subprocess.Popen[str]] = []
+
+    async def admit(self, name: str, memory: str = "4Gi", compute: str = "40") -> Container:
+        child = spawn("sleep", "60")
+        self.children.append(child)
+        request = {
+            **ADMIT,
+            "id": name,
+            "pid": child.pid,
+            "annotations": {"tidegate.gpu/memory": memory, "tidegate.gpu/compute": compute},
+        }
+        pending: list[Container] = []
+        line = json.dumps(request).encode()
+        answer = await self.server._answer(line, [os.pidfd_open(child.pid)], pending)
+        if not answer["ok"]:
+            raise LookupError(answer["error"]["code"])
+        return pending[0]
+
+    async def join(self, container: Container) -> subprocess.Popen[str]:
+        child = spawn(sys.executable, "-c", REGISTER, str(container.directory / "governor.sock"))
+        self.children.append(child)
+        assert child.stdout
+        assert await asyncio.to_thread(child.stdout.readline) == "there\n"
+        return child
+
+    async def raw(self, data: bytes, *, path: Path | None = None) -> bytes:
+        """What comes back until the connection ends."""
+        reader, writer = await asyncio.open_unix_connection(str(path or self.path))
+        with contextlib.suppress(ConnectionError):
+            writer.write(data)
+            await writer.drain()
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+    async def scrape(self) -> Samples:
+        head, _, body = (await self.raw(SCRAPE + b"\r\n")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(body.decode())
+            for sample in family.samples
+        }
+
+    def close(self) -> None:
+        for container in list(self.server.containers.values()):
+            self.server._end(container, "test")
+        for child in self.children:
+            child.kill()
+            child.communicate()
+        self.runner.close()
+
+
+Scene = Callable[[World], Awaitable[None]]
+
+
+@pytest.fixture
+def play(
+    tmp_path: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Scene], None]:
+    monkeypatch.setattr("governor.metrics.SAME_S", -1.0)  # each scrape for itself
+
+    def run(scene: Scene) -> None:
+        async def whole() -> None:
+            world = World(tmp_path, build_dir / "libcontrol")
+            try:
+                with listening(world.config) as listener:
+                    assert listener
+                    endpoint = Endpoint(lambda: collect(world.server))
+                    task = asyncio.create_task(endpoint.serve(listener))
+                    try:
+                        await asyncio.wait_for(scene(world), 60)
+                    finally:
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
+            finally:
+                world.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+def of(samples: Samples, name: str, /, **labels: str) -> float:
+    return samples["tidegate_" + name, tuple(sorted(labels.items()))]
+
+
+def write(container: Container, slot: int, **values: int) -> None:
+    base = layout.ledger_device(slot, 0)
+    for name, value in values.items():
+        pages.write(container.ledger, base, "ledger_device", name, value)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World) -> None:
+        one = await world.admit("one")
+        await world.admit('odd "name"\n', memory="2Gi", compute="10")
+        with pytest.raises(LookupError, match="refused"):
+            await world.admit("three", memory="100Gi")
+        with pytest.raises(LookupError, match="annotation"):
+            await world.admit("four", memory="much")
+        await world.join(one)
+        write(one, 0, memory=GIB, launches=7, waits=3, wait_ns=2 * S, refused=5)
+        pages.write(one.ledger, 0, "ledger_header", "memory_peak", 3 * GIB, index=0)
+        one.findings.seen[0] = 2 * GIB
+        one.findings.episodes.append(Episode("memory", UUID, 1, 5 * GIB, 4 * GIB))
+        one.findings.counts[0]["memory"] = 1
+        world.server.tally.violations["memory"] = 1
+        world.server.tally.looked(UUID, 0.5, failed=True)
+        found = await world.scrape()
+        gpu = {"gpu": UUID, "index": "0"}
+        assert of(found, "build_info", version="0.1.0") == 1
+        assert of(found, "containers") == 2
+        assert of(found, "admissions_total") == 2
+        assert of(found, "admissions_refused_total", code="refused") == 1
+        assert of(found, "admissions_refused_total", code="annotation") == 1
+        assert of(found, "admissions_refused_total", code="request") == 0
+        assert of(found, "violations_total", kind="memory") == 1
+        assert of(found, "violations_total", kind="compute") == 0
+        assert of(found, "gpu_info", **gpu, name='a "GPU" \\ of ours') == 1
+        assert of(found, "gpu_containers", **gpu) == 2
+        assert of(found, "gpu_memory_bytes", **gpu) == 16 * GIB
+        assert of(found, "gpu_memory_grantable_bytes", **gpu) == 10 * GIB - 512 * MIB
+        assert of(found, "gpu_time_grantable_ratio", **gpu) == 0.5
+        assert of(found, "gpu_looks_total", **gpu) == 1
+        assert of(found, "gpu_looks_failed_total", **gpu) == 1
+        assert of(found, "gpu_look_seconds_total", **gpu) == 0.5
+        own = {"container": "one", "gpu": UUID}
+        assert of(found, "container_processes", container="one") == 1
+        assert of(found, "container_compute_guarantee_ratio", **own) == 0.4
+        assert of(found, "container_compute_limit_ratio", **own) == 0.4
+        assert of(found, "container_launches_total", **own) == 7
+        assert of(found, "container_waits_total", **own) == 3
+        assert of(found, "container_wait_seconds_total", **own) == 2
+        assert of(found, "container_allocations_refused_total", **own) == 5
+        assert of(found, "container_memory_limit_bytes", **own) == 4 * GIB
+        assert of(found, "container_memory_charged_bytes", **own) == GIB
+        assert of(found, "container_memory_used_bytes", **own) == GIB
+        assert of(found, "container_memory_peak_bytes", **own) == 3 * GIB
+        assert of(found, "container_memory_seen_bytes", **own) == 2 * GIB
+        assert of(found, "container_violations_total", **own, kind="memory") == 1
+        assert of(found, "container_violation", **own, kind="memory") == 1
+        assert of(found, "container_violation", **own, kind="compute") == 0
+        odd = {"container": 'odd "name"\n', "gpu": UUID}
+        assert of(found, "container_memory_limit_bytes", **odd) == 2 * GIB
+        # Each metric that is described is there, and no other.
+        assert {name for name, _ in found} == {metric.shown for metric in METRICS}
+
+    play(scene)
+
+
+def test_counters_of_a_container_stay_when_a_process_ends_and_go_with_the_container(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(world: World) -> None:
+        one = await world.admit("one")
+        first, second = await world.join(one), await world.join(one)
+        write(one, 0, launches=100)
+        write(one, 1, launches=20)
+        own = {"container": "one", "gpu": UUID}
+        assert of(await world.scrape(), "container_launches_total", **own) == 120
+        first.kill()
+        await until(lambda: len(one.pids()) == 1)
+        write(one, 1, launches=30)
+        assert of(await world.scrape(), "container_launches_total", **own) == 130
+        write(one, 1, launches=2)  # its program writes what it likes
+        assert of(await world.scrape(), "container_launches_total", **own) == 130
+        write(one, 1, launches=2**64 - 1)
+        assert of(await world.scrape(), "container_launches_total", **own) == 2**62
+        second.kill()
+        world.children[0].kill()
+        await until(lambda: not world.server.containers)
+        found = await world.scrape()
+        assert not any(dict(labels).get("container") for _, labels in found)
+
+    play(scene)
+
+
+def test_what_a_gpu_did_does_not_go_back_when_a_container_ends(
+    play: Callable[[Scene], None],
+) -> None:
+    """The only container wants the GPU for a while: it holds an open grant, and is gone."""
+
+    async def scene(world: World) -> None:
+        one = await world.admit("one", compute="100")
+        await world.join(one)
+        write(one, 0, want=1)
+        gpu = {"gpu": UUID, "index": "0"}
+        last: Samples = {}
+        held = []
+        for step in range(40):
+            found = await world.scrape()
+            for (name, labels), value in found.items():
+                if name.startswith("tidegate_gpu_") and name.endswith("_total"):
+                    assert value >= last.get((name, labels), 0), name
+            last = found
+            held.append(of(found, "gpu_held_seconds_total", **gpu))
+            if step == 30:
+                assert of(found, "gpu_grants_total", **gpu) >= 1
+                world.children[0].kill()
+                await until(lambda: not world.server.containers)
+            await asyncio.sleep(0.01)
+        assert held[30] > held[20] > held[10] > 0  # an open grant counts before its end
+        assert held[39] == held[31] >= held[30]
+
+    play(scene)
+
+
+def test_gpu_time_has_the_grant_under_way() -> None:
+    stats = Stats(grants=3, charged_ns=5, lent_ns=2, held_ns=9, overdue=1, handover_ns=4)
+    assert gpu_time(stats, 100) == GpuTime(9, 5, 2, 4, 3, 1)
+    stats.since_ns = 60
+    assert gpu_time(stats, 100) == GpuTime(49, 5, 2, 4, 3, 1)
+    stats.open = 1
+    assert gpu_time(stats, 100) == GpuTime(49, 45, 2, 4, 3, 1)
+    assert gpu_time(stats, 50) == GpuTime(9, 5, 2, 4, 3, 1)  # it begins when the GPU is free
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), *[st.integers(0, 2**64 - 1)] * 3), min_size=2, max_size=20)
+)
+def test_a_container_s_time_never_goes_back(looks: list[tuple[bool, int, int, int]]) -> None:
+    counters = Counters(1)
+    before = GpuTime()
+    for is_open, held, charged, since in looks:
+        stats = Stats(held_ns=held, charged_ns=charged, since_ns=since, open=is_open)
+        now = counters.time(0, stats, 2**63)
+        assert now.held_ns >= before.held_ns
+        assert now.charged_ns >= before.charged_ns
+        before = now
+
+
+def test_a_tally_keeps_what_ended() -> None:
+    class Ended:
+        def gpu_times(self) -> dict[str, GpuTime]:
+            return {UUID: GpuTime(held_ns=10, grants=1)}
+
+    tally = Tally()
+    tally.container_ended(Ended())
+    tally.container_ended(Ended())
+    assert tally.gpu_times([Ended()]) == {UUID: GpuTime(held_ns=30, grants=3)}
+
+
+def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World) -> None:
+        await world.admit("one")
+        accept = b"Accept: application/openmetrics-text; version=1.0.0\r\n"
+        answer = await world.raw(SCRAPE + accept + b"Accept-Encoding: gzip\r\n\r\n")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"Content-Encoding: gzip" in head
+        assert f"Content-Length: {len(body)}\r\n".encode() in head
+        families = list(openmetrics.text_string_to_metric_families(gzip.decompress(body).decode()))
+        assert {family.name for family in families} == {metric.name for metric in METRICS}
+        plain = await world.raw(SCRAPE.replace(b"/metrics", b"/metrics?name[]=x") + b"\r\n")
+        assert plain.startswith(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; version=")
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", b"404"),
+        (b"GET /metrics/../etc HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", b"405"),
+        (b"\r\n\r\n", b"400"),
+        (b"GET /metrics\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", b"400"),
+        (b"\xff\x00 \xfe \xfd\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 120 + b"\r\n", b"400"),
+        (b"GET /metrics HTTP/1.1\r\nA: " + b"b" * 2 * HEAD_LIMIT + b"\r\n\r\n", b"431"),
+        (b"b" * 4 * HEAD_LIMIT, b"431"),
+    ],
+)
+def test_what_is_no_scrape_is_refused(
+    play: Callable[[Scene], None], request_: bytes, status: bytes
+) -> None:
+    async def scene(world: World) -> None:
+        answer = await world.raw(request_)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        await world.scrape()
+
+    play(scene)
+
+
+def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("governor.metrics.REQUEST_S", 1.0)
+
+    async def scene(world: World) -> None:
+        silent = [
+            await asyncio.open_unix_connection(str(world.path)) for _ in range(MOST_CONNECTIONS - 1)
+        ]
+        for i, (_, writer) in enumerate(silent):
+            writer.write(b"GET" if i % 2 else b"")  # half of a request, or none
+        await world.scrape()
+        silent.append(await asyncio.open_unix_connection(str(world.path)))
+        await asyncio.sleep(0.1)
+        assert (await world.raw(SCRAPE + b"\r\n")).startswith(b"HTTP/1.1 503")
+        begin = time.monotonic()
+        for reader, writer in silent:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        assert time.monotonic() - begin < 20
+        await world.scrape()
+
+    play(scene)
+
+
+def test_a_client_that_does_not_read_is_sent_away(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("governor.metrics.REQUEST_S", 1.0)
+
+    async def scene(world: World) -> None:
+        for i in range(30):
+            await world.admit(f"{i}-" + "x" * 1000, memory="520Mi", compute="1")
+        # More than a socket holds: the governor may not wait for the reader.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            client.connect(str(world.path))
+            client.sendall(SCRAPE + b"\r\n")
+            assert len(await world.scrape()) > 30 * len(METRICS) // 2
+            await asyncio.sleep(1.5)
+            client.settimeout(20)
+            got = b""
+            with contextlib.suppress(ConnectionError):
+                while data := await asyncio.to_thread(client.recv, 1 << 16):
+                    got += data
+            whole = int(got.partition(b"Content-Length: ")[2].partition(b"\r\n")[0])
+            assert len(got) < whole
+
+    play(scene)
+
+
+def test_scrapes_near_to_each_other_get_the_same_numbers(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(world: World) -> None:
+        monkeypatch.setattr("governor.metrics.SAME_S", 60.0)
+        assert of(await world.scrape(), "containers") == 0
+        await world.admit("one")
+        assert of(await world.scrape(), "containers") == 0
+        monkeypatch.setattr("governor.metrics.SAME_S", 0.0)
+        assert of(await world.scrape(), "containers") == 1
+
+    play(scene)
+
+
+def test_the_socket_is_for_root_and_its_group(tmp_path: Path) -> None:
+    config = Config(runtime_dir=str(tmp_path), metrics=Metrics("unix"))
+    (tmp_path / "metrics.sock").write_text("of one that died")
+    with listening(config):
+        assert (tmp_path / "metrics.sock").stat().st_mode & 0o7777 == 0o660
+    assert not (tmp_path / "metrics.sock").exists()
+    with listening(replace(config, metrics=Metrics("off"))) as listener:
+        assert listener is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_port_of_this_machine(tmp_path: Path, family: socket.AddressFamily) -> None:
+    host = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}[family]
+    with socket.socket(family) as taken:
+        try:
+            taken.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+        taken.listen()
+        port = taken.getsockname()[1]
+        where = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+        config = Config(runtime_dir=str(tmp_path), metrics=Metrics(where))
+        with (
+            pytest.raises(GovernorError, match=f"cannot be served at .*{port}: Address already"),
+            listening(config),
+        ):
+            pass
+    with listening(config) as listener:
+        assert listener
+        assert listener.getsockname()[:2] == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("listen", "means"),
+    [
+        ("off", "off"),  # YAML says false
+        ("'off'", "off"),
+        ("unix", "unix"),
+        ("127.0.0.1:9464", "127.0.0.1:9464"),
+        ("'[::1]:65535'", "[::1]:65535"),
+    ],
+)
+def test_where_metrics_may_be_served(listen: str, means: str) -> None:
+    assert parse_config(f"metrics: {{listen: {listen}}}").metrics.listen == means
+    assert parse_config("{}").metrics.listen == "off"
+
+
+@pytest.mark.parametrize(
+    "listen",
+    [
+        "on", "0.0.0.0:9464", "':9464'", "localhost:9464", "127.0.0.1", "127.0.0.1:0", "127.0.0.2:1",
+        "127.0.0.1:65536", "'[::]:9464'", "'::1:9464'", "192.168.1.1:80", "/run/metrics.sock", "''",
+        '"127.0.0.1:80\\n"', "9464",
+    ],
+)  # fmt: skip
+def test_where_metrics_may_not_be_served(listen: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(f"metrics: {{listen: {listen}}}", "config.yaml")
+    assert "metrics.listen" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_page_says_what_is_served() -> None:
+    assert metrics_reference.PAGE.read_text() == metrics_reference.page()
+
+
+def test_names_follow_the_conventions() -> None:
+    for metric in METRICS:
+        assert metric.name.startswith("tidegate_")
+        assert not metric.name.endswith("_total")
+        assert ("_ns" in metric.name, "percent" in metric.name) == (False, False)
+        assert metric.doc[0].isupper() or metric.doc[0] == "1"
+        assert not metric.doc.endswith(".")
+        assert set(metric.labels) <= {
+            "container",
+            "gpu",
+            "index",
+            "kind",
+            "code",
+            "version",
+            "name",
+        }
+    assert len({metric.name for metric in METRICS}) == len(METRICS)

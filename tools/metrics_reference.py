@@ -1,0 +1,109 @@
+"""docs/reference/metrics.md from the description of the metrics in governor/metrics.py.
+
+`python tools/metrics_reference.py` writes the page, `--check` fails when it is stale.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from governor.metrics import (  # noqa: E402
+    CONTAINER_METRICS,
+    GPU_METRICS,
+    MOST_CONNECTIONS,
+    NODE_METRICS,
+    REQUEST_S,
+    SAME_S,
+    Described,
+)
+
+PAGE = ROOT / "docs/reference/metrics.md"
+
+HEAD = f"""\
+<!-- Written by `python tools/metrics_reference.py` from governor/metrics.py. -->
+
+# Metrics
+
+The governor serves metrics for Prometheus where `metrics.listen` says
+([configuration](configuration.md)): `off` by default, `unix` for a socket, or a port of this
+machine. `GET /metrics` answers in Prometheus's text format or in OpenMetrics, gzipped where that is
+asked for. There is neither a password nor TLS, so nothing but the socket and this machine's own
+addresses is accepted. `curl --unix-socket /run/tidegate/metrics.sock http://tidegate/metrics` shows
+them.
+
+A connection is for one request and ends after {REQUEST_S:g} s; {MOST_CONNECTIONS} are served at a
+time. Scrapes within {SAME_S:g} s of each other get the same numbers.
+
+Series with a `container` label end with the container; until then they do not go back, whichever of
+its processes end. Sums over containers lose what ended: for a GPU or the node take the series
+without that label, which count on from the governor's start. `gpu` is the GPU's UUID, `index` its
+number on the node, `container` the id that the runtime gave.
+
+What a container counts itself (launches, waits, refused allocations, peak) is as true as its
+program is honest. GPU time, what NVML sees and violations are the governor's own.
+"""
+
+TAIL = """
+## Questions
+
+```promql
+# Part of a GPU that containers get, and what is lost to hand-overs
+rate(tidegate_gpu_charged_seconds_total[5m])
+rate(tidegate_gpu_handover_seconds_total[5m])
+
+# What a hand-over costs on average, seconds
+rate(tidegate_gpu_handover_seconds_total[5m]) / rate(tidegate_gpu_grants_total[5m])
+
+# Containers that get less than 90 % of their guarantee although they wait
+rate(tidegate_container_charged_seconds_total[5m])
+    < 0.9 * tidegate_container_compute_guarantee_ratio
+  and rate(tidegate_container_wait_seconds_total[5m]) > 0
+
+# Containers near their memory quota
+tidegate_container_memory_used_bytes / tidegate_container_memory_limit_bytes > 0.95
+
+# Containers that go around their quota now: see docs/howto/violations.md
+tidegate_container_violation == 1
+```
+"""
+
+
+def rows(metrics: tuple[Described, ...]) -> list[str]:
+    """Return a table of metrics."""
+    lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in metric.labels) or "none"
+        lines.append(f"| `{metric.shown}` | {metric.kind} | {labels} | {metric.doc} |")
+    return lines
+
+
+def page() -> str:
+    """Return the whole page."""
+    parts = [HEAD]
+    for title, metrics in (
+        ("The node", NODE_METRICS),
+        ("Each GPU", GPU_METRICS),
+        ("Each container", CONTAINER_METRICS),
+    ):
+        parts.append(f"\n## {title}\n\n" + "\n".join(rows(metrics)) + "\n")
+    return "".join(parts) + TAIL
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is stale; run python tools/metrics_reference.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,9 @@ import fcntl
 import hashlib
 import mmap
 import os
+import select
 import shutil
+import signal
 import socket
 import struct
 import time
@@ -27,7 +29,16 @@ from governor.arbiter import WHOLE, Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.counters import Counters, GpuTime
-from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
+from governor.usage import (
+    Charge,
+    Debt,
+    Meter,
+    Passing,
+    of_limit,
+    read_charge,
+    read_passing,
+    sampled_percent,
+)
 from governor.violations import Findings
 from libcontrol import layout, pages
 from vdriver.nvml import ProcessUse
@@ -121,6 +132,12 @@ def _hung_up(peer: socket.socket) -> bool:
         return False
     except OSError:
         return True
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()  # select() refuses descriptors from 1024 on
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class Container:
@@ -451,6 +468,18 @@ class Container:
             used=self.used(device),
             peak=min(peak, self.devices[device].memory),
         )
+
+    def passing(self, device: int) -> Passing:
+        """Return what its processes say that passes on GPU `device` without a grant."""
+        return read_passing(self.ledger, self._processes, device, time.monotonic_ns())
+
+    def lives(self) -> bool:
+        """Return whether its first process has not ended."""
+        return not _is_readable(self._pidfd)
+
+    def kill(self) -> None:
+        """End its first process, and with that its pid namespace; OSError if that fails."""
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def stats(self, device: int) -> Stats:
         """Return what the arbiter says of GPU `device`."""

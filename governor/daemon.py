@@ -21,6 +21,7 @@ import structlog
 
 from governor import metrics
 from governor.arbiter import Runner, load_library
+from governor.audit import Auditor
 from governor.books import Books, Device
 from governor.config import Config, read_config
 from governor.errors import GovernorError, TidegateError
@@ -126,9 +127,13 @@ async def govern(config: Config) -> None:
         topology = nvml.topology([device.uuid for device in devices])
         server = Server(config, Books(devices, config, topology, left_out), runners)
         stack.callback(server.close)
+        auditor = Auditor(server.containers, server.tally, config)
+        stack.callback(auditor.close)
         tasks = [
             loop.create_task(server.serve(listener)),
-            loop.create_task(reconcile(server, nvml, devices, runners, server.tally)),
+            loop.create_task(
+                reconcile(server, nvml, devices, runners, server.tally, auditor)
+            ),
         ]
         if scraped is not None:
             endpoint = metrics.Endpoint(lambda: metrics.collect(server))

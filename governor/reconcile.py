@@ -15,6 +15,7 @@ from typing import Protocol
 
 import structlog
 
+from governor.audit import Auditor
 from governor.books import Device
 from governor.container import Container, Look
 from governor.counters import Tally
@@ -94,6 +95,7 @@ class _Watch:
     samples: tuple[ProcessUse, ...] = ()
     failing: bool = False
     nobodys: Nobodys = field(default_factory=Nobodys)
+    blind: bool = False  # it does not tell utilisation
 
     def sharing(self, server: Server) -> Iterator[tuple[Container, int]]:
         """Return the containers that have this GPU, with its index in each."""
@@ -154,34 +156,57 @@ async def reconcile(
     devices: list[Device],
     runners: Mapping[str, Waiting],
     tally: Tally | None = None,
+    auditor: Auditor | None = None,
 ) -> None:
     """Look at each GPU four times a second, and within 20 ms where a process waits for it.
 
-    Looks are counted in `tally`.
+    Looks are counted in `tally`, and shown to `auditor`.
     """
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
+
+        async def look(watch: _Watch) -> None:
+            watch.last_ns = time.monotonic_ns()
+            await _look(server, nvml, watch, executor, auditor)
+            if tally is not None:
+                seconds = (time.monotonic_ns() - watch.last_ns) / 1e9
+                tally.looked(watch.device.uuid, seconds, failed=watch.failing)
+
         for watch in watches:
             # What is nobody's before anybody is here.
-            watch.last_ns = time.monotonic_ns()
-            await _look(server, nvml, watch, executor)
+            await look(watch)
         while True:
             busy = any(container.pids() for container in server.containers.values())
             await asyncio.sleep(POLL_S if busy else IDLE_S)
             for watch in watches:
-                now_ns = time.monotonic_ns()
                 for container, i in watch.sharing(server):
                     watch.nobodys.tell(container, i)
+                now_ns = time.monotonic_ns()
                 if watch.is_due(server, runners[watch.device.uuid], now_ns):
-                    watch.last_ns = now_ns
-                    await _look(server, nvml, watch, executor)
-                    if tally is not None:
-                        seconds = (time.monotonic_ns() - now_ns) / 1e9
-                        tally.looked(watch.device.uuid, seconds, failed=watch.failing)
+                    await look(watch)
+
+
+async def _ask_use(nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor) -> None:
+    """Ask for samples of utilisation. Without them memory is known all the same."""
+    uuid, since_us = watch.device.uuid, (time.time_ns() - WINDOW_NS) // 1000
+    loop = asyncio.get_running_loop()
+    try:
+        watch.samples = await loop.run_in_executor(executor, nvml.utilisation, uuid, since_us)
+    except VdriverError as e:
+        watch.samples = ()
+        if not watch.blind:
+            log.warning("nvml-utilisation-failed", gpu=watch.device.index, error=str(e))
+        watch.blind = True
+    else:
+        watch.blind = False
 
 
 async def _look(
-    server: Server, nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor
+    server: Server,
+    nvml: Observer,
+    watch: _Watch,
+    executor: ThreadPoolExecutor,
+    auditor: Auditor | None,
 ) -> None:
     # The time first: what a process took before it, the driver shows. Books from before and after:
     # what is freed or taken meanwhile is no debt.
@@ -190,20 +215,18 @@ async def _look(
         (container, i, container.charges(i), container.is_open(i))
         for container, i in watch.sharing(server)
     ]
-    sample = any(is_open for *_, is_open in before) and began_ns - watch.sampled_ns >= LOOK_NS
+    wanted = any(is_open for *_, is_open in before) or (
+        auditor is not None and auditor.wants_samples(watch.device)
+    )
+    seen: tuple[ProcessMemory, ...] = ()
     loop = asyncio.get_running_loop()
     look: Look | None = None
     unseen = _unseen(watch, server)
     try:
         seen, nobodys = await loop.run_in_executor(executor, _ask_memory, nvml, watch.device.uuid)
-        if sample:
+        if wanted and began_ns - watch.sampled_ns >= LOOK_NS:
             watch.sampled_ns = began_ns
-            watch.samples = await loop.run_in_executor(
-                executor,
-                nvml.utilisation,
-                watch.device.uuid,
-                (time.time_ns() - WINDOW_NS) // 1000,
-            )
+            await _ask_use(nvml, watch, executor)
         if nobodys is not None:
             settled = unseen is not None and unseen == _unseen(watch, server)
             nobodys = nobodys - unseen if unseen is not None and settled else None
@@ -225,3 +248,5 @@ async def _look(
         if server.containers.get(container.identifier) is container:
             watch.nobodys.tell(container, i)
             container.reconcile(i, charges, look)
+    if look is not None and auditor is not None:
+        auditor.look(watch.device, look, seen, {c: charges for c, _, charges, _ in before})

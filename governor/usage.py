@@ -7,7 +7,7 @@ here, before anything is computed with it. Bytes, nanoseconds and percent.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 from typing import Generic, TypeVar
@@ -105,6 +105,34 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
         returned_before,
         shrunk_before,
     )
+
+
+@dataclass(frozen=True)
+class Passing:
+    """What passes without a grant: small copies and fills, and copies to and from the host.
+
+    `alive_ns` is when a process said last that it watches work of a grant that is over.
+    """
+
+    count: int
+    bytes: int
+    alive_ns: int
+
+
+def read_passing(ledger: mmap, slots: Iterable[int], device: int, now_ns: int) -> Passing:
+    """Return what the processes in `slots` say; a time that has not come yet is none of ours."""
+    count = copied = alive_ns = 0
+    for slot in slots:
+        base = layout.ledger_device(slot, device)
+        small, transfers, transferred, alive = (
+            pages.read(ledger, base, "ledger_device", name)
+            for name in ("small", "transfers", "transfer_bytes", "alive_ns")
+        )
+        count += small + transfers
+        copied += transferred
+        if alive <= now_ns:
+            alive_ns = max(alive_ns, alive)
+    return Passing(count, copied, alive_ns)
 
 
 class Debt:

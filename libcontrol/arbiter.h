@@ -48,8 +48,8 @@ struct arbiter_view {
 
 struct arbiter_stats {
     uint64_t grants;
-    uint64_t charged_ns; /* GPU time charged */
-    uint64_t lent_ns;    /* of that, beyond the guarantee */
+    uint64_t charged_ns;  /* GPU time charged */
+    uint64_t lent_ns;     /* of that, beyond the guarantee */
     uint64_t held_ns;     /* of grants that ended */
     uint64_t overdue;     /* grants that had to be taken */
     uint64_t handover_ns; /* held, but not charged: of grants whose charge is settled */

@@ -1,0 +1,438 @@
+"""Looks at NVML held against the containers' books, and what is done about those who go around.
+
+Three things are violations (governor/violations.py says when): more memory than the quota, a
+process that computes without having registered, and work without a grant. What is done is the
+node's `on_violation`: say so; freeze the container for a time that doubles while it goes on; or
+kill its first process. A container that is frozen is thawed in time whatever becomes of NVML, when
+the governor stops and, after one that died, when the next one starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from governor import cgroups
+from governor.books import Device
+from governor.cgroups import CannotFreezeError, Group, Identity
+from governor.config import Config
+from governor.container import Container, Look, Process
+from governor.counters import Tally
+from governor.usage import LOOK_NS, Charge
+from governor.violations import (
+    COMPUTE,
+    WATCH_S,
+    Episode,
+    Facts,
+    Judge,
+    Sample,
+    allowed_memory,
+    next_freeze,
+)
+from vdriver.nvml import ProcessMemory, ProcessUse
+
+log = structlog.get_logger()
+
+AUDIT_NS = LOOK_NS * 4 // 5
+"""Looks that come sooner are for those who wait for memory."""
+
+ALIVE_NS = 500_000_000
+"""A library that watches work of a former grant says so every 5 ms; later where cores are short."""
+
+SMALL_NS = 10_000
+BYTES_PER_NS = 20
+QUIET = 0.02
+"""Small copies and fills and those to the host pass without a grant: so long one takes at most, so
+much is copied, and so much of the time is nothing."""
+
+POLL_S = 0.25
+"""So often a frozen container is asked whether it is being killed."""
+
+RECORD = "frozen.json"
+
+
+@dataclass
+class _Device:
+    """A container on one GPU between looks."""
+
+    judge: Judge
+    looked_ns: int
+    books: tuple[int, int, int] = (0, 0, 0)
+    passing_ns: int = 0
+    """What ungoverned copies and fills took at most, ever."""
+
+
+@dataclass
+class _Watched:
+    """A container between looks."""
+
+    container: Container
+    identity: Identity
+    devices: dict[str, _Device] = field(default_factory=dict)
+    group: Group | None = None
+    """While it is frozen by us."""
+    frozen_s: float | None = None
+    """How long it was frozen last, while the violation lasts."""
+    thaw_at: float = 0.0
+    watched_until: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    excused: str = ""
+    """Why it could not be frozen, as it was said last."""
+
+    @property
+    def accused(self) -> bool:
+        """Whether a violation lasts."""
+        return any(device.judge.accuses for device in self.devices.values())
+
+
+class Auditor:
+    """Looks at the containers of one governor. On its loop."""
+
+    def __init__(self, containers: Mapping[str, Container], tally: Tally, config: Config) -> None:
+        self._containers = containers
+        self._tally = tally
+        self._policy = config.on_violation
+        self._context_bytes = config.context_memory
+        self._watched: dict[str, _Watched] = {}
+        self._audited_ns: dict[str, int] = {}
+        self._record = Path(config.runtime_dir) / RECORD
+        self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._thaw_leftovers()
+
+    # Looking
+
+    def wants_samples(self, device: Device) -> bool:
+        """Return whether utilisation is needed of this GPU: somebody had memory of it lately."""
+        return any(
+            container.findings.seen[i]
+            for container in self._containers.values()
+            for i, own in enumerate(container.devices)
+            if own.uuid == device.uuid
+        )
+
+    def look(
+        self,
+        device: Device,
+        look: Look,
+        processes: Sequence[ProcessMemory],
+        charges: Mapping[Container, Mapping[Process, Charge]],
+    ) -> None:
+        """Take a look at a GPU that is over into account; `charges` are from before it."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._audited_ns.get(device.uuid, -AUDIT_NS) < AUDIT_NS:
+            return
+        self._audited_ns[device.uuid] = now_ns
+        self._keep_up()
+        owners = self._owners(device, processes)
+        # Their times are of the wall clock, by which nothing else is measured here.
+        wall_ns = time.time_ns() - time.monotonic_ns()
+        for watched in list(self._watched.values()):
+            container = watched.container
+            if container not in charges:
+                continue
+            i = next(i for i, own in enumerate(container.devices) if own.uuid == device.uuid)
+            own = {one.pid: one for one in processes if owners.get(one.pid) is container}
+            known = container.pids()
+            container.findings.seen[i] = sum(one.used or 0 for one in own.values())
+            idle = self._is_idle(watched, device, i, charges[container], now_ns)
+            facts = Facts(
+                now_ns=now_ns,
+                allowed=allowed_memory(container.quota.memory, self._context_bytes),
+                memory={pid: one.used or 0 for pid, one in own.items()},
+                unregistered=frozenset(
+                    pid
+                    for pid, one in own.items()
+                    if pid not in known and one.computes and self._is_new(pid)
+                ),
+                samples=_samples(look.samples, frozenset(own) | known, wall_ns),
+                idle=idle,
+                frozen=watched.group is not None,
+            )
+            for episode, began in watched.devices[device.uuid].judge.look(facts):
+                self._tell(watched, i, episode, began=began)
+            self._act(watched)
+
+    def _keep_up(self) -> None:
+        """Forget who has ended, and get to know who has come."""
+        for key, watched in list(self._watched.items()):
+            if self._containers.get(key) is not watched.container:
+                self._thaw(watched, "ended")
+                del self._watched[key]
+        for key, container in self._containers.items():
+            if key not in self._watched:
+                self._watched[key] = _Watched(container, cgroups.identify(container.pid))
+
+    def _owners(
+        self, device: Device, processes: Sequence[ProcessMemory]
+    ) -> dict[int, Container | None]:
+        """Return whose each process is: registered, or found by control group or namespace."""
+        here = [
+            one
+            for one in self._watched.values()
+            if any(own.uuid == device.uuid for own in one.container.devices)
+        ]
+        registered = {pid: one.container for one in here for pid in one.container.pids()}
+        return {
+            process.pid: registered.get(process.pid) or _find_owner(process.pid, here)
+            for process in processes
+        }
+
+    def _is_new(self, pid: int) -> bool:
+        """Return whether a process began under this governor: one that came before had nobody."""
+        return cgroups.started_ns(pid) > self._began_ns
+
+    def _is_idle(
+        self,
+        watched: _Watched,
+        device: Device,
+        i: int,
+        charges: Mapping[Process, Charge],
+        now_ns: int,
+    ) -> bool:
+        """Return whether the container had no grant since the look before, nor reported work.
+
+        What it reports is its own word. Against who writes that it worked, `compute` says nothing.
+        """
+        stats = watched.container.stats(i)
+        books = (
+            int(stats.grants),
+            int(stats.held_ns),
+            sum(charge.busy_ns for charge in charges.values()),
+        )
+        passing = watched.container.passing(i)
+        passing_ns = passing.count * SMALL_NS + passing.bytes // BYTES_PER_NS
+        before = watched.devices.get(device.uuid)
+        if before is None:
+            before = watched.devices[device.uuid] = _Device(Judge(device.uuid), now_ns)
+            idle = False
+        else:
+            passed = max(1, now_ns - before.looked_ns)
+            idle = (
+                not stats.since_ns
+                and books == before.books
+                and 0 <= passing_ns - before.passing_ns < QUIET * passed
+                and now_ns - passing.alive_ns > ALIVE_NS
+            )
+        before.books, before.passing_ns, before.looked_ns = books, passing_ns, now_ns
+        return idle
+
+    # Saying
+
+    def _tell(self, watched: _Watched, i: int, episode: Episode, *, began: bool) -> None:
+        container = watched.container
+        if began:
+            episode.began = time.time()
+            container.findings.episodes.append(episode)
+            container.findings.counts[i][episode.kind] += 1
+            self._tally.violations[episode.kind] += 1
+        else:
+            episode.ended = time.time()
+        (log.warning if began else log.info)(
+            "violation" if began else "violation-ended",
+            kind=episode.kind,
+            container=container.identifier,
+            gpu=container.devices[i].index,
+            pid=episode.pid,
+            found=_words(episode.kind, episode.found),
+            allowed=_words(episode.kind, episode.allowed),
+            **({"policy": self._policy} if began else {"seconds": _seconds(episode)}),
+        )
+        if began and self._policy == "stop":
+            self._stop(container, episode)
+
+    # Acting
+
+    def _stop(self, container: Container, episode: Episode) -> None:
+        try:
+            container.kill()
+        except OSError as e:
+            log.warning("violation-stop-failed", container=container.identifier, error=e.strerror)
+            return
+        self._tally.stops += 1
+        log.warning(
+            "violation-stopped",
+            container=container.identifier,
+            kind=episode.kind,
+            pid=container.pid,
+        )
+
+    def _act(self, watched: _Watched) -> None:
+        """Freeze who is accused, and again if he still is when he has been looked at."""
+        if self._policy != "throttle" or watched.group is not None:
+            return
+        if watched.frozen_s is not None and time.monotonic() < watched.watched_until:
+            return
+        if watched.accused:
+            self._freeze(watched)
+        else:
+            watched.frozen_s = None
+            watched.excused = ""
+
+    def _freeze(self, watched: _Watched) -> None:
+        container = watched.container
+        seconds = next_freeze(watched.frozen_s)
+        try:
+            watched.group = self._open_group(watched)
+            # Written before: a governor that dies in between leaves word of it.
+            self._write_record()
+            watched.group.freeze()
+        except (CannotFreezeError, OSError) as e:
+            if watched.group is not None:
+                watched.group.close()
+                watched.group = None
+                self._forget_record()
+            if str(e) != watched.excused:
+                watched.excused = str(e)
+                log.warning(
+                    "violation-throttle-failed", container=container.identifier, error=str(e)
+                )
+            return
+        watched.frozen_s = seconds
+        watched.excused = ""
+        watched.thaw_at = time.monotonic() + seconds
+        container.findings.frozen = True
+        self._tally.throttles += 1
+        log.warning(
+            "container-frozen",
+            container=container.identifier,
+            cgroup=watched.group.path,
+            seconds=seconds,
+        )
+        self._poll(watched)
+
+    def _open_group(self, watched: _Watched) -> Group:
+        container = watched.container
+        others = {key: one.identity for key, one in self._watched.items() if one is not watched}
+        group = cgroups.open_group(watched.identity, container.pid, others, cgroups.find_mounts())
+        # The group is found by a pid, and that is the container's as long as it lives. Who froze it
+        # already, a runtime, lets it go on, not we.
+        reason = "it is frozen already" if group.is_frozen() else None
+        if not container.lives():
+            reason = "its first process has ended"
+        if reason is not None:
+            group.close()
+            raise CannotFreezeError(reason)
+        return group
+
+    def _poll(self, watched: _Watched) -> None:
+        left = max(0.0, watched.thaw_at - time.monotonic())
+        loop = asyncio.get_running_loop()
+        watched.timer = loop.call_later(min(POLL_S, left), self._tick, watched)
+
+    def _tick(self, watched: _Watched) -> None:
+        """Thaw a container when its time is over, or when somebody kills it."""
+        if time.monotonic() >= watched.thaw_at:
+            self._thaw(watched, "time")
+        elif _is_killed(watched.container):
+            # In version 1 the frozen do not even die.
+            self._thaw(watched, "killed")
+        else:
+            self._poll(watched)
+
+    def _thaw(self, watched: _Watched, why: str) -> None:
+        if watched.group is None:
+            return
+        group, watched.group = watched.group, None
+        if watched.timer is not None:
+            watched.timer.cancel()
+        try:
+            group.thaw()
+        except (CannotFreezeError, OSError) as e:
+            # Its control group is gone, and everybody in it.
+            log.info("container-thaw-failed", container=watched.container.identifier, error=str(e))
+        group.close()
+        watched.container.findings.frozen = False
+        watched.watched_until = time.monotonic() + WATCH_S
+        self._forget_record()
+        log.info("container-thawed", container=watched.container.identifier, why=why)
+
+    # What must not be forgotten
+
+    def _write_record(self) -> None:
+        frozen = [
+            {"container": key, "hierarchy": one.group.hierarchy, "cgroup": one.group.path}
+            for key, one in self._watched.items()
+            if one.group is not None
+        ]
+        if not frozen:
+            self._record.unlink(missing_ok=True)
+            return
+        new = self._record.with_suffix(".new")
+        new.write_text(json.dumps({"frozen": frozen}) + "\n", encoding="utf-8")
+        new.replace(self._record)
+
+    def _forget_record(self) -> None:
+        """Write that somebody is frozen no more; who is thawed twice takes no harm."""
+        with contextlib.suppress(OSError):
+            self._write_record()
+
+    def _thaw_leftovers(self) -> None:
+        """Thaw what a governor that died had frozen."""
+        try:
+            frozen = json.loads(self._record.read_text(encoding="utf-8"))["frozen"]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            log.warning("frozen-record-damaged", path=str(self._record), error=str(e))
+            frozen = []
+        mounts = cgroups.find_mounts()
+        for one in frozen:
+            try:
+                group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)
+                with contextlib.closing(group):
+                    group.thaw()
+            except (CannotFreezeError, OSError, KeyError, TypeError) as e:
+                log.info("container-thaw-failed", error=str(e))
+            else:
+                log.info("container-thawed", container=one.get("container"), why="left over")
+        self._record.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Thaw everybody: nobody else would."""
+        for watched in self._watched.values():
+            self._thaw(watched, "stopping")
+
+
+def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
+    groups = cgroups.read_cgroups(pid)
+    for one in watched:
+        if one.identity.has_cgroups(groups):
+            return one.container
+    namespaces = cgroups.pid_namespaces(pid)
+    for one in watched:
+        if one.identity.has_namespaces(namespaces):
+            return one.container
+    return None
+
+
+def _samples(
+    samples: Sequence[ProcessUse], pids: frozenset[int], wall_ns: int
+) -> tuple[Sample, ...]:
+    return tuple(
+        Sample(one.time_us * 1000 - wall_ns, one.pid, one.percent)
+        for one in samples
+        if one.pid in pids
+    )
+
+
+def _is_killed(container: Container) -> bool:
+    """Return whether SIGKILL waits for a container's first process."""
+    status = cgroups.read_status(container.pid)
+    bit = 1 << (signal.SIGKILL - 1)
+    return any(int(status.get(name, "0"), 16) & bit for name in ("SigPnd", "ShdPnd"))
+
+
+def _words(kind: str, amount: int) -> str:
+    return f"{amount} %" if kind == COMPUTE else f"{amount >> 20} MiB"
+
+
+def _seconds(episode: Episode) -> float:
+    return round((episode.ended or 0.0) - episode.began, 1)

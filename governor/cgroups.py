@@ -1,0 +1,266 @@
+"""Which container a process of the host is in, by the kernel; and containers frozen for a while.
+
+A name says nothing: a process is a container's when it is in its control group, or in the pid
+namespace of its first process. Both versions of control groups are known, and both at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PROC = Path("/proc")
+V2 = ""
+"""The hierarchy of version 2, as /proc/PID/cgroup calls it; others go by their controllers."""
+FREEZER = "freezer"
+
+NS_GET_PARENT = 0xB702
+MOST_NESTED = 32
+"""Pid namespaces in one another, at most (the kernel's MAX_PID_NS_LEVEL)."""
+
+
+def read_cgroups(pid: int | str, proc: Path = PROC) -> dict[str, str]:
+    """Return a process's control group in each hierarchy; empty when it is gone."""
+    groups = {}
+    with contextlib.suppress(OSError):
+        text = (proc / str(pid) / "cgroup").read_text(errors="surrogateescape")
+        for line in text.splitlines():
+            _, controllers, path = line.split(":", 2)
+            groups[controllers] = path
+    return groups
+
+
+def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], ...]:
+    """Return the pid namespaces that a process is in, innermost first; empty when it is gone.
+
+    A container may make namespaces of its own inside; those around ours are not told.
+    """
+    found: list[tuple[int, int]] = []
+    try:
+        fd = os.open(proc / str(pid) / "ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ()
+    try:
+        while len(found) < MOST_NESTED:
+            status = os.fstat(fd)
+            found.append((status.st_dev, status.st_ino))
+            outer = fcntl.ioctl(fd, NS_GET_PARENT)
+            os.close(fd)
+            fd = outer
+    except OSError:
+        pass  # EPERM: around ours
+    finally:
+        os.close(fd)
+    return tuple(found)
+
+
+def read_status(pid: int | str, proc: Path = PROC) -> dict[str, str]:
+    """Return the fields of /proc/PID/status; empty when the process is gone."""
+    try:
+        text = (proc / str(pid) / "status").read_text(errors="replace")
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (s.partition(":") for s in text.splitlines())}
+
+
+def started_ns(pid: int, proc: Path = PROC) -> int:
+    """Return when a process began, on CLOCK_BOOTTIME; 0 when it is gone.
+
+    The field is behind the program's name, which may have spaces and brackets.
+    """
+    try:
+        text = (proc / str(pid) / "stat").read_text(errors="replace")
+        return int(text.rpartition(")")[2].split()[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_below(path: str, group: str) -> bool:
+    """Return whether a control group is `group` or in it."""
+    return path == group or path.startswith(group.rstrip("/") + "/")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What tells a container's processes from others: nothing that it shares with anybody."""
+
+    cgroups: Mapping[str, str] = field(default_factory=dict)
+    namespace: tuple[int, int] | None = None
+
+    def has_cgroups(self, cgroups: Mapping[str, str]) -> bool:
+        """Return whether a process in these control groups is the container's."""
+        return any(
+            hierarchy in cgroups and is_below(cgroups[hierarchy], group)
+            for hierarchy, group in self.cgroups.items()
+        )
+
+    def has_namespaces(self, namespaces: tuple[tuple[int, int], ...]) -> bool:
+        """Return whether a process in these pid namespaces is the container's."""
+        return self.namespace is not None and self.namespace in namespaces
+
+
+def identify(pid: int, proc: Path = PROC) -> Identity:
+    """Return what tells the container whose first process is `pid`; nothing when that is gone.
+
+    A control group counts if neither the governor nor the process's parent (a runtime, a shim) is
+    in it: where a runtime makes none, the container is in that of whoever started it. A pid
+    namespace counts if the process is the first in it: one that it joined has others' processes.
+    """
+    status = read_status(pid, proc)
+    others = [read_cgroups("self", proc)]
+    if status.get("PPid", "0") != "0":
+        others.append(read_cgroups(status["PPid"], proc))
+    cgroups = {
+        hierarchy: path
+        for hierarchy, path in read_cgroups(pid, proc).items()
+        # Outside of our own cgroup namespace paths begin with /.. and tell nothing.
+        if path != "/"
+        and not path.startswith("/..")
+        and not any(is_below(other.get(hierarchy, "/"), path) for other in others)
+    }
+    numbers = status.get("NSpid", "").split()
+    namespaces = pid_namespaces(pid, proc)
+    own = pid_namespaces("self", proc)
+    namespace = None
+    if len(numbers) > 1 and numbers[-1] == "1" and namespaces and namespaces[0] not in own:
+        namespace = namespaces[0]
+    return Identity(cgroups, namespace)
+
+
+def find_mounts(proc: Path = PROC) -> dict[str, Path]:
+    """Return where the hierarchies are mounted that can freeze: version 2 and `freezer`."""
+    found: dict[str, Path] = {}
+    for line in (proc / "self/mountinfo").read_text(errors="surrogateescape").splitlines():
+        before, _, after = line.partition(" - ")
+        root, point = before.split()[3:5]
+        kind, _, options = after.split(" ", 2)
+        # Of a part of a hierarchy the paths of /proc/PID/cgroup say nothing.
+        if root != "/":
+            continue
+        path = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), point))
+        if kind == "cgroup2":
+            found.setdefault(V2, path)
+        elif kind == "cgroup" and FREEZER in options.split(","):
+            found.setdefault(FREEZER, path)
+    return found
+
+
+class CannotFreezeError(Exception):
+    """A container cannot be frozen; the message says why."""
+
+
+class Group:
+    """A control group that can be frozen, open as a directory; `close` it.
+
+    CannotFreezeError where it is not there, is the root's, or has no means to freeze.
+    """
+
+    def __init__(self, hierarchy: str, path: str, mounts: Mapping[str, Path]) -> None:
+        parts = [part for part in path.split("/") if part]
+        if not parts or ".." in parts or "." in parts:
+            raise CannotFreezeError(f"control group {path!r} is nobody's own")
+        if hierarchy not in mounts:
+            raise CannotFreezeError(f"no hierarchy {hierarchy or 'of version 2'} is mounted")
+        self.hierarchy, self.path = hierarchy, path
+        flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(mounts[hierarchy], flags)
+            for part in parts:
+                inner = os.open(part, flags, dir_fd=self._fd)
+                os.close(self._fd)
+                self._fd = inner
+            self._file = "freezer.state" if hierarchy == FREEZER else "cgroup.freeze"
+            self._words = ("THAWED", "FROZEN") if hierarchy == FREEZER else ("0", "1")
+            self._read(self._file)
+        except OSError as e:
+            if hasattr(self, "_fd"):
+                os.close(self._fd)
+            raise CannotFreezeError(f"control group {path}: {e.strerror}") from e
+
+    def close(self) -> None:
+        """Let go of the directory; frozen stays frozen."""
+        os.close(self._fd)
+
+    def is_frozen(self) -> bool:
+        """Return whether somebody froze it, or is about to: itself, not one around it."""
+        if self.hierarchy != FREEZER:
+            return self._read("cgroup.freeze").strip() == "1"
+        with contextlib.suppress(FileNotFoundError):
+            return self._read("freezer.self_freezing").strip() == "1"
+        return self._read("freezer.state").strip() != "THAWED"
+
+    def freeze(self) -> None:
+        """Stop its processes, and those in groups below, when they are next out of the kernel."""
+        self._write(self._words[1])
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        self._write(self._words[0])
+
+    def _read(self, name: str) -> str:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+        with os.fdopen(fd) as file:
+            return file.read()
+
+    def _write(self, word: str) -> None:
+        fd = os.open(self._file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+        try:
+            os.write(fd, word.encode())
+        except OSError as e:
+            raise CannotFreezeError(f"control group {self.path}: {e.strerror}") from e
+        finally:
+            os.close(fd)
+
+
+def _candidates(identity: Identity) -> Iterator[tuple[str, str, str]]:
+    """Return the groups that may freeze: the hierarchy as mounted, as told, and the path."""
+    # Version 2 first: there a container that is killed while it is frozen ends.
+    for hierarchy in (V2, FREEZER):
+        for controllers, path in identity.cgroups.items():
+            if hierarchy in ((V2,) if controllers == V2 else controllers.split(",")):
+                yield hierarchy, controllers, path
+
+
+def open_group(
+    identity: Identity,
+    pid: int,
+    others: Mapping[str, Identity],
+    mounts: Mapping[str, Path],
+    proc: Path = PROC,
+) -> Group:
+    """Open the control group by which the container with first process `pid` can be frozen.
+
+    It is the container's alone: not the root's, and neither the governor nor any of the `others`,
+    by their ids, is in it. CannotFreezeError says why there is none.
+    """
+    reason = "it has no control group of its own"
+    now = read_cgroups(pid, proc)
+    own = read_cgroups("self", proc)
+    for hierarchy, controllers, path in _candidates(identity):
+        if is_below(own.get(controllers, "/"), path):
+            reason = f"the governor is in its control group {path}"
+            continue
+        if not is_below(now.get(controllers, "/"), path):
+            reason = f"its first process has left control group {path}"
+            continue
+        neighbour = next(
+            (
+                name
+                for name, other in others.items()
+                if controllers in other.cgroups and is_below(other.cgroups[controllers], path)
+            ),
+            None,
+        )
+        if neighbour is not None:
+            reason = f"container {neighbour[:64]!r} is in its control group {path}"
+            continue
+        try:
+            return Group(hierarchy, path, mounts)
+        except CannotFreezeError as e:
+            reason = str(e)
+    raise CannotFreezeError(reason)

@@ -1,0 +1,312 @@
+"""Containers that go around the control library, on a simulated GPU, under runc: they are found in time, throttled,
+stopped; and honest ones are never accused.
+
+The culprit loads a copy of the driver's own libcuda (stray.c). Who is how long frozen is read from the governor's log
+and from the container's own ticks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import Node, Running
+from governor import cgroups
+from governor.client import ask
+from tests.container.bundles import compile_c
+
+GIB = 1 << 30
+WAIT_S = 30
+SOON_S = 2.0
+
+
+class WithStray(Simulated):
+    """The simulated GPU, and in each image the culprit with a driver of its own."""
+
+    def __init__(self, work: Path, build: Path) -> None:
+        super().__init__(work, build)
+        source = Path(__file__).with_name("stray.c").read_text()
+        self.programs.append(compile_c(source, work / "stray", "-ldl"))
+        self.programs.append(shutil.copy(build / "simgpu/libcuda.so.1", work / "own-driver.so"))
+
+
+Place = Callable[..., contextlib.AbstractContextManager[Node]]
+
+
+@pytest.fixture
+def place(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Place:
+    """A node with these settings, as a context."""
+    require("gcc", "runc")
+
+    @contextlib.contextmanager
+    def make(**settings: object) -> Iterator[Node]:
+        with Node(WithStray(tmp_path, build_dir), settings=settings) as node:
+            yield node
+
+    return make
+
+
+def start(node: Node, name: str, *ways: str, **annotations: str) -> Running:
+    quota = {"memory": "2Gi", "compute": "20", **annotations}
+    return node.start(name, ["/usr/bin/stray", *ways], quota)
+
+
+def burner(node: Node, name: str, *options: str, **annotations: str) -> Running:
+    arguments = [
+        "/usr/bin/simgpu-workload", "--seconds", "60", "--out", "/out/progress.bin", *options,
+    ]  # fmt: skip
+    return node.start(name, arguments, {"memory": "2Gi", "compute": "20", **annotations})
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
+        time.sleep(0.01)
+    return value
+
+
+def events(node: Node, *names: str) -> list[dict[str, Any]]:
+    """What the governor logged under these names."""
+    lines = (node.work / "governor.log").read_text().splitlines()
+    known = [json.loads(line) for line in lines if line.startswith("{")]
+    return [event for event in known if event["event"] in names]
+
+
+def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
+    """What `tidegate ps --json` shows of a container, the last of each kind."""
+    known = {one["id"]: one for one in ask(node.config, "list")["containers"]}
+    if container.identifier not in known:
+        return {}
+    return {one["kind"]: one for one in known[container.identifier]["violations"]}
+
+
+def began(container: Running) -> float:
+    path = container.out / "began"
+
+    def there() -> float:
+        assert container.process.poll() is None, (container.bundle / "output").read_text()
+        return path.stat().st_mtime if path.exists() else 0.0
+
+    return float(wait_for(there, "the culprit"))
+
+
+def pids_of(container: Running, node: Node) -> list[int]:
+    done = subprocess.run(
+        [
+            "runc",
+            "--root",
+            str(node.state_dir),
+            "ps",
+            "--format",
+            "json",
+            container.identifier,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return list(json.loads(done.stdout))
+
+
+def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place: Place) -> None:
+    with place() as node:
+        neighbour = burner(node, "neighbour", compute="40")
+        culprit = start(node, "culprit", "child", "own", f"take:{3 * GIB}", "began", "sleep:4000")
+        since = began(culprit)
+        child = max(pids_of(culprit, node))
+        for kind in ("memory", "unregistered"):
+            found = wait_for(lambda k=kind: violations(node, culprit).get(k), kind)
+            assert found["began"] - since < SOON_S
+            assert found["pid"] == child
+            assert found["ended"] is None
+            assert found["gpu"].startswith("GPU-")
+        assert violations(node, culprit)["memory"]["found"] >= 3 * GIB
+        assert 2 * GIB < violations(node, culprit)["memory"]["allowed"] < 2.5 * GIB
+        wait_for((culprit.out / "ended").exists, "the culprit's end")
+        ended = (culprit.out / "ended").stat().st_mtime
+        wait_for(lambda: all(one["ended"] for one in violations(node, culprit).values()), "the end")
+        for one in violations(node, culprit).values():
+            assert one["ended"] - ended < SOON_S
+        told = events(node, "violation", "violation-ended")
+        # Once each when it began, and once when it was over; nobody else, and nothing was done.
+        assert sorted((one["event"], one["kind"]) for one in told) == [
+            ("violation", "memory"),
+            ("violation", "unregistered"),
+            ("violation-ended", "memory"),
+            ("violation-ended", "unregistered"),
+        ]
+        assert {one["container"] for one in told} == {culprit.identifier}
+        assert told[0]["policy"] == "report"
+        assert violations(node, neighbour) == {}
+        assert not events(node, "container-frozen", "violation-stopped")
+
+
+@pytest.mark.parametrize("ways", [("own",), ("join", "own")], ids=["stranger", "registered"])
+def test_who_works_without_a_grant_is_reported_within_two_seconds(
+    place: Place, ways: tuple[str, ...]
+) -> None:
+    with place() as node:
+        neighbour = burner(node, "neighbour", compute="40")
+        # What a start leaves behind is not looked at: a second of nothing, then work.
+        culprit = start(node, "culprit", *ways, "sleep:1500", "began", "burn:5000", "sleep:60000")
+        since = began(culprit)
+        found = wait_for(lambda: violations(node, culprit).get("compute"), "compute")
+        assert found["began"] - since < SOON_S
+        assert found["pid"] in pids_of(culprit, node)
+        assert found["found"] >= 5
+        assert set(violations(node, culprit)) == {
+            "compute",
+            *(["unregistered"] if ways == ("own",) else []),
+        }
+        wait_for(lambda: violations(node, culprit)["compute"]["ended"], "the end")
+        assert len([one for one in events(node, "violation") if one["kind"] == "compute"]) == 1
+        assert violations(node, neighbour) == {}
+
+
+def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: Place) -> None:
+    with place() as node:
+        culprit = start(node, "culprit", "join", "own", f"take:{2 * GIB}", "began", "sleep:60000")
+        since = began(culprit)
+        found = wait_for(lambda: violations(node, culprit).get("memory"), "memory")
+        assert found["began"] - since < SOON_S
+        assert set(violations(node, culprit)) == {"memory"}
+
+
+def test_honest_containers_are_not_accused(place: Place) -> None:
+    """Five at once: two that saturate, one that comes and goes, one with pieces of work that outlast their grants and are
+    not waited for, one that fills its quota."""
+    with place(longest_ms=100) as node:
+        burner(node, "one", compute="20")
+        burner(node, "two", compute="20", **{"compute-limit": "60"})
+        burner(node, "idle", "--gap-us", "700000", compute="10")
+        burner(node, "long", "--unit-us", "1500000", compute="10")
+        full = start(
+            node,
+            "full",
+            "join",
+            f"take:{2 * GIB - (560 << 20)}",
+            "began",
+            "sleep:60000",
+            compute="5",
+        )
+        began(full)
+        time.sleep(8)
+        assert [one.name for one in node.running if violations(node, one)] == []
+        assert events(node, "violation") == []
+        long = [one for one in node.look().values() if one["id"].endswith("-long")]
+        assert long[0]["devices"][0]["overdue"] > 0  # or it showed nothing
+
+
+def ticks(container: Running) -> int:
+    try:
+        return (container.out / "ticks").stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def stands_still(container: Running) -> bool:
+    """Whether it did nothing for a third of a second."""
+    before = ticks(container)
+    time.sleep(0.35)
+    return ticks(container) == before > 0
+
+
+def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> None:
+    with place(on_violation="throttle") as node:
+        neighbour = burner(node, "neighbour", compute="40")
+        culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
+        began(culprit)
+        wait_for(lambda: events(node, "container-frozen"), "the first time")
+        assert stands_still(culprit)
+        shown = {one["id"]: one for one in ask(node.config, "list")["containers"]}
+        assert shown[culprit.identifier]["frozen"] is True
+        assert shown[neighbour.identifier]["frozen"] is False
+        wait_for(lambda: len(events(node, "container-frozen")) == 3, "the third time")
+        assert [one["seconds"] for one in events(node, "container-frozen")] == [1, 2, 4]
+        thawed = events(node, "container-thawed")
+        assert [one["why"] for one in thawed] == ["time", "time"]
+        assert len(events(node, "violation")) == 2  # memory and unregistered, once each
+        units = (neighbour.out / "progress.bin").stat().st_size
+        assert stands_still(culprit)
+        assert (neighbour.out / "progress.bin").stat().st_size > units
+        # A runtime can end it although it is frozen.
+        since = time.monotonic()
+        node.delete(culprit)
+        assert culprit.process.poll() is not None
+        assert time.monotonic() - since < 5
+        wait_for(lambda: len(ask(node.config, "list")["containers"]) == 1, "its end")
+        wait_for(lambda: not (node.runtime_dir / "frozen.json").exists(), "the record")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stops", "dies"])
+def test_nobody_stays_frozen_when_the_governor(place: Place, number: signal.Signals) -> None:
+    with place(on_violation="throttle") as node:
+        culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
+        began(culprit)
+        # The longest of the first times: the governor has to act, not the time.
+        wait_for(lambda: len(events(node, "container-frozen")) == 3, "the third time")
+        assert stands_still(culprit)
+        assert (node.runtime_dir / "frozen.json").exists()
+        node.stop_governor(number)
+        if number == signal.SIGKILL:
+            assert stands_still(culprit)
+            node.start_governor()
+            assert events(node, "container-thawed")[-1]["why"] == "left over"
+        assert not stands_still(culprit)
+        assert not (node.runtime_dir / "frozen.json").exists()
+
+
+def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None:
+    with place(on_violation="throttle") as node:
+        culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "sleep:500", "began", "tick")
+        began(culprit)
+        wait_for(lambda: events(node, "container-thawed"), "the end of the first time")
+        # It is looked at for 2.5 s before the second.
+        command = ["runc", "--root", str(node.state_dir)]
+        subprocess.run([*command, "pause", culprit.identifier], check=True)
+        wait_for(lambda: events(node, "violation-throttle-failed"), "word of it")
+        assert events(node, "violation-throttle-failed")[-1]["error"] == "it is frozen already"
+        assert stands_still(culprit)
+        assert len(events(node, "container-frozen")) == 1
+        subprocess.run([*command, "resume", culprit.identifier], check=True)
+
+
+def test_stopping_kills_the_container(place: Place) -> None:
+    with place(on_violation="stop") as node:
+        neighbour = burner(node, "neighbour", compute="40")
+        culprit = start(node, "culprit", "child", "own", "began", "tick")
+        since = began(culprit)
+        assert node.wait(culprit, WAIT_S) == 128 + signal.SIGKILL
+        [stopped, *_] = events(node, "violation-stopped")
+        assert stopped["kind"] == "unregistered"
+        assert stopped["container"] == culprit.identifier
+        assert time.time() - since < SOON_S + 2
+        wait_for(lambda: len(ask(node.config, "list")["containers"]) == 1, "its end")
+        assert neighbour.process.poll() is None
+
+
+def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Place) -> None:
+    """Under runc both say it; a process of the host is in neither."""
+    with place() as node:
+        container = start(node, "one", "began", "child", "sleep:60000")
+        began(container)
+        first, child = sorted(
+            wait_for(lambda: len(p := pids_of(container, node)) == 2 and p, "two")
+        )
+        identity = cgroups.identify(first)
+        assert identity.has_cgroups(cgroups.read_cgroups(child))
+        assert identity.has_namespaces(cgroups.pid_namespaces(child))
+        assert not identity.has_cgroups(cgroups.read_cgroups(os.getpid()))
+        assert not identity.has_namespaces(cgroups.pid_namespaces(os.getpid()))

@@ -44,9 +44,6 @@ log = structlog.get_logger()
 AUDIT_NS = LOOK_NS * 4 // 5
 """Looks that come sooner are for those who wait for memory."""
 
-ALIVE_NS = 500_000_000
-"""A library that watches work of a former grant says so every 5 ms; later where cores are short."""
-
 SMALL_NS = 10_000
 BYTES_PER_NS = 20
 QUIET = 0.02
@@ -101,7 +98,7 @@ class Auditor:
         self._tally = tally
         self._policy = config.on_violation
         self._context_bytes = config.context_memory
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[Container, _Watched] = {}
         self._audited_ns: dict[str, int] = {}
         self._record = Path(config.runtime_dir) / RECORD
         self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
@@ -162,13 +159,11 @@ class Auditor:
 
     def _keep_up(self) -> None:
         """Forget who has ended, and get to know who has come."""
-        for key, watched in list(self._watched.items()):
-            if self._containers.get(key) is not watched.container:
-                self._thaw(watched, "ended")
-                del self._watched[key]
-        for key, container in self._containers.items():
-            if key not in self._watched:
-                self._watched[key] = _Watched(container, cgroups.identify(container.pid))
+        here = set(self._containers.values())
+        for container in self._watched.keys() - here:
+            self._thaw(self._watched.pop(container), "ended")
+        for container in here - self._watched.keys():
+            self._watched[container] = _Watched(container, cgroups.identify(container.pid))
 
     def _owners(
         self, device: Device, processes: Sequence[ProcessMemory]
@@ -219,7 +214,7 @@ class Auditor:
                 not stats.since_ns
                 and books == before.books
                 and 0 <= passing_ns - before.passing_ns < QUIET * passed
-                and now_ns - passing.alive_ns > ALIVE_NS
+                and not passing.pending
             )
         before.books, before.passing_ns, before.looked_ns = books, passing_ns, now_ns
         return idle
@@ -310,16 +305,16 @@ class Auditor:
 
     def _open_group(self, watched: _Watched) -> Group:
         container = watched.container
-        others = {key: one.identity for key, one in self._watched.items() if one is not watched}
+        others = {
+            one.container.identifier: one.identity
+            for one in self._watched.values()
+            if one is not watched
+        }
         group = cgroups.open_group(watched.identity, container.pid, others, cgroups.find_mounts())
-        # The group is found by a pid, and that is the container's as long as it lives. Who froze it
-        # already, a runtime, lets it go on, not we.
-        reason = "it is frozen already" if group.is_frozen() else None
+        # The group is found by a pid, and that is the container's as long as it lives.
         if not container.lives():
-            reason = "its first process has ended"
-        if reason is not None:
             group.close()
-            raise CannotFreezeError(reason)
+            raise CannotFreezeError("its first process has ended")
         return group
 
     def _poll(self, watched: _Watched) -> None:
@@ -329,9 +324,12 @@ class Auditor:
 
     def _tick(self, watched: _Watched) -> None:
         """Thaw a container when its time is over, or when somebody kills it."""
-        if time.monotonic() >= watched.thaw_at:
+        container = watched.container
+        if container not in self._containers.values():
+            self._thaw(watched, "ended")
+        elif time.monotonic() >= watched.thaw_at:
             self._thaw(watched, "time")
-        elif _is_killed(watched.container):
+        elif _is_killed(container):
             # In version 1 the frozen do not even die.
             self._thaw(watched, "killed")
         else:
@@ -340,26 +338,29 @@ class Auditor:
     def _thaw(self, watched: _Watched, why: str) -> None:
         if watched.group is None:
             return
-        group, watched.group = watched.group, None
+        container, group, watched.group = watched.container, watched.group, None
         if watched.timer is not None:
             watched.timer.cancel()
         try:
             group.thaw()
-        except (CannotFreezeError, OSError) as e:
-            # Its control group is gone, and everybody in it.
-            log.info("container-thaw-failed", container=watched.container.identifier, error=str(e))
+        except (CannotFreezeError, OSError):
+            why = "gone"  # with all that was in it
         group.close()
-        watched.container.findings.frozen = False
+        container.findings.frozen = False
         watched.watched_until = time.monotonic() + WATCH_S
         self._forget_record()
-        log.info("container-thawed", container=watched.container.identifier, why=why)
+        log.info("container-thawed", container=container.identifier, why=why)
 
     # What must not be forgotten
 
     def _write_record(self) -> None:
         frozen = [
-            {"container": key, "hierarchy": one.group.hierarchy, "cgroup": one.group.path}
-            for key, one in self._watched.items()
+            {
+                "container": one.container.identifier,
+                "hierarchy": one.group.hierarchy,
+                "cgroup": one.group.path,
+            }
+            for one in self._watched.values()
             if one.group is not None
         ]
         if not frozen:

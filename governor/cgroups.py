@@ -239,6 +239,7 @@ def open_group(
     by their ids, is in it. CannotFreezeError says why there is none.
     """
     reason = "it has no control group of its own"
+    found: list[Group] = []
     now = read_cgroups(pid, proc)
     own = read_cgroups("self", proc)
     for hierarchy, controllers, path in _candidates(identity):
@@ -260,7 +261,18 @@ def open_group(
             reason = f"container {neighbour[:64]!r} is in its control group {path}"
             continue
         try:
-            return Group(hierarchy, path, mounts)
+            group = Group(hierarchy, path, mounts)
         except CannotFreezeError as e:
             reason = str(e)
-    raise CannotFreezeError(reason)
+            continue
+        found.append(group)
+    # Whoever froze it already, its runtime, lets it go on, not we; that may use the other version.
+    if any(group.is_frozen() for group in found):
+        reason, unused = "it is frozen already", found
+    else:
+        unused = found[1:]
+    for group in unused:
+        group.close()
+    if len(unused) == len(found):
+        raise CannotFreezeError(reason)
+    return found[0]

@@ -471,7 +471,7 @@ class Container:
 
     def passing(self, device: int) -> Passing:
         """Return what its processes say that passes on GPU `device` without a grant."""
-        return read_passing(self.ledger, self._processes, device, time.monotonic_ns())
+        return read_passing(self.ledger, self._processes, device)
 
     def lives(self) -> bool:
         """Return whether its first process has not ended."""

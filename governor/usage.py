@@ -111,28 +111,27 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
 class Passing:
     """What passes without a grant: small copies and fills, and copies to and from the host.
 
-    `alive_ns` is when a process said last that it watches work of a grant that is over.
+    `pending` is whether work of a grant that is over may still run.
     """
 
     count: int
     bytes: int
-    alive_ns: int
+    pending: bool
 
 
-def read_passing(ledger: mmap, slots: Iterable[int], device: int, now_ns: int) -> Passing:
-    """Return what the processes in `slots` say; a time that has not come yet is none of ours."""
-    count = copied = alive_ns = 0
+def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
+    """Return what the processes in `slots` say."""
+    count = copied = pending = 0
     for slot in slots:
         base = layout.ledger_device(slot, device)
-        small, transfers, transferred, alive = (
+        small, transfers, transferred, waiting = (
             pages.read(ledger, base, "ledger_device", name)
-            for name in ("small", "transfers", "transfer_bytes", "alive_ns")
+            for name in ("small", "transfers", "transfer_bytes", "pending")
         )
         count += small + transfers
         copied += transferred
-        if alive <= now_ns:
-            alive_ns = max(alive_ns, alive)
-    return Passing(count, copied, alive_ns)
+        pending += waiting
+    return Passing(count, copied, bool(pending))
 
 
 class Debt:

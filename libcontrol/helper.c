@@ -238,6 +238,7 @@ static void *helper_run(void *argument)
         gate_lock(g);
         ns = helper_step(g, grant, pages_ledger_device(device));
         standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
+        atomic_store_relaxed(&pages_ledger_device(device)->pending, g->queue.n_markers);
         prim_unlock(&g->lock);
         /* What pools gave back by themselves is seen here. */
         if (prim_now() >= refresh_at) {

@@ -125,7 +125,7 @@ LEDGER_DEVICE = Struct(
         Field("want", "u32", 1, "container", "release", "threads that wait for GPU time"),
         Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
         Field("released_epoch", "u32", 1, "container", "release", "grant that was given back"),
-        Field("reserved", "u32", 1, "container"),
+        Field("pending", "u32", 1, "container", doc="events behind its work that were not reached"),
         Field("first_ns", "u64", 1, "container", doc="first launch of active_epoch"),
         Field("release_ns", "u64", 1, "container", doc="when released_epoch was given back"),
         Field("residual_ns", "u64", 1, "container", doc="work left on the GPU at that time"),

@@ -378,7 +378,7 @@ class Auditor:
     def _thaw_leftovers(self) -> None:
         """Thaw what a governor that died had frozen."""
         try:
-            frozen = json.loads(self._record.read_text(encoding="utf-8"))["frozen"]
+            frozen = list(json.loads(self._record.read_text(encoding="utf-8"))["frozen"])
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as e:
@@ -387,13 +387,14 @@ class Auditor:
         mounts = cgroups.find_mounts()
         for one in frozen:
             try:
+                container = one.get("container")
                 group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)
                 with contextlib.closing(group):
                     group.thaw()
-            except (CannotFreezeError, OSError, KeyError, TypeError) as e:
+            except (CannotFreezeError, OSError, KeyError, AttributeError) as e:
                 log.info("container-thaw-failed", error=str(e))
             else:
-                log.info("container-thawed", container=one.get("container"), why="left over")
+                log.info("container-thawed", container=container, why="left over")
         self._record.unlink(missing_ok=True)
 
     def close(self) -> None:

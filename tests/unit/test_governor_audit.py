@@ -1,0 +1,393 @@
+"""The auditor with made-up containers: whom it counts in, what it says, what it does, and what it leaves behind.
+
+Real containers are in tests/container/test_violations.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from structlog.testing import capture_logs
+
+from governor import audit, cgroups
+from governor.arbiter import Stats
+from governor.audit import Auditor
+from governor.books import Device, Quota
+from governor.cgroups import CannotFreezeError, Identity
+from governor.config import Config
+from governor.container import Container, Look
+from governor.counters import Tally
+from governor.usage import Charge, Passing
+from governor.violations import Findings
+from vdriver.nvml import ProcessMemory, ProcessUse
+
+GIB = 1 << 30
+DEVICE = Device(0, "GPU-0", "made up", 16 * GIB)
+CONTEXT = Config().context_memory
+NEVER = 999_999_999  # no pid
+
+
+class Made:
+    """A container as far as an auditor looks at it."""
+
+    def __init__(self, name: str, pid: int = NEVER, device: Device = DEVICE) -> None:
+        self.identifier = name
+        self.pid = pid
+        self.quota = Quota(2 * GIB, 20, 20)
+        self.devices = (device,)
+        self.findings = Findings(1)
+        self.registered: set[int] = set()
+        self.now = Stats()
+        self.lets_pass = Passing(0, 0, pending=False)
+        self.killed = 0
+        self.alive = True
+
+    def pids(self) -> frozenset[int]:
+        return frozenset(self.registered)
+
+    def stats(self, _: int) -> Stats:
+        return self.now
+
+    def passing(self, _: int) -> Passing:
+        return self.lets_pass
+
+    def lives(self) -> bool:
+        return self.alive
+
+    def kill(self) -> None:
+        self.killed += 1
+
+
+class MadeGroup:
+    """A control group that remembers."""
+
+    hierarchy = cgroups.V2
+    path = "/one"
+
+    def __init__(self, record: Path) -> None:
+        self.record = record
+        self.did: list[str] = []
+
+    def freeze(self) -> None:
+        assert self.path in self.record.read_text()  # before it is frozen
+        self.did.append("freeze")
+
+    def thaw(self) -> None:
+        self.did.append("thaw")
+
+    def close(self) -> None: ...
+
+
+class World:
+    """An auditor, its containers, and who belongs to whom."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, **options: str) -> None:
+        self.config = replace(Config(runtime_dir=str(directory)), **options)
+        self.containers: dict[str, Container] = {}
+        self.tally = Tally()
+        self.owners: dict[int, Made] = {}
+        self.group = MadeGroup(directory / "frozen.json")
+        monkeypatch.setattr(audit, "AUDIT_NS", 0)
+        monkeypatch.setattr(audit, "_find_owner", lambda pid, _: self.owners.get(pid))
+        monkeypatch.setattr(cgroups, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
+        monkeypatch.setattr(cgroups, "identify", lambda _: Identity())
+        self.patch = monkeypatch
+        self.auditor = Auditor(self.containers, self.tally, self.config)
+
+    def add(self, name: str, **more: Any) -> Made:
+        made = Made(name, **more)
+        self.containers[name] = cast("Container", made)
+        return made
+
+    def look(self, *processes: ProcessMemory, samples: tuple[ProcessUse, ...] = ()) -> None:
+        look = Look(time.monotonic_ns(), {one.pid: one.used or 0 for one in processes}, samples)
+        charges = {one: {cast("Any", object()): Charge()} for one in self.containers.values()}
+        self.auditor.look(DEVICE, look, processes, charges)
+
+    async def looks(
+        self,
+        *processes: ProcessMemory,
+        seconds: float = 1.4,
+        samples: Callable[[], tuple[ProcessUse, ...]] = tuple,
+    ) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.look(*processes, samples=samples())
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    return lambda **options: World(tmp_path, monkeypatch, **options)
+
+
+def play(scene: Awaitable[None]) -> list[dict[str, Any]]:
+    """Run it, and return what was logged of violations and what was done."""
+
+    async def whole() -> None:
+        await scene
+
+    with capture_logs() as logs:
+        asyncio.run(whole())
+    return [dict(event) for event in logs]
+
+
+def kinds(logs: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(one["event"], one["kind"]) for one in logs if one["event"].startswith("violation")]
+
+
+def test_all_processes_count_registered_or_not(world: Callable[..., World]) -> None:
+    made = world()
+    one, two = made.add("one"), made.add("two")
+    one.registered = {1}
+    made.owners = {2: one, 3: two}
+    allowed = 2 * GIB + (128 << 20) + CONTEXT // 4
+    logs = play(
+        made.looks(
+            ProcessMemory(1, allowed),
+            ProcessMemory(2, 1, computes=False),
+            ProcessMemory(3, 5, computes=False),
+            ProcessMemory(4, 9 * GIB),  # nobody's
+        )
+    )
+    assert kinds(logs) == [("violation", "memory")]
+    assert logs[0]["container"] == "one"
+    assert (logs[0]["found"], logs[0]["allowed"], logs[0]["pid"]) == ("2306 MiB", "2306 MiB", 1)
+    assert logs[0]["log_level"] == "warning"
+    assert (one.findings.seen, two.findings.seen) == ([allowed + 1], [5])
+    assert made.tally.violations == {"memory": 1}
+    assert one.findings.counts[0] == {"memory": 1}
+    [episode] = one.findings.episodes
+    assert (episode.gpu, episode.found, episode.allowed) == ("GPU-0", allowed + 1, allowed)
+    assert abs(episode.began - time.time()) < 5
+
+
+def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
+    world: Callable[..., World],
+) -> None:
+    made = world()
+    one = made.add("one")
+    one.registered = {3}
+    made.owners = {1: one, 2000: one}
+    drawing = ProcessMemory(1, GIB, computes=False)
+    assert kinds(play(made.looks(drawing, ProcessMemory(2000, GIB), ProcessMemory(3, 0)))) == []
+    assert one.findings.seen == [2 * GIB]
+    assert kinds(play(made.looks(ProcessMemory(1, GIB)))) == [("violation", "unregistered")]
+
+
+def named() -> tuple[ProcessUse, ...]:
+    return (ProcessUse(1, time.time_ns() // 1000, 99),)
+
+
+@pytest.mark.parametrize("honest", ["holds", "granted", "held", "small", "copies", "pending", None])
+def test_who_holds_or_reports_is_not_accused_of_work(
+    world: Callable[..., World], honest: str | None
+) -> None:
+    made = world()
+    one = made.add("one")
+    one.registered = {1}
+
+    async def scene() -> None:
+        for i in range(30):
+            match honest:
+                case "holds":
+                    one.now.since_ns = 1
+                case "granted":
+                    one.now.grants = i
+                case "held":
+                    one.now.held_ns = i
+                case "small":
+                    one.lets_pass = Passing(1000 * i, 0, pending=False)
+                case "copies":
+                    one.lets_pass = Passing(i, i << 30, pending=False)
+                case "pending":
+                    one.lets_pass = Passing(0, 0, pending=True)
+                case _:
+                    one.lets_pass = Passing(i // 10, 0, pending=False)
+            made.look(ProcessMemory(1, 0), samples=named())
+            await asyncio.sleep(0.1)
+
+    logs = play(scene())
+    assert kinds(logs) == ([] if honest else [("violation", "compute")])
+    if not honest:
+        assert (logs[0]["found"], logs[0]["allowed"], logs[0]["pid"]) == ("99 %", "0 %", 1)
+
+
+def test_samples_are_asked_for_where_somebody_has_memory(world: Callable[..., World]) -> None:
+    made = world()
+    one = made.add("one")
+    assert not made.auditor.wants_samples(DEVICE)
+    one.findings.seen[0] = 1
+    assert made.auditor.wants_samples(DEVICE)
+    assert not made.auditor.wants_samples(replace(DEVICE, uuid="GPU-1"))
+
+
+def test_stopping_kills_once_each_time(world: Callable[..., World]) -> None:
+    made = world(on_violation="stop")
+    one = made.add("one")
+    made.owners = {1: one}
+    logs = play(made.looks(ProcessMemory(1, 0)))
+    assert one.killed == 1
+    assert made.tally.stops == 1
+    assert [one["event"] for one in logs] == ["violation", "violation-stopped"]
+
+
+def test_a_container_that_ended_by_itself_cannot_be_stopped(world: Callable[..., World]) -> None:
+    made = world(on_violation="stop")
+    one = made.add("one")
+    one.kill = lambda: (_ for _ in ()).throw(ProcessLookupError(3, "No such process"))  # type: ignore[method-assign,assignment]
+    made.owners = {1: one}
+    logs = play(made.looks(ProcessMemory(1, 0)))
+    assert logs[-1]["event"] == "violation-stop-failed"
+    assert made.tally.stops == 0
+
+
+def test_a_container_is_frozen_and_thawed_without_looks(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML may fail for ever meanwhile."""
+    made = world(on_violation="throttle")
+    one = made.add("one", pid=os.getpid())
+    made.owners = {1: one}
+    monkeypatch.setattr(cgroups, "open_group", lambda *_: made.group)
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0), seconds=0.9)
+        assert made.group.did == ["freeze"]
+        assert one.findings.frozen
+        assert json.loads(made.group.record.read_text()) == {
+            "frozen": [{"container": "one", "hierarchy": "", "cgroup": "/one"}]
+        }
+        await asyncio.sleep(1.5)
+        assert made.group.did == ["freeze", "thaw"]
+        assert not one.findings.frozen
+        assert not made.group.record.exists()
+
+    logs = play(scene())
+    assert made.tally.throttles == 1
+    assert [one["event"] for one in logs] == ["violation", "container-frozen", "container-thawed"]
+
+
+@pytest.mark.parametrize("how", ["stopping", "ended", "killed"])
+def test_who_is_frozen_is_thawed_before_its_time(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    made = world(on_violation="throttle")
+    one = made.add("one", pid=os.getpid())
+    made.owners = {1: one}
+    monkeypatch.setattr(cgroups, "open_group", lambda *_: made.group)
+    monkeypatch.setattr(audit, "next_freeze", lambda _: 3600.0)
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0), seconds=0.9)
+        assert made.group.did == ["freeze"]
+        match how:
+            case "stopping":
+                made.auditor.close()
+            case "ended":
+                del made.containers["one"]
+                await asyncio.sleep(0.6)
+            case _:
+                pending = {"SigPnd": "0000000000000000", "ShdPnd": "0000000000000100"}
+                monkeypatch.setattr(cgroups, "read_status", lambda _: pending)
+                await asyncio.sleep(0.6)
+        assert made.group.did == ["freeze", "thaw"]
+        assert not made.group.record.exists()
+
+    assert play(scene())[-1] == {
+        "event": "container-thawed", "container": "one", "why": how, "log_level": "info",
+    }  # fmt: skip
+
+
+def test_who_cannot_be_frozen_is_said_once(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(on_violation="throttle")
+    one = made.add("one")
+    made.owners = {1: one}
+
+    def refuse(*_: object) -> None:
+        raise CannotFreezeError("it has no control group of its own")
+
+    monkeypatch.setattr(cgroups, "open_group", refuse)
+    logs = play(made.looks(ProcessMemory(1, 0)))
+    assert [one["event"] for one in logs] == ["violation", "violation-throttle-failed"]
+    assert logs[1]["error"] == "it has no control group of its own"
+    assert made.tally.throttles == 0
+    assert not one.findings.frozen
+
+
+def test_a_record_that_cannot_be_written_leaves_nobody_frozen(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(on_violation="throttle")
+    one = made.add("one")
+    made.owners = {1: one}
+    monkeypatch.setattr(cgroups, "open_group", lambda *_: made.group)
+    (made.group.record.with_suffix(".new")).mkdir()
+    logs = play(made.looks(ProcessMemory(1, 0)))
+    assert [one["event"] for one in logs] == ["violation", "violation-throttle-failed"]
+    assert made.group.did == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", "{}", '{"frozen": 3}', '{"frozen": [3, null, {}]}',
+        '{"frozen": [{"hierarchy": "", "cgroup": "/"}]}',
+        '{"frozen": [{"hierarchy": "", "cgroup": "/../../etc"}]}',
+        '{"frozen": [{"hierarchy": "cpu", "cgroup": "/x"}]}',
+        '{"frozen": [{"hierarchy": "", "cgroup": "/tidegate-is-not-there"}]}', "\udcff",
+    ],
+)  # fmt: skip
+def test_a_record_of_any_kind_stops_no_governor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    (tmp_path / "frozen.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    World(tmp_path, monkeypatch)
+    assert not (tmp_path / "frozen.json").exists()
+
+
+def test_what_a_governor_that_died_left_frozen_is_thawed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "cgroup/pod/one"
+    group.mkdir(parents=True)
+    (group / "cgroup.freeze").write_text("1")
+    monkeypatch.setattr(cgroups, "find_mounts", lambda: {cgroups.V2: tmp_path / "cgroup"})
+    left = [
+        {"container": "gone", "hierarchy": "", "cgroup": "/pod/gone"},
+        {"container": "one", "hierarchy": "", "cgroup": "/pod/one"},
+    ]
+    (tmp_path / "frozen.json").write_text(json.dumps({"frozen": left}))
+    with capture_logs() as logs:
+        World(tmp_path, monkeypatch)
+    assert (group / "cgroup.freeze").read_text() == "0"
+    assert [one["container"] for one in logs if one["event"] == "container-thawed"] == ["one"]
+
+
+def test_a_container_of_the_same_name_is_another_one(world: Callable[..., World]) -> None:
+    made = world()
+    first = made.add("one")
+    made.owners = {1: first}
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0), seconds=0.4)
+        second = made.add("one")
+        made.owners = {1: second}
+        await made.looks(ProcessMemory(1, 0), seconds=0.3)
+        assert second.findings.episodes == first.findings.episodes
+        await made.looks(ProcessMemory(1, 0), seconds=0.9)
+        assert len(second.findings.episodes) == 1
+
+    with contextlib.suppress(asyncio.CancelledError):
+        play(scene())

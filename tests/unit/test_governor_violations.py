@@ -1,0 +1,293 @@
+"""When a look accuses: on a virtual clock, by looks that a test makes up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from governor.violations import (
+    COMPUTE,
+    EVIDENCE_NS,
+    KINDS,
+    LATE_NS,
+    LEAST_PERCENT,
+    LONGEST_S,
+    MEMORY,
+    MOST_EPISODES,
+    SETTLE_NS,
+    UNREGISTERED,
+    WORKLESS_NS,
+    Episode,
+    Facts,
+    Findings,
+    Judge,
+    Sample,
+    allowed_memory,
+    next_freeze,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+MS, S = 1_000_000, 1_000_000_000
+LOOK = 250 * MS
+HONEST = Facts(now_ns=0, allowed=GIB, memory={7: GIB})
+
+
+class Play:
+    """Looks at a container, four times a second, and what they led to."""
+
+    def __init__(self) -> None:
+        self.judge = Judge("GPU-0")
+        self.now = 100 * S
+        self.told: list[tuple[str, bool, int]] = []  # kind, begin, when
+        self.episodes: list[Episode] = []
+
+    def look(self, facts: Facts, passed: int = LOOK) -> list[tuple[str, bool]]:
+        self.now += passed
+        told = self.judge.look(replace(facts, now_ns=self.now))
+        self.told += [(episode.kind, began, self.now) for episode, began in told]
+        self.episodes += [episode for episode, began in told if began]
+        return [(episode.kind, began) for episode, began in told]
+
+    def looks(self, facts: Facts, ns: int) -> None:
+        end = self.now + ns
+        while self.now < end:
+            self.look(facts)
+
+    def idle(self, ns: int, *, percent: int = 0, frozen: bool = False, pid: int = 7) -> None:
+        """Nothing by the books, and samples of the moment if it works all the same."""
+        end = self.now + ns
+        while self.now < end:
+            at = self.now + LOOK - 10 * MS
+            samples = (Sample(at, pid, percent),) if percent else ()
+            self.look(replace(HONEST, idle=True, frozen=frozen, samples=samples))
+
+
+def test_an_allowance_is_the_quota_libraries_and_a_part_of_a_context() -> None:
+    assert allowed_memory(8 * GIB, 520 * MIB) == 8 * GIB + 258 * MIB
+
+
+def test_memory_over_the_quota_is_reported_after_a_second_and_once() -> None:
+    play = Play()
+    play.looks(HONEST, S)
+    begin = play.now
+    over = replace(HONEST, memory={7: GIB // 2, 8: GIB // 2 + 1})
+    play.looks(over, 10 * S)
+    assert [(kind, began) for kind, began, _ in play.told] == [(MEMORY, True)]
+    assert play.told[0][2] - begin <= 1.5 * S
+    assert play.episodes == [Episode(MEMORY, "GPU-0", 8, GIB + 1, GIB)]
+    assert play.judge.accuses
+    play.looks(HONEST, S)
+    assert [(kind, began) for kind, began, _ in play.told[1:]] == [(MEMORY, False)]
+    assert not play.judge.accuses
+
+
+def test_looks_that_are_mistaken_now_and_then_accuse_nobody() -> None:
+    """Two processes hand a block to and fro: three looks of four see it with both."""
+    play = Play()
+    over = replace(HONEST, memory={7: GIB, 8: GIB})
+    for i in range(100):
+        play.look(HONEST if i % 4 == 0 else over)
+    assert play.told == []
+
+
+def test_many_looks_at_once_are_one_moment() -> None:
+    play = Play()
+    over = replace(HONEST, memory={7: 2 * GIB})
+    for _ in range(40):
+        play.look(over, 20 * MS)
+    assert play.told == []
+
+
+def test_two_looks_far_apart_are_two() -> None:
+    play = Play()
+    for _ in range(3):
+        play.look(replace(HONEST, memory={7: 2 * GIB}), 10 * S)
+    assert play.told == []
+
+
+def test_a_stranger_is_reported_at_its_second_half_second() -> None:
+    play = Play()
+    stranger = replace(HONEST, unregistered=frozenset({9}), memory={7: 1, 9: 5})
+    assert play.look(stranger) == []
+    assert play.look(stranger) == []
+    assert play.look(stranger) == [(UNREGISTERED, True)]
+    assert play.episodes == [Episode(UNREGISTERED, "GPU-0", 9, 5, 0)]
+    # Another one in its place goes on with it.
+    play.looks(replace(stranger, unregistered=frozenset({10})), 3 * S)
+    play.looks(HONEST, S)
+    assert [(kind, began) for kind, began, _ in play.told[1:]] == [(UNREGISTERED, False)]
+
+
+def test_work_without_a_grant_is_reported_within_two_seconds() -> None:
+    play = Play()
+    play.idle(3 * S)
+    begin = play.now
+    play.idle(10 * S, percent=99)
+    assert [(kind, began) for kind, began, _ in play.told] == [(COMPUTE, True)]
+    assert play.told[0][2] - begin <= S
+    assert play.episodes[0].pid == 7
+    assert play.episodes[0].found == 99
+    end = play.now
+    play.idle(5 * S)
+    assert [(kind, began) for kind, began, _ in play.told[1:]] == [(COMPUTE, False)]
+    assert play.told[-1][2] - end <= WORKLESS_NS + LOOK
+
+
+def test_who_worked_until_now_and_goes_on_without_a_grant_is_reported_within_two_seconds() -> None:
+    play = Play()
+    play.looks(HONEST, 5 * S)  # not idle: it has grants
+    begin = play.now
+    play.idle(10 * S, percent=50)
+    assert [(kind, began) for kind, began, _ in play.told] == [(COMPUTE, True)]
+    assert play.told[0][2] - begin <= 2 * S
+
+
+def test_samples_of_the_time_before_accuse_nobody() -> None:
+    """They reach back for a second, and come again and again."""
+    play = Play()
+    play.looks(HONEST, S)
+    old = tuple(Sample(play.now + i * 100 * MS, 7, 99) for i in range(1, 9))
+    for _ in range(40):
+        play.look(replace(HONEST, idle=True, samples=old))
+    assert play.told == []
+
+
+def test_samples_of_the_future_accuse_nobody() -> None:
+    play = Play()
+    play.idle(3 * S)
+    for i in range(40):
+        ahead = Sample(play.now + 3600 * S + i, 7, 99)
+        play.look(replace(HONEST, idle=True, samples=(ahead,)))
+    assert play.told == []
+
+
+def test_one_sample_that_comes_again_is_one() -> None:
+    play = Play()
+    play.idle(3 * S)
+    sample = Sample(play.now, 7, 99)
+    for _ in range(8):
+        play.look(replace(HONEST, idle=True, samples=(sample,)))
+    assert play.told == []
+
+
+def test_housekeeping_of_a_context_is_no_work() -> None:
+    play = Play()
+    play.idle(20 * S, percent=LEAST_PERCENT - 1)
+    assert play.told == []
+
+
+def test_after_looks_that_came_late_nothing_is_known() -> None:
+    """The governor stood still: the container gave itself its share."""
+    play = Play()
+    play.idle(5 * S)
+    for _ in range(20):
+        play.now += LATE_NS
+        play.idle(1, percent=99)
+    assert play.told == []
+
+
+@pytest.mark.parametrize("work_every", [2, 3, 4])
+def test_who_is_granted_now_and_then_is_not_accused(work_every: int) -> None:
+    play = Play()
+    for i in range(80):
+        at = play.now + LOOK - 10 * MS
+        busy = i % work_every == 0
+        play.look(replace(HONEST, idle=not busy, samples=(Sample(at, 7, 99),)))
+    assert play.told == []
+
+
+def test_a_violation_of_compute_outlasts_a_freeze() -> None:
+    """Frozen it does nothing; what it does when it is thawed is the same violation, or none."""
+    play = Play()
+    play.idle(3 * S)
+    play.idle(2 * S, percent=99)
+    play.idle(32 * S, frozen=True)
+    assert len(play.told) == 1
+    play.idle(5 * S, percent=99)
+    assert len(play.told) == 1
+    play.idle(8 * S, frozen=True)
+    play.idle(WORKLESS_NS + LOOK)
+    assert [(kind, began) for kind, began, _ in play.told] == [(COMPUTE, True), (COMPUTE, False)]
+
+
+def test_samples_of_before_a_freeze_accuse_nobody_after_it() -> None:
+    play = Play()
+    play.idle(3 * S)
+    play.idle(500 * MS, percent=99)  # not enough yet
+    play.idle(1 * S, frozen=True, percent=99)
+    play.idle(500 * MS, percent=99)
+    assert play.told == []
+
+
+facts = st.builds(
+    Facts,
+    now_ns=st.just(0),
+    allowed=st.just(GIB),
+    memory=st.dictionaries(st.integers(1, 3), st.integers(0, 2 * GIB), max_size=3),
+    unregistered=st.frozensets(st.integers(1, 3)),
+    samples=st.lists(
+        st.builds(Sample, st.integers(0, 200 * S), st.integers(1, 3), st.integers(0, 200)),
+        max_size=4,
+    ),
+    idle=st.booleans(),
+    frozen=st.booleans(),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(facts, st.integers(0, 2 * S)), max_size=60))
+def test_begin_and_end_take_turns(looks: list[tuple[Facts, int]]) -> None:
+    play = Play()
+    for one, passed in looks:
+        play.look(one, passed)
+    for kind in KINDS:
+        turns = [began for told, began, _ in play.told if told == kind]
+        assert turns == [i % 2 == 0 for i in range(len(turns))]
+    for episode in play.episodes:
+        assert episode.found > episode.allowed or episode.kind == UNREGISTERED
+        assert episode.found >= 0
+        assert episode.kind != COMPUTE or episode.found <= 100
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(facts, st.integers(0, 2 * S)), max_size=60))
+def test_no_look_alone_accuses(looks: list[tuple[Facts, int]]) -> None:
+    """Whatever looks say, if each second one is clean nobody is accused of memory or of strangers."""
+    play = Play()
+    for one, passed in looks:
+        play.look(one, passed)
+        play.look(HONEST, passed)
+    assert play.told == []
+
+
+def test_freezing_doubles_up_to_its_longest() -> None:
+    times = [next_freeze(None)]
+    while len(times) < 8:
+        times.append(next_freeze(times[-1]))
+    assert times == [1, 2, 4, 8, 16, 32, 32, 32]
+    assert LONGEST_S == 32
+
+
+def test_findings_are_bounded_and_plain() -> None:
+    findings = Findings(2)
+    for i in range(2 * MOST_EPISODES):
+        findings.episodes.append(Episode(MEMORY, "GPU-1", i, 2, 1, began=1.23456, ended=2.0))
+    assert len(findings.describe()["violations"]) == MOST_EPISODES
+    assert not findings.last("GPU-1", MEMORY)
+    findings.episodes.append(Episode(MEMORY, "GPU-1", 5, 2, 1, began=1.23456))
+    assert findings.last("GPU-1", MEMORY)
+    assert not findings.last("GPU-0", MEMORY)
+    assert not findings.last("GPU-1", COMPUTE)
+    assert findings.describe()["violations"][-1] == {
+        "kind": "memory", "gpu": "GPU-1", "pid": 5, "found": 2, "allowed": 1, "began": 1.235, "ended": None,
+    }  # fmt: skip
+    assert (findings.seen, findings.frozen) == ([0, 0], False)
+
+
+def test_what_a_second_takes_fits_into_two() -> None:
+    """From the last honest work: samples settle, then come three times within the looks."""
+    assert SETTLE_NS + 3 * LOOK <= 2 * S
+    assert SETTLE_NS < EVIDENCE_NS

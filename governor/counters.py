@@ -136,11 +136,11 @@ class Tally:
         for uuid, time in container.gpu_times().items():
             self._past[uuid] = self._past.get(uuid, GpuTime()) + time
 
-    def gpu_times(self, containers: Iterable[Timed]) -> dict[str, GpuTime]:
-        """Return the time of each GPU, by UUID: of these, and of those that ended."""
+    def gpu_times(self, running: Iterable[Mapping[str, GpuTime]]) -> dict[str, GpuTime]:
+        """Return the time of each GPU, by UUID: of these containers, and of those that ended."""
         total = dict(self._past)
-        for container in containers:
-            for uuid, time in container.gpu_times().items():
+        for times in running:
+            for uuid, time in times.items():
                 total[uuid] = total.get(uuid, GpuTime()) + time
         return total
 

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from governor.config import Config
 from governor.container import Container
-from governor.counters import Looks, Tally
+from governor.counters import GpuTime, Looks
 from governor.errors import GovernorError
 from governor.server import VERSION, Server
 from governor.violations import KINDS
@@ -160,23 +160,22 @@ def collect(server: Server) -> list[Metric]:
         families.add((code,), admissions_refused=tally.refused[code])
     for kind in KINDS:
         families.add((kind,), violations=tally.violations[kind])
-    _add_gpus(families, server, containers, tally)
-    for container in containers:
-        _add_container(families, container)
+    # Read once: the sum over containers is what a GPU did.
+    times = [container.gpu_times() for container in containers]
+    _add_gpus(families, server, tally.gpu_times(times))
+    for container, own in zip(containers, times, strict=True):
+        _add_container(families, container, own)
     return families.all()
 
 
-def _add_gpus(
-    families: _Families, server: Server, containers: Sequence[Container], tally: Tally
-) -> None:
-    times = tally.gpu_times(containers)
+def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime]) -> None:
     shown = {gpu["uuid"]: gpu for gpu in server.books.describe()["gpus"]}
     for device in server.books.devices:
         labels = (device.uuid, str(device.index), device.name)
         room = shown[device.uuid]
         lost = room["lost"] is not None
-        sharing = [c for c in containers if device in c.devices]
-        looks = tally.looks.get(device.uuid, Looks())
+        sharing = [c for c in server.containers.values() if device in c.devices]
+        looks = server.tally.looks.get(device.uuid, Looks())
         families.add(
             labels,
             gpu_info=1,
@@ -189,18 +188,18 @@ def _add_gpus(
             gpu_looks_failed=looks.failed,
             gpu_look_seconds=looks.seconds,
         )
-        time_of = times.get(device.uuid)
+        time_of = times.get(device.uuid, GpuTime())
         families.add(
             labels,
-            gpu_held_seconds=time_of.held_ns * S if time_of else 0,
-            gpu_charged_seconds=time_of.charged_ns * S if time_of else 0,
-            gpu_lent_seconds=time_of.lent_ns * S if time_of else 0,
-            gpu_handover_seconds=time_of.handover_ns * S if time_of else 0,
-            gpu_grants=time_of.grants if time_of else 0,
+            gpu_held_seconds=time_of.held_ns * S,
+            gpu_charged_seconds=time_of.charged_ns * S,
+            gpu_lent_seconds=time_of.lent_ns * S,
+            gpu_handover_seconds=time_of.handover_ns * S,
+            gpu_grants=time_of.grants,
         )
 
 
-def _add_container(families: _Families, container: Container) -> None:
+def _add_container(families: _Families, container: Container, times: Mapping[str, GpuTime]) -> None:
     findings = container.findings
     # The id is foreign text: half of a surrogate pair could not be written.
     name = container.identifier.encode("utf-8", "replace").decode()
@@ -209,7 +208,6 @@ def _add_container(families: _Families, container: Container) -> None:
         container_processes=len(container.pids()),
         container_frozen=findings.frozen,
     )
-    times = container.gpu_times()
     for i, device in enumerate(container.devices):
         labels = (name, device.uuid)
         quota, time_of, counted = container.quota, times[device.uuid], container.counted(i)

@@ -210,7 +210,7 @@ class _Working:
             # A clock that was set shows times that have not come yet.
             if (
                 self._idle_since + SETTLE_NS < sample.time_ns <= now_ns
-                and sample.percent >= LEAST_PERCENT
+                and LEAST_PERCENT <= sample.percent <= 100  # drivers have told nonsense
             ):
                 self._evidence.setdefault(sample.time_ns, sample)
         for at in [at for at in self._evidence if at < now_ns - EVIDENCE_NS]:
@@ -220,7 +220,7 @@ class _Working:
             self.lasts = True
             self._last = max(self._last, times[-1])
             self.pid = self._evidence[times[-1]].pid
-            percents = [min(sample.percent, 100) for sample in self._evidence.values()]
+            percents = [sample.percent for sample in self._evidence.values()]
             self.percent = sum(percents) // len(percents)
 
 

@@ -22,6 +22,10 @@ def test_processes_that_fight_for_memory_do_not_pass_the_quota(
     assert report["hoard"]["killed"] > 0
     # A granule at most is left, and a full process has the whole quota by the driver's own NVML.
     assert report["limit"] - memory.GRANULE <= report["full"] <= report["limit"]
+    # Whatever looks of different moments say, none of them was accused of it.
+    log = (out / "governor.log").read_text()
+    assert "process-registered" in log
+    assert '"event": "violation"' not in log
 
 
 GOOD = {

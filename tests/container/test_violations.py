@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.machine import Simulated
 from bench.node import Node, Running
@@ -92,6 +94,23 @@ def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in known[container.identifier]["violations"]}
 
 
+def scrape(node: Node) -> dict[tuple[str, ...], float]:
+    """The metrics, by name and the values of their labels in the order of their names."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(WAIT_S)
+        client.connect(str(node.runtime_dir / "metrics.sock"))
+        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\n\r\n")
+        with client.makefile("rb") as stream:
+            answer = stream.read()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    return {
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
 def began(container: Running) -> float:
     path = container.out / "began"
 
@@ -121,7 +140,7 @@ def pids_of(container: Running, node: Node) -> list[int]:
 
 
 def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place: Place) -> None:
-    with place() as node:
+    with place(metrics={"listen": "unix"}) as node:
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "child", "own", f"take:{3 * GIB}", "began", "sleep:4000")
         since = began(culprit)
@@ -134,6 +153,21 @@ def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place:
             assert found["gpu"].startswith("GPU-")
         assert violations(node, culprit)["memory"]["found"] >= 3 * GIB
         assert 2 * GIB < violations(node, culprit)["memory"]["allowed"] < 2.5 * GIB
+        gpu = violations(node, culprit)["memory"]["gpu"]
+        shown = scrape(node)
+        assert shown["tidegate_violations_total", "memory"] == 1
+        assert shown["tidegate_container_violation", culprit.identifier, gpu, "memory"] == 1
+        assert shown["tidegate_container_violation", neighbour.identifier, gpu, "memory"] == 0
+        assert shown["tidegate_container_memory_seen_bytes", culprit.identifier, gpu] >= 3 * GIB
+        assert shown["tidegate_container_memory_charged_bytes", culprit.identifier, gpu] == 0
+        held, charged, grants, launches = (
+            shown[f"tidegate_container_{name}_total", neighbour.identifier, gpu]
+            for name in ("held_seconds", "charged_seconds", "grants", "launches")
+        )
+        assert 0 < charged <= held
+        assert min(grants, launches) > 0
+        assert shown["tidegate_gpu_held_seconds_total", gpu, "0"] >= held
+        assert shown["tidegate_gpu_looks_total", gpu, "0"] > 4
         wait_for((culprit.out / "ended").exists, "the culprit's end")
         ended = (culprit.out / "ended").stat().st_mtime
         wait_for(lambda: all(one["ended"] for one in violations(node, culprit).values()), "the end")

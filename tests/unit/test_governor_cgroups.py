@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from governor import cgroups
+from governor import audit, cgroups
 from governor.cgroups import FREEZER, V2, CannotFreezeError, Group, Identity, open_group
+from governor.container import Container
 from tests.conftest import lack
 
 SELF, SHIM, INIT = "self", 50, 100
@@ -297,12 +300,24 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
                 assert not group.is_frozen()
                 while switches(process.pid) == before:
                     assert time.monotonic() < deadline
+                group.freeze()
+                stood(process.pid)
+                process.kill()
+                while process.poll() is None and not is_killed(process.pid):
+                    assert time.monotonic() < deadline
+                group.thaw()
+                process.wait(10)
     finally:
         deadline = time.monotonic() + 10
         while directory.exists():
             with contextlib.suppress(OSError):
                 directory.rmdir()
             assert time.monotonic() < deadline
+
+
+def is_killed(pid: int) -> bool:
+    """What the governor asks of who is frozen: in version 1 he cannot die before he is thawed."""
+    return audit._is_killed(cast("Container", SimpleNamespace(pid=pid)))
 
 
 def switches(pid: int) -> int:

@@ -317,7 +317,7 @@ def test_a_tally_keeps_what_ended() -> None:
     tally = Tally()
     tally.container_ended(Ended())
     tally.container_ended(Ended())
-    assert tally.gpu_times([Ended()]) == {UUID: GpuTime(held_ns=30, grants=3)}
+    assert tally.gpu_times([Ended().gpu_times()]) == {UUID: GpuTime(held_ns=30, grants=3)}
 
 
 def test_formats_and_compression(play: Callable[[Scene], None]) -> None:

@@ -22,17 +22,20 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 import governor.reconcile
 from governor.arbiter import Runner, RunnerConfig, Stats, load_library
+from governor.audit import Auditor
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.container import Container, Look, namespace_pid
+from governor.counters import Tally
 from governor.reconcile import EACH, LOOK_NS, SOON_NS, Nobodys, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
@@ -155,11 +158,13 @@ class World:
         assert descriptors == 1
         return child, slot
 
+    async def reconcile(self, tally: Tally | None = None, auditor: Auditor | None = None) -> None:
+        runners = {UUID: self.runner}
+        await reconcile(self.server, self.nvml, [self.device], runners, tally, auditor)
+
     @contextlib.asynccontextmanager
     async def looking(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(
-            reconcile(self.server, self.nvml, [self.device], {UUID: self.runner})
-        )
+        task = asyncio.create_task(self.reconcile())
         try:
             yield
         finally:
@@ -1067,3 +1072,43 @@ def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int,
     nobodys.look(2, 0, 0)
     nobodys.look(3, 9 * MIB, 1)
     assert nobodys.each <= 9 * MIB
+
+
+def test_an_nvml_that_does_not_tell_utilisation_is_asked_for_memory_all_the_same(
+    play: Play,
+) -> None:
+    async def scene(world: World) -> None:
+        one = await world.admit()
+        child, slot = await world.join(one)
+        write(one, slot, memory=100)
+        world.nvml.used = {child.pid: 300}
+        tally = Tally()
+        auditor = Auditor(world.server.containers, tally, Config(runtime_dir=str(world.directory)))
+        refuse = Mock(side_effect=NvmlError("Unknown Error", hint="see the kernel log"))
+        with patch.object(world.nvml, "utilisation", refuse), capture_logs() as logs:
+            task = asyncio.create_task(world.reconcile(tally, auditor))
+            await until(lambda: refuse.call_count >= 2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert read(one, "memory_overhead") == 200
+        assert [event["event"] for event in logs].count("nvml-utilisation-failed") == 1
+        assert one.findings.seen == [300]
+        assert tally.looks[UUID].made >= 2
+        assert tally.looks[UUID].failed == 0
+        assert 0 < tally.looks[UUID].seconds < PATIENCE_S
+
+    play(scene)
+
+
+def test_looks_that_fail_are_counted(play: Play) -> None:
+    async def scene(world: World) -> None:
+        await world.admit()
+        world.nvml.failing = True
+        tally = Tally()
+        task = asyncio.create_task(world.reconcile(tally))
+        await until(lambda: UUID in tally.looks and tally.looks[UUID].failed >= 2)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert tally.looks[UUID].failed == tally.looks[UUID].made
+
+    play(scene)

@@ -173,9 +173,10 @@ def test_one_sample_that_comes_again_is_one() -> None:
     assert play.told == []
 
 
-def test_housekeeping_of_a_context_is_no_work() -> None:
+@pytest.mark.parametrize("percent", [LEAST_PERCENT - 1, 101, 2**32 - 1])
+def test_housekeeping_of_a_context_is_no_work_and_nonsense_no_evidence(percent: int) -> None:
     play = Play()
-    play.idle(20 * S, percent=LEAST_PERCENT - 1)
+    play.idle(20 * S, percent=percent)
     assert play.told == []
 
 

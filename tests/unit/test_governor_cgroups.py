@@ -194,14 +194,14 @@ def test_a_link_is_not_followed(kernel: Kernel) -> None:
 def test_mounts_are_read_as_the_kernel_writes_them(kernel: Kernel) -> None:
     (kernel.proc / "self/mountinfo").write_text(
         "30 25 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - tmpfs tmpfs rw,mode=755\n"
-        "31 30 0:27 / /sys/fs/cgroup/uni\\040fied rw shared:10 - cgroup2 cgroup2 rw,nsdelegate\n"
+        "31 30 0:27 / /sys/fs/cgroup/my\\040own rw shared:10 - cgroup2 cgroup2 rw,nsdelegate\n"
         "32 30 0:28 / /sys/fs/cgroup/cpu,cpuacct rw shared:11 - cgroup cgroup rw,cpu,cpuacct\n"
         "33 30 0:29 /part /mnt/freezer rw - cgroup cgroup rw,freezer\n"
         "34 30 0:29 / /sys/fs/cgroup/freezer rw - cgroup cgroup rw,freezer\n"
         "35 30 0:27 / /mnt/again rw - cgroup2 none rw\n"
     )
     assert cgroups.find_mounts(kernel.proc) == {
-        V2: Path("/sys/fs/cgroup/uni fied"),
+        V2: Path("/sys/fs/cgroup/my own"),
         FREEZER: Path("/sys/fs/cgroup/freezer"),
     }
 

@@ -85,7 +85,7 @@ def test_memory_over_the_quota_is_reported_after_a_second_and_once() -> None:
 
 
 def test_looks_that_are_mistaken_now_and_then_accuse_nobody() -> None:
-    """Two processes hand a block to and fro: three looks of four see it with both."""
+    """Two processes hand a block to each other: three looks of four see it with both."""
     play = Play()
     over = replace(HONEST, memory={7: GIB, 8: GIB})
     for i in range(100):
@@ -206,6 +206,7 @@ def test_a_violation_of_compute_outlasts_a_freeze() -> None:
     play.idle(3 * S)
     play.idle(2 * S, percent=99)
     play.idle(32 * S, frozen=True)
+    play.idle(S)  # it takes its time to begin again
     assert len(play.told) == 1
     play.idle(5 * S, percent=99)
     assert len(play.told) == 1

@@ -267,12 +267,14 @@ def open_group(
             continue
         found.append(group)
     # Whoever froze it already, its runtime, lets it go on, not we; that may use the other version.
-    if any(group.is_frozen() for group in found):
-        reason, unused = "it is frozen already", found
-    else:
-        unused = found[1:]
-    for group in unused:
-        group.close()
-    if len(unused) == len(found):
-        raise CannotFreezeError(reason)
-    return found[0]
+    try:
+        if any(group.is_frozen() for group in found):
+            reason = "it is frozen already"
+        elif found:
+            return found.pop(0)
+    except OSError as e:
+        reason = f"its control group is gone: {e.strerror}"
+    finally:
+        for group in found:
+            group.close()
+    raise CannotFreezeError(reason)

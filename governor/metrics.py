@@ -318,6 +318,8 @@ class Endpoint:
         method, target, _ = words
         if target.partition("?")[0] != "/metrics":
             return _status("404 Not Found")
+        if method != "GET":
+            return _status("405 Method Not Allowed", "Allow: GET\r\n")
         environment = {
             "REQUEST_METHOD": method,
             "PATH_INFO": "/metrics",
@@ -347,12 +349,10 @@ def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
     return f"HTTP/1.1 {status}\r\n{lines}Content-Length: {len(body)}\r\n{CLOSE}\r\n".encode() + body
 
 
-def _status(status: str) -> bytes:
+def _status(status: str, more: str = "") -> bytes:
     body = f"{status}; metrics are at /metrics\n".encode()
-    head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: text/plain\r\nContent-Length: {len(body)}\r\n{CLOSE}"
-    )
-    return f"{head}\r\n".encode() + body
+    head = f"HTTP/1.1 {status}\r\n{more}Content-Type: text/plain\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n{CLOSE}\r\n".encode() + body
 
 
 @contextlib.contextmanager

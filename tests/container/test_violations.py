@@ -219,26 +219,26 @@ def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: 
 
 
 def test_honest_containers_are_not_accused(place: Place) -> None:
-    """Five at once: two that saturate, one that comes and goes, one with pieces of work that outlast their grants and are
-    not waited for, one that fills its quota."""
+    """Six at once: two that saturate, two that come and go, one with pieces of work that outlast their grants and are
+    not waited for, one that fills its quota. Then a governor that does not answer for a while: they help themselves."""
     with place(longest_ms=100) as node:
         burner(node, "one", compute="20")
         burner(node, "two", compute="20", **{"compute-limit": "60"})
-        burner(node, "idle", "--gap-us", "700000", compute="10")
+        burner(node, "short-pauses", "--gap-us", "700000", compute="10")
+        burner(node, "long-pauses", "--unit-us", "50000", "--gap-us", "2500000", compute="10")
         burner(node, "long", "--unit-us", "1500000", compute="10")
+        # To the brim: its quota, less a context and what is about it.
         full = start(
-            node,
-            "full",
-            "join",
-            f"take:{2 * GIB - (560 << 20)}",
-            "began",
-            "sleep:60000",
-            compute="5",
+            node, "full", "join", f"take:{1488 << 20}", "began", "sleep:60000", compute="5"
         )
         began(full)
         time.sleep(8)
+        with node.frozen_governor():
+            time.sleep(2.5)
+        time.sleep(3)
         assert [one.name for one in node.running if violations(node, one)] == []
         assert events(node, "violation") == []
+        assert len(node.look()) == len(node.running) == 6
         long = [one for one in node.look().values() if one["id"].endswith("-long")]
         assert long[0]["devices"][0]["overdue"] > 0  # or it showed nothing
 
@@ -298,8 +298,8 @@ def test_nobody_stays_frozen_when_the_governor(place: Place, number: signal.Sign
             assert stands_still(culprit)
             node.start_governor()
             assert events(node, "container-thawed")[-1]["why"] == "left over"
-        assert not stands_still(culprit)
         assert not (node.runtime_dir / "frozen.json").exists()
+        assert not stands_still(culprit)
 
 
 def test_a_container_that_its_runtime_paused_is_left_alone(place: Place) -> None:

@@ -201,6 +201,7 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(found, "gpu_memory_bytes", **gpu) == 16 * GIB
         assert of(found, "gpu_memory_grantable_bytes", **gpu) == 10 * GIB - 512 * MIB
         assert of(found, "gpu_time_grantable_ratio", **gpu) == 0.5
+        assert of(found, "gpu_lost", **gpu) == 0
         assert of(found, "gpu_looks_total", **gpu) == 1
         assert of(found, "gpu_looks_failed_total", **gpu) == 1
         assert of(found, "gpu_look_seconds_total", **gpu) == 0.5
@@ -222,6 +223,11 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(found, "container_violation", **own, kind="compute") == 0
         odd = {"container": 'odd "name"\n', "gpu": UUID}
         assert of(found, "container_memory_limit_bytes", **odd) == 2 * GIB
+        world.server.books.lose(UUID, "GPU is lost")
+        lost = await world.scrape()
+        assert of(lost, "gpu_lost", **gpu) == 1
+        assert of(lost, "gpu_memory_grantable_bytes", **gpu) == 0
+        assert of(lost, "gpu_time_grantable_ratio", **gpu) == 0
         # Each metric that is described is there, and no other.
         assert {name for name, _ in found} == {metric.shown for metric in METRICS}
 

@@ -13,6 +13,7 @@ from governor.config import (
     SCHEMA_FILE,
     Config,
     Defaults,
+    Metrics,
     describe,
     parse_config,
     parse_quantity,
@@ -39,9 +40,10 @@ def line(error: ConfigError) -> str:
 def test_schema_and_dataclass_have_the_same_options() -> None:
     assert set(OPTIONS) == names(Config)
     assert set(OPTIONS["defaults"]["properties"]) == names(Defaults)
+    assert set(OPTIONS["metrics"]["properties"]) == names(Metrics)
 
 
-@pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults"}))
+@pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults", "metrics"}))
 def test_every_default_is_one_that_the_file_may_say(option: str) -> None:
     value = getattr(Config(), option)
     assert getattr(parse_config(json.dumps({option: value})), option) == value
@@ -49,7 +51,10 @@ def test_every_default_is_one_that_the_file_may_say(option: str) -> None:
 
 
 def test_what_is_described_is_accepted_again() -> None:
-    config = parse_config("quantum_ms: 2.5\ndefaults: {memory: 4Gi, compute: 5}\nplacement: pack\n")
+    config = parse_config(
+        "quantum_ms: 2.5\ndefaults: {memory: 4Gi, compute: 5}\nplacement: pack\nmetrics: {listen: unix}\n"
+    )
+    assert config.metrics == Metrics("unix")
     assert (config.quantum_ms, config.placement) == (2.5, "pack")
     assert config.defaults == Defaults(memory=4 << 30, compute=5, compute_limit=100)
     assert parse_config(json.dumps(describe(config))) == config

@@ -132,7 +132,7 @@ async def govern(config: Config) -> None:
         tasks = [
             loop.create_task(server.serve(listener)),
             loop.create_task(
-                reconcile(server, nvml, devices, runners, server.tally, auditor)
+                reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor)
             ),
         ]
         if scraped is not None:

@@ -155,6 +155,7 @@ async def reconcile(
     nvml: Observer,
     devices: list[Device],
     runners: Mapping[str, Waiting],
+    *,
     tally: Tally | None = None,
     auditor: Auditor | None = None,
 ) -> None:

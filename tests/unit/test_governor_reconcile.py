@@ -160,7 +160,9 @@ class World:
 
     async def reconcile(self, tally: Tally | None = None, auditor: Auditor | None = None) -> None:
         runners = {UUID: self.runner}
-        await reconcile(self.server, self.nvml, [self.device], runners, tally, auditor)
+        await reconcile(
+            self.server, self.nvml, [self.device], runners, tally=tally, auditor=auditor
+        )
 
     @contextlib.asynccontextmanager
     async def looking(self) -> AsyncIterator[None]:

@@ -161,7 +161,12 @@ class Auditor:
         """Forget who has ended, and get to know who has come."""
         here = set(self._containers.values())
         for container in self._watched.keys() - here:
-            self._thaw(self._watched.pop(container), "ended")
+            watched = self._watched.pop(container)
+            self._thaw(watched, "ended")
+            for i, own in enumerate(container.devices):
+                device = watched.devices.get(own.uuid)
+                for episode in device.judge.end() if device is not None else ():
+                    self._tell(watched, i, episode, began=False)
         for container in here - self._watched.keys():
             self._watched[container] = _Watched(container, cgroups.identify(container.pid))
 

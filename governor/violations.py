@@ -239,6 +239,12 @@ class Judge:
         """Whether a violation lasts."""
         return bool(self._episodes)
 
+    def end(self) -> list[Episode]:
+        """Return the violations that last, which are over: the container has ended."""
+        lasted = list(self._episodes.values())
+        self._episodes.clear()
+        return lasted
+
     def look(self, facts: Facts) -> list[tuple[Episode, bool]]:
         """Return the violations that began (True) or ended (False) with this look."""
         total = sum(facts.memory.values())

@@ -375,6 +375,22 @@ def test_what_a_governor_that_died_left_frozen_is_thawed(
     assert [one["container"] for one in logs if one["event"] == "container-thawed"] == ["one"]
 
 
+def test_a_violation_ends_with_its_container(world: Callable[..., World]) -> None:
+    made = world()
+    one = made.add("one")
+    made.owners = {1: one}
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0))
+        del made.containers["one"]
+        await made.looks(ProcessMemory(1, 0), seconds=0.2)
+
+    logs = play(scene())
+    assert kinds(logs) == [("violation", "unregistered"), ("violation-ended", "unregistered")]
+    [episode] = one.findings.episodes
+    assert episode.ended is not None
+
+
 def test_a_container_of_the_same_name_is_another_one(world: Callable[..., World]) -> None:
     made = world()
     first = made.add("one")

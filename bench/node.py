@@ -65,6 +65,7 @@ class Node:
         self.settings = {
             **(settings or {}),
             "runtime_dir": str(self.runtime_dir),
+            "state_dir": str(self.work / "state"),
             "driver_dir": str(self.driver_dir),
             "library_dir": str(machine.build / "libcontrol"),
         }

@@ -146,6 +146,22 @@ class Books:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)
 
+    def restore(self, key: str, quota: Quota, uuids: tuple[str, ...]) -> tuple[Device, ...]:
+        """Enter a container that runs already, with the quota and the GPUs that it has.
+
+        Nothing is asked for: it may have more than a new one would get. RefusedError changes
+        nothing: a GPU is gone.
+        """
+        known = {gpu.device.uuid: gpu for gpu in self._gpus}
+        missing = [uuid for uuid in uuids if uuid not in known]
+        if missing:
+            raise RefusedError(
+                f"this node has no GPU {missing[0]} any more", hint="see the kernel log, or reboot"
+            )
+        for uuid in uuids:
+            known[uuid].quotas[key] = quota
+        return tuple(known[uuid].device for uuid in uuids)
+
     def change(self, key: str, quota: Quota) -> None:
         """Give a container another quota on the GPUs that it has; RefusedError changes nothing."""
         check_memory(quota.memory, self._config, "memory")

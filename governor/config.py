@@ -90,6 +90,7 @@ class Config:
     """
 
     runtime_dir: str = "/run/tidegate"
+    state_dir: str = "/var/lib/tidegate"
     driver_dir: str = "/var/lib/tidegate/driver"
     library_dir: str = field(default_factory=_library_dir)
     quantum_ms: float = 4.0

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
-import mmap
 import os
 import select
 import shutil
@@ -19,7 +17,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,9 @@ from governor.arbiter import WHOLE, Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.counters import Counters, GpuTime
+from governor.processes import Identity, identify, namespace_pid, start_time
+from governor.region import Ledger, make_grant, make_ledger, take_over
+from governor.state import ContainerRow, ProcessRow, State
 from governor.usage import (
     Charge,
     Debt,
@@ -45,40 +47,10 @@ from vdriver.nvml import ProcessUse
 
 log = structlog.get_logger()
 
-_LOSS = {"keep": 0, "deny": 1, "open": 2}
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
 
 def container_key(identifier: str) -> str:
     """Return the name of a container's directory: an id is foreign text, a digest is not."""
     return hashlib.sha256(identifier.encode()).hexdigest()[:16]
-
-
-def _uuid_bytes(uuid: str) -> bytes:
-    return bytes.fromhex(uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
-
-
-def namespace_pid(pid: int, init: int) -> int:
-    """Return the number of process `pid` where `init` lives; `pid` itself when it is gone.
-
-    The kernel lists a process's numbers from our namespace inwards. A container may make namespaces
-    of its own, so it is the depth of its first process that counts, not the innermost number.
-    """
-    numbers = _namespace_pids(pid)
-    depth = len(_namespace_pids(init))
-    if not numbers:
-        return pid
-    return numbers[depth - 1] if 0 < depth <= len(numbers) else numbers[-1]
-
-
-def _namespace_pids(pid: int) -> list[int]:
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("NSpid:"):
-                return [int(number) for number in line.split()[1:]]
-    except OSError:
-        pass
-    return []
 
 
 @dataclass
@@ -108,8 +80,9 @@ class Process:
 
     slot: int
     pid: int
+    start: int
     pidfd: int
-    socket: socket.socket
+    socket: socket.socket | None  # None: it has not come back to this governor yet
     inner_pid: int
     start_us: int
     start_ns: int
@@ -125,7 +98,23 @@ class Look:
     samples: tuple[ProcessUse, ...] = ()
 
 
-def _hung_up(peer: socket.socket) -> bool:
+@dataclass(frozen=True)
+class Remains:
+    """What the governor before has left of a container that runs.
+
+    `grant` and `ledger` are None where they could not be found again, and are made anew; then
+    nobody who runs sees them. With each process comes its pidfd.
+    """
+
+    key: str
+    grant: mmap | None
+    ledger: Ledger | None
+    processes: tuple[tuple[ProcessRow, int], ...]
+
+
+def _hung_up(peer: socket.socket | None) -> bool:
+    if peer is None:
+        return True
     try:
         return not peer.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -153,16 +142,20 @@ class Container:
         devices: tuple[Device, ...],
         runners: dict[str, Runner],
         config: Config,
+        state: State | None = None,
+        remains: Remains | None = None,
     ) -> None:
+        """Make what a new container needs, or take over one that runs: what remains of it."""
         self.identifier = identifier
-        self.key = container_key(identifier)
+        self.key = remains.key if remains else container_key(identifier)
         self.pid = pid
         self.quota = quota
         self.devices = devices
         self.directory = Path(config.runtime_dir) / "containers" / self.key
-        self.confirmed = False
+        self.confirmed = remains is not None
         self._context_bytes = config.context_memory
         self._pidfd = pidfd
+        self._state = state or State()
         self._runners = [runners[device.uuid] for device in devices]
         self._tenants: list[int] = []
         self._processes: dict[int, Process] = {}  # by slot
@@ -171,63 +164,66 @@ class Container:
         self._told_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
         self.findings = Findings(len(devices))
+        # What the page says of memory holds until we have looked ourselves.
+        self._kept = [remains is not None] * len(devices)
         self._server: asyncio.Server | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
         try:
-            shutil.rmtree(self.directory, ignore_errors=True)
-            self.directory.mkdir(mode=0o755, parents=True)
-            self.grant = self._make_grant(config)
-            self._ledger_fd, self.ledger = self._make_ledger()
+            if remains is None:
+                shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(mode=0o755, parents=True, exist_ok=remains is not None)
+            grant = remains.grant if remains else None
+            self.grant = grant or make_grant(self.directory / "grant", quota, devices, config)
+            found = remains.ledger if remains else None
+            self._ledger_fd, self.ledger = ledger = found or make_ledger()
+            self.row = ContainerRow(
+                self.key,
+                identifier if container_key(identifier) == self.key else None,
+                identify(pidfd),
+                quota,
+                tuple(device.uuid for device in devices),
+                ledger.file,
+                self.confirmed,
+            )
+            if remains is not None:
+                self._take_over(remains, config)
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
             for i, runner in enumerate(self._runners):
                 self._tenants.append(runner.add(*shares, self.grant, i, self.ledger))
         except BaseException:
-            self._forget()
+            self._forget(keep=remains is not None)
             raise
 
-    def _make_grant(self, config: Config) -> mmap.mmap:
-        settings = {
-            "on_governor_loss": _LOSS[config.on_governor_loss],
-            "inflight_ns": config.inflight_us * 1000,
-            "marker_ns": 250_000,
-            "lookahead_ns": config.lookahead_us * 1000,
-            "idle_release_ns": config.idle_release_us * 1000,
-            "spin_ns": config.spin_us * 1000,
-            "holds": int(config.hold_launches),
-        }
-        devices: list[dict[str, int | bytes]] = [
-            {
-                "uuid": _uuid_bytes(device.uuid),
-                "memory_limit": self.quota.memory,
-                "context_bytes": config.context_memory,
-                "compute": self.quota.compute * WHOLE // 100,
-                "compute_limit": self.quota.compute_limit * WHOLE // 100,
-            }
-            for device in self.devices
-        ]
-        path = self.directory / "grant"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            os.fchmod(fd, 0o644)
-            os.ftruncate(fd, layout.GRANT_FILE_SIZE)
-            page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
-        finally:
-            os.close(fd)
-        pages.init_grant(page, settings=settings, devices=devices)
-        # For CUDA_VISIBLE_DEVICES: nobody knows before the start which GPUs are chosen.
-        listed = self.directory / "devices"
-        listed.write_text(",".join(device.uuid for device in self.devices) + "\n")
-        listed.chmod(0o644)
-        return page
-
-    def _make_ledger(self) -> tuple[int, mmap.mmap]:
-        fd = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, layout.LEDGER_SIZE)
-        page = mmap.mmap(fd, layout.LEDGER_SIZE)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        pages.init_ledger(page)
-        return fd, page
+    def _take_over(self, remains: Remains, config: Config) -> None:
+        """Keep the slots of the processes that still run; what others were charged is free."""
+        take_over(self.grant, config)
+        usage = {(entry["pid"], entry["start_us"]): entry for entry in pages.read_usage(self.grant)}
+        for row, pidfd in remains.processes:
+            inner = namespace_pid(row.process.pid, self.pid)
+            uses = [_Use() for _ in self.devices]
+            peaks = usage.get((inner, row.start_us), {}).get("memory_peak", ())
+            for use, peak in zip(uses, peaks if isinstance(peaks, tuple) else (), strict=False):
+                use.peak = peak
+            self._enter(
+                Process(
+                    slot=row.slot,
+                    pid=row.process.pid,
+                    start=row.process.start,
+                    pidfd=pidfd,
+                    socket=None,
+                    inner_pid=inner,
+                    start_us=row.start_us,
+                    start_ns=time.monotonic_ns(),
+                    uses=uses,
+                )
+            )
+        for slot in range(layout.N_SLOTS):
+            if slot not in self._processes:
+                pages.clear_slot(self.ledger, slot)
+        pages.write(
+            self.ledger, 0, "ledger_header", "n_slots", 1 + max(self._processes, default=-1)
+        )
 
     async def listen(self, on_end: Callable[[Container], None]) -> None:
         """Serve the container's processes, and call `on_end` when its first process has ended."""
@@ -237,9 +233,12 @@ class Container:
         self._loop.add_reader(self._pidfd, on_end, self)
 
     async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Give a process its slot: one byte comes, the slot's number and the ledger go back."""
+        """Give a process its slot: one byte comes, the slot's number and the ledger go back.
+
+        A process that had one from the governor before sends another byte and keeps it.
+        """
         try:
-            await asyncio.wait_for(reader.readexactly(1), 5)
+            request = await asyncio.wait_for(reader.readexactly(1), 5)
             peer: socket.socket = writer.get_extra_info("socket")
             # A duplicate, because the transport closes its own when this returns.
             own = socket.socket(fileno=os.dup(peer.fileno()))
@@ -247,7 +246,10 @@ class Container:
             credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             pid = struct.unpack("3i", credentials)[0]
             try:
-                self._admit_process(pid, own)
+                if request == layout.AGAIN:
+                    self._readmit_process(pid, own)
+                else:
+                    self._admit_process(pid, own)
             except (OSError, RuntimeError) as e:
                 # Said in so many words: a process that only sees its connection end takes us for
                 # gone, and would keep a quota for itself alone.
@@ -270,32 +272,59 @@ class Container:
         )
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container use the GPU already")
+        pidfd = os.pidfd_open(pid)
         process = Process(
             slot=slot,
             pid=pid,
-            pidfd=os.pidfd_open(pid),
+            start=start_time(pid) or 0,
+            pidfd=pidfd,
             socket=own,
             inner_pid=namespace_pid(pid, self.pid),
             start_us=time.time_ns() // 1000,
             start_ns=time.monotonic_ns(),
             uses=[_Use() for _ in self.devices],
         )
+        # Before the slot is in use: one that is, and is nobody's, means that the file was damaged.
+        self._state.register(
+            self.key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
+        )
         pages.clear_slot(self.ledger, slot)
-        base = pages.slot_base(slot)
-        pages.write(self.ledger, base, "ledger_slot", "state", 1)
+        self._enter(process)
+        try:
+            self._answer(process, own)
+        except OSError:
+            self._forget_process(slot)
+            raise
+        log.info("process-registered", container=self.identifier, pid=pid, slot=slot)
+
+    def _readmit_process(self, pid: int, own: socket.socket) -> None:
+        """Connect again to a process that the governor before registered, or that lost us."""
+        start = start_time(pid)
+        for process in self._processes.values():
+            if (process.pid, process.start) == (pid, start) and _hung_up(process.socket):
+                if process.socket is not None:
+                    process.socket.close()
+                process.socket = None
+                self._answer(process, own)
+                process.socket = own
+                log.info("process-returned", container=self.identifier, pid=pid, slot=process.slot)
+                return
+        raise RuntimeError("it says that it is registered, and is not")
+
+    def _enter(self, process: Process) -> None:
+        """Put a process in its slot."""
+        slot = process.slot
+        pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
         seen = pages.read(self.ledger, 0, "ledger_header", "n_slots")
         if slot >= seen:
             pages.write(self.ledger, 0, "ledger_header", "n_slots", slot + 1)
         self._processes[slot] = process
         self._loop.add_reader(process.pidfd, self._end_process, slot)
-        try:
-            for runner in self._runners:
-                runner.watch(own.fileno())
-            socket.send_fds(own, [struct.pack("I", slot)], [self._ledger_fd])
-        except OSError:
-            self._forget_process(slot)
-            raise
-        log.info("process-registered", container=self.identifier, pid=pid, slot=slot)
+
+    def _answer(self, process: Process, own: socket.socket) -> None:
+        for runner in self._runners:
+            runner.watch(own.fileno())
+        socket.send_fds(own, [struct.pack("I", process.slot)], [self._ledger_fd])
 
     def _forget_process(self, slot: int) -> Process:
         process = self._processes.pop(slot)
@@ -303,12 +332,14 @@ class Container:
         os.close(process.pidfd)
         self._counters.process_ended(self.ledger, slot)
         pages.clear_slot(self.ledger, slot)
+        self._state.unregister(self.key, slot)
         return process
 
     def _end_process(self, slot: int) -> None:
         """Take back what a process that ended was charged; the driver has freed it by then."""
         process = self._forget_process(slot)
-        process.socket.close()
+        if process.socket is not None:
+            process.socket.close()
         for device in range(len(self.devices)):
             # Its part of the debt at once, too: the next look may be a quarter of a second away.
             self._publish_memory(device)
@@ -345,6 +376,7 @@ class Container:
             since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
         else:
             since = look.began_ns
+            self._kept[device] = False
         for process, charge in after.items():
             use = process.uses[device]
             if look is not None:
@@ -405,6 +437,8 @@ class Container:
         )
 
     def _publish_memory(self, device: int) -> None:
+        if self._kept[device]:
+            return
         base = layout.grant_device(device)
         uses = [process.uses[device] for process in self._processes.values()]
         for name, value in (
@@ -488,6 +522,7 @@ class Container:
     def set_quota(self, quota: Quota) -> None:
         """Hold the container to another quota from now on, on each of its GPUs."""
         self.quota = quota
+        self.row = replace(self.row, quota=quota)
         shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
         for i, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=True)):
             base = layout.grant_device(i)
@@ -557,29 +592,33 @@ class Container:
     def close(self, *, keep: bool = False) -> None:
         """Take everything back: the GPU, the slots, the socket, the directory.
 
-        With `keep` the container runs on without us: its pages, what its processes are charged and
-        its directory stay, and it keeps its quota by itself.
+        With `keep` the container runs on without us: its pages, what its processes are charged,
+        its directory and what the state says of it stay, and it keeps its quota by itself.
         """
         if self._closed:
             return
         self._closed = True
+        if not keep:
+            # First: a directory that the state does not know is looked at, and removed.
+            self._state.leave(self.key)
         with contextlib.suppress(OSError, ValueError):
             self._loop.remove_reader(self._pidfd)
         if self._server is not None:
             self._server.close()
-        for slot, process in list(self._processes.items()):
-            if keep:
-                self._loop.remove_reader(process.pidfd)
-                os.close(process.pidfd)
-                process.socket.close()
-            else:
-                self._end_process(slot)
+        for slot in () if keep else list(self._processes):
+            self._end_process(slot)
         self._forget(keep=keep)
 
     def _forget(self, *, keep: bool = False) -> None:
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)
         self._tenants = []
+        for process in self._processes.values():
+            self._loop.remove_reader(process.pidfd)
+            os.close(process.pidfd)
+            if process.socket is not None:
+                process.socket.close()
+        self._processes.clear()
         os.close(self._pidfd)
         if hasattr(self, "_ledger_fd"):
             os.close(self._ledger_fd)

@@ -1,7 +1,8 @@
 """The governor's life: read the configuration, find the GPUs, serve, stop.
 
-`tidegate-governor [--config FILE] [--runtime-dir DIR] [--driver-dir DIR]`. It logs one event per
-line (JSON when standard error is not a terminal) and ends on SIGTERM or SIGINT.
+`tidegate-governor [--config FILE] [--runtime-dir DIR] [--state-dir DIR] [--driver-dir DIR]`. It
+logs one event per line (JSON when standard error is not a terminal) and ends on SIGTERM or SIGINT.
+However it ends, the next one takes over what runs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from governor.config import Config, read_config
 from governor.errors import GovernorError, TidegateError
 from governor.reconcile import reconcile
 from governor.server import Server
+from governor.state import NAME, State
 from vdriver.errors import NvmlError, VdriverError
 from vdriver.manifest import read_manifest
 from vdriver.nvml import Nvml
@@ -125,8 +127,12 @@ async def govern(config: Config) -> None:
             runners[device.uuid] = Runner(library, config)
             stack.callback(runners[device.uuid].close)
         topology = nvml.topology([device.uuid for device in devices])
-        server = Server(config, Books(devices, config, topology, left_out), runners)
+        state = State(Path(config.state_dir) / NAME)
+        stack.callback(state.close)
+        state.load()
+        server = Server(config, Books(devices, config, topology, left_out), runners, state)
         stack.callback(server.close)
+        await server.adopt()
         auditor = Auditor(server.containers, server.tally, config)
         stack.callback(auditor.close)
         tasks = [
@@ -134,6 +140,7 @@ async def govern(config: Config) -> None:
             loop.create_task(
                 reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor)
             ),
+            loop.create_task(server.keep_state()),
         ]
         if scraped is not None:
             endpoint = metrics.Endpoint(lambda: metrics.collect(server))
@@ -145,6 +152,7 @@ async def govern(config: Config) -> None:
             driver=nvml.driver_version(),
             runtime_dir=config.runtime_dir,
             metrics=config.metrics.listen,
+            containers=len(server.containers),
         )
         _notify("READY=1")
         try:
@@ -176,6 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tidegate-governor", description=__doc__)
     parser.add_argument("--config", help="configuration file (/etc/tidegate/config.yaml)")
     parser.add_argument("--runtime-dir", help="instead of the configuration's")
+    parser.add_argument("--state-dir", help="instead of the configuration's")
     parser.add_argument("--driver-dir", help="instead of the configuration's")
     args = parser.parse_args(argv)
     _configure_logging()
@@ -183,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         config = read_config(args.config)
         if args.runtime_dir:
             config = replace(config, runtime_dir=args.runtime_dir)
+        if args.state_dir:
+            config = replace(config, state_dir=args.state_dir)
         if args.driver_dir:
             config = replace(config, driver_dir=args.driver_dir)
         asyncio.run(govern(config))

@@ -50,3 +50,10 @@ class GovernorError(TidegateError):
 
     code = "governor"
     status = 75  # EX_TEMPFAIL
+
+
+class StateError(TidegateError):
+    """What has to last cannot be written."""
+
+    code = "database"
+    status = 74  # EX_IOERR

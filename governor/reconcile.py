@@ -246,7 +246,7 @@ async def _look(
     watch.failing = look is None
     for container, i, charges, _ in before:
         # It may have ended meanwhile, and another have come under its name.
-        if server.containers.get(container.identifier) is container:
+        if server.containers.get(container.key) is container:
             watch.nobodys.tell(container, i)
             container.reconcile(i, charges, look)
     if look is not None and auditor is not None:

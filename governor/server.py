@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ import structlog
 from governor.arbiter import Runner
 from governor.books import MIB, Books, Quota
 from governor.config import Config
-from governor.container import Container
+from governor.container import Container, container_key
 from governor.counters import Tally
-from governor.errors import RefusedError, RequestError, TidegateError
+from governor.errors import RefusedError, RequestError, StateError, TidegateError
+from governor.recover import Found, find_containers
+from governor.state import State
 from oci_hook.errors import HookError
 from oci_hook.request import check_request, parse_annotations
 
@@ -36,10 +38,17 @@ SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
 
 
 class Server:
-    """Answers requests and keeps the containers."""
+    """Answers requests and keeps the containers, by their keys."""
 
-    def __init__(self, config: Config, books: Books, runners: dict[str, Runner]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        books: Books,
+        runners: dict[str, Runner],
+        state: State | None = None,
+    ) -> None:
         self._config = config
+        self._state = state or State()
         self._books = books
         self._runners = runners
         self._validator = jsonschema.Draft202012Validator(
@@ -53,6 +62,55 @@ class Server:
     def books(self) -> Books:
         """Who has how much of which GPU."""
         return self._books
+
+    async def adopt(self) -> None:
+        """Take over what the governor before us has left, before anybody is served."""
+        for found in find_containers(self._config, self._state, self._books.devices):
+            try:
+                await self._adopt(found)
+            except (OSError, TidegateError) as e:
+                # It keeps its quota by itself, as while we were away.
+                log.error("container-not-adopted", key=found.remains.key, error=str(e))
+        self._state.retry()
+
+    async def _adopt(self, found: Found) -> None:
+        key = found.remains.key
+        try:
+            devices = self._books.restore(key, found.quota, found.devices)
+            container = Container(
+                identifier=found.identifier,
+                pidfd=found.pidfd,
+                pid=found.process.pid,
+                quota=found.quota,
+                devices=devices,
+                runners=self._runners,
+                config=self._config,
+                state=self._state,
+                remains=found.remains,
+            )
+        except BaseException:
+            self._books.leave(key)
+            raise
+        self.containers[key] = container
+        self._state.note(container.row)
+        try:
+            await container.listen(self._ended)
+        except OSError as e:
+            # Its processes are known; only new ones find nobody.
+            log.error("container-unreachable", container=found.identifier, error=str(e))
+        log.info(
+            "container-adopted",
+            container=found.identifier,
+            key=key,
+            processes=sorted(container.pids()),
+            **asdict(found.quota),
+        )
+
+    async def keep_state(self) -> None:
+        """Write what could not be written, as soon as it can be."""
+        while True:
+            await asyncio.sleep(1)
+            self._state.retry()
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
@@ -149,14 +207,15 @@ class Server:
         identifier = request["id"]
         if not descriptors:
             raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
-        if identifier in self.containers:
+        key = container_key(identifier)
+        if key in self.containers:
             raise RefusedError(
                 f"a container {identifier[:64]!r} is registered already",
                 hint="delete it first, or give this one another name",
             )
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
-        quota, devices = self._books.admit(identifier, parsed)
+        quota, devices = self._books.admit(key, parsed)
         pidfd = descriptors.pop(0)
         container: Container | None = None
         try:
@@ -168,13 +227,17 @@ class Server:
                 devices=devices,
                 runners=self._runners,
                 config=self._config,
+                state=self._state,
             )
-            self.containers[identifier] = container
+            self.containers[key] = container
             pending.append(container)
+            # Behind its directory: one that no row names is looked at and removed, a row whose
+            # directory is not there yet would be taken for damage.
+            self._state.put(container.row)
             await container.listen(self._ended)
         except BaseException as e:
             if container is None:
-                self._books.leave(identifier)
+                self._books.leave(key)
             else:
                 self._end(container, "failed")
             if not isinstance(e, OSError):
@@ -204,19 +267,30 @@ class Server:
         }
 
     def _confirm(self, pending: list[Container]) -> dict[str, Any]:
-        if not pending or self.containers.get(pending[-1].identifier) is not pending[-1]:
+        if not pending or self.containers.get(pending[-1].key) is not pending[-1]:
             raise RequestError("confirm without an admission", hint="send admit first")
-        pending[-1].confirmed = True
+        container = pending[-1]
+        container.row = replace(container.row, confirmed=True)
+        self._state.put(container.row)
+        container.confirmed = True
         return {"ok": True}
 
+    def _find(self, identifier: str) -> Container | None:
+        """Return a container by its id, or by the name that it has while that is not known."""
+        container = self.containers.get(container_key(identifier))
+        if container is not None:
+            return container
+        named = (one for one in self.containers.values() if one.identifier == identifier)
+        return next(named, None)
+
     def _release(self, identifier: str) -> dict[str, Any]:
-        container = self.containers.get(identifier)
+        container = self._find(identifier)
         if container is not None:
             self._end(container, "released")
         return {"ok": True}
 
     def _set(self, request: dict[str, Any]) -> dict[str, Any]:
-        container = self.containers.get(request["id"])
+        container = self._find(request["id"])
         if container is None:
             raise RefusedError(
                 f"no container {request['id'][:64]!r} shares a GPU of this node",
@@ -235,7 +309,13 @@ class Server:
                 f"{quota.memory // MIB} MiB were asked for",
                 hint="ask for more, or wait until it has given memory back",
             )
-        self._books.change(container.identifier, quota)
+        self._books.change(container.key, quota)
+        try:
+            # Before its page, which is what counts after a restart.
+            self._state.put(replace(container.row, quota=quota))
+        except StateError:
+            self._books.change(container.key, old)
+            raise
         container.set_quota(quota)
         log.info("quota-changed", container=container.identifier, **asdict(quota))
         return {"ok": True, **asdict(quota)}
@@ -251,10 +331,10 @@ class Server:
         self._end(container, "ended")
 
     def _end(self, container: Container, why: str) -> None:
-        if self.containers.get(container.identifier) is not container:
+        if self.containers.get(container.key) is not container:
             return
-        del self.containers[container.identifier]
-        self._books.leave(container.identifier)
+        del self.containers[container.key]
+        self._books.leave(container.key)
         self.tally.container_ended(container)
         container.close()
         log.info("container-ended", container=container.identifier, why=why)
@@ -263,7 +343,7 @@ class Server:
         """Let go of every container; those that run keep their quota by themselves."""
         for container in list(self.containers.values()):
             if container.confirmed:
-                del self.containers[container.identifier]
+                del self.containers[container.key]
                 container.close(keep=True)
             else:
                 self._end(container, "stopping")

@@ -248,7 +248,8 @@ cold CUresult account_refuse(int device)
 
 bool account_alone(void)
 {
-    return prim_now() >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + ACCOUNT_LOST_NS;
+    return prim_now() >= atomic_load_relaxed(&pages_grant()->heartbeat_ns) + ACCOUNT_LOST_NS ||
+           pages_alone();
 }
 
 /* Waits for a look that began after `since`. False if none came, or nobody is there to look. */

@@ -39,6 +39,7 @@ struct arbiter {
     int32_t holder;
     int32_t last_holder;
     uint32_t epoch;
+    uint32_t newest; /* number of the last grant of all, also of an arbiter before this one */
     uint64_t start, deadline;
     uint64_t alive;    /* when the holder said last that its work still runs */
     uint64_t gpu_free; /* when the last holder's work ended */
@@ -102,6 +103,14 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
         return i;
     }
     return ARBITER_NOBODY;
+}
+
+/* A page says the number of a grant of an arbiter before this one: those to come are beyond it. A
+ * number tells two grants apart; where it wraps around, the later one is the nearer one ahead. */
+void arbiter_begin(struct arbiter *arbiter, uint32_t epoch)
+{
+    if (epoch && (!arbiter->newest || (int32_t)(epoch - arbiter->newest) > 0))
+        arbiter->newest = epoch;
 }
 
 /* An elastic container may have idle time beyond its guarantee. */
@@ -264,7 +273,12 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
 
 void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
 {
-    arbiter->tenants[tenant].busy_told = (double)busy_ns;
+    struct tenant *t = &arbiter->tenants[tenant];
+
+    t->busy_told = (double)busy_ns;
+    /* What it did before we granted anything is not ours to charge. */
+    if (!t->stats.grants)
+        t->busy_seen = t->busy_told;
 }
 
 /* The holder says that it watches work of this grant that still runs: it is not stuck. */
@@ -427,7 +441,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
         arbiter->lent_clock = max(arbiter->lent_clock, t->lent_tag);
     arbiter->holder = tenant;
     arbiter->lent = lent;
-    arbiter->epoch++;
+    arbiter->epoch = ++arbiter->newest;
     arbiter->start = begins;
     arbiter->alive = 0;
     arbiter->contended = others;

@@ -65,6 +65,7 @@ ARBITER_EXPORT struct arbiter *arbiter_new(const struct arbiter_config *config);
 ARBITER_EXPORT struct arbiter *arbiter_free(struct arbiter *arbiter);
 ARBITER_EXPORT int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
                                    uint64_t now);
+ARBITER_EXPORT void arbiter_begin(struct arbiter *arbiter, uint32_t epoch);
 ARBITER_EXPORT void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_t guarantee,
                                 uint32_t limit);
 ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now);

@@ -92,6 +92,7 @@ struct pages {
     unsigned n_devices;
     unsigned on_governor_loss;
     bool denied;
+    bool alone;
 };
 
 extern struct pages pages_now;
@@ -100,6 +101,12 @@ extern struct pages pages_now;
 static inline const struct grant_header *pages_grant(void)
 {
     return pages_now.grant;
+}
+
+/* This process keeps its quota by itself, whether there is a governor or not. */
+static inline bool pages_alone(void)
+{
+    return atomic_load_relaxed(&pages_now.alone);
 }
 
 /* index below pages_n_devices() */
@@ -158,6 +165,10 @@ static inline bool pages_denied(void)
 
 /* Tells the arbiter that the ledger has news. Never blocks. */
 void pages_poke(void);
+
+/* For a helper, some ten times a second: connects again when the governor was replaced. Never
+ * blocks. */
+void pages_rejoin(void);
 
 /* One bounded line on standard error, at most 16 in a process's life. */
 void control_log(const char *message) cold;

@@ -217,7 +217,7 @@ bool gate_lost(uint64_t now)
     uint64_t heartbeat = atomic_load_relaxed(&page->heartbeat_ns);
 
     return now - heartbeat + GATE_LOST_NS >= 2 * GATE_LOST_NS ||
-           atomic_load_relaxed(&page->magic) != GRANT_MAGIC;
+           atomic_load_relaxed(&page->magic) != GRANT_MAGIC || pages_alone();
 }
 
 /*

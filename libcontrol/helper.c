@@ -246,6 +246,7 @@ static void *helper_run(void *argument)
 
             account_refresh((int)device);
             atomic_store_release(&pages_ledger_device(device)->asked_ns, began);
+            pages_rejoin();
             refresh_at = prim_now() + HELPER_REFRESH_NS;
         }
         atomic_store_seq_cst(&g->helping, false);

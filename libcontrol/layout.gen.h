@@ -9,6 +9,8 @@
 #define LAYOUT_N_DEVICES 0x10ull
 #define LAYOUT_N_SLOTS 0x40ull
 #define LAYOUT_NO_SLOT 0xffffffffull
+#define LAYOUT_REGISTER 0x72ull
+#define LAYOUT_AGAIN 0x61ull
 #define GRANT_MAGIC 0x544e415247474454ull
 #define LEDGER_MAGIC 0x524744454c474454ull
 #define GRANT_SIZE 0x1000ull

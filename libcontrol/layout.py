@@ -214,6 +214,12 @@ OPEN = 2**64 - 1
 NO_SLOT = 2**32 - 1
 """What a process is answered that cannot be given a slot; no descriptor comes with it."""
 
+REGISTER = b"r"
+"""The first byte of a process that wants a slot."""
+
+AGAIN = b"a"
+"""The first byte of a process that has one, from a governor that is gone or has lost it."""
+
 STRUCTS = (
     GRANT_HEADER,
     GRANT_DEVICE,
@@ -229,6 +235,8 @@ CONSTANTS = {
     "LAYOUT_N_DEVICES": N_DEVICES,
     "LAYOUT_N_SLOTS": N_SLOTS,
     "LAYOUT_NO_SLOT": NO_SLOT,
+    "LAYOUT_REGISTER": ord(REGISTER),
+    "LAYOUT_AGAIN": ord(AGAIN),
     "GRANT_MAGIC": GRANT_MAGIC,
     "LEDGER_MAGIC": LEDGER_MAGIC,
     "GRANT_SIZE": GRANT_SIZE,

@@ -4,10 +4,12 @@
  * The grant page is a file of the directory that the hook mounted; it is mapped read-only. The
  * ledger comes over the container's socket at the first cuInit, together with this process's slot
  * in it. The socket stays open for as long as the process lives: a byte on it tells the arbiter to
- * look.
+ * look. When the governor is replaced the connection ends, and a helper makes another one; slot and
+ * ledger stay.
  *
  * Without a grant page there is no quota to hold to and cuInit says that the system is not ready.
- * Without a governor (it is being restarted) the process keeps books of its own until it ends.
+ * Without a governor cuInit waits for the next one a while. Then the process keeps books of its own
+ * until it ends.
  */
 #include "control.h"
 
@@ -20,9 +22,31 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
+/* A governor that was there so long ago is being restarted: cuInit waits for it. */
+#define PAGES_RESTART_NS (10 * NS_PER_S)
+#define PAGES_TRY_NS     (100 * NS_PER_MS) /* between two attempts to connect */
+#define PAGES_N_TRIES    10                /* in vain while it says that it lives */
+#define PAGES_SLOW_NS    (5 * NS_PER_S)    /* for an answer, and between attempts after many */
+
+struct pages_file {
+    uint64_t device, inode;
+};
+
+/* A connection that was asked for and is not answered yet. */
+struct pages_return {
+    uint32_t busy; /* a helper is at it */
+    int fd;        /* -1: none */
+    uint64_t inode;
+    uint64_t until; /* the answer comes before, or the connection is given up */
+    uint64_t next;  /* no other attempt before */
+    unsigned n_tries;
+};
+
 struct pages pages_now;
+static struct pages_return coming_back = {.fd = -1};
 static int governor_fd = -1;
 static uint64_t governor_inode;
+static struct pages_file ledger_file;
 static int device_index[LAYOUT_N_DEVICES * 4]; /* by CUdevice ordinal: grant index + 1 */
 static struct prim_lock start_lock;
 static uint32_t started; /* 0 not yet, 1 ready, 2 no grant */
@@ -43,6 +67,17 @@ static bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep)
         *inodep = st.st_ino;
     if (sizep)
         *sizep = (uint64_t)st.st_size;
+    return true;
+}
+
+static bool pages_identify_file(int fd, struct pages_file *filep)
+{
+    struct stat st;
+
+    if (prim_call(SYS_fstat, fd, &st) < 0)
+        return false;
+    filep->device = st.st_dev;
+    filep->inode = st.st_ino;
     return true;
 }
 
@@ -87,9 +122,33 @@ static long pages_send(int fd, const char *byte, int flags)
     return prim_call(SYS_sendto, fd, byte, 1, MSG_NOSIGNAL | flags, NULL, 0);
 }
 
-/* The governor answers a process's first byte with its slot's number and the ledger's descriptor.
- */
-static int pages_register(int fd, uint32_t *slotp)
+/* Returns a socket out of the way: high numbers keep clear of programs that manage low descriptors
+ * themselves. */
+static int pages_socket(int flags)
+{
+    int fd = (int)prim_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0);
+    int high;
+
+    if (fd < 0)
+        return -1;
+    high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
+    if (high < 0)
+        return fd;
+    prim_close(fd);
+    return high;
+}
+
+static long pages_connect(int fd)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX,
+                                  .sun_path = PAGES_DIRECTORY "/governor.sock"};
+
+    return prim_call(SYS_connect, fd, &address, sizeof address);
+}
+
+/* Reads the answer: the number of a slot, and the ledger's descriptor, -1 without one. Returns what
+ * recvmsg does. */
+static long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
 {
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
@@ -102,52 +161,56 @@ static int pages_register(int fd, uint32_t *slotp)
         .msg_control = control.bytes,
         .msg_controllen = sizeof control.bytes,
     };
-    struct timeval patience = {5, 0};
     struct cmsghdr *header;
+    long n = prim_call(SYS_recvmsg, fd, &message, MSG_CMSG_CLOEXEC | flags);
+
+    *ledger_fdp = -1;
+    if (n < 0)
+        return n;
+    header = CMSG_FIRSTHDR(&message);
+    if (header && header->cmsg_type == SCM_RIGHTS &&
+        header->cmsg_len == CMSG_LEN(sizeof *ledger_fdp))
+        memcpy(ledger_fdp, CMSG_DATA(header), sizeof *ledger_fdp);
+    return n;
+}
+
+/* The governor answers a process's first byte with its slot's number and the ledger's descriptor.
+ */
+static int pages_register(int fd, uint32_t *slotp)
+{
+    static const char request = LAYOUT_REGISTER;
+    struct timeval patience = {5, 0};
     int ledger_fd;
 
     prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
-    if (pages_send(fd, "r", 0) != 1)
+    if (pages_send(fd, &request, 0) != 1 ||
+        pages_receive(fd, 0, slotp, &ledger_fd) != (long)sizeof *slotp)
         return -1;
-    if (prim_call(SYS_recvmsg, fd, &message, MSG_CMSG_CLOEXEC) != (long)sizeof *slotp)
+    if (*slotp >= LAYOUT_N_SLOTS && ledger_fd >= 0) {
+        prim_close(ledger_fd);
         return -1;
-    if (*slotp >= LAYOUT_N_SLOTS)
-        return -1;
-    header = CMSG_FIRSTHDR(&message);
-    if (!header || header->cmsg_type != SCM_RIGHTS ||
-        header->cmsg_len != CMSG_LEN(sizeof ledger_fd))
-        return -1;
-    memcpy(&ledger_fd, CMSG_DATA(header), sizeof ledger_fd);
+    }
     return ledger_fd;
 }
 
 static enum pages_answer pages_join(void)
 {
-    struct sockaddr_un address = {.sun_family = AF_UNIX,
-                                  .sun_path = PAGES_DIRECTORY "/governor.sock"};
     struct ledger_header *mapped;
     enum pages_answer answer = PAGES_NOBODY;
     struct timeval patience = {5, 0}; /* a full backlog blocks, too */
     uint32_t index = 0;
     int ledger_fd = -1;
-    int high;
-    int fd = (int)prim_call(SYS_socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    int fd = pages_socket(0);
 
     if (fd < 0)
         return PAGES_NOBODY;
-    /* High numbers keep clear of programs that manage low descriptors themselves. */
-    high = (int)prim_call(SYS_fcntl, fd, F_DUPFD_CLOEXEC, 500);
-    if (high >= 0) {
-        prim_close(fd);
-        fd = high;
-    }
     prim_call(SYS_setsockopt, fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-    if (prim_call(SYS_connect, fd, &address, sizeof address) < 0)
+    if (pages_connect(fd) < 0)
         goto fail;
     ledger_fd = pages_register(fd, &index);
     if (index == LAYOUT_NO_SLOT)
         answer = PAGES_REFUSED;
-    if (ledger_fd < 0)
+    if (ledger_fd < 0 || !pages_identify_file(ledger_fd, &ledger_file))
         goto fail;
     mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
     if (!mapped)
@@ -167,6 +230,29 @@ fail:
     return answer;
 }
 
+/* Joins, and waits for a governor that is being restarted. One that is gone for longer is not
+ * waited for, and one that lives and cannot be reached not for long. */
+static enum pages_answer pages_join_patiently(void)
+{
+    uint64_t until = prim_now() + PAGES_RESTART_NS;
+    unsigned n_in_vain = 0;
+
+    for (;;) {
+        uint64_t before = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
+        enum pages_answer answer = pages_join();
+        uint64_t heartbeat;
+
+        if (answer != PAGES_NOBODY)
+            return answer;
+        prim_sleep(PAGES_TRY_NS);
+        heartbeat = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
+        n_in_vain += heartbeat != before;
+        if (prim_now() >= until || prim_now() - heartbeat >= PAGES_RESTART_NS ||
+            n_in_vain >= PAGES_N_TRIES)
+            return answer;
+    }
+}
+
 static bool pages_keep_own_books(void)
 {
     void *mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE,
@@ -178,16 +264,117 @@ static bool pages_keep_own_books(void)
     pages_now.ledger->n_slots = 1;
     pages_now.slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
     pages_now.slot->state = 1;
+    pages_now.alone = true;
     control_log("the governor does not answer; this process keeps its quota by itself");
     return true;
 }
 
 /* A program that closes every descriptor has closed ours, and may have opened another since. */
-static bool pages_still_ours(void)
+static bool pages_is_ours(int fd, uint64_t ours)
 {
     uint64_t inode = 0;
 
-    return governor_fd >= 0 && pages_identify(governor_fd, &inode, NULL) && inode == governor_inode;
+    return fd >= 0 && pages_identify(fd, &inode, NULL) && inode == ours;
+}
+
+static bool pages_still_ours(void)
+{
+    return pages_is_ours(atomic_load_relaxed(&governor_fd), atomic_load_relaxed(&governor_inode));
+}
+
+/* ---- another governor ---- */
+
+static bool pages_hung_up(void)
+{
+    char byte;
+
+    return !pages_still_ours() ||
+           prim_call(SYS_recvfrom, governor_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT, NULL, NULL) == 0;
+}
+
+static void pages_give_up(struct pages_return *r, uint64_t now)
+{
+    if (pages_is_ours(r->fd, r->inode))
+        prim_close(r->fd);
+    r->fd = -1;
+    r->next = now + (r->n_tries < 50 ? PAGES_TRY_NS : PAGES_SLOW_NS);
+}
+
+static void pages_call_again(struct pages_return *r, uint64_t now)
+{
+    static const char request = LAYOUT_AGAIN;
+
+    r->n_tries++;
+    r->until = now + PAGES_SLOW_NS;
+    r->fd = pages_socket(SOCK_NONBLOCK);
+    pages_identify(r->fd, &r->inode, NULL);
+    if (r->fd < 0 || pages_connect(r->fd) < 0 || pages_send(r->fd, &request, MSG_DONTWAIT) != 1)
+        pages_give_up(r, now);
+}
+
+/* The new connection takes the number of the old one, which other threads may be about to use. */
+static void pages_take_connection(struct pages_return *r)
+{
+    if (pages_still_ours()) {
+        prim_call(SYS_dup3, r->fd, governor_fd, O_CLOEXEC);
+        prim_close(r->fd);
+    } else {
+        atomic_store_relaxed(&governor_fd, r->fd);
+    }
+    atomic_store_relaxed(&governor_inode, r->inode);
+    r->fd = -1;
+    r->n_tries = 0;
+    pages_poke();
+}
+
+static void pages_hear_again(struct pages_return *r, uint64_t now)
+{
+    struct pages_file file = {0};
+    uint32_t slot = LAYOUT_NO_SLOT;
+    int ledger_fd = -1;
+    bool same;
+    long n;
+
+    if (!pages_is_ours(r->fd, r->inode)) {
+        pages_give_up(r, now);
+        return;
+    }
+    n = pages_receive(r->fd, MSG_DONTWAIT, &slot, &ledger_fd);
+    if (n == -EAGAIN && now < r->until)
+        return;
+    if (n != (long)sizeof slot) {
+        pages_give_up(r, now);
+        return;
+    }
+    same = ledger_fd >= 0 && slot < LAYOUT_N_SLOTS && pages_identify_file(ledger_fd, &file) &&
+           file.device == ledger_file.device && file.inode == ledger_file.inode &&
+           pages_now.slot == (struct ledger_slot *)((char *)pages_now.ledger + LEDGER_SLOTS) + slot;
+    if (ledger_fd >= 0)
+        prim_close(ledger_fd);
+    if (same) {
+        pages_take_connection(r);
+        return;
+    }
+    pages_give_up(r, now);
+    atomic_store_relaxed(&pages_now.alone, true);
+    control_log("the governor that runs now has no books of this process; it keeps its quota by "
+                "itself");
+}
+
+/* One step at a time: a helper does not wait. */
+void pages_rejoin(void)
+{
+    struct pages_return *r = &coming_back;
+    uint64_t now = prim_now();
+
+    if (atomic_load_acquire(&started) != 1 || gate_lost(now) ||
+        atomic_exchange_acq_rel(&r->busy, 1))
+        return;
+    if (r->fd >= 0)
+        pages_hear_again(r, now);
+    else if (now >= r->next && pages_hung_up())
+        pages_call_again(r, now);
+    atomic_store_release(&r->busy, 0);
 }
 
 /* A forked child shares the parent's mappings but is another process: it registers for itself. */
@@ -195,11 +382,15 @@ static void pages_after_fork(void)
 {
     if (pages_still_ours())
         prim_close(governor_fd);
+    if (pages_is_ours(coming_back.fd, coming_back.inode))
+        prim_close(coming_back.fd);
+    coming_back = (struct pages_return){.fd = -1};
     if (pages_now.ledger)
         prim_unmap(pages_now.ledger, LEDGER_SIZE);
     governor_fd = -1;
     pages_now.ledger = NULL;
     pages_now.slot = NULL;
+    pages_now.alone = false;
     started = 0;
     start_lock.word = 0;
     gate_after_fork();
@@ -236,12 +427,8 @@ bool pages_start(void)
             if (pages_now.n_devices > LAYOUT_N_DEVICES)
                 pages_now.n_devices = LAYOUT_N_DEVICES;
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
-            answer = pages_join();
+            answer = pages_join_patiently();
             /* Books of its own are for a process that starts while the governor is away. */
-            for (int i = 0; i < 3 && answer == PAGES_NOBODY && !gate_lost(prim_now()); i++) {
-                prim_sleep(100 * NS_PER_MS);
-                answer = pages_join();
-            }
             if (answer == PAGES_NOBODY && !gate_lost(prim_now())) {
                 control_log(
                     "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY
@@ -317,5 +504,5 @@ int pages_index_current(void)
 void pages_poke(void)
 {
     if (pages_still_ours())
-        pages_send(governor_fd, "p", MSG_DONTWAIT);
+        pages_send(atomic_load_relaxed(&governor_fd), "p", MSG_DONTWAIT);
 }

@@ -354,7 +354,12 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
         t->grant = (struct grant_device *)((char *)grant_page + GRANT_DEVICES) + device;
         t->ledger = ledger;
         t->device = device;
-        atomic_store_relaxed(&t->header->heartbeat_ns, prim_now());
+        /* A page that somebody wrote before us: what it granted ends before it is believed again.
+         */
+        arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
+        atomic_store_relaxed(&t->grant->standby_ns, 0);
+        close_grant(t);
+        atomic_store_release(&t->header->heartbeat_ns, prim_now());
         if (tenant >= runner->n_tenants)
             runner->n_tenants = tenant + 1;
     }

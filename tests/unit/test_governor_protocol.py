@@ -479,7 +479,7 @@ def test_a_quota_that_cannot_be_changes_nothing(
 def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int) -> None:
     with Client(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
-        container = governor.server.containers["one"]
+        container = governor.server.containers[container_key("one")]
         container.used = lambda _: 3 * GIB  # type: ignore[method-assign]
         change = {"v": 1, "op": "set", "id": "one"}
         code, message = client.error({**change, "memory": 2 * GIB})

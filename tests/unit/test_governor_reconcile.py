@@ -139,7 +139,7 @@ class World:
             config=Config(runtime_dir=str(self.directory)),
         )
         await container.listen(lambda _: None)
-        self.server.containers[name] = container
+        self.server.containers[container.key] = container
         return container
 
     async def answer(self, container: Container, *prefix: str) -> tuple[subprocess.Popen[str], Any]:

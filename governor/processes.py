@@ -1,0 +1,210 @@
+"""Processes of this host: who one is beyond its number, and what it has mapped and mounted.
+
+A pid comes again. Together with the time at which the process began it does not, before the next
+boot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_GONE = (FileNotFoundError, ProcessLookupError)
+_ESCAPE = re.compile(rb"\\([0-7]{3})")
+
+
+class Identity(NamedTuple):
+    """A process: its pid, and when it began, in clock ticks since the boot."""
+
+    pid: int
+    start: int
+
+
+class FileIdentity(NamedTuple):
+    """A file: st_dev and st_ino."""
+
+    device: int
+    inode: int
+
+
+class Status(NamedTuple):
+    """What /proc/PID/status says: the parent, and the process's numbers from our namespace in."""
+
+    parent: int
+    numbers: tuple[int, ...]
+
+
+def boot_id() -> str:
+    """Return the name of this boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process began, in clock ticks since the boot; None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+        # The name is in brackets, and may have some itself. Field 22 is the 20th behind it.
+        return int(text[text.rindex(b")") + 2 :].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def open_process(process: Identity) -> int | None:
+    """Return a pidfd of this very process, None when it is gone; OSError when none can be made."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError as e:
+        # EINVAL: the number is a thread's by now.
+        if e.errno in (errno.ESRCH, errno.EINVAL):
+            return None
+        raise
+    # From here on the number is nobody else's as long as the process lives.
+    if start_time(process.pid) == process.start:
+        return pidfd
+    os.close(pidfd)
+    return None
+
+
+def identify(pidfd: int) -> Identity:
+    """Return who a pidfd is of; one that has ended is nobody, pid 0."""
+    try:
+        for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
+            if line.startswith("Pid:"):
+                pid = int(line.split()[1])
+                # The number was its own before the time was read, and the time is of whoever had
+                # it then: where it has ended meanwhile the two fit nobody that lives.
+                return Identity(pid, start_time(pid) or 0) if pid > 0 else Identity(0, 0)
+    except OSError:
+        pass
+    return Identity(0, 0)
+
+
+def read_status(pid: int) -> Status | None:
+    """Return the parent and the numbers of a process; None when it is gone."""
+    parent, numbers = 0, tuple[int, ...]()
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("PPid:"):
+                parent = int(line.split()[1])
+            elif line.startswith("NSpid:"):
+                numbers = tuple(int(number) for number in line.split()[1:])
+    except OSError:
+        return None
+    return Status(parent, numbers)
+
+
+def namespace_pid(pid: int, init: int) -> int:
+    """Return the number of process `pid` where `init` lives; `pid` itself when it is gone.
+
+    The kernel lists a process's numbers from our namespace inwards. A container may make namespaces
+    of its own, so it is the depth of its first process that counts, not the innermost number.
+    """
+    status, first = read_status(pid), read_status(init)
+    numbers = status.numbers if status else ()
+    depth = len(first.numbers) if first else 0
+    if not numbers:
+        return pid
+    return numbers[depth - 1] if 0 < depth <= len(numbers) else numbers[-1]
+
+
+def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
+    """Yield what a process has mapped of file system `device` under `name`.
+
+    As a path that opens the file, and its inode. Device and name are looked at before anybody opens
+    anything: a foreign process chooses what it maps, and to open a device may do something.
+    """
+    wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+    try:
+        text = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return
+    sought = name.encode()
+    at = text.find(sought)
+    while at >= 0:
+        line = text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at)]
+        fields = line.split(None, 5)
+        if len(fields) == 6 and fields[3] == wanted and fields[5] == sought:
+            begin, _, end = fields[0].partition(b"-")
+            # maps pads short addresses, map_files does not.
+            yield f"/proc/{pid}/map_files/{int(begin, 16):x}-{int(end, 16):x}", int(fields[4])
+        at = text.find(sought, at + 1)
+
+
+def mounted_below(name: str, device: int) -> dict[str, list[Identity]]:
+    """Return who has a directory `name`/KEY of file system `device` mounted, by KEY.
+
+    Of processes in other mount namespaces than ours, in which everybody sees what the host has.
+    """
+    found: dict[str, list[Identity]] = {}
+    wanted = f"{os.major(device)}:{os.minor(device)}".encode()
+    ours = _mount_namespace("self")
+    known: dict[str, list[str]] = {}  # by namespace; who is in a chroot sees less of it
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, no paths needed
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            namespace = _mount_namespace(entry)
+            if namespace == ours:
+                continue
+            if not known.get(namespace):
+                known[namespace] = _directories(entry, name, wanted)
+            start = start_time(int(entry)) if known[namespace] else None
+            for key in known[namespace] if start is not None else ():
+                found.setdefault(key, []).append(Identity(int(entry), start or 0))
+    return found
+
+
+def _mount_namespace(pid: str) -> str:
+    return os.readlink(f"/proc/{pid}/ns/mnt")  # noqa: PTH115 - a name in brackets, no path
+
+
+def _directories(pid: str, name: str, device: bytes) -> list[str]:
+    keys = []
+    for line in Path(f"/proc/{pid}/mountinfo").read_bytes().splitlines():
+        fields = line.split(b" ", 5)
+        if len(fields) < 6 or fields[2] != device:
+            continue
+        root = os.fsdecode(_ESCAPE.sub(lambda m: bytes([int(m[1], 8) & 255]), fields[3]))
+        above, _, key = root.rpartition("/")
+        if above.rpartition("/")[2] == name:
+            keys.append(key)
+    return keys
+
+
+def first_of(processes: list[Identity]) -> Identity:
+    """Return the first process of a container, of those that see its mounts.
+
+    Its parent, the runtime, is not one of them. What `exec` started has such a parent, too, but
+    came later.
+    """
+    pids = {process.pid for process in processes}
+    roots = [
+        process
+        for process in processes
+        if (status := read_status(process.pid)) is not None and status.parent not in pids
+    ]
+    return min(roots or processes, key=lambda process: (process.start, process.pid))
+
+
+def cgroup_names(pid: int) -> Iterator[str]:
+    """Yield what may be a container's id: the parts of a process's cgroups, bare and as they are.
+
+    Engines write docker-ID.scope, libpod-ID.scope, crio-ID.scope, cri-containerd-ID.scope, or ID.
+    """
+    try:
+        text = Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape")
+    except OSError:
+        return
+    for line in text.splitlines():
+        for part in reversed(line.split(":", 2)[-1].split("/")):
+            bare = part.removesuffix(".scope").removesuffix(".service")
+            yield from (part, bare)
+            # An id may have dashes itself: every shorter end of it is tried.
+            for i, character in enumerate(bare):
+                if character in "-:":
+                    yield bare[i + 1 :]

@@ -1,0 +1,218 @@
+"""What runs when a governor starts: by the state of the one before, and by what the kernel says.
+
+The state names containers and processes by pid and start time. What it does not name, because it
+was damaged, is found by the mounts and mappings of the processes that run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from mmap import mmap
+from pathlib import Path
+
+import structlog
+
+from governor.books import Device, Quota
+from governor.config import Config
+from governor.container import Remains, container_key
+from governor.processes import (
+    FileIdentity,
+    Identity,
+    cgroup_names,
+    first_of,
+    mapped,
+    mounted_below,
+    open_process,
+    read_status,
+)
+from governor.region import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
+from governor.state import ContainerRow, ProcessRow, State
+from libcontrol import layout, pages
+
+log = structlog.get_logger()
+
+CONTAINERS = "containers"
+_KEY = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A container that runs; `pidfd` is of its first process."""
+
+    identifier: str
+    process: Identity
+    pidfd: int
+    quota: Quota
+    devices: tuple[str, ...]
+    remains: Remains
+
+
+def find_containers(config: Config, state: State, devices: Sequence[Device]) -> Iterator[Found]:
+    """Yield the containers that run; strike out and remove what is left of others."""
+    search = _Search(Path(config.runtime_dir) / CONTAINERS, state, [d.uuid for d in devices])
+    looks: list[tuple[str, Callable[[], Found | None]]] = [
+        (row.key, partial(search.known, row)) for row in state.containers.values()
+    ]
+    # Before the first is taken over: from then on the state says what we say.
+    looks += [(path.name, partial(search.recovered, path)) for path in search.unknown()]
+    for key, look in looks:
+        try:
+            found = look()
+        except OSError as e:
+            log.error("container-not-adopted", key=key, error=str(e))
+        else:
+            if found is not None:
+                yield found
+
+
+class _Search:
+    def __init__(self, directory: Path, state: State, uuids: list[str]) -> None:
+        self._directory = directory
+        self._state = state
+        self._uuids = uuids
+        self._taken: set[FileIdentity] = {row.ledger for row in state.containers.values()}
+
+    @cached_property
+    def _mounted(self) -> dict[str, list[Identity]]:
+        """Who has a container's directory mounted: all of /proc is read, so only if it must be."""
+        return mounted_below(self._directory.name, self._directory.stat().st_dev)
+
+    def known(self, row: ContainerRow) -> Found | None:
+        """Return a container of the state, if it was confirmed and still runs."""
+        pidfd = open_process(row.process) if row.confirmed else None
+        if pidfd is None:
+            self._state.leave(row.key)
+            shutil.rmtree(self._directory / row.key, ignore_errors=True)
+            why = "ended" if row.confirmed else "unconfirmed"
+            log.info("container-ended", container=row.identifier, key=row.key, why=why)
+            return None
+        grant = self._grant(row.key)
+        if grant is not None:
+            try:
+                # The page is what its processes hold to. It was written last when the quota was
+                # changed, and before that was answered.
+                quota, devices = read_quota(grant, self._uuids)
+                if devices != row.devices:
+                    raise PageError("it has other GPUs than the container")
+                row = replace(row, quota=quota)
+            except PageError as e:
+                log.error("grant-damaged", key=row.key, error=str(e))
+                grant = None
+        return self._found(row, pidfd, grant)
+
+    def unknown(self) -> list[Path]:
+        """Return the directories that no row of the state names."""
+        known = self._state.containers
+        return sorted(
+            path
+            for path in self._directory.iterdir()
+            if _KEY.fullmatch(path.name) and path.name not in known
+        )
+
+    def recovered(self, directory: Path) -> Found | None:
+        """Return a container that only its directory tells of, if processes have that mounted."""
+        key = directory.name
+        processes = self._mounted.get(key)
+        if not processes:
+            shutil.rmtree(directory, ignore_errors=True)
+            log.info("container-ended", key=key, why="nobody has its directory")
+            return None
+        process = first_of(processes)
+        pidfd = open_process(process)
+        grant = self._grant(key)
+        try:
+            if pidfd is None or grant is None:
+                raise PageError("there is nothing that says its quota")
+            quota, devices = read_quota(grant, self._uuids)
+        except PageError as e:
+            if pidfd is not None:
+                os.close(pidfd)
+            log.error("container-not-recovered", key=key, pid=process.pid, error=str(e))
+            return None
+        names = (name for name in cgroup_names(process.pid) if container_key(name) == key)
+        identifier = next(names, None)
+        row = ContainerRow(
+            key, identifier, process, quota, devices, FileIdentity(0, 0), confirmed=True
+        )
+        log.warning("container-recovered", container=identifier, key=key, pid=process.pid)
+        return self._found(row, pidfd, grant)
+
+    def _grant(self, key: str) -> mmap | None:
+        try:
+            return open_grant(self._directory / key / "grant")
+        except PageError as e:
+            log.error("grant-damaged", key=key, error=str(e))
+            return None
+
+    def _found(self, row: ContainerRow, pidfd: int, grant: mmap | None) -> Found:
+        rows = dict(self._state.processes.get(row.key, {}))
+        living: dict[int, tuple[ProcessRow, int]] = {}
+        for slot, known in rows.items():
+            own = open_process(known.process)
+            if own is None:
+                self._state.unregister(row.key, slot)
+            else:
+                living[slot] = known, own
+        ledger = self._ledger(row, [known.process for known, _ in living.values()])
+        if ledger is not None:
+            self._taken.add(ledger.file)
+            for known, own in self._unregistered(row, ledger, set(rows)):
+                if any(known.process == other.process for other, _ in living.values()):
+                    os.close(own)
+                    continue
+                living[known.slot] = known, own
+                self._state.register(row.key, known)
+        elif living:
+            log.error("ledger-lost", container=row.identifier, key=row.key)
+        return Found(
+            row.identifier or f"recovered-{row.key}",
+            row.process,
+            pidfd,
+            row.quota,
+            row.devices,
+            Remains(row.key, grant, ledger, tuple(living.values())),
+        )
+
+    def _ledger(self, row: ContainerRow, processes: list[Identity]) -> Ledger | None:
+        wanted = row.ledger if row.ledger.inode else None
+        others = self._taken - {row.ledger}
+        ledger = find_ledger(processes, wanted, others) if processes else None
+        if ledger is None and (processes or wanted is None):
+            ledger = find_ledger(self._mounted.get(row.key, []), wanted, others)
+        return ledger
+
+    def _unregistered(
+        self, row: ContainerRow, ledger: Ledger, named: set[int]
+    ) -> Iterator[tuple[ProcessRow, int]]:
+        """Yield processes in slots that are in use and that no row names: the state was damaged.
+
+        A slot says the number that its process has in its own namespace; the process has to have
+        the ledger mapped as well.
+        """
+        slots = {
+            slot: pages.read(ledger.page, pages.slot_base(slot), "ledger_slot", "pid")
+            for slot in range(layout.N_SLOTS)
+            if slot not in named
+            and pages.read(ledger.page, pages.slot_base(slot), "ledger_slot", "state")
+        }
+        if not slots:
+            return
+        file = ledger.file
+        numbered: dict[int, list[Identity]] = {}
+        for process in self._mounted.get(row.key, []):
+            status = read_status(process.pid)
+            if status is not None and any(
+                inode == file.inode for _, inode in mapped(process.pid, MAPPED, file.device)
+            ):
+                numbered.setdefault(status.numbers[-1], []).append(process)
+        for slot, number in slots.items():
+            candidates = numbered.get(number, [])
+            pidfd = open_process(candidates[0]) if len(candidates) == 1 else None
+            if pidfd is not None:
+                yield ProcessRow(slot, candidates[0], time.time_ns() // 1000), pidfd

@@ -1,0 +1,239 @@
+"""The two shared pages of a container: made for a new one, found again for one that runs.
+
+The grant page is a file that only the governor writes, so what is wrong with it is damage. The
+ledger is a memfd that the container's processes have mapped and nobody has a name for: it is found
+in one of them, and whoever runs there may have mapped anything else under its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from governor.arbiter import WHOLE
+from governor.books import Device, Quota
+from governor.config import Config
+from governor.processes import FileIdentity, Identity, mapped, start_time
+from libcontrol import layout, pages
+
+LEDGER = "tidegate-ledger"
+MAPPED = f"/memfd:{LEDGER} (deleted)"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_LOSS = {"keep": 0, "deny": 1, "open": 2}
+
+SEARCH_S = 0.5
+"""So long one container's ledger is looked for: its processes may have mapped a great deal."""
+
+
+class PageError(Exception):
+    """A page is not what it should be; says what was found."""
+
+
+class Ledger(NamedTuple):
+    """A ledger: its descriptor, for processes to come, and its memory."""
+
+    fd: int
+    page: mmap.mmap
+
+    @property
+    def file(self) -> FileIdentity:
+        """Which file it is."""
+        status = os.fstat(self.fd)
+        return FileIdentity(status.st_dev, status.st_ino)
+
+
+def uuid_bytes(uuid: str) -> bytes:
+    """Return a GPU's UUID as the driver gives it."""
+    return bytes.fromhex(uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
+
+
+def _settings(config: Config) -> dict[str, int]:
+    return {
+        "on_governor_loss": _LOSS[config.on_governor_loss],
+        "inflight_ns": config.inflight_us * 1000,
+        "marker_ns": 250_000,
+        "lookahead_ns": config.lookahead_us * 1000,
+        "idle_release_ns": config.idle_release_us * 1000,
+        "spin_ns": config.spin_us * 1000,
+        "holds": int(config.hold_launches),
+    }
+
+
+def make_grant(path: Path, quota: Quota, devices: tuple[Device, ...], config: Config) -> mmap.mmap:
+    """Make a grant page at `path`, in the place of what is there."""
+    described: list[dict[str, int | bytes]] = [
+        {
+            "uuid": uuid_bytes(device.uuid),
+            "memory_limit": quota.memory,
+            "context_bytes": config.context_memory,
+            "compute": quota.compute * WHOLE // 100,
+            "compute_limit": quota.compute_limit * WHOLE // 100,
+        }
+        for device in devices
+    ]
+    if path.is_dir() and not path.is_symlink():
+        raise PageError("it is a directory")
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.fchmod(fd, 0o644)
+        # With its memory: a page that a full tmpfs cannot give would end us when it is written.
+        os.posix_fallocate(fd, 0, layout.GRANT_FILE_SIZE)
+        page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
+    finally:
+        os.close(fd)
+    pages.init_grant(page, settings=_settings(config), devices=described)
+    # For CUDA_VISIBLE_DEVICES: nobody knows before the start which GPUs are chosen.
+    listed = path.with_name("devices")
+    listed.unlink(missing_ok=True)
+    listed.write_text(",".join(device.uuid for device in devices) + "\n")
+    listed.chmod(0o644)
+    return page
+
+
+def open_grant(path: Path) -> mmap.mmap:
+    """Map the grant page of a container that runs; PageError says what is wrong with it."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as e:
+        raise PageError(e.strerror) from e
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise PageError("it is no regular file")
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PageError(f"user {status.st_uid} may write it")
+        if status.st_size != layout.GRANT_FILE_SIZE:
+            raise PageError(f"it has {status.st_size} bytes, not {layout.GRANT_FILE_SIZE}")
+        page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
+    except OSError as e:
+        raise PageError(e.strerror) from e
+    finally:
+        os.close(fd)
+    found = tuple(
+        pages.read(page, 0, "grant_header", name) for name in ("magic", "version", "size")
+    )
+    if found != (layout.GRANT_MAGIC, layout.VERSION, layout.GRANT_FILE_SIZE):
+        page.close()
+        raise PageError("it has another magic, version or size in it")
+    return page
+
+
+def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str, ...]]:
+    """Return the quota and the GPUs that a grant page says, of those that the node has.
+
+    PageError when it says nonsense.
+    """
+    names = {uuid_bytes(uuid): uuid for uuid in uuids}
+    count = pages.read(page, 0, "grant_header", "n_devices")
+    if not 1 <= count <= layout.N_DEVICES:
+        raise PageError(f"it has {count} GPUs")
+    found: list[str] = []
+    quotas = set()
+    for i in range(count):
+        base = layout.grant_device(i)
+        uuid = bytes(pages.read(page, base, "grant_device", "uuid", j) for j in range(16))
+        if uuid not in names or names[uuid] in found:
+            raise PageError(f"GPU {uuid.hex()} in it is none of this node's, or there twice")
+        found.append(names[uuid])
+        memory, compute, limit = (
+            pages.read(page, base, "grant_device", name)
+            for name in ("memory_limit", "compute", "compute_limit")
+        )
+        quotas.add(Quota(memory, compute * 100 // WHOLE, limit * 100 // WHOLE))
+    quota = quotas.pop()
+    if quotas or not 1 <= quota.compute <= quota.compute_limit <= 100 or not quota.memory:
+        raise PageError("the quota in it is none")
+    return quota, tuple(found)
+
+
+def take_over(page: mmap.mmap, config: Config) -> None:
+    """Put the node's settings into a grant page of the governor before."""
+    for name, value in _settings(config).items():
+        pages.write(page, 0, "grant_header", name, value)
+
+
+def make_ledger() -> Ledger:
+    """Make an empty ledger."""
+    fd = os.memfd_create(LEDGER, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, layout.LEDGER_SIZE)
+    page = mmap.mmap(fd, layout.LEDGER_SIZE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    pages.init_ledger(page)
+    return Ledger(fd, page)
+
+
+def memfd_device() -> int:
+    """Return the file system that memfds are on: nobody else makes files there."""
+    fd = os.memfd_create("tidegate", os.MFD_CLOEXEC)
+    try:
+        return os.fstat(fd).st_dev
+    finally:
+        os.close(fd)
+
+
+def find_ledger(
+    processes: Iterable[Identity], file: FileIdentity | None, taken: set[FileIdentity]
+) -> Ledger | None:
+    """Return the ledger that one of these processes has mapped, None when none has.
+
+    `file` is which it has to be. Where that is not known it is the first that is as we make them,
+    and no other container's (`taken`): a process can be handed a descriptor.
+    """
+    device = file.device if file else memfd_device()
+    until = time.monotonic() + SEARCH_S
+    for process in processes:
+        for path, inode in mapped(process.pid, MAPPED, device):
+            found = FileIdentity(device, inode)
+            if found in taken or found != (file or found):
+                continue
+            ledger = _open_ledger(path, found, known=file is not None)
+            if ledger is None:
+                continue
+            if start_time(process.pid) == process.start:
+                return ledger
+            close_ledger(ledger)
+        if time.monotonic() > until:
+            break
+    return None
+
+
+def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        status = os.fstat(fd)
+        # Sealed, or its owner could shrink it under our hands, which is a SIGBUS.
+        if (
+            FileIdentity(status.st_dev, status.st_ino) == file
+            and status.st_size == layout.LEDGER_SIZE
+            and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        ):
+            ledger = Ledger(fd, mmap.mmap(fd, layout.LEDGER_SIZE))
+            header = tuple(
+                pages.read(ledger.page, 0, "ledger_header", name)
+                for name in ("magic", "version", "size")
+            )
+            if header == (layout.LEDGER_MAGIC, layout.VERSION, layout.LEDGER_SIZE):
+                return ledger
+            if known:  # it is ours, whatever somebody wrote over its header
+                pages.init_ledger(ledger.page)
+                return ledger
+            ledger.page.close()
+    os.close(fd)
+    return None
+
+
+def close_ledger(ledger: Ledger) -> None:
+    """Let go of a ledger that nobody shall use."""
+    ledger.page.close()
+    os.close(ledger.fd)

@@ -1,0 +1,422 @@
+"""What the governor knows, in a file that outlives it: the containers and their processes.
+
+SQLite in WAL mode. A row is in the file before the answer that promises it is given, so a governor
+that is killed has promised nothing that the next one does not know. The memory of a killed process
+that the kernel has is not lost, so nothing waits for the disk: what does not survive a loss of
+power belongs to processes that do not survive it either.
+
+The model in memory is what counts. Where the file cannot be written for a while (a full disk) what
+can be refused is refused, what has happened (a process that began or ended) is kept in memory and
+written as soon as it can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from governor.books import Quota
+from governor.errors import GovernorError, StateError
+from governor.processes import FileIdentity, Identity, boot_id
+
+log = structlog.get_logger()
+
+NAME = "state.db"
+
+MIGRATIONS = (
+    (
+        "CREATE TABLE containers (key TEXT PRIMARY KEY, row TEXT, seal TEXT)",
+        """CREATE TABLE processes (
+            key TEXT, slot INTEGER, row TEXT, seal TEXT, PRIMARY KEY (key, slot)
+        )""",
+    ),
+)
+"""What leads from each version of the schema to the next, from an empty file on.
+
+Rows are JSON under a digest: SQLite finds a page that is no page, but not a number that a disk
+changed.
+"""
+VERSION = len(MIGRATIONS)
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_MISMATCH)
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """A registered process; `start_us` is when it registered, microseconds since 1970."""
+
+    slot: int
+    process: Identity
+    start_us: int
+
+
+@dataclass(frozen=True)
+class ContainerRow:
+    """A container. `identifier` is None where only its digest, the key, is known."""
+
+    key: str
+    identifier: str | None
+    process: Identity
+    quota: Quota
+    devices: tuple[str, ...]
+    ledger: FileIdentity
+    confirmed: bool = False
+
+
+class _DamageError(Exception):
+    """The file is there and says what it cannot say."""
+
+
+class _NewerError(Exception):
+    """The file is of a version of ours that has not been written yet."""
+
+
+class State:
+    """The model, and the file at `path`; without a path the model alone.
+
+    Opened by `load`. Nothing else has the file open meanwhile: it stays locked.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._boot = boot_id()
+        self._db: sqlite3.Connection | None = None
+        self._behind = path is not None  # the file lacks something that the model has
+        self._failing = False
+        self.containers: dict[str, ContainerRow] = {}
+        self.processes: dict[str, dict[int, ProcessRow]] = {}
+
+    def load(self) -> None:
+        """Read the file; one that is damaged is set aside and said, and the model is empty then.
+
+        GovernorError when another process has it. A file that cannot be read or made is said, and
+        tried again by `retry`.
+        """
+        if self._path is None:
+            return
+        try:
+            self._open(self._path)
+        except (_DamageError, _NewerError) as e:
+            damaged = isinstance(e, _DamageError)
+            aside = self._set_aside(self._path, "damaged" if damaged else "newer")
+            log.error(
+                "database-damaged" if damaged else "database-newer",
+                path=str(self._path),
+                error=str(e),
+                moved_to=str(aside),
+            )
+        except sqlite3.Error as e:
+            if _code(e) == sqlite3.SQLITE_BUSY:
+                raise GovernorError(
+                    f"{self._path} is open in another process",
+                    hint="stop the other governor, or give this one a state_dir of its own",
+                ) from e
+            self._said(e)
+        except OSError as e:
+            self._said(e)
+
+    def _open(self, path: Path) -> sqlite3.Connection:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # SQLite gives its other files the mode of this one.
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+        path.chmod(0o600)
+        db = sqlite3.connect(path, timeout=0, isolation_level=None)
+        try:
+            # The lock stays until this process ends, however it does.
+            db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            self._migrate(db)
+            containers, processes, old = self._read(db)
+        except (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError) as e:
+            with contextlib.suppress(sqlite3.Error):
+                db.close()
+            if isinstance(e, sqlite3.Error) and not _is_damage(e):
+                raise
+            raise _DamageError(str(e) or type(e).__name__) from e
+        except BaseException:
+            db.close()
+            raise
+        self._db, self.containers, self.processes = db, containers, processes
+        self._behind = old
+        return db
+
+    def _migrate(self, db: sqlite3.Connection) -> None:
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > VERSION:
+            raise _NewerError(f"it is of version {version}, this governor knows {VERSION}")
+        (check,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if check != "ok":
+            raise _DamageError(check)
+        for number in range(version, VERSION):
+            with _transaction(db):
+                for statement in MIGRATIONS[number]:
+                    db.execute(statement)
+                db.execute(f"PRAGMA user_version = {number + 1}")
+
+    def _read(
+        self, db: sqlite3.Connection
+    ) -> tuple[dict[str, ContainerRow], dict[str, dict[int, ProcessRow]], bool]:
+        """Return what the file says of this boot, and whether it says anything of others."""
+        containers: dict[str, ContainerRow] = {}
+        processes: dict[str, dict[int, ProcessRow]] = {}
+        old = False
+        for key, text, seal in db.execute("SELECT key, row, seal FROM containers"):
+            values = _unseal(text, seal)
+            if values["boot"] != self._boot:
+                old = True
+                continue
+            row = ContainerRow(
+                values["key"],
+                values["identifier"],
+                Identity(*values["process"]),
+                Quota(*values["quota"]),
+                tuple(values["devices"]),
+                FileIdentity(*values["ledger"]),
+                values["confirmed"],
+            )
+            if row.key != key:
+                raise ValueError(f"container {key} is stored as {row.key}")
+            containers[key] = row
+        for key, slot, text, seal in db.execute("SELECT key, slot, row, seal FROM processes"):
+            values = _unseal(text, seal)
+            if values["key"] != key or values["slot"] != slot:
+                raise ValueError(f"process {slot} of {key} is stored in the place of another")
+            if key not in containers:
+                old = True  # its container's boot, or what a container left
+                continue
+            processes.setdefault(key, {})[slot] = ProcessRow(
+                slot, Identity(*values["process"]), values["start_us"]
+            )
+        return containers, processes, old
+
+    @staticmethod
+    def _set_aside(path: Path, why: str) -> Path | None:
+        """Move the file and what belongs to it out of the way; None when that fails."""
+        number = 1
+        while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
+            number += 1
+        try:
+            for suffix in ("-wal", "-shm"):
+                companion = path.with_name(path.name + suffix)
+                if companion.exists():
+                    companion.rename(aside.with_name(aside.name + suffix))
+            path.rename(aside)
+        except OSError as e:
+            log.error("database-stays", path=str(path), error=str(e))
+            return None
+        return aside
+
+    # ---- what is promised: StateError, and nothing changed, when it cannot be written ----
+
+    def put(self, row: ContainerRow) -> None:
+        """Enter a container, or change it."""
+        before = self.containers.get(row.key)
+        self.containers[row.key] = row
+        try:
+            self._write(lambda db: self._put(db, row))
+        except (sqlite3.Error, OSError) as e:
+            if before is None:
+                del self.containers[row.key]
+            else:
+                self.containers[row.key] = before
+            self._said(e)
+            raise StateError(
+                f"{self._path} cannot be written: {e}",
+                hint="make room, or make it writable; containers that run go on",
+            ) from e
+
+    def confirm(self, key: str) -> None:
+        """Note that a container is ready."""
+        self.put(replace(self.containers[key], confirmed=True))
+
+    def change(self, key: str, quota: Quota) -> None:
+        """Note a container's new quota."""
+        self.put(replace(self.containers[key], quota=quota))
+
+    # ---- what has happened: kept in memory when it cannot be written ----
+
+    def note(self, row: ContainerRow) -> None:
+        """Enter a container that runs, whether that can be written or not."""
+        self.containers[row.key] = row
+        self._note(lambda db: self._put(db, row))
+
+    def leave(self, key: str) -> None:
+        """Strike a container out, with its processes; one that is not there is no error."""
+        if self.containers.pop(key, None) is None:
+            return
+        self.processes.pop(key, None)
+
+        def write(db: sqlite3.Connection) -> None:
+            db.execute("DELETE FROM containers WHERE key = ?", (key,))
+            db.execute("DELETE FROM processes WHERE key = ?", (key,))
+
+        self._note(write)
+
+    def register(self, key: str, row: ProcessRow) -> None:
+        """Enter a process in its slot."""
+        self.processes.setdefault(key, {})[row.slot] = row
+        self._note(lambda db: self._put_process(db, key, row))
+
+    def unregister(self, key: str, slot: int) -> None:
+        """Strike a process out."""
+        if self.processes.get(key, {}).pop(slot, None) is not None:
+            self._note(
+                lambda db: db.execute(
+                    "DELETE FROM processes WHERE key = ? AND slot = ?", (key, slot)
+                )
+            )
+
+    def retry(self) -> None:
+        """Write what could not be written before; make the file anew when somebody removed it."""
+        if self._path is None:
+            return
+        if self._db is not None and not self._path.exists():
+            log.error("database-gone", path=str(self._path))
+            self._drop()
+        if self._behind:
+            self._note(None)
+
+    def close(self) -> None:
+        """Let go of the file; what it says stays."""
+        self._drop()
+
+    # ---- writing ----
+
+    def _put(self, db: sqlite3.Connection, row: ContainerRow) -> None:
+        text, seal = _seal(
+            {
+                "key": row.key,
+                "identifier": row.identifier,
+                "boot": self._boot,
+                "process": row.process,
+                "quota": [row.quota.memory, row.quota.compute, row.quota.compute_limit],
+                "devices": row.devices,
+                "ledger": row.ledger,
+                "confirmed": row.confirmed,
+            }
+        )
+        db.execute("INSERT OR REPLACE INTO containers VALUES (?, ?, ?)", (row.key, text, seal))
+
+    @staticmethod
+    def _put_process(db: sqlite3.Connection, key: str, row: ProcessRow) -> None:
+        text, seal = _seal(
+            {"key": key, "slot": row.slot, "process": row.process, "start_us": row.start_us}
+        )
+        db.execute(
+            "INSERT OR REPLACE INTO processes VALUES (?, ?, ?, ?)", (key, row.slot, text, seal)
+        )
+
+    def _note(self, write: Callable[[sqlite3.Connection], object] | None) -> None:
+        try:
+            self._write(write)
+        except (sqlite3.Error, OSError) as e:
+            self._said(e)
+
+    def _write(self, write: Callable[[sqlite3.Connection], object] | None) -> None:
+        """Write one change, or all of the model where the file lacks more than that."""
+        if self._path is None:
+            return
+        db = self._db or self._reopen(self._path)
+        try:
+            with _transaction(db):
+                if self._behind or write is None:
+                    self._write_all(db)
+                else:
+                    write(db)
+        except sqlite3.Error as e:
+            self._behind = True
+            if _is_damage(e):
+                self._drop()
+            raise
+        self._behind = False
+        if self._failing:
+            self._failing = False
+            log.info("database-written", path=str(self._path))
+
+    def _write_all(self, db: sqlite3.Connection) -> None:
+        db.execute("DELETE FROM containers")
+        db.execute("DELETE FROM processes")
+        for row in self.containers.values():
+            self._put(db, row)
+        for key, processes in self.processes.items():
+            for process in processes.values():
+                self._put_process(db, key, process)
+
+    def _reopen(self, path: Path) -> sqlite3.Connection:
+        """Open the file for the model that there is: what it says itself is older."""
+        containers, processes = self.containers, self.processes
+        try:
+            return self._open(path)
+        except (_DamageError, _NewerError) as e:
+            aside = self._set_aside(path, "damaged")
+            log.error("database-damaged", path=str(path), error=str(e), moved_to=str(aside))
+            try:
+                return self._open(path)
+            except (_DamageError, _NewerError) as again:
+                raise OSError(f"it stays damaged: {again}") from again
+        finally:
+            self.containers, self.processes = containers, processes
+            self._behind = True
+
+    def _drop(self) -> None:
+        if self._db is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.close()
+        self._db = None
+        self._behind = self._path is not None
+
+    def _said(self, e: Exception) -> None:
+        self._behind = True
+        if not self._failing:
+            log.error("database-unwritable", path=str(self._path), error=str(e))
+        self._failing = True
+
+
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        # A full disk has ended it already.
+        if db.in_transaction:
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+        raise
+
+
+def _code(e: sqlite3.Error) -> int:
+    code: int = getattr(e, "sqlite_errorcode", sqlite3.SQLITE_OK)
+    return code & 0xFF
+
+
+def _is_damage(e: sqlite3.Error) -> bool:
+    """Whether an error is the content's fault; a table that is not there has no code of its own."""
+    code = _code(e)
+    return code in _DAMAGED or code in (sqlite3.SQLITE_OK, sqlite3.SQLITE_ERROR)
+
+
+def _seal(values: dict[str, Any]) -> tuple[str, str]:
+    text = json.dumps(values)
+    return text, hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _unseal(text: object, seal: object) -> dict[str, Any]:
+    if (
+        not isinstance(text, str)
+        or hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16] != seal
+    ):
+        raise ValueError("a row is not as it was written")
+    values: dict[str, Any] = json.loads(text)
+    return values

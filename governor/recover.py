@@ -64,8 +64,8 @@ def find_containers(config: Config, state: State, devices: Sequence[Device]) -> 
     for key, look in looks:
         try:
             found = look()
-        except OSError as e:
-            log.error("container-not-adopted", key=key, error=str(e))
+        except Exception:  # one container keeps nobody from the others
+            log.exception("container-not-adopted", key=key)
         else:
             if found is not None:
                 yield found

@@ -152,6 +152,8 @@ class State:
 
     def _migrate(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version < 0:
+            raise _DamageError(f"it is of version {version}")
         if version > VERSION:
             raise _NewerError(f"it is of version {version}, this governor knows {VERSION}")
         (check,) = db.execute("PRAGMA quick_check(1)").fetchone()

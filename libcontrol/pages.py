@@ -95,7 +95,8 @@ def write_usage(
 def read_usage(page: mmap) -> list[dict[str, int | tuple[int, ...]]]:
     """Return the entries of the usage part, as `write_usage` takes them. For one process only."""
     found = []
-    for i in range(read(page, layout.GRANT_USAGE, "usage_header", "n_entries")):
+    n_entries = read(page, layout.GRANT_USAGE, "usage_header", "n_entries")
+    for i in range(min(n_entries, layout.N_SLOTS)):
         at = layout.GRANT_USAGE_ENTRIES + i * layout.USAGE_ENTRY.size
         numbers = iter(_USAGE_ENTRY.unpack_from(page, at))
         entry: dict[str, int | tuple[int, ...]] = {}

@@ -1,0 +1,489 @@
+"""The governor's file: what it promised is there after a kill, and damage is found rather than believed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from governor import state as module
+from governor.books import Quota
+from governor.container import container_key
+from governor.errors import GovernorError, StateError
+from governor.processes import FileIdentity, Identity
+from governor.state import NAME, ContainerRow, ProcessRow, State
+
+GIB = 1 << 30
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def row(number: int, *, confirmed: bool = False, memory: int = GIB) -> ContainerRow:
+    return ContainerRow(
+        container_key(f"container-{number}"),
+        f"container-{number}",
+        Identity(1000 + number, 5_000_000 + number),
+        Quota(memory, 1 + number % 50, 100),
+        (UUID,),
+        FileIdentity(1, 77 + number),
+        confirmed,
+    )
+
+
+def process(slot: int, pid: int) -> ProcessRow:
+    return ProcessRow(slot, Identity(pid, pid * 10), 1_700_000_000_000_000 + pid)
+
+
+def opened(path: Path) -> State:
+    state = State(path)
+    state.load()
+    return state
+
+
+def image(path: Path, to: Path) -> State:
+    """What another governor finds if the one that has `path` is killed now."""
+    to.mkdir()
+    for file in path.parent.glob(f"{path.name}*"):
+        shutil.copy(file, to)
+    return opened(to / path.name)
+
+
+def filled(directory: Path, count: int = 12) -> Path:
+    """A file with containers and processes, part of it in the log, left as a kill leaves it."""
+    state = opened(directory / "made" / NAME)
+    for number in range(count):
+        state.put(row(number, confirmed=number % 3 > 0))
+        state.register(row(number).key, process(number % 5, 3000 + number))
+    assert state._db is not None
+    state._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    for number in range(count):
+        state.register(row(number).key, process(7, 4000 + number))
+    image(directory / "made" / NAME, directory / "left").close()
+    shutil.rmtree(directory / "left")
+    (directory / "left").mkdir()
+    for file in (directory / "made").iterdir():
+        shutil.copy(file, directory / "left")
+    state.close()
+    return directory / "left" / NAME
+
+
+class Journal(RuleBasedStateMachine):
+    """Any sequence of what a governor does, and a kill at any time."""
+
+    keys = st.integers(0, 5)
+    slots = st.integers(0, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.images = 0
+        self.state = opened(self.directory / NAME)
+        self.containers: dict[str, ContainerRow] = {}
+        self.processes: dict[tuple[str, int], ProcessRow] = {}
+
+    @rule(number=keys)
+    def admit(self, number: int) -> None:
+        self.containers[row(number).key] = row(number)
+        self.state.put(row(number))
+
+    @rule(number=keys, memory=st.integers(1, 2**62))
+    def confirm_or_change(self, number: int, memory: int) -> None:
+        key = row(number).key
+        if key in self.containers:
+            changed = replace(self.containers[key], confirmed=True, quota=Quota(memory, 1, 2))
+            self.containers[key] = changed
+            self.state.put(changed)
+
+    @rule(number=keys, slot=slots, pid=st.integers(1, 2**22))
+    def register(self, number: int, slot: int, pid: int) -> None:
+        key = row(number).key
+        if key in self.containers:
+            self.processes[key, slot] = process(slot, pid)
+            self.state.register(key, process(slot, pid))
+
+    @rule(number=keys, slot=slots)
+    def end_process(self, number: int, slot: int) -> None:
+        self.processes.pop((row(number).key, slot), None)
+        self.state.unregister(row(number).key, slot)
+
+    @rule(number=keys)
+    def end(self, number: int) -> None:
+        key = row(number).key
+        self.containers.pop(key, None)
+        self.processes = {at: p for at, p in self.processes.items() if at[0] != key}
+        self.state.leave(key)
+
+    @rule()
+    def be_killed(self) -> None:
+        before, self.images = self.state, self.images + 1
+        self.state = image(before._path or Path(), self.directory / str(self.images))
+        before.close()
+
+    @rule()
+    def stop(self) -> None:
+        path = self.state._path
+        self.state.close()
+        self.state = opened(path or Path())
+
+    @precondition(lambda self: not self.state._behind)
+    @rule()
+    def be_full(self) -> None:
+        """Nothing can be written for a while: promises are refused, what happened is kept."""
+        db = self.state._db
+        assert db is not None
+        with contextlib.closing(sqlite3.connect(":memory:")) as nothing:
+            self.state._db = nothing  # no tables: each write fails
+            with pytest.raises(StateError):
+                self.state.put(row(99))
+            assert row(99).key not in self.state.containers
+            for key in list(self.containers)[:1]:
+                self.processes[key, 0] = process(0, 4711)
+                self.state.register(key, process(0, 4711))
+        self.state._db = db
+        self.state.retry()
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        found = {
+            (key, slot): p for key, ps in self.state.processes.items() for slot, p in ps.items()
+        }
+        assert (self.state.containers, found) == (self.containers, self.processes)
+
+    def teardown(self) -> None:
+        self.be_killed()
+        self.nothing_is_lost()
+        self.state.close()
+        shutil.rmtree(self.directory)
+
+
+Journal.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestJournal = Journal.TestCase
+
+
+WRITER = """
+import sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from tests.unit.test_governor_state import opened, process, row
+state = opened(Path(sys.argv[1]))
+for number in range(100_000):
+    state.put(row(number))
+    state.register(row(number).key, process(0, number + 1))
+    if number >= 20:
+        state.leave(row(number - 20).key)
+    print(number, flush=True)
+"""
+
+
+def test_what_was_promised_is_there_after_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    draw = random.Random(1)
+    for _ in range(5):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), str(ROOT)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        told = [int(writer.stdout.readline()) for _ in range(draw.randrange(1, 400))]
+        writer.send_signal(signal.SIGKILL)
+        told += [int(line) for line in writer.stdout.read().splitlines(keepends=True) if "\n" in line]
+        writer.stdout.close()
+        writer.wait()
+        state = opened(path)
+        last = told[-1]
+        for number in range(max(0, last - 18), last + 1):
+            key = row(number).key
+            assert state.containers[key] == row(number)
+            assert state.processes[key] == {0: process(0, number + 1)}
+        assert len(state.containers) <= 22  # and nothing that ended
+        for key in list(state.containers):
+            state.leave(key)
+        state.close()
+    assert [p.name for p in tmp_path.iterdir() if "damaged" in p.name] == []
+
+
+def test_only_root_reads_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        state = opened(tmp_path / "new" / NAME)
+        state.put(row(1))
+        modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "new").iterdir()}
+    finally:
+        os.umask(before)
+    state.close()
+    assert modes == {NAME: 0o600, f"{NAME}-wal": 0o600}
+
+
+def test_what_another_boot_left_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = filled(tmp_path)
+    monkeypatch.setattr(module, "boot_id", lambda: "another")
+    state = opened(path)
+    assert (state.containers, state.processes) == ({}, {})
+    state.put(row(1))
+    state.close()
+    again = opened(path)
+    assert again.containers == {row(1).key: row(1)}
+    again.close()
+    monkeypatch.undo()
+    first = opened(path)
+    assert first.containers == {}  # the rows of the first boot went with the first write
+    first.close()
+
+
+def test_two_governors_do_not_share_it(tmp_path: Path) -> None:
+    first = opened(tmp_path / NAME)
+    with pytest.raises(GovernorError, match="is open in another process; stop the other governor"):
+        opened(tmp_path / NAME)
+    first.put(row(1))
+    first.close()
+
+
+# ---- versions ----
+
+
+def test_a_file_of_an_older_version_is_brought_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = filled(tmp_path)
+    later = (*module.MIGRATIONS, ("ALTER TABLE processes ADD COLUMN more TEXT DEFAULT 'x'",))
+    monkeypatch.setattr(module, "MIGRATIONS", later)
+    monkeypatch.setattr(module, "VERSION", len(later))
+    state = opened(path)
+    assert len(state.containers) == 12
+    assert state._db is not None
+    assert state._db.execute("PRAGMA user_version").fetchone() == (len(later),)
+    assert state._db.execute("SELECT DISTINCT more FROM processes").fetchall() == [("x",)]
+    state.close()
+
+
+def test_a_file_of_a_newer_version_is_set_aside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = filled(tmp_path)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 99")
+    state = opened(path)
+    assert state.containers == {}
+    assert path.with_name(f"{NAME}.newer-1").exists()
+    said = capsys.readouterr().out
+    assert "database-newer" in said
+    assert "it is of version 99, this governor knows 1" in said
+    state.put(row(1))
+    state.close()
+
+
+# ---- damage ----
+
+
+def not_a_database(path: Path) -> None:
+    path.write_bytes(b"containers: []\n" * 100)
+
+
+def cut_short(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(4096 + 100)
+    path.with_name(f"{NAME}-wal").unlink()
+
+
+def a_row_changed(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE containers SET row = replace(row, '1073741824', '9073741824')")
+        db.commit()
+
+
+def a_row_moved(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE processes SET slot = slot + 20")
+        db.commit()
+
+
+def a_row_of_bytes(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE containers SET row = x'ff00fe', seal = 5")
+        db.commit()
+
+
+def no_table(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE processes")
+
+
+def no_version(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = 0")
+
+
+def a_version_below_all(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA user_version = -5")
+
+
+DAMAGES = [
+    not_a_database, cut_short, a_row_changed, a_row_moved, a_row_of_bytes, no_table, no_version,
+    a_version_below_all,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_damage_is_set_aside_and_said(tmp_path, capsys, damage) -> None:
+    path = filled(tmp_path)
+    damage(path)
+    before = path.read_bytes()
+    state = opened(path)
+    assert (state.containers, state.processes) == ({}, {})
+    aside = path.with_name(f"{NAME}.damaged-1")
+    assert aside.exists()
+    assert len(aside.read_bytes()) >= len(before) or aside.read_bytes() == before
+    said = capsys.readouterr().out
+    assert said.count("database-damaged") == 1
+    assert str(aside) in said
+    state.put(row(1))
+    state.close()
+    again = opened(path)
+    assert again.containers == {row(1).key: row(1)}
+    again.close()
+    assert not path.with_name(f"{NAME}.damaged-2").exists()
+    not_a_database(path)
+    opened(path).close()
+    assert path.with_name(f"{NAME}.damaged-2").exists()
+
+
+def test_an_empty_file_is_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / NAME).touch()
+    state = opened(tmp_path / NAME)
+    state.put(row(1))
+    state.close()
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_random_damage_is_never_believed(tmp_path: Path) -> None:
+    """Whatever bytes change: the start goes on, and what it reads was written."""
+    path = filled(tmp_path)
+    truth = image(path, tmp_path / "truth")
+    truth.close()
+    draw = random.Random(7)
+    set_aside = 0
+    for number in range(300):
+        copy = tmp_path / f"copy-{number}"
+        shutil.copytree(path.parent, copy)
+        for _ in range(draw.choice((1, 1, 2, 10, 200))):
+            victim = copy / draw.choice((NAME, NAME, f"{NAME}-wal"))
+            with victim.open("r+b") as file:
+                file.seek(draw.randrange(victim.stat().st_size))
+                file.write(draw.randbytes(draw.choice((1, 1, 4, 64))))
+        state = opened(copy / NAME)
+        for key, found in state.containers.items():
+            assert found == truth.containers[key]
+        for key, found in state.processes.items():
+            assert found.items() <= truth.processes[key].items()
+        state.put(row(99))
+        state.close()
+        set_aside += any("damaged" in p.name or "newer" in p.name for p in copy.iterdir())
+        shutil.rmtree(copy)
+    assert 50 < set_aside < 300
+
+
+# ---- where it cannot be written ----
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[tuple[State, sqlite3.Connection]]:
+    """A state whose file may not grow."""
+    state = opened(tmp_path / NAME)
+    state.put(row(0))
+    assert state._db is not None
+    (pages,) = state._db.execute("PRAGMA page_count").fetchone()
+    state._db.execute(f"PRAGMA max_page_count = {pages}")
+    yield state, state._db
+    state.close()
+
+
+def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capsys, tmp_path: Path) -> None:
+    state, db = full
+    admitted = 0
+    with pytest.raises(StateError, match="cannot be written: database or disk is full; make room"):
+        for number in range(1, 1000):
+            state.put(row(number))
+            admitted = number
+    assert len(state.containers) == admitted + 1
+    for slot in range(60):
+        state.register(row(0).key, process(slot, 100 + slot))
+    for slot in range(60):
+        state.register(row(1).key, process(slot, 100 + slot))
+    state.leave(row(2).key)
+    assert "database-unwritable" in capsys.readouterr().out
+    for _ in range(5):
+        state.retry()
+    assert "database-unwritable" not in capsys.readouterr().out  # it is said once
+    db.execute("PRAGMA max_page_count = 100000")
+    state.retry()
+    assert "database-written" in capsys.readouterr().out
+    later = image(tmp_path / NAME, tmp_path / "later")
+    assert (later.containers, later.processes) == (state.containers, state.processes)
+    assert len(later.processes[row(0).key]) == len(later.processes[row(1).key]) == 60
+    later.close()
+
+
+def test_a_directory_that_cannot_be_made_stops_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").write_text("in the way\n")
+    state = opened(tmp_path / "state" / NAME)
+    assert "database-unwritable" in capsys.readouterr().out
+    with pytest.raises(StateError, match="cannot be written"):
+        state.put(row(1))
+    state.note(row(2))
+    state.register(row(2).key, process(1, 5))
+    state.retry()
+    (tmp_path / "state").unlink()
+    state.retry()
+    state.put(row(3))
+    later = image(tmp_path / "state" / NAME, tmp_path / "later")
+    assert set(later.containers) == {row(2).key, row(3).key}
+    assert later.processes == {row(2).key: {1: process(1, 5)}}
+    later.close()
+    state.close()
+
+
+def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
+    state = opened(tmp_path / NAME)
+    state.put(row(1))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    state.retry()
+    later = image(tmp_path / NAME, tmp_path / "later")
+    assert later.containers == {row(1).key: row(1)}
+    later.close()
+    state.close()
+
+
+def test_a_file_that_is_damaged_while_it_is_open_is_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = opened(tmp_path / NAME)
+    state.put(row(1))
+    assert state._db is not None
+    state._db.execute("DROP TABLE containers")
+    with pytest.raises(StateError):
+        state.put(row(2))
+    state.register(row(1).key, process(1, 5))  # the next write makes it anew
+    assert "database-damaged" in capsys.readouterr().out
+    assert (tmp_path / f"{NAME}.damaged-1").exists()
+    later = image(tmp_path / NAME, tmp_path / "later")
+    assert later.containers == {row(1).key: row(1)}
+    assert later.processes == {row(1).key: {1: process(1, 5)}}
+    later.close()
+    state.close()

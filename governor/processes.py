@@ -143,7 +143,7 @@ def mounted_below(name: str, device: int) -> dict[str, list[Identity]]:
     found: dict[str, list[Identity]] = {}
     wanted = f"{os.major(device)}:{os.minor(device)}".encode()
     ours = _mount_namespace("self")
-    known: dict[str, list[str]] = {}  # by namespace; who is in a chroot sees less of it
+    known: dict[tuple[str, int, int], list[str]] = {}  # by what processes of a kind see
     for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, no paths needed
         if not entry.isdigit():
             continue
@@ -151,10 +151,13 @@ def mounted_below(name: str, device: int) -> dict[str, list[Identity]]:
             namespace = _mount_namespace(entry)
             if namespace == ours:
                 continue
-            if not known.get(namespace):
-                known[namespace] = _directories(entry, name, wanted)
-            start = start_time(int(entry)) if known[namespace] else None
-            for key in known[namespace] if start is not None else ():
+            # Who is in a chroot sees less of its namespace.
+            root = os.stat(f"/proc/{entry}/root")  # noqa: PTH116 - thousands of them
+            view = namespace, root.st_dev, root.st_ino
+            if view not in known:
+                known[view] = _directories(entry, name, wanted)
+            start = start_time(int(entry)) if known[view] else None
+            for key in known[view] if start is not None else ():
                 found.setdefault(key, []).append(Identity(int(entry), start or 0))
     return found
 

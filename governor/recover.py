@@ -182,8 +182,9 @@ class _Search:
     def _ledger(self, row: ContainerRow, processes: list[Identity]) -> Ledger | None:
         wanted = row.ledger if row.ledger.inode else None
         others = self._taken - {row.ledger}
-        ledger = find_ledger(processes, wanted, others) if processes else None
-        if ledger is None and (processes or wanted is None):
+        ledger = find_ledger(processes, wanted, others)
+        if ledger is None:
+            # Nobody uses the GPU, or the state lacks those who do.
             ledger = find_ledger(self._mounted.get(row.key, []), wanted, others)
         return ledger
 

@@ -199,7 +199,9 @@ def test_what_was_promised_is_there_after_a_kill(tmp_path: Path) -> None:
         assert writer.stdout is not None
         told = [int(writer.stdout.readline()) for _ in range(draw.randrange(1, 400))]
         writer.send_signal(signal.SIGKILL)
-        told += [int(line) for line in writer.stdout.read().splitlines(keepends=True) if "\n" in line]
+        told += [
+            int(line) for line in writer.stdout.read().splitlines(keepends=True) if "\n" in line
+        ]
         writer.stdout.close()
         writer.wait()
         state = opened(path)

@@ -1,0 +1,667 @@
+"""What a governor that starts finds: processes that live, ledgers that are ours, and what was left by others.
+
+The containers here are processes that register as the control library does; the arbiter's thread is a stub.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from governor.arbiter import Runner, Stats
+from governor.books import Books, Device, Quota
+from governor.config import Config
+from governor.container import Container, Look, container_key
+from governor.errors import StateError
+from governor.processes import (
+    FileIdentity,
+    Identity,
+    cgroup_names,
+    first_of,
+    identify,
+    mapped,
+    open_process,
+    start_time,
+)
+from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open_grant
+from governor.server import Server
+from governor.state import NAME, State
+from libcontrol import layout, pages
+
+GIB = 1 << 30
+UUID = "GPU-00000000-0000-0000-0000-000000000001"
+DEVICE = Device(0, UUID, "stub", 16 * GIB)
+PATIENCE_S = 10.0
+
+# Registers as a process's first cuInit does, maps the ledger, and does what it is told.
+PROCESS = """
+import mmap, os, socket, struct, sys
+def ask(byte):
+    s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    s.settimeout(10)
+    s.connect(sys.argv[1])
+    s.send(byte)
+    data, fds, _, _ = socket.recv_fds(s, 4, 1)
+    return s, struct.unpack("I", data)[0], fds
+held = []
+for line in sys.stdin:
+    command, _, value = line.strip().partition(" ")
+    if command in ("register", "again"):
+        s, slot, fds = ask(b"r" if command == "register" else b"a")
+        held.append(s)
+        inode = os.fstat(fds[0]).st_ino if fds else 0
+        if command == "register":
+            ledger = mmap.mmap(fds[0], 0)
+            at = 4096 + slot * 8192
+            ledger[at + 4:at + 8] = struct.pack("I", os.getpid())
+        for fd in fds:
+            os.close(fd)
+        print(slot, inode, flush=True)
+    elif command == "charge":  # memory is the ninth field of the device's part
+        at = 4096 + slot * 8192 + 128 + 48
+        ledger[at:at + 8] = struct.pack("Q", int(value))
+        print("charged", flush=True)
+    elif command == "become":
+        os.execv(sys.executable, [sys.executable, "-c", value, sys.argv[1]])
+"""
+
+
+class StubRunner:
+    """The arbiter's thread: nothing at all."""
+
+    def add(self, *_: object) -> int:
+        return 0
+
+    def remove(self, tenant: int) -> None: ...
+
+    def set(self, tenant: int, guarantee: int, limit: int) -> None: ...
+
+    def watch(self, fd: int) -> None: ...
+
+    def stats(self, _: int) -> Stats:
+        return Stats()
+
+
+class Child:
+    """A process of a container."""
+
+    def __init__(self, path: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, str(path)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.pid = self.process.pid
+
+    async def ask(self, line: str) -> str:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return (await asyncio.to_thread(self.process.stdout.readline)).strip()
+
+    async def numbers(self, line: str) -> tuple[int, ...]:
+        return tuple(map(int, (await self.ask(line)).split()))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class World:
+    """Governors, one after the other, on the same directories."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = Config(runtime_dir=str(directory / "run"), state_dir=str(directory / "state"))
+        self.containers_dir = directory / "run" / "containers"
+        self.containers_dir.mkdir(parents=True)
+        self.children: list[Child] = []
+        self.runner = StubRunner()
+        self.state = State(directory / "state" / NAME)
+        self.server = cast("Server", None)
+        self.devices = [DEVICE]
+
+    async def start(self) -> None:
+        self.state = State(Path(self.config.state_dir) / NAME)
+        self.state.load()
+        books = Books(self.devices, self.config)
+        runners = {device.uuid: cast("Runner", self.runner) for device in self.devices}
+        self.server = Server(self.config, books, runners, self.state)
+        await self.server.adopt()
+
+    async def stop(self) -> None:
+        self.server.close()
+        self.state.close()
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    def child(self, container: Container) -> Child:
+        child = Child(container.directory / "governor.sock")
+        self.children.append(child)
+        return child
+
+    async def admit(self, name: str = "one", *, confirm: bool = True) -> Container:
+        """Admit a container whose first process is a child that does nothing else."""
+        first = Child(Path("/"))
+        self.children.append(first)
+        request = {
+            "id": name, "pid": first.pid,
+            "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"},
+        }  # fmt: skip
+        pending: list[Container] = []
+        await self.server._admit(request, [os.pidfd_open(first.pid)], pending)
+        if confirm:
+            self.server._confirm(pending)
+        return pending[0]
+
+    def first(self, container: Container) -> Child:
+        return next(child for child in self.children if child.pid == container.pid)
+
+    def one(self, name: str = "one") -> Container:
+        return self.server.containers[container_key(name)]
+
+    def close(self) -> None:
+        for container in list(self.server.containers.values()):
+            container.close()
+        self.state.close()
+        for child in self.children:
+            child.kill()
+
+
+Play = Callable[[Callable[[World], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def play() -> Iterator[Play]:
+    """Run a coroutine function in a world of its own, whose sockets have short paths."""
+    directory = Path(tempfile.mkdtemp())
+
+    def run(scene: Callable[[World], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            world = World(directory)
+            try:
+                await world.start()
+                await asyncio.wait_for(scene(world), 60)
+            finally:
+                world.close()
+
+        asyncio.run(whole())
+
+    yield run
+    shutil.rmtree(directory)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def charged(container: Container) -> list[int]:
+    return [
+        pages.read(container.ledger, layout.ledger_device(slot, 0), "ledger_device", "memory")
+        for slot in range(4)
+    ]
+
+
+# ---- a governor after another ----
+
+
+def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        a, b, c = (world.child(container) for _ in range(3))
+        assert [(await child.numbers("register"))[0] for child in (a, b, c)] == [0, 1, 2]
+        for child, amount in ((a, 100), (b, 200), (c, 300)):
+            await child.ask(f"charge {amount}")
+        inode = os.fstat(container._ledger_fd).st_ino
+        pages.write(container.ledger, pages.slot_base(3), "ledger_slot", "state", 1)  # nonsense
+        await world.stop()
+        b.kill()
+        await world.start()
+        again = world.one()
+        assert again is not container
+        assert again.pids() == {a.pid, c.pid}
+        assert charged(again) == [100, 0, 300, 0]
+        assert pages.device_sum(again.ledger, "memory", 0) == 400
+        assert (again.quota, again.confirmed) == (Quota(4 * GIB, 30, 30), True)
+        assert world.server._books._gpus[0].memory_used == 4 * GIB
+        # They come back to where they were, and who is new gets what is free.
+        assert await a.numbers("again") == (0, inode)
+        assert await c.numbers("again") == (2, inode)
+        assert await world.child(again).numbers("register") == (1, inode)
+        # Who connects twice has it once.
+        assert (await a.numbers("again"))[0] == layout.NO_SLOT
+
+    play(scene)
+
+
+def test_nothing_comes_back_that_was_not_there(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        stranger = world.child(container)
+        assert await stranger.numbers("again") == (layout.NO_SLOT, 0)
+        assert container.pids() == frozenset()
+
+    play(scene)
+
+
+def test_who_became_another_program_meanwhile_is_a_new_process(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child = world.child(container)
+        await child.numbers("register")
+        await child.ask("charge 100")
+        await world.stop()
+        assert child.process.stdin
+        child.process.stdin.write("become " + repr(PROCESS)[1:-1].join(["exec('", "')"]) + "\n")
+        child.process.stdin.flush()
+        await world.start()
+        assert world.one().pids() == {child.pid}
+        slot, _ = await child.numbers("register")
+        assert world.one().pids() == {child.pid}
+        assert charged(world.one()) == [0, 0, 0, 0]
+        assert slot == 0
+
+    play(scene)
+
+
+def test_a_container_that_ended_meanwhile_is_gone(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        stays = await world.admit("two")
+        await world.stop()
+        world.first(container).kill()
+        await world.start()
+        assert set(world.server.containers) == {stays.key}
+        assert [path.name for path in world.containers_dir.iterdir()] == [stays.key]
+        assert world.state.containers.keys() == {stays.key}
+        assert world.server._books._gpus[0].memory_used == 4 * GIB
+
+    play(scene)
+
+
+def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit(confirm=False)
+        assert world.state.containers[container.key].confirmed is False
+        row = world.state.containers[container.key]
+        await world.stop()
+        # As after a kill: the row is there, and so is the directory.
+        container.directory.mkdir()
+        state = State(Path(world.config.state_dir) / NAME)
+        state.load()
+        state.put(row)
+        state.close()
+        await world.start()
+        assert world.server.containers == {}
+        assert list(world.containers_dir.iterdir()) == []
+        assert world.state.containers == {}
+
+    play(scene)
+
+
+def test_the_page_says_the_quota_that_counts(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        world.server._set({"id": "one", "memory": 5 * GIB, "compute": 20, "compute_limit": 70})
+        quota = Quota(5 * GIB, 20, 70)
+        assert world.state.containers[container.key].quota == quota
+        await world.restart()
+        assert world.one().quota == quota
+        # Killed between the file and the page: nobody was told, and the page's is as good.
+        world.state.put(replace(world.one().row, quota=Quota(6 * GIB, 1, 1)))
+        await world.restart()
+        assert world.one().quota == quota
+        assert world.state.containers[container.key].quota == quota
+        assert world.server._books._gpus[0].compute_used == 20
+
+    play(scene)
+
+
+def test_what_the_page_says_of_memory_holds_until_the_first_look(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        a, b = world.child(container), world.child(container)
+        await a.numbers("register")
+        await b.numbers("register")
+        now = time.monotonic_ns()
+        container.reconcile(0, container.charges(0), Look(now, {a.pid: 500, b.pid: 70}))
+        base = layout.grant_device(0)
+
+        def overhead() -> int:
+            return pages.read(world.one().grant, base, "grant_device", "memory_overhead")
+
+        assert overhead() == 570
+        await world.restart()
+        assert overhead() == 570
+        b.kill()
+        await until(lambda: world.one().pids() == {a.pid})
+        assert overhead() == 570  # nobody has looked
+        world.one().reconcile(0, world.one().charges(0), None)  # NVML fails
+        assert overhead() == 570
+        again = world.one()
+        again.reconcile(0, again.charges(0), Look(time.monotonic_ns(), {a.pid: 500}))
+        assert overhead() == 500
+
+    play(scene)
+
+
+def damage_nothing(_: Path) -> None:
+    pass
+
+
+def remove(page: Path) -> None:
+    page.unlink()
+
+
+def cut(page: Path) -> None:
+    page.write_bytes(page.read_bytes()[:-1])
+
+
+def blank(page: Path) -> None:
+    page.write_bytes(bytes(layout.GRANT_FILE_SIZE))
+
+
+def other_gpu(page: Path) -> None:
+    content = bytearray(page.read_bytes())
+    content[layout.grant_device(0)] ^= 1
+    page.write_bytes(content)
+
+
+def fifo(page: Path) -> None:
+    page.unlink()
+    os.mkfifo(page)
+
+
+def link(page: Path) -> None:
+    page.rename(page.with_name("elsewhere"))
+    page.symlink_to("elsewhere")
+
+
+def everybodys(page: Path) -> None:
+    page.chmod(0o666)
+
+
+@pytest.mark.parametrize("damage", [remove, cut, blank, other_gpu, fifo, link, everybodys])
+def test_a_grant_page_that_is_damaged_is_said_and_made_anew(play, capsys, damage) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child = world.child(container)
+        await child.numbers("register")
+        await world.stop()
+        damage(container.directory / "grant")
+        await world.start()
+        again = world.one()
+        assert again.quota == container.quota  # as the state has it
+        assert again.pids() == {child.pid}
+        page = open_grant(again.directory / "grant")
+        assert pages.read(page, layout.grant_device(0), "grant_device", "memory_limit") == 4 * GIB
+        page.close()
+        assert "grant-damaged" in capsys.readouterr().out
+
+    play(scene)
+
+
+def test_a_gpu_that_is_gone_keeps_its_container_and_nobody_else(play, capsys) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        await world.stop()
+        world.devices = [replace(DEVICE, uuid=UUID[:-1] + "2")]
+        await world.start()
+        assert world.server.containers == {}
+        assert "container-not-adopted" in capsys.readouterr().out
+        assert container.directory.exists()
+        await world.stop()
+        world.devices = [DEVICE]
+        await world.start()
+        assert world.one().quota == container.quota
+
+    play(scene)
+
+
+def test_directories_that_nobody_has_mounted_are_removed(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        await world.stop()
+        for name in ("0123456789abcdef", "not-ours"):
+            (world.containers_dir / name).mkdir()
+        await world.start()
+        assert {path.name for path in world.containers_dir.iterdir()} == {container.key, "not-ours"}
+
+    play(scene)
+
+
+def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        quota = container.quota
+        assert world.state._db is not None
+        world.state._db.execute("PRAGMA query_only = ON")
+        with pytest.raises(StateError, match="cannot be written: attempt to write a readonly"):
+            await world.admit("new")
+        with pytest.raises(StateError):
+            world.server._set({"id": "one", "compute": 20})
+        assert {path.name for path in world.containers_dir.iterdir()} == {container.key}
+        assert container.quota == quota
+        assert world.server._books._gpus[0].quotas == {container.key: quota}
+        child = world.child(container)
+        assert (await child.numbers("register"))[0] == 0
+        world.state._db.execute("PRAGMA query_only = OFF")
+        world.state.retry()
+        await world.restart()
+        assert world.one().pids() == {child.pid}
+        await world.admit("new")
+
+    play(scene)
+
+
+# ---- whose ledger it is ----
+
+# Maps what it is told to under the ledger's name.
+FAKER = """
+import fcntl, mmap, os, sys
+how, size = sys.argv[1], int(sys.argv[2])
+name = "tidegate-ledger"
+if how == "file":
+    path = sys.argv[3] + "/memfd:tidegate-ledger (deleted)"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+else:
+    fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)
+os.ftruncate(fd, 4096 if how == "short" else size)
+if how in ("sealed", "short"):
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 7)
+if how == "given":
+    fd = int(sys.argv[3])
+pages = mmap.mmap(fd, 4096)
+if how != "given":
+    pages[:16] = b"TDGLEDGR" + (1).to_bytes(4, "little") + size.to_bytes(4, "little")
+print(os.fstat(fd).st_ino, flush=True)
+for line in sys.stdin:
+    os.ftruncate(fd, 0)  # whoever reads it now gets a SIGBUS
+    print("shrunk", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def faker(how: str, *more: str, fds: tuple[int, ...] = ()) -> Iterator[tuple[Identity, int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", FAKER, how, str(layout.LEDGER_SIZE), *more],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds,
+    )  # fmt: skip
+    try:
+        assert process.stdout
+        inode = int(process.stdout.readline())
+        yield Identity(process.pid, start_time(process.pid) or 0), inode
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("how", ["short", "unsealed", "file"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_false_ledger_is_not_taken(tmp_path: Path, how: str, is_known: bool) -> None:
+    with faker(how, str(tmp_path)) as (process, inode):
+        file = FileIdentity(memfd_device(), inode) if is_known else None
+        assert find_ledger([process], file, set()) is None
+
+
+def test_a_ledger_of_another_container_is_not_taken(tmp_path: Path) -> None:
+    """A process was handed a descriptor of it."""
+    theirs, ours = make_ledger(), make_ledger()
+    os.set_inheritable(theirs.fd, True)
+    with faker("given", str(theirs.fd), fds=(theirs.fd,)) as (process, inode):
+        assert inode == theirs.file.inode
+        assert find_ledger([process], ours.file, set()) is None
+        assert find_ledger([process], None, {theirs.file}) is None
+        found = find_ledger([process], theirs.file, set())
+        assert found is not None
+        found.page[100:108] = b"the same"
+        assert theirs.page[100:108] == b"the same"
+
+
+def test_a_sealed_one_is_taken_only_where_nothing_else_is_known(tmp_path: Path) -> None:
+    with faker("sealed") as (process, inode):
+        device = memfd_device()
+        assert find_ledger([process], FileIdentity(device, inode + 1), set()) is None
+        found = find_ledger([process], None, set())
+        assert found is not None
+        assert found.file == FileIdentity(device, inode)
+        later = process._replace(start=process.start + 1)  # the pid is another's by now
+        assert find_ledger([later], None, set()) is None
+
+
+def test_nothing_is_opened_that_is_not_a_memfd(tmp_path: Path) -> None:
+    """To open a device may do something: its file system is looked at before."""
+    with faker("file", str(tmp_path)) as (process, inode):
+        name = f"{tmp_path}/memfd:tidegate-ledger (deleted)"
+        assert len(list(mapped(process.pid, name, tmp_path.stat().st_dev))) == 1
+        assert list(mapped(process.pid, MAPPED, memfd_device())) == []
+        assert list(mapped(process.pid, name, memfd_device())) == []
+
+
+def test_a_governor_survives_what_a_container_maps(play: Play) -> None:
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child = world.child(container)
+        _, inode = await child.numbers("register")
+        await child.ask("charge 100")
+        container.ledger[:16] = bytes(16)  # whoever maps it may write over its header
+        await world.restart()
+        assert os.fstat(world.one()._ledger_fd).st_ino == inode
+        assert charged(world.one())[0] == 100
+        await world.stop()
+        with faker("short"), faker("unsealed"):
+            child.kill()  # and nobody has it any more
+            await world.start()
+        assert os.fstat(world.one()._ledger_fd).st_ino != inode
+        assert (await world.child(world.one()).numbers("register"))[0] == 0
+
+    play(scene)
+
+
+# ---- processes ----
+
+
+def test_a_process_is_known_by_when_it_began() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        start = start_time(process.pid)
+        assert start
+        pidfd = open_process(Identity(process.pid, start))
+        assert pidfd is not None
+        assert identify(pidfd) == Identity(process.pid, start)
+        assert open_process(Identity(process.pid, start + 1)) is None
+    finally:
+        process.kill()
+        process.wait()
+    assert open_process(Identity(process.pid, start)) is None
+    assert identify(pidfd).pid == 0
+    os.close(pidfd)
+    assert open_process(Identity(0, 0)) is None
+    assert start_time(process.pid) is None
+
+
+def test_a_name_with_brackets_hides_no_start_time() -> None:
+    rename = (
+        "import ctypes, sys; ctypes.CDLL(None).prctl(15, b') R 1 (2 3', 0, 0, 0); print(); input()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        before = start_time(process.pid)
+        assert process.stdout
+        process.stdout.readline()
+        assert b") R 1 (2 3" in Path(f"/proc/{process.pid}/stat").read_bytes()
+        assert start_time(process.pid) == before
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_too_many_open_files_is_not_a_process_that_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail)
+    with pytest.raises(OSError, match="Too many"):
+        open_process(Identity(os.getpid(), start_time(os.getpid()) or 0))
+
+
+CGROUPS = [
+    ("0::/system.slice/docker-{}.scope", "docker"),
+    ("0::/machine.slice/libpod-{}.scope/container", "podman"),
+    ("0::/kubepods.slice/kubepods-pod12_34.slice/crio-{}.scope", "crio"),
+    ("0::/kubepods.slice/kubepods-pod12_34.slice/cri-containerd-{}.scope", "containerd"),
+    ("0::/kubepods/besteffort/pod1/kubepods-besteffort:cri-containerd:{}", "containerd, cgroupfs"),
+    ("4:memory:/{}\n0::/", "runc"),
+    ("9:name=systemd:/user.slice/user-0.slice/{}", "runc, systemd"),
+]
+
+
+@pytest.mark.parametrize(("text", "engine"), CGROUPS, ids=[engine for _, engine in CGROUPS])
+@pytest.mark.parametrize("identifier", ["0f" * 32, "my-container.v2"])
+def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, engine, identifier) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text.format(identifier) + "\n")
+    assert identifier in list(cgroup_names(1))
+
+
+def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '60']); print(1, flush=True);"
+         "input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert parent.stdout
+        parent.stdout.readline()
+        child = int(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text())
+        late = subprocess.Popen(["sleep", "60"])
+        try:
+            known = [Identity(pid, start_time(pid) or 0) for pid in (late.pid, child, parent.pid)]
+            assert first_of(known).pid == parent.pid
+            assert first_of(known[:2]).pid == child  # it is older
+        finally:
+            late.kill()
+            late.wait()
+            os.kill(child, signal.SIGKILL)
+    finally:
+        parent.kill()
+        parent.communicate()

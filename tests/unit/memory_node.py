@@ -230,6 +230,8 @@ class Node:
         self._listener.listen(64)
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
+        self.returned: list[int] = []  # who came to another governor
+        self.given_fd: int | None = None  # what they are given instead of their ledger
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._closing = threading.Event()
@@ -274,7 +276,11 @@ class Node:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            if connection.recv(1) != b"r":
+            request = connection.recv(1)
+            if request == layout.AGAIN:
+                self._answer_again(connection)
+                continue
+            if request != layout.REGISTER:
                 connection.close()
                 continue
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -287,6 +293,33 @@ class Node:
                 self._slots[slot] = struct.unpack("3i", peer)[0]
                 self._connections.append(connection)
             socket.send_fds(connection, [struct.pack("I", slot)], [self._ledger_fd])
+
+    def _answer_again(self, connection: socket.socket) -> None:
+        """Answer a process that has a slot already, as another governor does."""
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = struct.unpack("3i", peer)[0]
+        with self._lock:
+            slot = next((i for i, own in self._slots.items() if own == pid), layout.NO_SLOT)
+            self._connections.append(connection)
+        fds = [] if slot == layout.NO_SLOT else [self.given_fd or self._ledger_fd]
+        socket.send_fds(connection, [struct.pack("I", slot)], fds)
+        self.returned.append(pid)
+
+    def hang_up(self) -> None:
+        """End the connections, as a governor that is killed does; the next one is there at once."""
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+
+    def poked(self) -> int:
+        """How many bytes processes have sent on their connections since they were asked last."""
+        count = 0
+        with self._lock:
+            for connection in self._connections:
+                with contextlib.suppress(BlockingIOError):
+                    count += len(connection.recv(1 << 16, socket.MSG_DONTWAIT))
+        return count
 
     def agent(self, *, context: bool = True) -> Agent:
         """A new process: initialised, and with a context unless it shall have none."""

@@ -6,17 +6,20 @@ governor's part by hand: see memory_node.py.
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from libcontrol import pages
+from libcontrol import layout, pages
 from simgpu.testing import CudaError
 from tests.conftest import ROOT
-from tests.unit.memory_node import GIB, LAUNCH, MIB, Agent, Node, need_namespaces
+from tests.unit.memory_node import GIB, LAUNCH, MIB, PRELUDE, Agent, Node, need_namespaces
 
 SECOND = 1_000_000_000
 LIMIT = 4 * GIB
@@ -258,6 +261,156 @@ def test_a_process_that_cannot_reach_a_governor_that_runs_does_not_start(node: N
     (node.runtime / "governor.sock").unlink()
     with pytest.raises(CudaError, match="cuInit: 802"):
         node.agent()
+
+
+# ---- another governor ----
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def governed(node: Node) -> Agent:
+    """A process with a helper."""
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("launch(1000); driver.call('cuCtxSynchronize')")
+    return agent
+
+
+ALONE = PRELUDE + "print(ctypes.CDLL(sys.argv[1]).cuInit(0))"
+
+SOCKETS = """[
+    i for i in map(int, os.listdir('/proc/self/fd'))
+    if i >= 500 and os.path.exists(f'/proc/self/fd/{i}')
+]"""
+
+
+def test_a_process_comes_back_to_another_governor(node: Node, governed: Agent) -> None:
+    before = governed.run(SOCKETS)
+    for times in range(1, 4):
+        node.hang_up()
+        wait_until(lambda n=times: node.returned == [governed.process.pid] * n)
+        wait_until(lambda: node.poked() > 0)  # it says that there is news, on the new connection
+        grant(node, 0, times + 1)
+        governed.send("launch(1000)")
+        governed.answer()
+        wait_until(lambda: governed.field("want") > 0)
+        wait_until(lambda: node.poked() > 0)
+        grant(node, 2**64 - 1, times + 100)
+        governed.run("driver.call('cuCtxSynchronize')")
+        assert governed.run(SOCKETS) == before  # under the same number, and no other is left
+    assert governed.run("[os.get_inheritable(i) for i in " + SOCKETS + "]") == [False]
+    time.sleep(0.5)
+    assert len(node.returned) == 3  # and not for nothing
+
+
+@pytest.mark.parametrize("what", ["another ledger", "nothing"])
+def test_a_process_that_another_governor_does_not_know_goes_on_alone(
+    node: Node, governed: Agent, what: str
+) -> None:
+    other = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
+    os.ftruncate(other, layout.LEDGER_SIZE)
+    if what == "nothing":
+        node._slots.clear()
+    else:
+        node.given_fd = other
+    before = governed.charged
+    node.hang_up()
+    wait_until(lambda: node.returned)
+    grant(node, 0, 2)  # for others: it has nobody who would grant it anything
+    for _ in range(20):
+        governed.run("launch(1000); driver.call('cuCtxSynchronize')")
+    assert governed.run("out('cuMemAlloc_v2', 1 << 20)")
+    assert governed.charged == before + 2 * MIB  # in its own books, as before
+    time.sleep(0.5)
+    assert len(node.returned) == 1
+    os.close(other)
+
+
+def test_a_descriptor_that_the_program_closed_is_not_touched(node: Node, governed: Agent) -> None:
+    governed.run(
+        """
+import fcntl
+theirs = """ + SOCKETS + """
+os.closerange(500, 1000)
+r, w = os.pipe()
+for i in theirs:
+    os.dup2(w, i)
+"""
+    )  # fmt: skip
+    wait_until(lambda: node.returned)  # it connects under another number
+    node.hang_up()
+    wait_until(lambda: len(node.returned) > 1)
+    governed.run("os.set_blocking(r, False)")
+    assert governed.run("[os.fstat(i).st_ino == os.fstat(w).st_ino for i in theirs]") == [True]
+    assert governed.run("os.write(theirs[0], b'x')") == 1
+    assert governed.run("os.read(r, 10).decode()") == "x"  # and nobody else wrote
+
+
+def test_a_child_of_a_process_that_came_back_is_another_process(
+    node: Node, governed: Agent
+) -> None:
+    node.hang_up()
+    wait_until(lambda: node.returned)
+    governed.run(
+        """
+r, w = os.pipe()
+child = os.fork()
+if child == 0:
+    try:
+        driver.call('cuInit', 0)
+        os.write(w, b'ready')
+    finally:
+        os._exit(0)
+"""
+    )
+    assert governed.run("os.read(r, 10).decode()") == "ready"
+    assert len(node._slots) == 2
+    governed.run("os.waitpid(child, 0)")
+    node.hang_up()
+    wait_until(lambda: len(node.returned) == 2)
+    governed.run("launch(1000); driver.call('cuCtxSynchronize')")
+
+
+def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(node: Node) -> None:
+    socket_path = node.runtime / "governor.sock"
+    socket_path.rename(node.runtime / "elsewhere")
+    # The heartbeat stands still from here on, and is of a moment ago.
+    node._closing.set()
+    node._beating.join()
+    pages.write(node.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - SECOND)
+
+    def come_back() -> None:
+        time.sleep(2)
+        (node.runtime / "elsewhere").rename(socket_path)
+
+    thread = threading.Thread(target=come_back)
+    thread.start()
+    agent = node.agent()
+    thread.join()
+    assert agent.slot == 0
+    assert list(node._slots.values()) == [agent.process.pid]
+
+
+def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: Node) -> None:
+    (node.runtime / "governor.sock").unlink()
+    node._closing.set()
+    node._beating.join()
+    long_ago = time.monotonic_ns() - 20 * SECOND
+    pages.write(node.grant, 0, "grant_header", "heartbeat_ns", long_ago)
+    began = time.monotonic()
+    process = subprocess.run(
+        [sys.executable, "-c", ALONE, node.library, str(node.runtime)],
+        env=os.environ | node.environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert process.stdout == "0\n", process.stderr
+    assert "this process keeps its quota by itself" in process.stderr
+    assert time.monotonic() - began < 8
 
 
 def test_the_end_of_a_program_waits_for_no_grant(node: Node, tmp_path: Path) -> None:

@@ -516,13 +516,13 @@ def faker(how: str, *more: str, fds: tuple[int, ...] = ()) -> Iterator[tuple[Ide
 
 @pytest.mark.parametrize("how", ["short", "unsealed", "file"])
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_false_ledger_is_not_taken(tmp_path: Path, how: str, is_known: bool) -> None:
+def test_a_false_ledger_is_not_taken(tmp_path: Path, how: str, *, is_known: bool) -> None:
     with faker(how, str(tmp_path)) as (process, inode):
         file = FileIdentity(memfd_device(), inode) if is_known else None
         assert find_ledger([process], file, set()) is None
 
 
-def test_a_ledger_of_another_container_is_not_taken(tmp_path: Path) -> None:
+def test_a_ledger_of_another_container_is_not_taken() -> None:
     """A process was handed a descriptor of it."""
     theirs, ours = make_ledger(), make_ledger()
     os.set_inheritable(theirs.fd, True)
@@ -536,7 +536,7 @@ def test_a_ledger_of_another_container_is_not_taken(tmp_path: Path) -> None:
         assert theirs.page[100:108] == b"the same"
 
 
-def test_a_sealed_one_is_taken_only_where_nothing_else_is_known(tmp_path: Path) -> None:
+def test_a_sealed_one_is_taken_only_where_nothing_else_is_known() -> None:
     with faker("sealed") as (process, inode):
         device = memfd_device()
         assert find_ledger([process], FileIdentity(device, inode + 1), set()) is None
@@ -549,7 +549,7 @@ def test_a_sealed_one_is_taken_only_where_nothing_else_is_known(tmp_path: Path) 
 
 def test_nothing_is_opened_that_is_not_a_memfd(tmp_path: Path) -> None:
     """To open a device may do something: its file system is looked at before."""
-    with faker("file", str(tmp_path)) as (process, inode):
+    with faker("file", str(tmp_path)) as (process, _):
         name = f"{tmp_path}/memfd:tidegate-ledger (deleted)"
         assert len(list(mapped(process.pid, name, tmp_path.stat().st_dev))) == 1
         assert list(mapped(process.pid, MAPPED, memfd_device())) == []
@@ -636,19 +636,18 @@ CGROUPS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "engine"), CGROUPS, ids=[engine for _, engine in CGROUPS])
+@pytest.mark.parametrize("text", [text for text, _ in CGROUPS], ids=[e for _, e in CGROUPS])
 @pytest.mark.parametrize("identifier", ["0f" * 32, "my-container.v2"])
-def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, engine, identifier) -> None:
+def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, identifier) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text.format(identifier) + "\n")
     assert identifier in list(cgroup_names(1))
 
 
 def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
+    script = "import subprocess; subprocess.Popen(['sleep', '60']); print(1, flush=True); input()"
     parent = subprocess.Popen(
-        [sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '60']); print(1, flush=True);"
-         "input()"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         assert parent.stdout
         parent.stdout.readline()

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from governor.config import Config
+from governor.errors import ConfigError
+
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 UNITS = PACKAGING / "systemd"
-SERVICES = ["tidegate-refresh.service", "tidegate-driver-changed.service", "tidegate-gc.service"]
+SERVICES = [
+    "tidegate-refresh.service", "tidegate-driver-changed.service", "tidegate-gc.service",
+    "tidegate-governor.service",
+]  # fmt: skip
 
 
 def settings(unit: str, key: str) -> list[str]:
@@ -27,7 +33,7 @@ def host(tmp_path):
     shutil.copytree(UNITS, units)
     for name in ("sysinit", "basic", "paths", "shutdown", "multi-user", "local-fs", "umount"):
         (units / f"{name}.target").write_text("[Unit]\nDefaultDependencies=no\n")
-    for name in ("tidegate", "sleep", "systemctl"):
+    for name in ("tidegate", "tidegate-governor", "sleep", "systemctl"):
         program = tmp_path / "usr/bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text("#!/bin/sh\n")
@@ -117,5 +123,21 @@ def test_a_module_that_appears_starts_a_unit_that_is_packaged():
 def test_the_preset_enables_what_can_be_enabled():
     lines = (UNITS / "80-tidegate.preset").read_text().splitlines()
     enabled = [line.split()[1] for line in lines if line.startswith("enable ")]
-    assert enabled == ["tidegate-refresh.service", "tidegate-refresh.path"]
-    assert [settings(unit, "WantedBy") for unit in enabled] == [["multi-user.target"]] * 2
+    assert enabled == [
+        "tidegate-refresh.service", "tidegate-refresh.path", "tidegate-governor.service"
+    ]  # fmt: skip
+    assert [settings(unit, "WantedBy") for unit in enabled] == [["multi-user.target"]] * 3
+
+
+def test_what_a_governor_leaves_is_there_for_the_next_one():
+    def one(key):
+        (value,) = settings("tidegate-governor.service", key)
+        return value
+
+    config = Config()
+    assert f"/run/{one('RuntimeDirectory')}" == config.runtime_dir
+    assert one("RuntimeDirectoryPreserve") == "yes"  # it is mounted in containers
+    assert f"/var/lib/{one('StateDirectory')}" == config.state_dir
+    assert one("Restart") == "always"
+    # Those that an operator has to mend: argparse's, and docs/reference/errors.md's config.
+    assert one("RestartPreventExitStatus").split() == ["2", str(ConfigError.status)]

@@ -102,6 +102,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "arbiter_new": (pointer, (ctypes.POINTER(ArbiterConfig),)),
         "arbiter_free": (pointer, (pointer,)),
         "arbiter_add": (i32, (pointer, u32, u32, u64)),
+        "arbiter_begin": (None, (pointer, u32)),
         "arbiter_set": (None, (pointer, i32, u32, u32)),
         "arbiter_remove": (None, (pointer, i32, u64)),
         "arbiter_want": (None, (pointer, i32, ctypes.c_bool, u64)),
@@ -146,6 +147,10 @@ class Arbiter:
     def add(self, guarantee: int, limit: int, now: int) -> int:
         """Return the new tenant's number, or NOBODY when all are taken."""
         return int(self._library.arbiter_add(self._self, guarantee, limit, now))
+
+    def begin(self, epoch: int) -> None:
+        """Tell the number of a grant of an arbiter before this one: those to come are beyond it."""
+        self._library.arbiter_begin(self._self, epoch)
 
     def set(self, tenant: int, guarantee: int, limit: int) -> None:
         """Change a tenant's shares."""

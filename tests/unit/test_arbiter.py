@@ -357,6 +357,58 @@ def test_a_cap_that_is_set_while_somebody_is_alone_counts_from_then_on(library):
         assert arbiter.step(S + 4 * MS).wake_ns == pytest.approx(S + 8 * MS, abs=MS)
 
 
+@pytest.mark.parametrize(
+    ("told", "first"),
+    [
+        ((), 1),
+        ((0,), 1),
+        ((7,), 8),
+        ((7, 0, 5), 8),  # a new container's page says 0
+        ((2**31 + 5,), 2**31 + 6),
+        ((2**32 - 3, 2), 3),  # it wrapped around: 2 is later
+        ((2, 2**32 - 3), 3),
+        ((2**31 + 5, 0, 2**31 + 9), 2**31 + 10),
+    ],
+)
+def test_grants_are_numbered_on_from_an_arbiter_before(library, told, first) -> None:
+    with Arbiter(library, config()) as arbiter:
+        a, b = halves(arbiter)
+        for epoch in told:
+            arbiter.begin(epoch)
+        arbiter.want(a, 0, want=True)
+        assert arbiter.step(0).epoch == first
+        arbiter.begin(first + 100)  # another container is taken over: this grant keeps its number
+        assert arbiter.step(MS // 10).epoch == first
+        arbiter.released(MS)
+        arbiter.want(a, MS, want=False)
+        arbiter.want(b, MS, want=True)
+        assert arbiter.step(2 * MS).epoch == (first + 101) % 2**32
+
+
+def test_what_was_done_before_the_first_grant_is_not_charged(library) -> None:
+    def owed_after(before_ns: int) -> int:
+        """When a container that worked for 1 ms of its first grant may go on."""
+        with Arbiter(library, config()) as arbiter:
+            a, b = halves(arbiter)
+            arbiter.busy(a, before_ns)
+            for tenant in (a, b):
+                arbiter.want(tenant, 0, want=True)
+            now = 0
+            while arbiter.step(now).holder != a:
+                arbiter.released(now + 1)
+                now += MS
+            arbiter.busy(a, before_ns + MS)
+            arbiter.released(now + 4 * MS)
+            arbiter.want(b, now + 4 * MS, want=False)
+            for _ in range(3):  # until the report counts
+                now += 8 * MS
+                arbiter.step(now)
+                arbiter.released(now)
+            return int(arbiter.stats(a).charged_ns)
+
+    assert owed_after(5000 * S) == owed_after(0)
+
+
 def test_no_tenant_starves_among_64(library):
     jobs = [Job(1, 1) for _ in range(64)]
     play(library, jobs, 20 * S)

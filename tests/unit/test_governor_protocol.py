@@ -149,7 +149,7 @@ def pidfd(sleeper: subprocess.Popen[bytes]) -> Iterator[int]:
     os.close(fd)
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
@@ -386,6 +386,29 @@ def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: Governor) -> 
             thread.join()
             noisy.close()
             ours.close()
+            governor.runner.remove(tenant)
+
+
+def test_what_a_page_granted_before_is_taken_back(governor: Governor) -> None:
+    """A page of a governor that is gone: the grant on it is nobody's any more."""
+    epoch = 2**31 + 17
+    with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
+        base = layout.grant_device(0)
+        old = {"epoch": epoch, "deadline_ns": layout.OPEN, "signal": 3, "standby_ns": 5}
+        pages.init_grant(grant, settings={}, devices=[{"uuid": bytes(16), **old}])
+        pages.init_ledger(ledger)
+        tenant = governor.runner.add(WHOLE, WHOLE, grant, 0, ledger)
+        try:
+            assert pages.read(grant, base, "grant_device", "deadline_ns") == 0
+            assert pages.read(grant, base, "grant_device", "standby_ns") == 0
+            assert pages.read(grant, base, "grant_device", "signal") > 3
+            assert pages.read(grant, 0, "grant_header", "heartbeat_ns")
+            pages.write(ledger, 0, "ledger_header", "n_slots", 1)
+            pages.write(ledger, pages.slot_base(0), "ledger_slot", "state", 1)
+            pages.write(ledger, layout.ledger_device(0, 0), "ledger_device", "want", 1)
+            wait_for(lambda: pages.read(grant, base, "grant_device", "deadline_ns"))
+            assert pages.read(grant, base, "grant_device", "epoch") == epoch + 1
+        finally:
             governor.runner.remove(tenant)
 
 

@@ -484,8 +484,8 @@ if how == "file":
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
 else:
     fd = os.memfd_create(name, os.MFD_ALLOW_SEALING)
-os.ftruncate(fd, 4096 if how == "short" else size)
-if how in ("sealed", "short"):
+os.ftruncate(fd, {"short": 4096, "long": 2 * size}.get(how, size))
+if how in ("sealed", "short", "long"):
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 7)
 if how == "given":
     fd = int(sys.argv[3])
@@ -514,7 +514,7 @@ def faker(how: str, *more: str, fds: tuple[int, ...] = ()) -> Iterator[tuple[Ide
         process.communicate()
 
 
-@pytest.mark.parametrize("how", ["short", "unsealed", "file"])
+@pytest.mark.parametrize("how", ["short", "long", "unsealed", "file"])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_false_ledger_is_not_taken(tmp_path: Path, how: str, *, is_known: bool) -> None:
     with faker(how, str(tmp_path)) as (process, inode):

@@ -80,6 +80,8 @@ class Room:
         self.directory = directory
         self.alive = True
         """Whether the heartbeat goes on."""
+        self.returned = 0
+        """How often a process connected again."""
         path = directory / "grant"
         path.write_bytes(bytes(layout.GRANT_SIZE))
         with path.open("r+b") as file:
@@ -100,6 +102,7 @@ class Room:
         (directory / "governor.sock").chmod(0o666)
         self._listener.listen(layout.N_SLOTS)
         self._processes: dict[int, socket.socket] = {}  # by slot
+        self._pids: dict[int, int] = {}  # by slot
         self._used: set[int] = set()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._beat), threading.Thread(target=self._serve)]
@@ -196,10 +199,16 @@ class Room:
                 process, _ = self._listener.accept()
             except OSError:
                 return
+            request = process.recv(1)
+            credentials = process.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid = struct.unpack("3i", credentials)[0]
+            if request == layout.AGAIN:
+                self._answer_again(process, pid)
+                continue
             for slot in [s for s, known in self._processes.items() if has_ended(known)]:
                 self._processes.pop(slot).close()
             free = [slot for slot in range(layout.N_SLOTS) if slot not in self._processes]
-            if not free or not process.recv(1):
+            if not free or not request:
                 process.close()
                 continue
             # What an ended process counted is kept for as long as there are others.
@@ -207,7 +216,27 @@ class Room:
             if slot in self._used:
                 pages.clear_slot(self.ledger, slot)
             self._used.add(slot)
+            self._pids[slot] = pid
             self._processes[slot] = process
             pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
             pages.write(self.ledger, 0, "ledger_header", "n_slots", len(self._used))
             socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
+
+    def _answer_again(self, process: socket.socket, pid: int) -> None:
+        """Answer a process that has a slot already, as a governor does that was started anew."""
+        slot = next((s for s, known in self._pids.items() if known == pid), layout.NO_SLOT)
+        if slot == layout.NO_SLOT:
+            process.close()
+            return
+        known = self._processes.pop(slot, None)
+        if known is not None:
+            known.close()
+        self._processes[slot] = process
+        self.returned += 1
+        socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
+
+    def hang_up(self) -> None:
+        """End the connections, as a governor that is killed does."""
+        for process in list(self._processes.values()):
+            with contextlib.suppress(OSError):
+                process.shutdown(socket.SHUT_RDWR)

@@ -68,6 +68,8 @@ def open_and_close(room: Room, process: subprocess.Popen[str], seed: int = 1) ->
             case _:
                 room.grant_until(now + draw.randrange(500_000, 6_000_000))
         time.sleep(draw.uniform(0.0005, 0.008))
+        if draw.random() < 0.05:
+            room.hang_up()
         if not room.alive:
             time.sleep(1.2)
         room.grant_until(0)
@@ -104,6 +106,8 @@ def stress(folder: Path, work: Path, environment: dict[str, str]) -> tuple[int, 
                 return -1, "", f"the program did not end within {LIMIT_S} s"
         if process.returncode == 0 and (not room.counter("launches") or room.counter("blocks")):
             return -1, output, "the ledger has no launch, or keeps blocks that were freed"
+        if process.returncode == 0 and not room.returned:
+            return -1, output, "the program never connected again"
     return process.returncode, output, (work / "errors").read_text()
 
 

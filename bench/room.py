@@ -235,6 +235,19 @@ class Room:
         self.returned += 1
         socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
 
+    def lose_ledger(self) -> None:
+        """Go on with another ledger, as a governor does that has not found the one before."""
+        fd = os.memfd_create("ledger", os.MFD_CLOEXEC)
+        os.ftruncate(fd, layout.LEDGER_SIZE)
+        ledger = mmap.mmap(fd, layout.LEDGER_SIZE)
+        pages.init_ledger(ledger)
+        for slot in self._pids:
+            pages.write(ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
+        pages.write(ledger, 0, "ledger_header", "n_slots", len(self._used))
+        os.close(self._ledger_fd)
+        self._ledger_fd, self.ledger = fd, ledger
+        self.hang_up()
+
     def hang_up(self) -> None:
         """End the connections, as a governor that is killed does."""
         for process in list(self._processes.values()):

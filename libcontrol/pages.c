@@ -8,8 +8,8 @@
  * ledger stay.
  *
  * Without a grant page there is no quota to hold to and cuInit says that the system is not ready.
- * Without a governor cuInit waits for the next one a while. Then the process keeps books of its own
- * until it ends.
+ * Without a governor cuInit waits for the next one a while. Then the process keeps books of its
+ * own, and takes them along when there is one.
  */
 #include "control.h"
 
@@ -40,10 +40,20 @@ struct pages_return {
     uint64_t until; /* the answer comes before, or the connection is given up */
     uint64_t next;  /* no other attempt before */
     unsigned n_tries;
+    bool refused; /* no governor has books of this process */
+};
+
+/* Books that were taken along into another ledger: see pages_move_books(). */
+struct pages_moved {
+    bool by_itself; /* the books in use are ours alone */
+    struct ledger_header *ledger;
+    struct ledger_slot *old;  /* in it: a thread may come too late, and count here */
+    struct ledger_slot *seen; /* what of `old` is in the new one */
 };
 
 struct pages pages_now;
 static struct pages_return coming_back = {.fd = -1};
+static struct pages_moved moved;
 static int governor_fd = -1;
 static uint64_t governor_inode;
 static struct pages_file ledger_file;
@@ -265,6 +275,7 @@ static bool pages_keep_own_books(void)
     pages_now.slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS);
     pages_now.slot->state = 1;
     pages_now.alone = true;
+    moved.by_itself = true;
     control_log("the governor does not answer; this process keeps its quota by itself");
     return true;
 }
@@ -302,7 +313,7 @@ static void pages_give_up(struct pages_return *r, uint64_t now)
 
 static void pages_call_again(struct pages_return *r, uint64_t now)
 {
-    static const char request = LAYOUT_AGAIN;
+    const char request = moved.by_itself ? LAYOUT_REGISTER : LAYOUT_AGAIN;
 
     r->n_tries++;
     r->until = now + PAGES_SLOW_NS;
@@ -327,12 +338,98 @@ static void pages_take_connection(struct pages_return *r)
     pages_poke();
 }
 
+/* ---- books that were kept alone ---- */
+
+#define SUM(field) offsetof(struct ledger_device, field)
+/* What only goes up and down; what else a slot has is of the moment. */
+static const unsigned short sums[] = {
+    SUM(busy_ns),  SUM(memory),    SUM(blocks),         SUM(launches),     SUM(waits),
+    SUM(wait_ns),  SUM(refused),   SUM(markers),        SUM(predicted_ns), SUM(error_ns),
+    SUM(unseen),   SUM(transfers), SUM(transfer_bytes), SUM(small),        SUM(contexts),
+    SUM(returned), SUM(moving),    SUM(pooled),         SUM(taking),       SUM(shrunk),
+    SUM(outgrown), SUM(took),      SUM(gave),
+};
+#undef SUM
+
+static struct ledger_device *pages_device_of(struct ledger_slot *slot, unsigned device)
+{
+    return (struct ledger_device *)((char *)slot + LEDGER_SLOT_DEVICES) + device;
+}
+
+/* Counts in `to` what was counted in the old books since the last time. */
+static void pages_forward(struct ledger_slot *to)
+{
+    for (unsigned device = 0; device < pages_now.n_devices; device++) {
+        struct ledger_device *old = pages_device_of(moved.old, device);
+        struct ledger_device *seen = pages_device_of(moved.seen, device);
+        struct ledger_device *now = pages_device_of(to, device);
+        uint32_t want = atomic_load_seq_cst(&old->want);
+
+        if (want != seen->want)
+            atomic_add_seq_cst(&now->want, want - seen->want);
+        seen->want = want;
+        for (unsigned i = 0; i < sizeof sums / sizeof *sums; i++) {
+            uint64_t *word = (uint64_t *)((char *)seen + sums[i]);
+            uint64_t value = atomic_load_seq_cst((uint64_t *)((char *)old + sums[i]));
+
+            if (value != *word)
+                atomic_add_seq_cst((uint64_t *)((char *)now + sums[i]), value - *word);
+            *word = value;
+        }
+    }
+}
+
+/*
+ * A process that started while the governor was away, or whose ledger the governor has lost, takes
+ * its books along into the one that it is given; once. Other threads count meanwhile, and no lock
+ * keeps them: what they count in the old books after these were read is counted in the new ones at
+ * one of the next looks, so each sum is right in the end. The old books stay mapped. A thread that
+ * waits for GPU time has one launch more that the arbiter does not see begin.
+ */
+static bool pages_move_books(uint32_t index, int ledger_fd, const struct pages_file *file)
+{
+    struct ledger_header *mapped;
+    struct ledger_slot *seen, *slot;
+
+    if (moved.old)
+        return false;
+    mapped = prim_map(LEDGER_SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, ledger_fd);
+    seen = prim_map(sizeof *seen, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1);
+    if (!mapped || !seen) {
+        if (mapped)
+            prim_unmap(mapped, LEDGER_SIZE);
+        if (seen)
+            prim_unmap(seen, sizeof *seen);
+        return false;
+    }
+    slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS) + index;
+    slot->pid = (uint32_t)prim_pid();
+    moved.ledger = pages_now.ledger;
+    moved.old = pages_now.slot;
+    moved.seen = seen;
+    pages_forward(slot);
+    for (unsigned device = 0; device < pages_now.n_devices; device++) {
+        struct ledger_device *old = pages_device_of(moved.old, device);
+        struct ledger_device *now = pages_device_of(slot, device);
+
+        atomic_store_relaxed(&now->provisional, atomic_load_relaxed(&old->provisional));
+        atomic_store_release(&now->provisional_ns, atomic_load_relaxed(&old->provisional_ns));
+    }
+    atomic_store_release(&pages_now.ledger, mapped);
+    atomic_store_release(&pages_now.slot, slot);
+    moved.by_itself = false;
+    ledger_file = *file;
+    atomic_store_release(&pages_now.alone, false);
+    control_log("the governor is back; this process shares its container's quota from now on");
+    return true;
+}
+
 static void pages_hear_again(struct pages_return *r, uint64_t now)
 {
     struct pages_file file = {0};
     uint32_t slot = LAYOUT_NO_SLOT;
     int ledger_fd = -1;
-    bool same;
+    bool same = false;
     long n;
 
     if (!pages_is_ours(r->fd, r->inode)) {
@@ -346,9 +443,13 @@ static void pages_hear_again(struct pages_return *r, uint64_t now)
         pages_give_up(r, now);
         return;
     }
-    same = ledger_fd >= 0 && slot < LAYOUT_N_SLOTS && pages_identify_file(ledger_fd, &file) &&
-           file.device == ledger_file.device && file.inode == ledger_file.inode &&
-           pages_now.slot == (struct ledger_slot *)((char *)pages_now.ledger + LEDGER_SLOTS) + slot;
+    if (ledger_fd >= 0 && slot < LAYOUT_N_SLOTS && pages_identify_file(ledger_fd, &file)) {
+        same = file.device == ledger_file.device && file.inode == ledger_file.inode &&
+               pages_now.slot ==
+                   (struct ledger_slot *)((char *)pages_now.ledger + LEDGER_SLOTS) + slot;
+        if (!same)
+            same = pages_move_books(slot, ledger_fd, &file);
+    }
     if (ledger_fd >= 0)
         prim_close(ledger_fd);
     if (same) {
@@ -356,9 +457,17 @@ static void pages_hear_again(struct pages_return *r, uint64_t now)
         return;
     }
     pages_give_up(r, now);
+    r->refused = true;
     atomic_store_relaxed(&pages_now.alone, true);
     control_log("the governor that runs now has no books of this process; it keeps its quota by "
                 "itself");
+}
+
+static bool pages_governor_lives(uint64_t now)
+{
+    uint64_t heartbeat = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
+
+    return now - heartbeat + NS_PER_S < 2 * NS_PER_S; /* in the future it is nonsense */
 }
 
 /* One step at a time: a helper does not wait. */
@@ -367,13 +476,16 @@ void pages_rejoin(void)
     struct pages_return *r = &coming_back;
     uint64_t now = prim_now();
 
-    if (atomic_load_acquire(&started) != 1 || gate_lost(now) ||
-        atomic_exchange_acq_rel(&r->busy, 1))
+    if (atomic_load_acquire(&started) != 1 || atomic_exchange_acq_rel(&r->busy, 1))
         return;
-    if (r->fd >= 0)
-        pages_hear_again(r, now);
-    else if (now >= r->next && pages_hung_up())
-        pages_call_again(r, now);
+    if (moved.old)
+        pages_forward(pages_now.slot);
+    if (!r->refused && pages_governor_lives(now)) {
+        if (r->fd >= 0)
+            pages_hear_again(r, now);
+        else if (now >= r->next && pages_hung_up())
+            pages_call_again(r, now);
+    }
     atomic_store_release(&r->busy, 0);
 }
 
@@ -385,6 +497,11 @@ static void pages_after_fork(void)
     if (pages_is_ours(coming_back.fd, coming_back.inode))
         prim_close(coming_back.fd);
     coming_back = (struct pages_return){.fd = -1};
+    if (moved.ledger)
+        prim_unmap(moved.ledger, LEDGER_SIZE);
+    if (moved.seen)
+        prim_unmap(moved.seen, sizeof *moved.seen);
+    moved = (struct pages_moved){0};
     if (pages_now.ledger)
         prim_unmap(pages_now.ledger, LEDGER_SIZE);
     governor_fd = -1;

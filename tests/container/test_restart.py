@@ -494,12 +494,21 @@ def test_a_process_that_starts_long_after_the_governor_was_there(node: Node) -> 
         time.sleep(11)
         alone = execute(node, container, "alone", 4)
         wait_for((container.out / "alone.bin").exists, "it to begin")
+        time.sleep(1)
     finally:
         node.start_governor()
-    assert alone.wait(WAIT_S) == 0  # on its own, also beside a governor
+    pid = int((container.out / "alone.pid").read_text())
+    wait_for(lambda: pid in known(node)[container.identifier]["processes"], "it to be registered")
+    time.sleep(0.5)
+    # What it had launched and taken by itself is in the books.
+    (device,) = known(node)[container.identifier]["devices"]
+    assert (device["contexts"], device["memory_used"] >= GIB) == (2, True)
+    assert alone.wait(WAIT_S) == 0
     said = (container.out / "alone.log").read_text()
     assert last_json(said)["units"] > 100
     assert "this process keeps its quota by itself" in said
+    assert "the governor is back" in said
+    wait_for(lambda: pid not in known(node)[container.identifier]["processes"], "its end")
 
 
 @pytest.mark.slow

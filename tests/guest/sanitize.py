@@ -53,8 +53,12 @@ def build(sanitizer: str) -> Path:
 def open_and_close(room: Room, process: subprocess.Popen[str], seed: int = 1) -> None:
     """Do to the grant what a governor does, and what happens when one is away, until the end."""
     draw = random.Random(seed)  # noqa: S311 - a schedule, no secret
-    deadline = time.monotonic() + LIMIT_S
-    while process.poll() is None and time.monotonic() < deadline:
+    began = time.monotonic()
+    is_lost = False
+    while process.poll() is None and time.monotonic() < began + LIMIT_S:
+        if not is_lost and room.counter("launches") > 100:
+            is_lost = True
+            room.lose_ledger()  # the program takes its books along, while its threads count in them
         now = time.monotonic_ns()
         room.alive = draw.random() > 0.02
         room.write("contended", draw.randrange(2))

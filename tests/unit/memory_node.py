@@ -321,8 +321,11 @@ class Node:
                     count += len(connection.recv(1 << 16, socket.MSG_DONTWAIT))
         return count
 
-    def agent(self, *, context: bool = True) -> Agent:
-        """A new process: initialised, and with a context unless it shall have none."""
+    def agent(self, *, context: bool = True, alone: bool = False) -> Agent:
+        """A new process: initialised, and with a context unless it shall have none.
+
+        One that is `alone` finds no governor, and has no slot.
+        """
         process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + HELPERS + AGENT, self.library, str(self.runtime)],
             env=os.environ | self.environment,
@@ -333,7 +336,7 @@ class Node:
         agent = Agent(self, None, process)
         self.agents.append(agent)
         agent.run("driver.call('cuInit', 0)")
-        agent.slot = self.slot_of(process.pid)
+        agent.slot = None if alone else self.slot_of(process.pid)
         if context:
             agent.run("context = driver.get('cuCtxCreate_v2', 0, 0)")
             self.look()

@@ -6,6 +6,7 @@ governor's part by hand: see memory_node.py.
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -19,7 +20,15 @@ import pytest
 from libcontrol import layout, pages
 from simgpu.testing import CudaError
 from tests.conftest import ROOT
-from tests.unit.memory_node import GIB, LAUNCH, MIB, PRELUDE, Agent, Node, need_namespaces
+from tests.unit.memory_node import (
+    GIB,
+    LAUNCH,
+    MIB,
+    PRELUDE,
+    Agent,
+    Node,
+    need_namespaces,
+)
 
 SECOND = 1_000_000_000
 LIMIT = 4 * GIB
@@ -309,27 +318,111 @@ def test_a_process_comes_back_to_another_governor(node: Node, governed: Agent) -
     assert len(node.returned) == 3  # and not for nothing
 
 
-@pytest.mark.parametrize("what", ["another ledger", "nothing"])
 def test_a_process_that_another_governor_does_not_know_goes_on_alone(
-    node: Node, governed: Agent, what: str
+    node: Node, governed: Agent
 ) -> None:
-    other = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
-    os.ftruncate(other, layout.LEDGER_SIZE)
-    if what == "nothing":
-        node._slots.clear()
-    else:
-        node.given_fd = other
+    node._slots.clear()
     before = governed.charged
     node.hang_up()
     wait_until(lambda: node.returned)
     grant(node, 0, 2)  # for others: it has nobody who would grant it anything
     for _ in range(20):
         governed.run("launch(1000); driver.call('cuCtxSynchronize')")
-    assert governed.run("out('cuMemAlloc_v2', 1 << 20)")
+    assert governed.run("out('cuMemAlloc_v2', 2 << 20)")
     assert governed.charged == before + 2 * MIB  # in its own books, as before
     time.sleep(0.5)
     assert len(node.returned) == 1
+
+
+CHURN = """
+ended, made, failed = False, 0, []
+def churn():
+    global made
+    driver.call('cuCtxSetCurrent', context)
+    while not ended:
+        try:
+            blocks = [out('cuMemAlloc_v2', 2 << 20) for _ in range(8)]
+            launch(1000)
+            for block in blocks:
+                driver.call('cuMemFree_v2', block)
+        except Exception as e:
+            failed.append(str(e))
+            raise
+        made += 1
+threads = [threading.Thread(target=churn) for _ in range(4)]
+for thread in threads:
+    thread.start()
+"""
+
+
+def move_and_check(node: Node, agent: Agent, ledger: mmap.mmap, slot: int, before: int) -> None:
+    """Wait until a process under load has its books in a ledger, and check them."""
+
+    def field(name: str) -> int:
+        return pages.read(ledger, layout.ledger_device(slot, 0), "ledger_device", name)
+
+    wait_until(lambda: field("launches") > 0)  # and not by `state`, which the governor writes
+    agent.run("kept = out('cuMemAlloc_v2', 6 << 20); seen = made")
+    until(agent, "made > seen + 20")
+    agent.run("ended = True\nfor thread in threads: thread.join()")
+    assert agent.run("failed") == []
+    time.sleep(0.3)  # the last of what was counted late
+    assert field("memory") - field("unseen") == before + 6 * MIB
+    assert (field("moving"), field("taking"), field("contexts")) == (0, 0, 1)
+    # It is governed: nothing runs before it is granted, and it says that it waits.
+    grant(node, 0, 500)
+    agent.send("launch(1000); driver.call('cuCtxSynchronize')")
+    wait_until(lambda: field("want") > 0)
+    time.sleep(0.2)
+    grant(node, 2**64 - 1, 501)
+    agent.answer()
+    wait_until(lambda: field("want") == 0)
+    agent.run("driver.call('cuMemFree_v2', kept)")
+    assert field("memory") - field("unseen") == before
+
+
+def test_a_process_whose_ledger_was_lost_takes_its_books_along(node: Node, governed: Agent) -> None:
+    other = os.memfd_create("tidegate-ledger", os.MFD_CLOEXEC)
+    os.ftruncate(other, layout.LEDGER_SIZE)
+    ledger = mmap.mmap(other, layout.LEDGER_SIZE)
+    pages.init_ledger(ledger)
+    assert governed.slot is not None
+    pages.write(ledger, pages.slot_base(governed.slot), "ledger_slot", "state", 1)
+    pages.write(ledger, 0, "ledger_header", "n_slots", 1 + governed.slot)
+    before = governed.charged
+    governed.run(CHURN)
+    until(governed, "made > 20")
+    node.given_fd = other
+    node.hang_up()
+    wait_until(lambda: node.returned)
+    move_and_check(node, governed, ledger, governed.slot, before)
     os.close(other)
+
+
+def test_a_process_that_started_alone_takes_its_books_along(node: Node) -> None:
+    socket_path = node.runtime / "governor.sock"
+    socket_path.rename(node.runtime / "elsewhere")
+    node._closing.set()
+    node._beating.join()
+    long_ago = time.monotonic_ns() - 20 * SECOND
+    pages.write(node.grant, 0, "grant_header", "heartbeat_ns", long_ago)
+    agent = node.agent(alone=True)
+    agent.run(LAUNCH)
+    agent.run("launch(1000); driver.call('cuCtxSynchronize')")
+    agent.run(CHURN)
+    until(agent, "made > 20")
+    assert node._slots == {}
+    (node.runtime / "elsewhere").rename(socket_path)
+    node._closing.clear()
+    beating = threading.Thread(target=node._beat)
+    beating.start()
+    try:
+        wait_until(lambda: list(node._slots.values()) == [agent.process.pid])
+        agent.slot = node.slot_of(agent.process.pid)
+        move_and_check(node, agent, node.ledger, agent.slot, 0)
+    finally:
+        node._closing.set()
+        beating.join()
 
 
 def test_a_descriptor_that_the_program_closed_is_not_touched(node: Node, governed: Agent) -> None:

@@ -6,7 +6,6 @@ boot.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -135,19 +134,27 @@ def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
         at = text.find(sought, at + 1)
 
 
-def mounted_below(name: str, device: int) -> dict[str, list[Identity]]:
+class Mounted(NamedTuple):
+    """Who has a directory mounted, by its name; not whole where we may not look at everybody."""
+
+    by_name: dict[str, list[Identity]]
+    is_whole: bool
+
+
+def mounted_below(name: str, device: int) -> Mounted:
     """Return who has a directory `name`/KEY of file system `device` mounted, by KEY.
 
     Of processes in other mount namespaces than ours, in which everybody sees what the host has.
     """
     found: dict[str, list[Identity]] = {}
+    is_whole = True
     wanted = f"{os.major(device)}:{os.minor(device)}".encode()
     ours = _mount_namespace("self")
     known: dict[tuple[str, int, int], list[str]] = {}  # by what processes of a kind see
     for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, no paths needed
         if not entry.isdigit():
             continue
-        with contextlib.suppress(OSError):
+        try:
             namespace = _mount_namespace(entry)
             if namespace == ours:
                 continue
@@ -159,7 +166,12 @@ def mounted_below(name: str, device: int) -> dict[str, list[Identity]]:
             start = start_time(int(entry)) if known[view] else None
             for key in known[view] if start is not None else ():
                 found.setdefault(key, []).append(Identity(int(entry), start or 0))
-    return found
+        except PermissionError:
+            # The first process here is in no container; a sandbox may hide it alone.
+            is_whole = is_whole and entry == "1"
+        except OSError:
+            continue  # it has ended
+    return Mounted(found, is_whole)
 
 
 def _mount_namespace(pid: str) -> str:

@@ -24,6 +24,7 @@ from governor.container import Remains, container_key
 from governor.processes import (
     FileIdentity,
     Identity,
+    Mounted,
     cgroup_names,
     first_of,
     mapped,
@@ -79,7 +80,7 @@ class _Search:
         self._taken: set[FileIdentity] = {row.ledger for row in state.containers.values()}
 
     @cached_property
-    def _mounted(self) -> dict[str, list[Identity]]:
+    def _mounted(self) -> Mounted:
         """Who has a container's directory mounted: all of /proc is read, so only if it must be."""
         return mounted_below(self._directory.name, self._directory.stat().st_dev)
 
@@ -118,7 +119,10 @@ class _Search:
     def recovered(self, directory: Path) -> Found | None:
         """Return a container that only its directory tells of, if processes have that mounted."""
         key = directory.name
-        processes = self._mounted.get(key)
+        processes = self._mounted.by_name.get(key)
+        if not processes and not self._mounted.is_whole:
+            log.error("container-not-recovered", key=key, error="processes may not be looked at")
+            return None
         if not processes:
             shutil.rmtree(directory, ignore_errors=True)
             log.info("container-ended", key=key, why="nobody has its directory")
@@ -185,7 +189,7 @@ class _Search:
         ledger = find_ledger(processes, wanted, others)
         if ledger is None:
             # Nobody uses the GPU, or the state lacks those who do.
-            ledger = find_ledger(self._mounted.get(row.key, []), wanted, others)
+            ledger = find_ledger(self._mounted.by_name.get(row.key, []), wanted, others)
         return ledger
 
     def _unregistered(
@@ -206,7 +210,7 @@ class _Search:
             return
         file = ledger.file
         numbered: dict[int, list[Identity]] = {}
-        for process in self._mounted.get(row.key, []):
+        for process in self._mounted.by_name.get(row.key, []):
             status = read_status(process.pid)
             if status is not None and any(
                 inode == file.inode for _, inode in mapped(process.pid, MAPPED, file.device)

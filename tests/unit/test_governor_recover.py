@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import pytest
 
+from governor import processes
 from governor.arbiter import Runner, Stats
 from governor.books import Books, Device, Quota
 from governor.config import Config
@@ -444,6 +445,31 @@ def test_directories_that_nobody_has_mounted_are_removed(play: Play) -> None:
             (world.containers_dir / name).mkdir()
         await world.start()
         assert {path.name for path in world.containers_dir.iterdir()} == {container.key, "not-ours"}
+
+    play(scene)
+
+
+def test_a_directory_stays_where_processes_may_not_be_looked_at(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody may have it mounted."""
+
+    def refuse(_: str) -> str:
+        raise PermissionError
+
+    async def scene(world: World) -> None:
+        await world.stop()
+        left = world.containers_dir / "0123456789abcdef"
+        left.mkdir()
+        namespace = processes._mount_namespace
+        monkeypatch.setattr(
+            processes, "_mount_namespace", lambda pid: (namespace if pid == "self" else refuse)(pid)
+        )
+        await world.start()
+        assert left.exists()
+        monkeypatch.undo()
+        await world.restart()
+        assert not left.exists()
 
     play(scene)
 

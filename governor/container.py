@@ -228,9 +228,12 @@ class Container:
     async def listen(self, on_end: Callable[[Container], None]) -> None:
         """Serve the container's processes, and call `on_end` when its first process has ended."""
         path = self.directory / "governor.sock"
-        self._server = await asyncio.start_unix_server(self._register, path=str(path))
-        path.chmod(0o666)  # whoever runs in the container; the directory is in no other
-        self._loop.add_reader(self._pidfd, on_end, self)
+        try:
+            self._server = await asyncio.start_unix_server(self._register, path=str(path))
+            path.chmod(0o666)  # whoever runs in the container; the directory is in no other
+        finally:
+            # Also of one that cannot be reached: it has to end.
+            self._loop.add_reader(self._pidfd, on_end, self)
 
     async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give a process its slot: one byte comes, the slot's number and the ledger go back.

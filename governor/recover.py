@@ -65,8 +65,8 @@ def find_containers(config: Config, state: State, devices: Sequence[Device]) -> 
     for key, look in looks:
         try:
             found = look()
-        except Exception:  # one container keeps nobody from the others
-            log.exception("container-not-adopted", key=key)
+        except Exception as e:  # one container keeps nobody from the others
+            log.exception("container-not-adopted", key=key, error=repr(e))
         else:
             if found is not None:
                 yield found

@@ -68,9 +68,9 @@ class Server:
         for found in find_containers(self._config, self._state, self._books.devices):
             try:
                 await self._adopt(found)
-            except Exception:  # one container keeps nobody from the others
+            except Exception as e:  # one container keeps nobody from the others
                 # It keeps its quota by itself, as while we were away.
-                log.exception("container-not-adopted", key=found.remains.key)
+                log.exception("container-not-adopted", key=found.remains.key, error=repr(e))
         self._state.retry()
 
     async def _adopt(self, found: Found) -> None:

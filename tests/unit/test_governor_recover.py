@@ -449,6 +449,27 @@ def test_directories_that_nobody_has_mounted_are_removed(play: Play) -> None:
     play(scene)
 
 
+def test_a_container_whose_socket_cannot_be_made_still_ends(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        child = world.child(container)
+        await child.numbers("register")
+        await world.stop()
+        monkeypatch.setattr(asyncio, "start_unix_server", fail)
+        await world.start()
+        assert world.one().pids() == {child.pid}
+        world.first(container).kill()
+        await until(lambda: not world.server.containers)
+        assert not container.directory.exists()
+
+    play(scene)
+
+
 def test_a_directory_stays_where_processes_may_not_be_looked_at(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

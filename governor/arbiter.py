@@ -82,7 +82,7 @@ def arbiter_config(config: Config) -> ArbiterConfig:
         most_ns=int(max(config.quantum_ms, config.quantum_most_ms) * 1e6),
         overdue_ns=20_000_000,
         longest_ns=config.longest_ms * 1_000_000,
-        lead_ns=500_000,
+        lead_ns=400_000,
         switch_ns=config.switch_us * 1000,
         overhead_ns=500_000,
     )

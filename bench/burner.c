@@ -1,16 +1,30 @@
 /*
  * A burner for a real GPU: units of work of a known length, each stamped by the GPU's own clock.
  *
- *   burner --unit-us U --seconds S --out FILE [--iterations N] [--depth D] [--gap-us G]
- *          [--bursts SEED] [--wait-file F] [--allocate BYTES] [--stream own|null]
+ *   burner --unit-us U --seconds S --out FILE [--form FORM] [--iterations N] [--depth D]
+ *          [--gap-us G] [--bursts SEED] [--duty PERCENT] [--wait-file F] [--block BYTES]
+ *          [--allocate BYTES] [--stream own|null]
  *
- * A unit is a kernel that runs a fixed number of dependent multiply-adds in every multiprocessor,
- * and a one-thread kernel that writes %globaltimer into pinned host memory. The number of
- * iterations is found at the start (for a job alone) or given (so that a governed job does the same
- * work). With --bursts it works for 0.2 to 2 s and rests for 3/7 as long, in turn; the last line
- * says with which unit each burst began and ended. FILE gets records of two little-endian u64: the
- * time of the stamp, and 0. The last line on standard output is JSON. It speaks the driver API
- * through dlopen, needs no CUDA toolkit, and knows nothing of Tidegate.
+ * A unit is work of one of these forms, and a one-thread kernel behind it that writes %globaltimer
+ * into pinned host memory:
+ *
+ *   burn         a kernel of dependent multiply-adds in every multiprocessor
+ *   cooperative  the same, launched cooperatively; at its end all blocks wait for each other
+ *   persistent   one block a multiprocessor, which works for the whole unit; it stamps 64 times
+ *                within, and nobody behind it
+ *   graph        20 kernels as one CUDA graph
+ *   copy         copies of a block (128 MiB) within the device; 8 MiB from the host beside each
+ * unit sync         a kernel, and then the host waits for the stream sweep        a kernel that
+ * reads and writes a block (256 MiB) over and over tiny         very short kernels of one block, as
+ * many as the host launches in that time
+ *
+ * The number of iterations (of copies, of launches) is found at the start (for a job alone) or
+ * given (so that a governed job does the same work). With --bursts it works for 0.2 to 2 s and
+ * rests, in turn; it works for --duty percent of the time (70); the last line says with which unit
+ * each burst began and ended, and when. FILE gets records of two little-endian u64: the time of the
+ * stamp, and 0. The last line on standard output is JSON; "clock_ns" is how far the GPU's clock is
+ * before CLOCK_MONOTONIC. It speaks the driver API through dlopen, needs no CUDA toolkit, and knows
+ * nothing of Tidegate.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -38,27 +52,119 @@ static int (*cuEventRecord)(handle, handle);
 static int (*cuEventSynchronize)(handle);
 static int (*cuMemAlloc)(unsigned long long *, size_t);
 static int (*cuMemHostAlloc)(void **, size_t, unsigned);
+static int (*cuMemsetD8)(unsigned long long, unsigned char, size_t);
+static int (*cuMemcpyDtoDAsync)(unsigned long long, unsigned long long, size_t, handle);
+static int (*cuMemcpyHtoDAsync)(unsigned long long, const void *, size_t, handle);
+static int (*cuStreamBeginCapture)(handle, int);
+static int (*cuStreamEndCapture)(handle, handle *);
+static int (*cuGraphInstantiateWithFlags)(handle *, handle, unsigned long long);
+static int (*cuGraphExecDestroy)(handle);
+static int (*cuGraphDestroy)(handle);
+static int (*cuGraphLaunch)(handle, handle);
+static int (*cuLaunchCooperativeKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                        unsigned, unsigned, handle, void **);
 static int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              unsigned, handle, void **, void **);
 
-static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
-                          ".visible .entry burn(.param .u64 count, .param .u64 sink)\n{\n"
-                          "  .reg .u64 %n, %i, %p;\n  .reg .f32 %a;\n  .reg .pred %q;\n"
-                          "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n"
-                          "  mov.u64 %i, 0;\n  mov.f32 %a, 0f3F800000;\n"
-                          "LOOP:\n  fma.rn.f32 %a, %a, 0f3F7FFFFF, 0f33800000;\n"
-                          "  add.u64 %i, %i, 1;\n  setp.lt.u64 %q, %i, %n;\n  @%q bra LOOP;\n"
-                          "  setp.eq.f32 %q, %a, 0f00000000;\n  @%q st.global.f32 [%p], %a;\n"
-                          "  ret;\n}\n"
-                          ".visible .entry stamp(.param .u64 slot)\n{\n"
-                          "  .reg .u64 %p, %t;\n  ld.param.u64 %p, [slot];\n"
-                          "  mov.u64 %t, %globaltimer;\n  st.global.u64 [%p], %t;\n  ret;\n}\n";
+/* Dependent multiply-adds, %n of them; what comes of them goes to %p, which nothing ever does. */
+#define MULTIPLY_ADD(label)                                                                        \
+    "  mov.u64 %i, 0;\n  mov.f32 %a, 0f3F800000;\n" label                                          \
+    ":\n  fma.rn.f32 %a, %a, 0f3F7FFFFF, 0f33800000;\n"                                            \
+    "  add.u64 %i, %i, 1;\n  setp.lt.u64 %q, %i, %n;\n  @%q bra " label ";\n"                      \
+    "  setp.eq.f32 %q, %a, 0f00000000;\n  @%q st.global.f32 [%p], %a;\n"
+
+static const char ptx[] =
+    ".version 7.0\n.target sm_70\n.address_size 64\n"
+    ".visible .entry burn(.param .u64 count, .param .u64 sink)\n{\n"
+    "  .reg .u64 %n, %i, %p;\n  .reg .f32 %a;\n  .reg .pred %q;\n"
+    "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n" MULTIPLY_ADD(
+        "LOOP") "  ret;\n}\n"
+                ".visible .entry stamp(.param .u64 slot)\n{\n"
+                "  .reg .u64 %p, %t;\n  ld.param.u64 %p, [slot];\n"
+                "  mov.u64 %t, %globaltimer;\n  st.global.u64 [%p], %t;\n  ret;\n}\n"
+                /* One thread a block adds 1 to the counter, and waits until all blocks of this
+                   launch have. */
+                ".visible .entry together(.param .u64 count, .param .u64 sink)\n{\n"
+                "  .reg .u64 %n, %i, %p, %c, %all, %goal;\n  .reg .u32 %x;\n  .reg .f32 %a;\n"
+                "  .reg .pred %q;\n"
+                "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n" MULTIPLY_ADD(
+                    "LOOP") "  bar.sync 0;\n  mov.u32 %x, %tid.x;\n  setp.ne.u32 %q, %x, 0;\n  @%q "
+                            "bra DONE;\n"
+                            "  mov.u32 %x, %nctaid.x;\n  cvt.u64.u32 %all, %x;\n"
+                            "  atom.global.add.u64 %c, [%p+64], 1;\n"
+                            "  div.u64 %goal, %c, %all;\n  add.u64 %goal, %goal, 1;\n  mul.lo.u64 "
+                            "%goal, %goal, %all;\n"
+                            "WAIT:\n  ld.volatile.global.u64 %c, [%p+64];\n  setp.lt.u64 %q, %c, "
+                            "%goal;\n"
+                            "  @%q bra WAIT;\n"
+                            "DONE:\n  ret;\n}\n"
+                            ".visible .entry persist(.param .u64 count, .param .u64 sink, .param "
+                            ".u64 slot,"
+                            " .param .u64 times)\n{\n"
+                            "  .reg .u64 %n, %i, %p, %s, %m, %t;\n  .reg .u32 %x, %y;\n  .reg .f32 "
+                            "%a;\n"
+                            "  .reg .pred %q;\n"
+                            "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n"
+                            "  ld.param.u64 %s, [slot];\n  ld.param.u64 %m, [times];\n"
+                            "AGAIN:\n" MULTIPLY_ADD(
+                                "LOOP") "  mov.u32 %x, %tid.x;\n  mov.u32 %y, %ctaid.x;\n  or.b32 "
+                                        "%x, %x, %y;\n"
+                                        "  setp.ne.u32 %q, %x, 0;\n  @%q bra NEXT;\n"
+                                        "  mov.u64 %t, %globaltimer;\n  st.volatile.global.u64 "
+                                        "[%s], %t;\n"
+                                        "NEXT:\n  add.u64 %s, %s, 8;\n  sub.u64 %m, %m, 1;\n  "
+                                        "setp.ne.u64 %q, %m, 0;\n"
+                                        "  @%q bra AGAIN;\n  ret;\n}\n"
+                                        /* Each thread has 16 bytes at a time, all threads together
+                                           a stretch of the block. */
+                                        ".visible .entry sweep(.param .u64 count, .param .u64 "
+                                        "block, .param .u64 bytes)\n{\n"
+                                        "  .reg .u64 %n, %i, %p, %b, %o, %s, %e;\n  .reg .u32 %x, "
+                                        "%y, %z, %r<4>;\n"
+                                        "  .reg .pred %q;\n"
+                                        "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, "
+                                        "[block];\n  ld.param.u64 %b, [bytes];\n"
+                                        "  mov.u32 %x, %ctaid.x;\n  mov.u32 %y, %ntid.x;\n  "
+                                        "mov.u32 %z, %tid.x;\n"
+                                        "  mad.lo.u32 %z, %x, %y, %z;\n  mul.wide.u32 %o, %z, 16;\n"
+                                        "  mov.u32 %x, %nctaid.x;\n  mul.lo.u32 %x, %x, %y;\n  "
+                                        "mul.wide.u32 %s, %x, 16;\n"
+                                        "  mov.u64 %i, 0;\n"
+                                        "LOOP:\n  add.u64 %e, %p, %o;\n"
+                                        "  ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%e];\n  add.u32 "
+                                        "%r0, %r0, 1;\n"
+                                        "  st.global.v4.u32 [%e], {%r0, %r1, %r2, %r3};\n"
+                                        "  add.u64 %o, %o, %s;\n  setp.ge.u64 %q, %o, %b;\n  @%q "
+                                        "sub.u64 %o, %o, %b;\n"
+                                        "  add.u64 %i, %i, 1;\n  setp.lt.u64 %q, %i, %n;\n  @%q "
+                                        "bra LOOP;\n  ret;\n}\n";
+
+enum form { BURN, COOPERATIVE, PERSISTENT, GRAPH, COPY, SYNC, SWEEP, TINY, N_FORMS };
+
+static const char *const form_names[N_FORMS] = {
+    [BURN] = "burn",
+    [COOPERATIVE] = "cooperative",
+    [PERSISTENT] = "persistent",
+    [GRAPH] = "graph",
+    [COPY] = "copy",
+    [SYNC] = "sync",
+    [SWEEP] = "sweep",
+    [TINY] = "tiny",
+};
+
+#define WITHIN      64 /* stamps of a persistent kernel */
+#define GRAPH_NODES 20
+#define FROM_HOST   (8u << 20) /* bytes */
 
 #define RING 65536
 static volatile uint64_t *ring;
-static handle stream, burn, stamp;
-static unsigned long long sink;
-static unsigned blocks;
+static enum form form;
+static unsigned within = 1; /* stamps of a unit */
+static handle stream, side, burn, stamp, graph_exec;
+static unsigned long long sink, blocks_at[2];
+static size_t block_bytes;
+static void *host_block;
+static unsigned blocks, multiprocessors;
 static volatile sig_atomic_t stop;
 
 static void on_signal(int number)
@@ -94,58 +200,176 @@ static double now(void)
     return (double)ts.tv_sec + (double)ts.tv_nsec * 1e-9;
 }
 
-static void launch_unit(uint64_t iterations, uint64_t index)
+static void launch(handle function, unsigned grid, unsigned block, void **arguments)
 {
-    volatile uint64_t *slot = &ring[index % RING];
-    void *burn_args[] = {&iterations, &sink};
-    void *stamp_args[] = {&slot};
-
-    check(cuLaunchKernel(burn, blocks, 1, 1, 256, 1, 1, 0, stream, burn_args, NULL),
+    check(cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, arguments, NULL),
           "cuLaunchKernel");
-    check(cuLaunchKernel(stamp, 1, 1, 1, 1, 1, 1, 0, stream, stamp_args, NULL), "cuLaunchKernel");
 }
 
+static void launch_stamp(volatile uint64_t *slot)
+{
+    void *arguments[] = {&slot};
+
+    launch(stamp, 1, 1, arguments);
+}
+
+static void capture_graph(uint64_t iterations)
+{
+    void *arguments[] = {&iterations, &sink};
+    handle graph;
+
+    if (graph_exec)
+        check(cuGraphExecDestroy(graph_exec), "cuGraphExecDestroy");
+    check(cuStreamBeginCapture(stream, 2), "cuStreamBeginCapture"); /* relaxed */
+    for (int i = 0; i < GRAPH_NODES; i++)
+        launch(burn, blocks, 256, arguments);
+    check(cuStreamEndCapture(stream, &graph), "cuStreamEndCapture");
+    check(cuGraphInstantiateWithFlags(&graph_exec, graph, 0), "cuGraphInstantiateWithFlags");
+    check(cuGraphDestroy(graph), "cuGraphDestroy");
+}
+
+/* Once before units of so many iterations. */
+static void prepare(uint64_t iterations)
+{
+    if (form == GRAPH)
+        capture_graph(iterations);
+}
+
+static volatile uint64_t *slots_of(uint64_t unit)
+{
+    return &ring[unit * within % RING];
+}
+
+static void launch_unit(uint64_t iterations, uint64_t unit)
+{
+    volatile uint64_t *slot = slots_of(unit);
+    uint64_t bytes = block_bytes, times = within, few = 500;
+    void *burn_arguments[] = {&iterations, &sink};
+    void *persist_arguments[] = {&iterations, &sink, &slot, &times};
+    void *sweep_arguments[] = {&iterations, &blocks_at[0], &bytes};
+    void *tiny_arguments[] = {&few, &sink};
+
+    switch (form) {
+    case PERSISTENT:
+        launch(burn, multiprocessors, 256, persist_arguments);
+        return;
+    case COOPERATIVE:
+        check(cuLaunchCooperativeKernel(burn, multiprocessors * 4, 1, 1, 256, 1, 1, 0, stream,
+                                        burn_arguments),
+              "cuLaunchCooperativeKernel");
+        break;
+    case GRAPH:
+        check(cuGraphLaunch(graph_exec, stream), "cuGraphLaunch");
+        break;
+    case COPY:
+        check(cuMemcpyHtoDAsync(sink + 4096, host_block, FROM_HOST, side), "cuMemcpyHtoDAsync");
+        for (uint64_t i = 0; i < iterations; i++)
+            check(cuMemcpyDtoDAsync(blocks_at[!(i % 2)], blocks_at[i % 2], block_bytes, stream),
+                  "cuMemcpyDtoDAsync");
+        break;
+    case SWEEP:
+        launch(burn, blocks, 256, sweep_arguments);
+        break;
+    case TINY:
+        for (uint64_t i = 0; i < iterations; i++)
+            launch(burn, 1, 32, tiny_arguments);
+        break;
+    default:
+        launch(burn, blocks, 256, burn_arguments);
+    }
+    launch_stamp(slot);
+    if (form == SYNC)
+        check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+}
+
+static void wait_all(void)
+{
+    check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+    if (side)
+        check(cuStreamSynchronize(side), "cuStreamSynchronize");
+}
+
+/* Long units in few rounds of few: what a unit takes is measured afterwards, from the stamps. */
 static uint64_t calibrate(double unit_us)
 {
-    uint64_t iterations = 10000;
+    uint64_t iterations = form == COPY || form == TINY ? 4 : form == PERSISTENT ? 1000 : 10000;
+    int n = unit_us < 1000 ? 200 : 4 + (int)(100000 / unit_us);
 
     for (int round = 0; round < 6; round++) {
         double took;
 
-        for (int warm = 0; warm < 100; warm++)
+        prepare(iterations);
+        for (int warm = 0; warm < n / 2; warm++)
             launch_unit(iterations, 0);
-        check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+        wait_all();
         took = now();
-        for (int i = 0; i < 200; i++)
+        for (int i = 0; i < n; i++)
             launch_unit(iterations, 0);
-        check(cuStreamSynchronize(stream), "cuStreamSynchronize");
-        took = (now() - took) / 200 * 1e6;
+        wait_all();
+        took = (now() - took) / n * 1e6;
         iterations = (uint64_t)((double)iterations * unit_us / took) + 1;
     }
     return iterations;
+}
+
+static int64_t host_ns(void)
+{
+    struct timespec ts;
+
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
+}
+
+/* How far the GPU's clock is before this machine's: by the stamp that came back soonest of many. */
+static int64_t compare_clocks(void)
+{
+    int64_t best = INT64_MAX, ahead = 0;
+
+    for (int i = 0; i < 64; i++) {
+        int64_t before = host_ns(), after;
+
+        launch_stamp(ring);
+        check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+        after = host_ns();
+        if (after - before < best) {
+            best = after - before;
+            ahead = (int64_t)ring[0] - (before + after) / 2;
+        }
+    }
+    return ahead;
 }
 
 /* ---- bursts ---- */
 
 #define N_BURSTS 256
 static uint64_t bursts[N_BURSTS][2];
+static int64_t turns[N_BURSTS][2]; /* ns, this machine's clock */
 static unsigned n_bursts, draw;
-static double burst_end, burst_length;
+static double burst_end, burst_length, duty;
 
 static void burst_begin(uint64_t unit)
 {
     burst_length = 0.2 + 1.8 * (rand_r(&draw) % 10000) / 10000;
     burst_end = now() + burst_length;
-    if (n_bursts < N_BURSTS)
+    if (n_bursts < N_BURSTS) {
         bursts[n_bursts][0] = unit;
+        turns[n_bursts][0] = host_ns();
+    }
+}
+
+static void burst_ends(uint64_t unit)
+{
+    if (n_bursts < N_BURSTS && unit > bursts[n_bursts][0]) {
+        turns[n_bursts][1] = host_ns();
+        bursts[n_bursts++][1] = unit - 1;
+    }
 }
 
 static void burst_rest(uint64_t unit, double end)
 {
-    double until = now() + burst_length * 3 / 7;
+    double until = now() + burst_length * (100 - duty) / duty;
 
-    if (n_bursts < N_BURSTS && unit > bursts[n_bursts][0])
-        bursts[n_bursts++][1] = unit - 1;
+    burst_ends(unit);
     while (!stop && now() < until && now() < end)
         usleep(1000);
 }
@@ -158,30 +382,82 @@ static const char *option(int argc, char **argv, const char *name, const char *o
     return otherwise;
 }
 
+static unsigned depth_of(int argc, char **argv)
+{
+    static const unsigned usual[N_FORMS] = {64, 64, 4, 16, 8, 0, 64, 4};
+    char otherwise[16];
+    unsigned long depth;
+
+    snprintf(otherwise, sizeof otherwise, "%u", usual[form]);
+    depth = strtoul(option(argc, argv, "--depth", otherwise), NULL, 10);
+    return depth > 255 ? 255 : (unsigned)depth;
+}
+
+static enum form form_of(const char *name)
+{
+    for (int i = 0; i < N_FORMS; i++) {
+        if (!strcmp(name, form_names[i]))
+            return (enum form)i;
+    }
+    fprintf(stderr, "burner: no form %s; see the head of bench/burner.c\n", name);
+    exit(2);
+}
+
+static void get_memory(void)
+{
+    check(cuMemAlloc(&sink, 4096 + (form == COPY ? FROM_HOST : 0)), "cuMemAlloc");
+    check(cuMemsetD8(sink, 0, 4096), "cuMemsetD8");
+    for (int i = 0; i < (form == COPY ? 2 : form == SWEEP ? 1 : 0); i++)
+        check(cuMemAlloc(&blocks_at[i], block_bytes), "cuMemAlloc");
+    if (form == COPY) {
+        check(cuMemHostAlloc(&host_block, FROM_HOST, 0), "cuMemHostAlloc");
+        check(cuStreamCreate(&side, 1), "cuStreamCreate");
+    }
+}
+
+static void write_stamps(FILE *file, uint64_t unit)
+{
+    volatile uint64_t *slots = slots_of(unit);
+
+    for (unsigned i = 0; file && i < within; i++) {
+        uint64_t record[2] = {slots[i], 0};
+
+        fwrite(record, sizeof record, 1, file);
+    }
+}
+
 int main(int argc, char **argv)
 {
     double unit_us = atof(option(argc, argv, "--unit-us", "500"));
     double seconds = atof(option(argc, argv, "--seconds", "5"));
     uint64_t iterations = strtoull(option(argc, argv, "--iterations", "0"), NULL, 10);
-    uint64_t depth = strtoull(option(argc, argv, "--depth", "64"), NULL, 10);
     double gap_us = atof(option(argc, argv, "--gap-us", "0"));
     const char *out = option(argc, argv, "--out", NULL);
     const char *wait_file = option(argc, argv, "--wait-file", NULL);
     unsigned seed = (unsigned)strtoul(option(argc, argv, "--bursts", "0"), NULL, 10);
     size_t allocate = strtoull(option(argc, argv, "--allocate", "0"), NULL, 10);
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    handle context, module, events[256];
+    const char *kernels[N_FORMS] = {
+        [COOPERATIVE] = "together", [PERSISTENT] = "persist", [SWEEP] = "sweep"};
+    handle context, module, events[256], side_events[256];
     uint64_t launched = 0, harvested = 0;
+    int64_t clock_ns;
     void *pinned;
     double end;
     FILE *file;
-    int device, multiprocessors;
+    unsigned depth;
+    int device, count;
 
     if (!library) {
         fprintf(stderr, "burner: %s\n", dlerror());
         return 1;
     }
     signal(SIGTERM, on_signal);
+    form = form_of(option(argc, argv, "--form", "burn"));
+    depth = depth_of(argc, argv);
+    duty = atof(option(argc, argv, "--duty", "70"));
+    block_bytes =
+        strtoull(option(argc, argv, "--block", form == COPY ? "134217728" : "268435456"), NULL, 10);
 #define LOAD(variable, name) load(library, (void *)&variable, name)
     LOAD(cuInit, "cuInit");
     LOAD(cuDeviceGet, "cuDeviceGet");
@@ -198,6 +474,16 @@ int main(int argc, char **argv)
     LOAD(cuMemAlloc, "cuMemAlloc_v2");
     LOAD(cuMemHostAlloc, "cuMemHostAlloc");
     LOAD(cuLaunchKernel, "cuLaunchKernel");
+    LOAD(cuMemsetD8, "cuMemsetD8_v2");
+    LOAD(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2");
+    LOAD(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2");
+    LOAD(cuStreamBeginCapture, "cuStreamBeginCapture_v2");
+    LOAD(cuStreamEndCapture, "cuStreamEndCapture");
+    LOAD(cuGraphInstantiateWithFlags, "cuGraphInstantiateWithFlags");
+    LOAD(cuGraphExecDestroy, "cuGraphExecDestroy");
+    LOAD(cuGraphDestroy, "cuGraphDestroy");
+    LOAD(cuGraphLaunch, "cuGraphLaunch");
+    LOAD(cuLaunchCooperativeKernel, "cuLaunchCooperativeKernel");
     check(cuInit(0), "cuInit");
     check(cuDeviceGet(&device, 0), "cuDeviceGet");
     check(cuDevicePrimaryCtxRetain(&context, device), "cuDevicePrimaryCtxRetain");
@@ -213,22 +499,27 @@ int main(int argc, char **argv)
                result);
         return result != 0;
     }
-    if (depth > 255)
-        depth = 255;
-    check(cuDeviceGetAttribute(&multiprocessors, 16, device), "cuDeviceGetAttribute");
-    blocks = (unsigned)multiprocessors * 8;
+    check(cuDeviceGetAttribute(&count, 16, device), "cuDeviceGetAttribute");
+    multiprocessors = (unsigned)count;
+    blocks = multiprocessors * 8;
     check(cuModuleLoadData(&module, ptx), "cuModuleLoadData");
-    check(cuModuleGetFunction(&burn, module, "burn"), "cuModuleGetFunction");
+    check(cuModuleGetFunction(&burn, module, kernels[form] ? kernels[form] : "burn"),
+          "cuModuleGetFunction");
     check(cuModuleGetFunction(&stamp, module, "stamp"), "cuModuleGetFunction");
     if (strcmp(option(argc, argv, "--stream", "own"), "null"))
         check(cuStreamCreate(&stream, 1), "cuStreamCreate");
-    check(cuMemAlloc(&sink, 4096), "cuMemAlloc");
+    get_memory();
     check(cuMemHostAlloc(&pinned, RING * sizeof *ring, 2), "cuMemHostAlloc");
     ring = pinned;
-    for (unsigned i = 0; i < 256; i++)
+    for (unsigned i = 0; i < 256; i++) {
         check(cuEventCreate(&events[i], 3), "cuEventCreate");
+        check(cuEventCreate(&side_events[i], 3), "cuEventCreate");
+    }
+    within = form == PERSISTENT ? WITHIN : 1;
     if (!iterations)
         iterations = calibrate(unit_us);
+    prepare(iterations);
+    clock_ns = compare_clocks();
     file = out ? fopen(out, "wb") : NULL;
     if (wait_file) {
         char ready[4096];
@@ -248,18 +539,16 @@ int main(int argc, char **argv)
             burst_rest(launched, end);
             burst_begin(launched);
         }
-        ring[launched % RING] = 0;
         launch_unit(iterations, launched);
         check(cuEventRecord(events[launched % 256], stream), "cuEventRecord");
+        if (side)
+            check(cuEventRecord(side_events[launched % 256], side), "cuEventRecord");
         launched++;
         if (launched - harvested > depth || gap_us > 0) {
-            uint64_t record[2];
-
             check(cuEventSynchronize(events[harvested % 256]), "cuEventSynchronize");
-            record[0] = ring[harvested % RING];
-            record[1] = 0;
-            if (file)
-                fwrite(record, sizeof record, 1, file);
+            if (side)
+                check(cuEventSynchronize(side_events[harvested % 256]), "cuEventSynchronize");
+            write_stamps(file, harvested);
             harvested++;
             if (harvested % 256 == 0 && file)
                 fflush(file);
@@ -267,22 +556,22 @@ int main(int argc, char **argv)
         if (gap_us > 0)
             usleep((unsigned)gap_us);
     }
-    check(cuStreamSynchronize(stream), "cuStreamSynchronize");
-    for (; harvested < launched; harvested++) {
-        uint64_t record[2] = {ring[harvested % RING], 0};
-
-        if (file)
-            fwrite(record, sizeof record, 1, file);
-    }
+    wait_all();
+    for (; harvested < launched; harvested++)
+        write_stamps(file, harvested);
     if (file)
         fclose(file);
-    if (seed && n_bursts < N_BURSTS && launched > bursts[n_bursts][0])
-        bursts[n_bursts++][1] = launched - 1;
-    printf("{\"units\": %llu, \"iterations\": %llu, \"bursts\": [", (unsigned long long)launched,
-           (unsigned long long)iterations);
+    if (seed)
+        burst_ends(launched);
+    printf("{\"units\": %llu, \"iterations\": %llu, \"clock_ns\": %lld, \"bursts\": [",
+           (unsigned long long)(launched * within), (unsigned long long)iterations,
+           (long long)clock_ns);
     for (unsigned i = 0; i < n_bursts; i++)
         printf("%s[%llu, %llu]", i ? ", " : "", (unsigned long long)bursts[i][0],
                (unsigned long long)bursts[i][1]);
+    printf("], \"turns\": [");
+    for (unsigned i = 0; i < n_bursts; i++)
+        printf("%s[%lld, %lld]", i ? ", " : "", (long long)turns[i][0], (long long)turns[i][1]);
     printf("], \"result\": \"CUDA_SUCCESS\"}\n");
     return 0;
 }

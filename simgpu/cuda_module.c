@@ -5,6 +5,10 @@
  *
  *   burn(u64 ns)                   takes that much time of the GPU
  *   burn_stamp(u64 ns, u64 *slot)  and writes the time of its end, on the GPU's clock, to *slot
+ *   stamp(u64 *slot)               writes that time, and takes 1 us
+ *   together, sweep(u64 ns)        other names for burn
+ *   persist(u64 ns, u64, u64 *slot, u64 n)
+ *                                  burns and stamps n times, into one slot after the other
  *
  * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has those
  * kernels only, which may be other names for a burn. An image that is the text "globals:BYTES" has
@@ -22,11 +26,13 @@
 #define IMAGE_MOST (1u << 20) /* bytes of a module file that are looked at */
 #define NAME_MOST  128
 
+#define STAMP_TAKES 1000u /* ns */
+
 struct function {
     struct object object;
     struct module *module;
     struct function *next;
-    bool stamps;
+    enum { BURNS, BURNS_AND_STAMPS, STAMPS, PERSISTS } does;
     char name[NAME_MOST];
 };
 
@@ -60,6 +66,15 @@ static struct pool modules_pool = POOL(module, 0x4d4f4430);
 static struct pool libraries_pool = POOL(library, 0x4c494230);
 static struct pool kernels_pool = POOL(kernel, 0x4b524e30);
 
+/* The first five are what bench/burner.c has in PTX. */
+static const struct {
+    const char *name;
+    int does;
+} kernels[] = {
+    {"burn", BURNS},  {"stamp", STAMPS},     {"together", BURNS},
+    {"sweep", BURNS}, {"persist", PERSISTS}, {"burn_stamp", BURNS_AND_STAMPS},
+};
+
 static struct function *function_add(struct module *module, const char *name, size_t length)
 {
     struct function *function;
@@ -70,7 +85,10 @@ static struct function *function_add(struct module *module, const char *name, si
     if (!function)
         return NULL;
     memcpy(function->name, name, length);
-    function->stamps = strcmp(function->name, "burn_stamp") == 0;
+    for (size_t i = 0; i < sizeof(kernels) / sizeof(kernels[0]); i++) {
+        if (strcmp(function->name, kernels[i].name) == 0)
+            function->does = kernels[i].does;
+    }
     function->module = module;
     function->next = module->functions;
     module->functions = function;
@@ -95,7 +113,11 @@ static void module_free(struct module *module)
 
 static bool built_in(const char *name)
 {
-    return strcmp(name, "burn") == 0 || strcmp(name, "burn_stamp") == 0;
+    for (size_t i = 0; i < sizeof(kernels) / sizeof(kernels[0]); i++) {
+        if (strcmp(name, kernels[i].name) == 0)
+            return true;
+    }
+    return false;
 }
 
 static void module_read(struct module *module, const char *text)
@@ -409,10 +431,10 @@ ENTRY(cuFuncGetAttribute, int *value, CUfunction_attribute attribute, CUfunction
 
 /* The kernel's parameters, from either of the two ways to pass them. */
 static CUresult read_parameters(const struct function *function, void **parameters, void **extra,
-                                struct command *command)
+                                struct command *command, uint64_t *timesp)
 {
-    uint64_t words[2] = {0};
-    size_t n = function->stamps ? 2 : 1;
+    uint64_t words[4] = {0};
+    size_t n = function->does == PERSISTS ? 4 : function->does == BURNS_AND_STAMPS ? 2 : 1;
 
     if (parameters) {
         for (size_t i = 0; i < n; i++) {
@@ -436,8 +458,23 @@ static CUresult read_parameters(const struct function *function, void **paramete
             return CUDA_ERROR_INVALID_VALUE;
         memcpy(words, buffer, n * sizeof(words[0]));
     }
+    *timesp = 1;
     command->duration = words[0];
-    command->stamp = (uint64_t *)(uintptr_t)words[1];
+    switch (function->does) {
+    case BURNS:
+        break;
+    case BURNS_AND_STAMPS:
+        command->stamp = (uint64_t *)(uintptr_t)words[1];
+        break;
+    case STAMPS:
+        command->duration = STAMP_TAKES;
+        command->stamp = (uint64_t *)(uintptr_t)words[0];
+        break;
+    case PERSISTS:
+        command->stamp = (uint64_t *)(uintptr_t)words[2];
+        *timesp = words[3];
+        break;
+    }
     return CUDA_SUCCESS;
 }
 
@@ -455,6 +492,7 @@ static CUresult launch(CUfunction function, const unsigned int grid[3], const un
 {
     struct command command = {.kind = COMMAND_KERNEL};
     struct stream *stream;
+    uint64_t times = 0;
     CUresult r = stream_enter(handle, &stream);
 
     if (r)
@@ -470,9 +508,11 @@ static CUresult launch(CUfunction function, const unsigned int grid[3], const un
     if (function->module->context != stream->context ||
         function->module->context_serial != stream->context->serial)
         return driver_leave(CUDA_ERROR_INVALID_HANDLE);
-    r = read_parameters(function, parameters, extra, &command);
-    if (!r)
+    r = read_parameters(function, parameters, extra, &command, &times);
+    for (uint64_t i = 0; !r && i < times; i++) {
         r = stream_submit(stream, &command);
+        command.stamp += command.stamp != NULL;
+    }
     return driver_leave(r);
 }
 

@@ -5,8 +5,8 @@
  * rest through it. The units are launched ahead, as many as --depth says, and their ends are read
  * back in groups by a second stream, so that the first one never runs empty. Each record of the
  * output is two little-endian u64: the time of the end on the GPU's clock in ns, and 0. With
- * --bursts it works for 0.2 to 2 s and rests for 3/7 as long, in turn; the last line says with
- * which unit each burst began and ended.
+ * --bursts it works for 0.2 to 2 s and rests, in turn, working for --duty percent of the time (70);
+ * the last line says with which unit each burst began and ended, and when.
  */
 #include <dlfcn.h>
 #include <errno.h>
@@ -55,9 +55,10 @@ static struct {
     uint64_t allocate;
     bool allocate_only;
     unsigned seed; /* of its bursts; 0: it never rests */
+    uint64_t duty; /* percent */
     const char *out;
     const char *wait;
-} options = {.seconds = 1, .unit = 500000, .depth = 64, .chunk = 256u << 20};
+} options = {.seconds = 1, .unit = 500000, .depth = 64, .chunk = 256u << 20, .duty = 70};
 
 static volatile sig_atomic_t stopped;
 
@@ -265,6 +266,7 @@ static void ring_read(struct ring *ring)
 
 static struct {
     uint64_t units[BURSTS_MOST][2];
+    uint64_t turns[BURSTS_MOST][2]; /* ns */
     unsigned n, draw;
     uint64_t end, length; /* ns */
 } bursts;
@@ -273,14 +275,18 @@ static void burst_begin(uint64_t unit)
 {
     bursts.length = 200000000u + (uint64_t)(rand_r(&bursts.draw) % 10000) * 180000u;
     bursts.end = clock_now() + bursts.length;
-    if (bursts.n < BURSTS_MOST)
+    if (bursts.n < BURSTS_MOST) {
         bursts.units[bursts.n][0] = unit;
+        bursts.turns[bursts.n][0] = clock_now();
+    }
 }
 
 static void burst_ends(uint64_t unit)
 {
-    if (bursts.n < BURSTS_MOST && unit > bursts.units[bursts.n][0])
+    if (bursts.n < BURSTS_MOST && unit > bursts.units[bursts.n][0]) {
+        bursts.turns[bursts.n][1] = clock_now();
         bursts.units[bursts.n++][1] = unit - 1;
+    }
 }
 
 static void burst_rest(struct ring *ring, uint64_t end)
@@ -290,7 +296,7 @@ static void burst_rest(struct ring *ring, uint64_t end)
     while (ring->read < ring->launched)
         ring_read(ring);
     burst_ends(ring->launched * ring->group);
-    until = clock_now() + bursts.length * 3 / 7;
+    until = clock_now() + bursts.length * (100 - options.duty) / options.duty;
     while (!stopped && clock_now() < until && clock_now() < end)
         sleep_ns(1000000);
     burst_begin(ring->launched * ring->group);
@@ -321,9 +327,9 @@ static void ring_run(struct ring *ring, uint64_t end)
 
 static void usage(void)
 {
-    fprintf(stderr,
-            "simgpu-workload: --seconds S --unit-us U --gap-us G --depth N --out FILE "
-            "--bursts SEED --memory BYTES --chunk BYTES --wait-file FILE --allocate BYTES\n");
+    fprintf(stderr, "simgpu-workload: --seconds S --unit-us U --gap-us G --depth N --out FILE "
+                    "--bursts SEED --duty PERCENT --memory BYTES --chunk BYTES --wait-file FILE "
+                    "--allocate BYTES\n");
     exit(2);
 }
 
@@ -342,17 +348,12 @@ static uint64_t number(const char *text)
 static void read_options(int argc, char **argv)
 {
     static const struct option names[] = {
-        {"seconds", required_argument, NULL, 's'},
-        {"unit-us", required_argument, NULL, 'u'},
-        {"gap-us", required_argument, NULL, 'g'},
-        {"depth", required_argument, NULL, 'd'},
-        {"out", required_argument, NULL, 'o'},
-        {"memory", required_argument, NULL, 'm'},
-        {"chunk", required_argument, NULL, 'c'},
-        {"wait-file", required_argument, NULL, 'w'},
-        {"allocate", required_argument, NULL, 'a'},
-        {"bursts", required_argument, NULL, 'b'},
-        {0},
+        {"seconds", required_argument, NULL, 's'},  {"unit-us", required_argument, NULL, 'u'},
+        {"gap-us", required_argument, NULL, 'g'},   {"depth", required_argument, NULL, 'd'},
+        {"out", required_argument, NULL, 'o'},      {"memory", required_argument, NULL, 'm'},
+        {"chunk", required_argument, NULL, 'c'},    {"wait-file", required_argument, NULL, 'w'},
+        {"allocate", required_argument, NULL, 'a'}, {"bursts", required_argument, NULL, 'b'},
+        {"duty", required_argument, NULL, 'y'},     {0},
     };
     int option;
 
@@ -376,6 +377,9 @@ static void read_options(int argc, char **argv)
         case 'b':
             options.seed = (unsigned)number(optarg);
             break;
+        case 'y':
+            options.duty = number(optarg);
+            break;
         case 'm':
             options.memory = number(optarg);
             break;
@@ -393,7 +397,8 @@ static void read_options(int argc, char **argv)
             usage();
         }
     }
-    if (optind < argc || options.depth == 0 || options.depth > 1000 || options.chunk == 0)
+    if (optind < argc || options.depth == 0 || options.depth > 1000 || options.chunk == 0 ||
+        options.duty == 0 || options.duty > 100)
         usage();
 }
 
@@ -434,6 +439,10 @@ int main(int argc, char **argv)
     for (unsigned i = 0; i < bursts.n; i++)
         printf("%s[%" PRIu64 ", %" PRIu64 "]", i ? ", " : "", bursts.units[i][0],
                bursts.units[i][1]);
+    printf("], \"turns\": [");
+    for (unsigned i = 0; i < bursts.n; i++)
+        printf("%s[%" PRIu64 ", %" PRIu64 "]", i ? ", " : "", bursts.turns[i][0],
+               bursts.turns[i][1]);
     printf("], \"result\": \"CUDA_SUCCESS\"}\n");
     return 0;
 }

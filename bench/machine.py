@@ -62,6 +62,10 @@ class Machine(abc.ABC):
     def spec(self) -> dict[str, Any]:
         """Return what this machine adds to a bundle: mounts, devices, device rules, environment."""
 
+    def remove_bundle(self, bundle: Path) -> None:
+        """Remove the bundle of a container that has ended."""
+        shutil.rmtree(bundle, ignore_errors=True)
+
     def close(self) -> None:  # noqa: B027 - most make nothing
         """Take back what was made outside of the work directory."""
 
@@ -83,6 +87,7 @@ class Simulated(Machine):
     ) -> None:
         super().__init__(work, build)
         self.unit_us = unit_us
+        self.iterations: dict[str, str] = {}
         # Like /dev/nvidia0, the device is not a file of the project: shared memory of this machine.
         self.directory = Path("/dev/shm") / f"tidegate-simgpu-{os.getpid()}"  # noqa: S108
         subprocess.run(
@@ -107,7 +112,11 @@ class Simulated(Machine):
         }
 
     def command(self, job: str, *, inside: bool) -> list[str]:
-        """Return the C workload; burner-<microseconds> says how long a unit is."""
+        """Return the C workload; burner-<us> says how long a unit is, burner-<us>-<form> what."""
+        if job.count("-") == 2:
+            program = "/usr/bin/burner" if inside else str(self.build / "burner")
+            # Copies are made by a processor: small ones, or nothing else would be measured.
+            return [*burner_command(program, job, self.iterations), "--block", str(1 << 20)]
         unit = job.split("-")[1] if job.startswith("burner-") else str(self.unit_us)
         program = (
             "/usr/bin/simgpu-workload" if inside else str(self.build / "simgpu/simgpu-workload")
@@ -131,7 +140,11 @@ class Simulated(Machine):
                     f"{source} is not there; the demo runs on Debian and Ubuntu, x86_64"
                 )
             shutil.copy(source.resolve(), libraries / name)
-        for program in (self.build / "simgpu/simgpu-workload", *self.programs):
+        for program in (
+            self.build / "simgpu/simgpu-workload",
+            self.build / "burner",
+            *self.programs,
+        ):
             shutil.copy(program, directory / "usr/bin")
 
     def spec(self) -> dict[str, Any]:
@@ -146,6 +159,10 @@ class Simulated(Machine):
                 }
             ]
         }
+
+    def remember(self, job: str, answer: dict[str, Any]) -> None:
+        """Keep how many iterations of the burner's loop a unit has."""
+        remember_iterations(self.iterations, job, answer)
 
     def close(self) -> None:
         """Remove the device."""
@@ -182,23 +199,15 @@ class Nvidia(Machine):
         """Return the PyTorch workload for a model's name, the burner for burner-<microseconds>."""
         if job.startswith("burner-"):
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
-            known = self.iterations.get(job)
-            _, unit, *stream = job.split("-")
-            return [
-                program, "--unit-us", unit, *(["--stream", stream[0]] if stream else []),
-                *(["--iterations", known] if known else []),
-            ]  # fmt: skip
-        program = (
-            "/workload/torch_workload.py"
-            if inside
-            else str(ROOT / "examples/workloads/torch_workload.py")
-        )
-        return [sys.executable, program, "--model", job, *self.options]
+            return burner_command(program, job, self.iterations)
+        folder = Path("/workload") if inside else ROOT / "examples/workloads"
+        if job == "decode-graph":
+            return [sys.executable, str(folder / "torch_decode.py")]
+        return [sys.executable, str(folder / "torch_workload.py"), "--model", job, *self.options]
 
     def remember(self, job: str, answer: dict[str, Any]) -> None:
         """Keep how many iterations of the burner's loop a unit has."""
-        if "iterations" in answer:
-            self.iterations[job] = str(answer["iterations"])
+        remember_iterations(self.iterations, job, answer)
 
     def make_rootfs(self, directory: Path) -> None:
         """Lay an overlay over this machine's root; leave out what is mounted, like the driver."""
@@ -261,11 +270,37 @@ class Nvidia(Machine):
             ],
         }
 
+    def remove_bundle(self, bundle: Path) -> None:
+        """Unmount the overlay first: through it, this machine's files would be marked gone."""
+        rootfs = bundle / "rootfs"
+        if rootfs in self._mounted:
+            subprocess.run(["umount", "-l", str(rootfs)], check=False)
+            self._mounted.remove(rootfs)
+        super().remove_bundle(bundle)
+        shutil.rmtree(self._layers / bundle.name, ignore_errors=True)
+
     def close(self) -> None:
         """Unmount the overlays."""
         for path in reversed(self._mounted):
             subprocess.run(["umount", "-l", str(path)], check=False)
         self._layers.rmdir()
+
+
+def burner_command(program: str, job: str, iterations: Mapping[str, str]) -> list[str]:
+    """Return the burner for burner-<us>, -<us>-null (the default stream) or -<us>-<form>."""
+    _, unit, *more = job.split("-")
+    command = [program, "--unit-us", unit]
+    if more:
+        command += ["--stream" if more[0] == "null" else "--form", more[0]]
+    if job in iterations:
+        command += ["--iterations", iterations[job]]
+    return command
+
+
+def remember_iterations(known: dict[str, str], job: str, answer: Mapping[str, Any]) -> None:
+    """Keep how many iterations a unit has, if the job's last line says so."""
+    if "iterations" in answer:
+        known[job] = str(answer["iterations"])
 
 
 def _run(*command: str) -> None:

@@ -1,30 +1,38 @@
-"""`python -m bench.quota [ARM ...]`: GPU time under quotas, in many arrangements.
+"""`python -m bench.quota [SUITE|ARM ...]`: GPU time under quotas, in many arrangements.
 
-Each arm runs containers side by side on one GPU, each with a burner that stamps its units of work
-by the GPU's clock (bench/burner.c; the simulated GPU's own workload where there is no real one).
-What a container did is told from its stamps and from what a unit takes alone; nothing of the
-governor goes into it. Writes quota.json: each container's work in steps of 10 ms, what the governor
-said of it, and the processor time of the governor and of the library's helper threads.
+Each arm (bench/arms.py) runs containers side by side on one GPU, each with a burner that stamps its
+units of work by the GPU's clock (bench/burner.c; the simulated GPU's own workload where there is no
+real one). What a container did is told from its stamps and from what a unit takes alone; nothing of
+the governor goes into it. Writes quota.json: each container's work in steps of 10 ms, what the
+governor said of it, and the processor time of the governor and of the library's helper threads.
+With --native each arm runs a second time without Tidegate, where that means something.
 
-Without a name all arms run, in the order of `--list`.
+A suite is a row of arms with a file of its own, SUITE/quota.json. Without a name all arms run, in
+the order of `--list`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bench.arms import ARMS, SUITES, Arm, Tenant
 from bench.demo import SETTLE_S, find_machine, name_gpu, run_solo, say
+from bench.events import SAMPLE_NS, SCRIPTS, Event, pid_of, place_events, summarise_events
 from bench.machine import ROOT, Machine, MachineError
 from bench.node import Node, Running, last_json
 from bench.progress import (
@@ -37,88 +45,25 @@ from bench.progress import (
     read_stamps,
 )
 from bench.provenance import describe_run
+from governor.config import Config
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
 
-SAMPLE_NS = 10 * NS_PER_MS
-MEMORY = "1Gi"
+NATIVE_STEP_NS = 100 * NS_PER_MS
+NATIVE_S = 6.0
+"""How long an arm without Tidegate runs at most: there is a sum to be compared, and no window."""
+
+LONGEST_NS = 100 * NS_PER_MS
+"""What a unit may take alone."""
+
+FOREVER_S = 600.0
+"""What a container is told that a script ends."""
+
 COUNTERS = (
     "grants", "charged_ns", "lent_ns", "held_ns", "overdue", "launches", "waits", "busy_ns",
 )  # fmt: skip
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class Tenant:
-    """A container of an arm: its shares in percent, and what it runs."""
-
-    compute: int
-    unit_us: int = 500
-    limit: int | None = None
-    """Percent that it may be lent up to; None: its guarantee, and no more."""
-    gap_us: int = 0
-    """It pauses so long behind each unit."""
-    bursts: int = 0
-    """It works and rests in turn, drawn from this seed: 0.2..2 s of work, 70 % of the time."""
-    depth: int = 64
-    """Units that it launches ahead."""
-
-    @property
-    def job(self) -> str:
-        """The burner without pauses, whose units are the measure of this one's."""
-        return f"burner-{self.unit_us}"
-
-    @property
-    def options(self) -> list[str]:
-        """Its command line beyond the job's."""
-        options = ["--depth", str(self.depth)]
-        if self.gap_us:
-            options += ["--gap-us", str(self.gap_us)]
-        if self.bursts:
-            options += ["--bursts", str(self.bursts)]
-        return options
-
-
-@dataclass(frozen=True)
-class Arm:
-    """Containers that run at the same time."""
-
-    tenants: tuple[Tenant, ...]
-    seconds: float = 12
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the governor's configuration."""
-
-
-def strict(*shares: int, unit_us: int = 500, seconds: float = 12) -> Arm:
-    """Return an arm of saturating containers with these shares."""
-    return Arm(tuple(Tenant(share, unit_us) for share in shares), seconds)
-
-
-def _arms() -> dict[str, Arm]:
-    arms = {
-        "thirds": strict(45, 30, 15, seconds=20),
-        "tight": strict(49, 32, 16, seconds=20),
-        "crowd": strict(50, 10, 10, 10, 10),
-        "four-50us": strict(25, 25, 25, 25, unit_us=50),
-        "four-500us": strict(25, 25, 25, 25),
-        "units-20ms": strict(45, 30, 15, unit_us=20_000, seconds=20),
-        "elastic": Arm(
-            tuple(Tenant(25, limit=100, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30
-        ),
-        "bursts-strict": Arm(tuple(Tenant(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30),
-        "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
-        "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
-        "many": strict(*[3] * 32),
-    }
-    for share in range(10, 100, 10):
-        arms[f"alone-{share}"] = strict(share, seconds=6)
-    for unit_us in (50, 5000, 20_000, 50_000):
-        arms[f"shape-{unit_us}us"] = Arm((Tenant(30, unit_us), Tenant(70)), seconds=12)
-    return arms
-
-
-ARMS = _arms()
 
 
 def lay_profiles(profiles: Mapping[str, Profile], job: str) -> Profile:
@@ -170,22 +115,25 @@ class Clock:
         }
 
 
-def start_all(node: Node, arm: Arm) -> list[Running]:
-    """Start the containers of an arm, and let them begin together."""
-    containers = []
-    for tenant in arm.tenants:
-        arguments = [
-            *node.machine.command(tenant.job, inside=True),
-            *tenant.options,
-            "--seconds", str(arm.seconds + SETTLE_S + 1),
-            "--out", "/out/progress.bin",
-            "--wait-file", "/out/begin",
-        ]  # fmt: skip
-        limit = tenant.compute if tenant.limit is None else tenant.limit
-        annotations = {
-            "compute": str(tenant.compute), "compute-limit": str(limit), "memory": MEMORY,
-        }  # fmt: skip
-        containers.append(node.start(f"{next(_names)}", arguments, annotations))
+def start_one(node: Node, tenant: Tenant, seconds: float) -> Running:
+    """Start a container that is set up and waits to begin."""
+    arguments = [
+        *node.machine.command(tenant.job, inside=True),
+        *tenant.options,
+        "--seconds", str(seconds),
+        "--out", "/out/progress.bin",
+        "--wait-file", "/out/begin",
+    ]  # fmt: skip
+    limit = tenant.compute if tenant.limit is None else tenant.limit
+    annotations = {
+        "compute": str(tenant.compute), "compute-limit": str(limit), "memory": tenant.memory,
+    }  # fmt: skip
+    return node.start(f"{next(_names)}", arguments, annotations)
+
+
+def start_all(node: Node, tenants: Sequence[Tenant], seconds: float) -> list[Running]:
+    """Start containers, and let them begin together."""
+    containers = [start_one(node, tenant, seconds) for tenant in tenants]
     node.wait_ready([c.out / "begin.ready" for c in containers], 240)
     node.look()
     for container in containers:
@@ -208,47 +156,150 @@ def spans_of(stamps: Sequence[Stamp], bursts: Sequence[Sequence[int]], unit_ns: 
 
 def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
     """Run one arm and return what each container did."""
-    containers = start_all(node, arm)
+    visitors: dict[str, Running] = {}
+
+    def start(tenant: Tenant, seconds: float) -> Running:
+        visitor = start_one(node, tenant, seconds)
+        visitors[visitor.name] = visitor
+        return visitor
+
+    seconds = FOREVER_S if arm.script else arm.seconds + SETTLE_S + 1
+    containers = start_all(node, arm.tenants, seconds)
     time.sleep(SETTLE_S)
     node.look()
     before = {one.name: one.seen for one in containers}
     clock = Clock(node, containers)
     began, processors = time.monotonic(), clock.read()
-    time.sleep(arm.seconds)
+    events: list[Event] = []
+    if arm.script:
+        events = SCRIPTS[arm.script](node, arm, containers, start)
+    else:
+        time.sleep(arm.seconds)
     passed = time.monotonic() - began
     processors = {key: (value - processors[key]) / passed for key, value in clock.read().items()}
     node.look()
     after = {one.name: one.seen for one in containers}
-    runs, told = [], []
-    for container, tenant in zip(containers, arm.tenants, strict=True):
+    if arm.script:
+        for one in containers:
+            os.kill(pid_of(node, one), signal.SIGTERM)
+    for container in containers:
         if node.wait(container, 120):
             raise MachineError(f"a container failed: {container.output.strip()[-200:]}")
-        stamps = read_stamps(container.out / "progress.bin")
-        profile = lay_profiles(profiles, tenant.job)
-        runs.append(Progress(stamps, profile))
-        bursts = last_json(container.output).get("bursts", [])
-        told.append(spans_of(stamps, bursts, profile.largest[1]))
         node.running.remove(container)
-        shutil.rmtree(container.bundle, ignore_errors=True)
-    begin = max(run.begin for run in runs) + int(SETTLE_S * NS_PER_S)
-    end = min(run.end for run in runs)
-    end = begin + (min(end - begin, int(arm.seconds * NS_PER_S)) // SAMPLE_NS) * SAMPLE_NS
-    return {
-        "seconds": arm.seconds,
+    told = [Told(one.out / "progress.bin", one.output) for one in containers]
+    begin, step, tenants = measure_work(arm, told, profiles, passed, SAMPLE_NS)
+    for tenant, container in zip(tenants, containers, strict=True):
+        tenant["governor"] = difference(before[container.name], after[container.name])
+    result = {
+        "seconds": round(passed, 3) if arm.script else arm.seconds,
         "settings": dict(arm.settings),
         "processors": {key: round(value, 5) for key, value in processors.items()},
-        "step_ns": SAMPLE_NS,
-        "tenants": [
-            {
-                **asdict(tenant),
-                "unit_ns": round(profiles[tenant.job].largest[1]),
-                "work_us": work(run, begin, end),
-                "busy_ns": within(spans, begin, end),
-                "governor": difference(before[one.name], after[one.name]),
-            }
-            for one, tenant, run, spans in zip(containers, arm.tenants, runs, told, strict=True)
-        ],
-    }  # fmt: skip
+        "step_ns": step,
+        "tenants": tenants,
+    }
+    if arm.script:
+        result |= {
+            "script": arm.script,
+            "visitors": [asdict(tenant) for tenant in arm.visitors],
+            "events": place_events(
+                events,
+                arm.script,
+                ahead_ns=told[0].ahead_ns,
+                stamps=told[0].stamps,
+                begin=begin,
+                last_of=lambda name: read_stamps(visitors[name].out / "progress.bin")[-1].time,
+            ),
+        }
+    for container in (*containers, *visitors.values()):
+        node.machine.remove_bundle(container.bundle)
+    return result
+
+
+class Told:
+    """What a workload told of itself: its stamps and its last line."""
+
+    def __init__(self, path: Path, output: str) -> None:
+        answer = last_json(output)
+        self.stamps = read_stamps(path)
+        self.bursts = answer.get("bursts", [])
+        # The simulated GPU's clock is this machine's.
+        self.ahead_ns = int(answer.get("clock_ns", 0))
+
+
+def measure_work(
+    arm: Arm,
+    told: Sequence[Told],
+    profiles: Mapping[str, Profile],
+    seconds: float,
+    step_ns: int,
+) -> tuple[int, int, list[dict[str, Any]]]:
+    """Return when the samples begin, their step, and what each container did in each."""
+    used = [lay_profiles(profiles, tenant.job) for tenant in arm.tenants]
+    runs = [Progress(one.stamps, profile) for one, profile in zip(told, used, strict=True)]
+    begin = max(run.begin for run in runs) + int(SETTLE_S * NS_PER_S)
+    end = min(run.end for run in runs)
+    end = begin + (min(end - begin, int(seconds * NS_PER_S)) // step_ns) * step_ns
+    tenants = [
+        {
+            **asdict(tenant),
+            "unit_ns": round(profile.largest[1]),
+            "work_us": work(run, begin, end, step_ns),
+            "busy_ns": within(spans_of(one.stamps, one.bursts, profile.largest[1]), begin, end),
+        }
+        for tenant, profile, run, one in zip(arm.tenants, used, runs, told, strict=True)
+    ]
+    return begin, step_ns, tenants
+
+
+def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
+    """Run the same work at the same time without Tidegate: the GPU slices its time by itself."""
+    seconds = min(arm.seconds, NATIVE_S)
+    root = machine.work / "native"
+    shutil.rmtree(root, ignore_errors=True)
+    environment = {**os.environ, **machine.environment}
+    told = []
+    with contextlib.ExitStack() as stack:
+        started = []
+        for i, tenant in enumerate(arm.tenants):
+            (root / str(i)).mkdir(parents=True)
+            command = [
+                *machine.command(tenant.job, inside=False), *tenant.options,
+                "--seconds", str(seconds + SETTLE_S + 1),
+                "--out", str(root / str(i) / "progress.bin"),
+                "--wait-file", str(root / str(i) / "begin"),
+            ]  # fmt: skip
+            output = stack.enter_context((root / str(i) / "output").open("w"))
+            process = stack.enter_context(
+                subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            )
+            stack.callback(process.kill)
+            started.append(process)
+        wait_set_up(root, started)
+        for ready in root.glob("*/begin.ready"):
+            ready.with_name("begin").touch()
+        for i, process in enumerate(started):
+            if process.wait(seconds + 120):
+                last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
+                raise MachineError(f"a workload failed without Tidegate: {last}")
+    for i in range(len(started)):
+        text = (root / str(i) / "output").read_text(errors="replace")
+        told.append(Told(root / str(i) / "progress.bin", text))
+    _, step, tenants = measure_work(arm, told, profiles, seconds, NATIVE_STEP_NS)
+    kept = ("compute", "work_us", "busy_ns")
+    return {"step_ns": step, "tenants": [{key: one[key] for key in kept} for one in tenants]}
+
+
+def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait until each workload has said that it is set up."""
+    deadline = time.monotonic() + 240
+    while len(list(root.glob("*/begin.ready"))) < len(started):
+        for i, process in enumerate(started):
+            if process.poll() is not None:
+                last = (root / str(i) / "output").read_text(errors="replace").strip()[-200:]
+                raise MachineError(f"a workload ended before its work: {last}")
+        if time.monotonic() > deadline:
+            raise MachineError("a workload was not ready within 240 s")
+        time.sleep(0.02)
 
 
 def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[int]]:
@@ -256,9 +307,9 @@ def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[in
     return [[max(a, begin) - begin, min(b, end) - begin] for a, b in spans if b > begin and a < end]
 
 
-def work(run: Progress, begin: int, end: int) -> list[int]:
+def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
     """Return the work done in each step, microseconds alone; the rounding is carried."""
-    edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, SAMPLE_NS)]
+    edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, step_ns)]
     return [after - before for before, after in itertools.pairwise(edges)]
 
 
@@ -267,17 +318,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
     if not before or not after:
         return {}
     one, two = before["devices"][0], after["devices"][0]
-    names = (
-        "grants",
-        "charged_ns",
-        "lent_ns",
-        "held_ns",
-        "overdue",
-        "launches",
-        "waits",
-        "busy_ns",
-    )
-    return {name: two[name] - one[name] for name in names}
+    return {name: two[name] - one[name] for name in COUNTERS}
 
 
 def windows(work_us: Sequence[int], width_ns: int) -> list[float]:
@@ -288,15 +329,20 @@ def windows(work_us: Sequence[int], width_ns: int) -> list[float]:
     ]
 
 
+def delivered(tenants: Sequence[Mapping[str, Any]], step_ns: int) -> list[float]:
+    """Return the work of each container, percent of the GPU."""
+    return [
+        statistics.fmean(one["work_us"]) * 1e5 / step_ns if one["work_us"] else 0.0
+        for one in tenants
+    ]
+
+
 def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
     """Return an arm's figures, percent of the GPU and points, from its raw data alone."""
-    delivered = [
-        statistics.fmean(one["work_us"]) * 1e5 / SAMPLE_NS if one["work_us"] else 0.0
-        for one in arm["tenants"]
-    ]
+    shares = delivered(arm["tenants"], SAMPLE_NS)
     summary: dict[str, Any] = {
-        "delivered": [round(one, 2) for one in delivered],
-        "sum": round(sum(delivered), 2),
+        "delivered": [round(one, 2) for one in shares],
+        "sum": round(sum(shares), 2),
     }
     for label, width in (("1s", NS_PER_S), ("100ms", 100 * NS_PER_MS)):
         errors = [
@@ -304,7 +350,8 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
             for one in arm["tenants"]
             for share in windows(one["work_us"], width)
         ]
-        if errors:
+        # A quota that changes is no measure of the whole.
+        if errors and not arm.get("events"):
             errors.sort()
             summary[label] = {
                 "mean": round(statistics.fmean(errors), 3),
@@ -312,6 +359,14 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
             }
     if any(one["busy_ns"] for one in arm["tenants"]):
         summary |= elasticity(arm)
+    if arm.get("events"):
+        summary |= summarise_events(arm)
+    if "native" in arm:
+        native = delivered(arm["native"]["tenants"], arm["native"]["step_ns"])
+        summary["native"] = {
+            "delivered": [round(one, 2) for one in native],
+            "sum": round(sum(native), 2),
+        }
     return summary
 
 
@@ -338,30 +393,67 @@ def elasticity(arm: Mapping[str, Any]) -> dict[str, Any]:
     return {"of_ideal": round(done / ideal, 4) if ideal else None, "short_windows": short}
 
 
-def find_profiles(machine: Machine, arms: Mapping[str, Arm]) -> dict[str, Profile]:
+def find_profiles(machine: Machine, arms: Mapping[str, Arm], seconds: float) -> dict[str, Profile]:
     """Run each kind of unit alone, outside of any container."""
     profiles = {}
-    for job in dict.fromkeys(t.job for arm in arms.values() for t in arm.tenants):
+    for job in dict.fromkeys(t.job for arm in arms.values() for t in (*arm.tenants, *arm.visitors)):
         say(f"alone, without Tidegate: {job}")
-        profiles[job] = run_solo(machine, job, 4.0, longest_ns=100 * NS_PER_MS)
+        profiles[job] = run_solo(machine, job, seconds, longest_ns=LONGEST_NS)
     return profiles
 
 
-def measure(args: argparse.Namespace, machine: Machine) -> dict[str, Any]:
-    """Run the arms."""
-    arms = {name: ARMS[name] for name in args.arms or ARMS}
-    result: dict[str, Any] = {"arms": {}}
-    profiles = find_profiles(machine, arms)
+def what_lacks(machine: Machine) -> str | None:
+    """Return what an arm of real programs lacks here; None: nothing."""
+    if machine.kind != "nvidia":
+        return "a real GPU"
+    return None if importlib.util.find_spec("torch") else "PyTorch"
+
+
+def choose_arms(args: argparse.Namespace, machine: Machine) -> dict[str, list[str]]:
+    """Return the arms to run, by the directory that their file goes to; say which cannot run."""
+    names = [*(args.suite or []), *args.names] or list(ARMS)
+    chosen: dict[str, list[str]] = {}
+    lacks = what_lacks(machine)
+    for name in names:
+        for arm in SUITES.get(name, (name,)):
+            if ARMS[arm].real and lacks:
+                say(f"{arm:16} left out: it needs {lacks}")
+            else:
+                chosen.setdefault(name if name in SUITES else "", []).append(arm)
+    return chosen
+
+
+def shorten(arm: Arm, args: argparse.Namespace) -> Arm:
+    """Return the arm with the time and the number of events that the options ask for."""
+    return replace(
+        arm,
+        seconds=args.seconds or arm.seconds,
+        times=min(arm.times, args.times) if args.times else arm.times,
+    )
+
+
+def measure(args: argparse.Namespace, machine: Machine) -> dict[str, dict[str, Any]]:
+    """Run the arms; return the result of each suite."""
+    chosen = choose_arms(args, machine)
+    arms = {name: shorten(ARMS[name], args) for names in chosen.values() for name in names}
+    results: dict[str, dict[str, Any]] = {suite: {"arms": {}} for suite in chosen}
+    profiles = find_profiles(machine, arms, args.solo)
     for settings, names in group(arms):
         with Node(machine, settings=settings, keep_machine=True) as node:
             gpu = name_gpu(node)
-            result["gpu"] = asdict(gpu)
-            result["generation"] = read_manifest((node.driver_dir / "current").resolve()).generation
+            generation = read_manifest((node.driver_dir / "current").resolve()).generation
             for name in names:
-                result["arms"][name] = run_arm(node, arms[name], profiles)
-                say(f"{name:16} {json.dumps(summarise(result['arms'][name]))}")
-                write(args.output, result)
-    return result
+                told = run_arm(node, arms[name], profiles)
+                if args.native and arms[name].native:
+                    told["native"] = run_native(machine, arms[name], profiles)
+                say(f"{name:16} {json.dumps(summarise(told))}")
+                for suite in (one for one, its in chosen.items() if name in its):
+                    result = results[suite]
+                    result |= {"gpu": asdict(gpu), "generation": generation, "suite": suite}
+                    result["quantum_ms"] = Config(**settings).quantum_ms
+                    result["arms"][name] = told
+                    write(args.output / suite, result)
+    return results
 
 
 def group(arms: Mapping[str, Arm]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -374,6 +466,7 @@ def group(arms: Mapping[str, Arm]) -> list[tuple[dict[str, Any], list[str]]]:
 
 def write(output: Path, result: dict[str, Any]) -> None:
     """Keep what there is so far."""
+    output.mkdir(parents=True, exist_ok=True)
     report = {**result, "run": describe_run()}
     report["summary"] = {name: summarise(arm) for name, arm in result["arms"].items()}
     (output / "quota.json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
@@ -384,14 +477,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.quota", description=__doc__.split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("arms", nargs="*", metavar="ARM", choices=[*ARMS, []])
-    parser.add_argument("--list", action="store_true", help="name the arms, and end")
+    parser.add_argument(
+        "names", nargs="*", metavar="SUITE|ARM", choices=[*SUITES, *ARMS, []], default=[]
+    )
+    parser.add_argument("--suite", action="append", choices=SUITES, help="the same as its name")
+    parser.add_argument("--list", action="store_true", help="name the suites and arms, and end")
+    parser.add_argument("--native", action="store_true", help="also without Tidegate")
+    parser.add_argument("--seconds", type=float, help="how long each arm runs (its own time)")
+    parser.add_argument("--times", type=int, help="events of each script, at most")
+    parser.add_argument("--solo", type=float, default=4.0, help="seconds of each job alone (4)")
     parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/quota")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)
     args.compile = False
     if args.list:
+        for suite, names in SUITES.items():
+            print(f"{suite}: {' '.join(names)}")
         print("\n".join(ARMS))
         return 0
     args.output, args.build = args.output.resolve(), args.build.resolve()
@@ -400,13 +502,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         machine = find_machine(args, args.output, args.build)
         try:
-            measure(args, machine)
+            results = measure(args, machine)
         finally:
             machine.close()
     except (MachineError, ProgressError, TidegateError, VdriverError) as e:
         print(f"quota: {e}", file=sys.stderr)
         return 1
-    say(f"{args.output}/quota.json")
+    for suite in results:
+        say(f"{args.output / suite}/quota.json")
     return 0
 
 

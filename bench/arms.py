@@ -1,0 +1,191 @@
+"""The arms of `bench.quota`: which containers run side by side, and which arms make a suite.
+
+All arms of all suites run with the governor's own configuration: one quantum, one strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A container of an arm: its shares in percent, and what it runs."""
+
+    compute: int
+    unit_us: int = 500
+    limit: int | None = None
+    """Percent that it may be lent up to; None: its guarantee, and no more."""
+    gap_us: int = 0
+    """It pauses so long behind each unit."""
+    bursts: int = 0
+    """It works and rests in turn, drawn from this seed: 0.2..2 s of work."""
+    depth: int = 64
+    """Units that it launches ahead."""
+    form: str = ""
+    """What a unit is (bench/burner.c); empty: one kernel."""
+    duty: int = 70
+    """Percent of the time in which it works, where it works in bursts."""
+    memory: str = "1Gi"
+    program: str = ""
+    """What it runs instead of the burner."""
+
+    @property
+    def job(self) -> str:
+        """What it runs, without pauses: whose units are the measure of this one's."""
+        return self.program or f"burner-{self.unit_us}{'-' if self.form else ''}{self.form}"
+
+    @property
+    def options(self) -> list[str]:
+        """Its command line beyond the job's."""
+        if self.program:
+            return []
+        options = ["--depth", str(self.depth)]
+        if self.gap_us:
+            options += ["--gap-us", str(self.gap_us)]
+        if self.bursts:
+            options += ["--bursts", str(self.bursts), "--duty", str(self.duty)]
+        return options
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Containers that run at the same time."""
+
+    tenants: tuple[Tenant, ...]
+    seconds: float = 12
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the governor's configuration."""
+    native: bool = True
+    """Whether it means something without Tidegate: the same work at the same time."""
+    script: str = ""
+    """What happens meanwhile (bench/events.py), instead of nothing for so many seconds."""
+    visitors: tuple[Tenant, ...] = ()
+    """Containers that come and go in the script."""
+    times: int = 0
+    """How often the script does it."""
+    real: bool = False
+    """It needs a real GPU and PyTorch."""
+
+
+def strict(*shares: int, unit_us: int = 500, seconds: float = 12) -> Arm:
+    """Return an arm of saturating containers with these shares."""
+    return Arm(tuple(Tenant(share, unit_us) for share in shares), seconds, native=len(shares) > 1)
+
+
+def _bursts(duties: tuple[int, ...], *, elastic: bool) -> Arm:
+    """Return four containers that work in bursts, from the same seeds whatever else they are."""
+    tenants = tuple(
+        Tenant(25, limit=100 if elastic else None, bursts=seed, duty=duty)
+        for seed, duty in enumerate(duties, 1)
+    )
+    return Arm(tenants, 10, native=elastic)
+
+
+def _beside(n: int, neighbour: Tenant) -> Arm:
+    return Arm((Tenant(50), *[neighbour] * n), 8)
+
+
+NEIGHBOURS = {
+    "gpu": Tenant(10),
+    "memory": Tenant(10, form="sweep"),
+    "launch": Tenant(10, form="tiny", depth=4),
+}
+LOADS = {
+    "load-30": (30, 30, 30, 30),
+    "load-60": (60, 60, 60, 60),
+    "load-90": (90, 90, 90, 90),
+    "uneven-some": (90, 70, 50, 30),
+    "uneven-much": (100, 100, 20, 20),
+}
+"""The percent of the time in which each of four containers works."""
+
+SHAPES = {
+    "50us": Tenant(30, 50),
+    "5000us": Tenant(30, 5000),
+    "20000us": Tenant(30, 20_000),
+    "50000us": Tenant(30, 50_000, depth=8),
+    "persistent": Tenant(30, 50_000, form="persistent", depth=4),
+    "cooperative": Tenant(30, form="cooperative"),
+    "graph": Tenant(30, form="graph", depth=16),
+    "copy": Tenant(30, form="copy", depth=8),
+    "sync": Tenant(30, form="sync", depth=0),
+}
+
+
+def _arms() -> dict[str, Arm]:
+    arms = {
+        "thirds": strict(45, 30, 15, seconds=20),
+        "tight": strict(49, 32, 16, seconds=20),
+        "crowd": strict(50, 10, 10, 10, 10),
+        "four-50us": strict(25, 25, 25, 25, unit_us=50),
+        "four-500us": strict(25, 25, 25, 25),
+        "units-20ms": strict(45, 30, 15, unit_us=20_000, seconds=20),
+        "elastic": Arm(
+            tuple(Tenant(25, limit=100, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30
+        ),
+        "bursts-strict": Arm(
+            tuple(Tenant(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30, native=False
+        ),
+        "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
+        "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
+        "many": strict(*[3] * 32),
+        "long": Arm((Tenant(50, 20_000), Tenant(50, 200)), 10),
+        "long-30": Arm((Tenant(30, 20_000), Tenant(70, 200)), 10),
+        "decode": Arm(
+            (Tenant(30, 1100, program="decode-graph", memory="6Gi"), Tenant(70)), 10, real=True
+        ),
+        # Whoever is next takes what is left: it is neither capped nor promised more than half.
+        "settle-quota": Arm(
+            (Tenant(30), Tenant(40, limit=100)), native=False, script="set", times=6
+        ),
+        "settle-neighbour": Arm(
+            (Tenant(30, limit=100),),
+            native=False,
+            script="neighbour",
+            visitors=(Tenant(70),),
+            times=3,
+        ),
+        # The witness's cap leaves 40 % to one that is lent: it has the GPU at four in ten of the
+        # times at which it is killed.
+        "killed": Arm(
+            (Tenant(50, limit=60),),
+            native=False,
+            script="kill",
+            visitors=(Tenant(2, limit=100, memory="640Mi"),),
+            times=20,
+        ),
+        "stopped": Arm((Tenant(50), Tenant(50)), native=False, script="stop", times=20),
+    }
+    for share in range(10, 100, 10):
+        arms[f"alone-{share}"] = strict(share, seconds=6)
+    for unit_us in (50, 500):
+        arms[f"two-{unit_us}us"] = strict(50, 50, unit_us=unit_us, seconds=10)
+        arms[f"eight-{unit_us}us"] = strict(*[13] * 4, *[12] * 4, unit_us=unit_us, seconds=10)
+    for kind, neighbour in NEIGHBOURS.items():
+        for n in range(1, 5):
+            arms[f"beside-{n}-{kind}"] = _beside(n, neighbour)
+    for name, duties in LOADS.items():
+        arms[name] = _bursts(duties, elastic=True)
+        arms[f"{name}-strict"] = _bursts(duties, elastic=False)
+    for name, tenant in SHAPES.items():
+        arms[f"shape-{name}"] = Arm((tenant, Tenant(70)), seconds=10)
+    return arms
+
+
+ARMS = _arms()
+
+SUITES: dict[str, tuple[str, ...]] = {
+    "table7": ("thirds",),
+    "sweep": tuple(f"alone-{share}" for share in range(10, 100, 10)),
+    "table8": tuple(f"beside-{n}-{kind}" for kind in NEIGHBOURS for n in range(1, 5)),
+    "aggregate": tuple(f"{n}-{unit}us" for unit in (50, 500) for n in ("two", "four", "eight")),
+    "elastic": tuple(f"{name}{end}" for name in LOADS for end in ("", "-strict")),
+    "longkernels": ("long", "long-30", "units-20ms"),
+    "shapes": tuple(f"shape-{name}" for name in SHAPES),
+    "graphs": ("shape-graph", "decode"),
+    "settle": ("settle-quota", "settle-neighbour"),
+    "killed": ("killed", "stopped"),
+}

@@ -1,0 +1,270 @@
+"""What happens in the arms of `bench.quota` that have a script, and the figures that follow.
+
+A script changes quotas, lets a neighbour begin and end, or kills or stops a container, and says
+when on this machine's clock. What came of it is told from the stamps of the containers that went
+on, by the GPU's clock; `clock_ns` of the burner's last line is how far that one is before this
+machine's.
+
+Times are nanoseconds; shares are percent of the GPU.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.arms import Arm, Tenant
+from bench.node import Node, Running
+from bench.progress import NS_PER_MS, NS_PER_S, Stamp
+from governor.client import ask
+
+SAMPLE_NS = 10 * NS_PER_MS
+WINDOW_NS = 100 * NS_PER_MS
+TOLERANCE = 3.0
+"""Points from the new share within which a container counts as settled."""
+
+HOLD_NS = NS_PER_S // 2
+"""How long it has to stay there."""
+
+BEFORE_NS, AFTER_NS = 50 * NS_PER_MS, 300 * NS_PER_MS
+"""What is kept of a witness's stamps around each time that somebody is killed or stopped."""
+
+PHASE_S = 1.5
+"""How long a quota or a neighbour lasts."""
+
+Event = dict[str, Any]
+Start = Callable[[Tenant, float], Running]
+
+
+def now() -> int:
+    """Return the time on this machine's clock."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+# ---- figures ----
+
+
+def settled_after(
+    work_us: Sequence[int], changed_ns: int, share: float, until_ns: int
+) -> int | None:
+    """Return how long after a change the trailing 100 ms came within 3 points of a share.
+
+    They have to stay there for half a second; None: they never did before `until_ns`. `work_us` are
+    steps of 10 ms.
+    """
+    need = HOLD_NS // SAMPLE_NS
+    good = 0
+    for end, done in trailing(work_us, changed_ns, until_ns):
+        good = good + 1 if abs(done - share) <= TOLERANCE else 0
+        if good > need:
+            return max(0, (end - need) * SAMPLE_NS - changed_ns)
+    return None
+
+
+def trailing(work_us: Sequence[int], from_ns: int, until_ns: int) -> Iterator[tuple[int, float]]:
+    """Yield the share of the 100 ms before the end of each step between two times."""
+    per = WINDOW_NS // SAMPLE_NS
+    sums = list(itertools.accumulate(work_us, initial=0))
+    last = min(len(work_us), until_ns // SAMPLE_NS)
+    for end in range(max(per, -(-from_ns // SAMPLE_NS)), last + 1):
+        yield end, (sums[end] - sums[end - per]) * 1e5 / WINDOW_NS
+
+
+def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what each change of an arm took until it was settled, in ms, and the longest.
+
+    `outside_percent` is how many of the later windows were more than 3 points away all the same.
+    """
+    took: list[float | None] = []
+    later: list[bool] = []
+    for event in arm["events"]:
+        work_us = arm["tenants"][event["tenant"]]["work_us"]
+        share, at, until = event["share"], event["at_ns"], event["until_ns"]
+        after = settled_after(work_us, at, share, until)
+        took.append(None if after is None else round(after / NS_PER_MS, 1))
+        if after is not None:
+            windows = trailing(work_us, at + after, until)
+            later += [abs(done - share) > TOLERANCE for _, done in windows]
+    settled = [one for one in took if one is not None]
+    return {
+        "ms": took,
+        "longest_ms": max(settled) if len(settled) == len(took) > 0 else None,
+        "outside_percent": round(100 * sum(later) / len(later), 2) if later else None,
+    }
+
+
+def stall_of(event: Event, unit_ns: float) -> tuple[float, bool]:
+    """Return the longest time in which a witness ended no unit, less a unit, and if he had to wait.
+
+    ms; from his last unit before the event on. He had to wait if he was not at work at the event.
+    """
+    ends = [one * 1000 for one in itertools.accumulate(event["ends_us"])]
+    gaps = [
+        (before, after)
+        for before, after in itertools.pairwise([*ends, max(AFTER_NS, ends[-1] if ends else 0)])
+        if after > 0
+    ]
+    longest = max((after - before for before, after in gaps), default=AFTER_NS + BEFORE_NS)
+    waited = any(before <= 0 < after and after - before > 2 * unit_ns for before, after in gaps)
+    return max(0.0, longest - unit_ns) / NS_PER_MS, waited
+
+
+def stalls(arm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the longest stall behind each event in ms, and how often the other one had the GPU."""
+    unit_ns = arm["tenants"][0]["unit_ns"]
+    found = [stall_of(event, unit_ns) for event in arm["events"]]
+    took = [round(stall, 2) for stall, _ in found]
+    return {
+        "ms": took,
+        "longest_ms": max(took, default=None),
+        "at_work": sum(waited for _, waited in found),
+    }
+
+
+def summarise_events(arm: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of an arm with a script, from its raw data alone."""
+    if arm["script"] in {"set", "neighbour"}:
+        return {"settle": settle_times(arm)}
+    return {"stall": stalls(arm)}
+
+
+def keep_ends(stamps: Sequence[Stamp], at: int) -> list[int]:
+    """Return when a witness's units ended around a time: us from it, then from the one before."""
+    first = bisect.bisect_left(stamps, at - BEFORE_NS, key=lambda one: one.time)
+    last = bisect.bisect_right(stamps, at + AFTER_NS, key=lambda one: one.time)
+    edges = [(one.time - at) // 1000 for one in stamps[first:last]]
+    return [after - before for before, after in itertools.pairwise([0, *edges])]
+
+
+# ---- scripts ----
+
+
+def pid_of(node: Node, container: Running) -> int:
+    """Return a container's first process."""
+    if not container.seen.get("pid"):
+        node.look()
+    return int(container.seen["pid"])
+
+
+def _begin(container: Running) -> int:
+    at = now()
+    (container.out / "begin").touch()
+    return at
+
+
+def change_quota(node: Node, arm: Arm, containers: list[Running], _start: Start) -> list[Event]:
+    """Set the first container's quota to twice its own and back, as `tidegate set` does."""
+    one = arm.tenants[0].compute
+    events: list[Event] = []
+    for i in range(arm.times):
+        share = 2 * one if i % 2 == 0 else one
+        at = now()
+        ask(node.config, "set", id=containers[0].identifier, compute=share)
+        time.sleep(PHASE_S)
+        events.append({"at_ns": at, "tenant": 0, "share": share, "until_ns": now()})
+    return events
+
+
+def come_and_go(node: Node, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
+    """Let a neighbour begin to work, beside the first container, and end, again and again."""
+    events: list[Event] = []
+    for _ in range(arm.times):
+        neighbour = start(arm.visitors[0], PHASE_S)
+        node.wait_ready([neighbour.out / "begin.ready"], 240)
+        began = _begin(neighbour)
+        node.wait(neighbour, 60)
+        node.running.remove(neighbour)
+        time.sleep(PHASE_S)
+        # When it ended, its last stamp says; that is looked up when its stamps are read.
+        share = arm.tenants[0].compute
+        events.append(
+            {"at_ns": began, "tenant": 0, "share": share, "until_ns": 0, "end_of": neighbour.name}
+        )
+        events.append({"at_ns": 0, "tenant": 0, "share": 100, "until_ns": now()})
+    return events
+
+
+def kill_each(node: Node, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
+    """Let containers work beside the first, one after the other, and kill each at a random time."""
+    draw = random.Random(1)  # noqa: S311
+    victims = [start(arm.visitors[0], 600) for _ in range(arm.times)]
+    node.wait_ready([one.out / "begin.ready" for one in victims], 240)
+    node.look()
+    events: list[Event] = []
+    for victim in victims:
+        _begin(victim)
+        time.sleep(0.15 + draw.uniform(0, 0.1))
+        at = now()
+        os.kill(pid_of(node, victim), signal.SIGKILL)
+        events.append({"at_ns": at})
+        node.wait(victim, 30)
+        node.running.remove(victim)
+        time.sleep(max(0.0, (at + AFTER_NS - now()) / NS_PER_S))
+    return events
+
+
+def stop_and_continue(
+    node: Node, arm: Arm, containers: list[Running], _start: Start
+) -> list[Event]:
+    """Stop the second container at random times, and let it go on after a while."""
+    draw = random.Random(1)  # noqa: S311
+    pid = pid_of(node, containers[1])
+    events: list[Event] = []
+    for _ in range(arm.times):
+        time.sleep(0.15 + draw.uniform(0, 0.1))
+        at = now()
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(AFTER_NS / NS_PER_S + 0.01)
+        os.kill(pid, signal.SIGCONT)
+        events.append({"at_ns": at})
+    return events
+
+
+SCRIPTS: dict[str, Callable[[Node, Arm, list[Running], Start], list[Event]]] = {
+    "set": change_quota,
+    "neighbour": come_and_go,
+    "kill": kill_each,
+    "stop": stop_and_continue,
+}
+
+
+def place_events(
+    events: Sequence[Event],
+    script: str,
+    *,
+    ahead_ns: int,
+    stamps: Sequence[Stamp],
+    begin: int,
+    last_of: Callable[[str], int],
+) -> list[Event]:
+    """Return the events on the time of the samples, which begin at `begin` on the GPU's clock.
+
+    `ahead_ns` is how far that clock is before this machine's, `stamps` those of the first
+    container, `last_of` tells when the container of a name ended its last unit, on the GPU's clock.
+    """
+    placed: list[Event] = []
+    if script in {"kill", "stop"}:
+        for event in events:
+            at = event["at_ns"] + ahead_ns
+            placed.append({"at_ns": at - begin, "ends_us": keep_ends(stamps, at)})
+        return placed
+    ended = 0
+    for event in events:
+        one = {
+            **event,
+            "at_ns": event["at_ns"] + ahead_ns - begin,
+            "until_ns": event["until_ns"] + ahead_ns - begin,
+        }
+        name = one.pop("end_of", None)
+        if name is not None:
+            ended = one["until_ns"] = last_of(name) - begin
+        elif script == "neighbour":
+            one["at_ns"] = ended
+        placed.append(one)
+    return placed

@@ -186,10 +186,14 @@ class Canvas:
         self.add(f'<line {ends} class="{css}"/>')
 
     def path(self, points: Sequence[Point], css: str) -> None:
-        """Collect a line through points given as values."""
-        if points:
-            steps = "L".join(f"{number(self.x(x))} {number(self.y(y))}" for x, y in points)
-            self.add(f'<path d="M{steps}" class="{css}"/>')
+        """Collect a line through points given as values; where it would go back it begins anew."""
+        steps = []
+        last = math.inf
+        for x, y in points:
+            steps.append(f"{'M' if x < last else 'L'}{number(self.x(x))} {number(self.y(y))}")
+            last = x
+        if steps:
+            self.add(f'<path d="{"".join(steps)}" class="{css}"/>')
 
 
 def draw_frame(canvas: Canvas) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench import report_suites
 from bench.overhead import TITLES
 from bench.plot import render
 from bench.provenance import ROOT
@@ -183,13 +184,26 @@ def add_quota(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         kind = " (simulated)" if gpu["kind"] == "simulated" else ""
         title = f"{gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}"
         page.add(f"### {title} ({stem.removeprefix(result['date'][:10] + '-')})")
-        rows = [row_of(name, arm, result["summary"][name]) for name, arm in arms.items()]
-        page.table(QUOTA_HEAD, rows, "llrrrrrr")
-        for name in DRAWN:
-            if name in arms:
-                chart = chart_of_arm(name, arms[name], gpu)
-                page.figure(f"{stem}-{name}.svg", chart.description, render(chart))
+        suite = result["configuration"].get("suite")
+        if suite:
+            add_suite(page, stem, suite, result)
+        else:
+            rows = [row_of(name, arm, result["summary"][name]) for name, arm in arms.items()]
+            page.table(QUOTA_HEAD, rows, "llrrrrrr")
+            for name in DRAWN:
+                if name in arms:
+                    chart = chart_of_arm(name, arms[name], gpu)
+                    page.figure(f"{stem}-{name}.svg", chart.description, render(chart))
         page.add(where(result))
+
+
+def add_suite(page: Page, stem: str, suite: str, result: Mapping[str, Any]) -> None:
+    """What a suite says of itself, its tables, and its figure."""
+    page.add(report_suites.WORDS[suite])
+    for head, rows, align in report_suites.tables_of(suite, result):
+        page.table(head, rows, align)
+    chart = report_suites.chart_of(suite, result)
+    page.figure(f"{stem}.svg", chart.description, render(chart))
 
 
 def add_mirror(page: Page, results: Mapping[str, dict[str, Any]]) -> None:

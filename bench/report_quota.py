@@ -1,9 +1,12 @@
-"""The section of docs/benchmarks.md on GPU time: a row for each arm of `bench.quota`."""
+"""The section of docs/benchmarks.md on GPU time: a row for each arm of `bench.quota`.
+
+What a suite has of its own, its words, tables and figure, is in bench/report_suites.py.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.plot import Chart, Series
@@ -22,6 +25,16 @@ who had work got less than his guarantee less a point. The last column is proces
 governor and of the library's helper threads, in percent of one core.
 """
 
+FORMS = {
+    "sweep": "memory-bound",
+    "tiny": "launch-bound",
+    "sync": "synchronous launches",
+    "copy": "copies",
+    "graph": "CUDA graph",
+}
+IDLE_BY_ITSELF = ("tiny", "sync", "copy")
+"""Forms of work that leave the GPU idle now and then, however much of it they may have."""
+
 DRAWN = ("elastic", "bursts-strict", "thirds")
 WIDTH_NS = 100 * NS_PER_MS
 
@@ -31,11 +44,15 @@ def describe_tenant(tenant: Mapping[str, Any]) -> str:
     text = f"{tenant['compute']}"
     if tenant["limit"] is not None:
         text += f" to {tenant['limit']}"
+    if tenant.get("program"):
+        return f"{text} %, {tenant['program']}"
     text += f" %, {tenant['unit_us'] / 1000:g} ms"
+    if tenant.get("form"):
+        text += f" {FORMS.get(tenant['form'], tenant['form'])}"
     if tenant["gap_us"]:
         text += f" and a pause of {tenant['gap_us'] / 1000:g} ms"
     if tenant["bursts"]:
-        text += " in bursts"
+        text += " in bursts" + (f", {tenant['duty']} % of the time" if "duty" in tenant else "")
     return text
 
 
@@ -48,16 +65,25 @@ def describe_arm(arm: Mapping[str, Any]) -> Iterator[str]:
 
 def is_saturating(arm: Mapping[str, Any]) -> bool:
     """Return whether each of its containers always has work and no more than its share."""
-    return not any(one["bursts"] or one["gap_us"] or one["limit"] for one in arm["tenants"])
+    return not any(
+        one["bursts"]
+        or one["gap_us"]
+        or one["limit"]
+        or one.get("program")
+        or one.get("form") in IDLE_BY_ITSELF
+        for one in arm["tenants"]
+    )
+
+
+def show_work(delivered: Sequence[float]) -> str:
+    """Return the work of each container of an arm; of many, the least and the most."""
+    if len(delivered) > 8:
+        return f"{min(delivered):.2f} to {max(delivered):.2f}"
+    return " / ".join(f"{one:.2f}" for one in delivered)
 
 
 def row_of(name: str, arm: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
     """Return an arm's row."""
-    delivered = told["delivered"]
-    if len(delivered) > 8:
-        shown = f"{min(delivered):.2f} to {max(delivered):.2f}"
-    else:
-        shown = " / ".join(f"{one:.2f}" for one in delivered)
     errors = [
         f"{told[label]['mean']:.2f} / {told[label]['p95']:.2f}"
         if label in told and is_saturating(arm)
@@ -68,7 +94,7 @@ def row_of(name: str, arm: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[
     return (
         name,
         "; ".join(describe_arm(arm)),
-        shown,
+        show_work(told["delivered"]),
         f"{told['sum']:.2f}",
         *errors,
         "" if ideal is None else f"{100 * ideal:.1f} %, {told['short_windows']} short",

@@ -268,7 +268,11 @@ def quota(options: argparse.Namespace) -> dict[str, Any]:
         "suite": "quota",
         **run,
         "gpu": gpu,
-        "configuration": {"generation": report["generation"]},
+        "configuration": {
+            key: report[key]
+            for key in ("generation", "suite", "quantum_ms")
+            if report.get(key) not in {None, ""}
+        },
         "raw": {"arms": arms},
         "summary": claimed,
     }
@@ -293,10 +297,11 @@ def validate(result: Mapping[str, Any]) -> None:
 
 
 def result_name(result: Mapping[str, Any]) -> str:
-    """<date>-<suite>-<gpu>.json."""
+    """<date>-<suite>-<gpu>.json; the suite of bench.quota has one of its own in it."""
     gpu = "simulated" if result["gpu"]["kind"] == "simulated" else result["gpu"]["name"]
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    return f"{result['date'][:10]}-{result['suite']}-{slug}.json"
+    suite = "-".join(filter(None, (result["suite"], result["configuration"].get("suite"))))
+    return f"{result['date'][:10]}-{suite}-{slug}.json"
 
 
 def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:

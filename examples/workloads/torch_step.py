@@ -116,12 +116,15 @@ class Decode:
         self.at = 0
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, queued: Callable[[], None] | None = None) -> None:
+        """Make a token and read it back; `queued` is called when all its work is."""
         x = self.words(self.token)
         for layer in self.layers:
             x = layer(x, self.at % self.length)
         self.token = self.head(x).argmax(-1)
         self.at += 1
+        if queued:
+            queued()
         self.token.tolist()
 
 
@@ -144,8 +147,10 @@ class DecodeGraph(Decode):
             x = layer(x, 0)
         self.token.copy_(self.head(x).argmax(-1))
 
-    def step(self) -> None:
+    def step(self, queued: Callable[[], None] | None = None) -> None:
         self.graph.replay()
+        if queued:
+            queued()
         self.token.tolist()
 
 

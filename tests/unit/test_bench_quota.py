@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from bench import report_docs, run
+from bench.arms import ARMS, SUITES, Tenant, strict
+from bench.events import SAMPLE_NS
+from bench.machine import burner_command
 from bench.progress import Profile, Progress, Stamp
 from bench.provenance import describe_run
 from bench.quota import (
-    ARMS,
-    SAMPLE_NS,
-    Tenant,
     children,
     group,
+    main,
     processor_time,
     spans_of,
-    strict,
     summarise,
     windows,
     work,
@@ -92,13 +92,54 @@ def test_arms_with_the_same_settings_share_a_governor() -> None:
 
 @pytest.mark.parametrize("name", ARMS)
 def test_no_arm_promises_more_than_there_is(name: str) -> None:
-    assert sum(tenant.compute for tenant in ARMS[name].tenants) <= 100
+    arm = ARMS[name]
+    at_once = arm.times if arm.script == "kill" else 1
+    visitors = at_once * sum(tenant.compute for tenant in arm.visitors)
+    raised = arm.tenants[0].compute if arm.script == "set" else 0
+    assert sum(tenant.compute for tenant in arm.tenants) + visitors + raised <= 100
+
+
+def test_all_suites_run_with_one_configuration() -> None:
+    """What a suite shows is worth nothing if it needs a quantum of its own."""
+    assert {json.dumps(dict(ARMS[arm].settings)) for arms in SUITES.values() for arm in arms} == {
+        "{}"
+    }
+
+
+def test_lending_is_compared_on_the_same_bursts() -> None:
+    for name in SUITES["elastic"][::2]:
+        work = [
+            [(tenant.bursts, tenant.duty, tenant.compute) for tenant in ARMS[one].tenants]
+            for one in (name, f"{name}-strict")
+        ]
+        assert work[0] == work[1]
+        assert {tenant.limit for tenant in ARMS[f"{name}-strict"].tenants} == {None}
+        assert {tenant.limit for tenant in ARMS[name].tenants} == {100}
+
+
+def test_the_burner_is_told_what_a_unit_is() -> None:
+    assert burner_command("b", "burner-500", {}) == ["b", "--unit-us", "500"]
+    assert burner_command("b", "burner-500-null", {}) == [
+        "b", "--unit-us", "500", "--stream", "null",
+    ]  # fmt: skip
+    assert burner_command("b", Tenant(30, form="graph").job, {"burner-500-graph": "7"}) == [
+        "b", "--unit-us", "500", "--form", "graph", "--iterations", "7",
+    ]  # fmt: skip
+
+
+def test_suites_and_arms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "settle: settle-quota settle-neighbour" in lines
+    assert "thirds" in lines
 
 
 def test_a_tenant_says_what_it_runs() -> None:
     tenant = Tenant(30, 1000, gap_us=500, bursts=3)
     assert tenant.job == "burner-1000"
-    assert tenant.options == ["--depth", "64", "--gap-us", "500", "--bursts", "3"]
+    assert tenant.options == [
+        "--depth", "64", "--gap-us", "500", "--bursts", "3", "--duty", "70",
+    ]  # fmt: skip
 
 
 def test_processor_time_is_of_a_process_and_its_threads() -> None:
@@ -132,7 +173,9 @@ def test_a_row_says_who_did_what_and_how_far_it_was_from_the_quota() -> None:
     *_, error, _, ideal, _ = row_of("elastic", arm, summarise(arm))
     assert (error, ideal) == ("", "40.0 %, 0 short")
     arm["tenants"] *= 3
-    assert list(describe_arm(arm)) == ["3 x 40 to 100 %, 0.5 ms and a pause of 0.3 ms in bursts"]
+    assert list(describe_arm(arm)) == [
+        "3 x 40 to 100 %, 0.5 ms and a pause of 0.3 ms in bursts, 70 % of the time"
+    ]
 
 
 def test_a_result_whose_figures_do_not_follow_from_its_samples_is_not_kept(tmp_path: Path) -> None:

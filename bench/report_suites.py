@@ -1,0 +1,486 @@
+"""What each suite of `bench.quota` shows of itself: its words, its tables and its figure.
+
+All of it follows from a result's raw data and the summary made of it; shares are percent of the
+GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench.arms import LOADS, NEIGHBOURS
+from bench.events import SAMPLE_NS, WINDOW_NS, trailing
+from bench.plot import Chart, Point, Series
+from bench.progress import NS_PER_MS, NS_PER_S
+from bench.quota import delivered
+from bench.report_quota import HEAD, chart_of_arm, describe_arm, row_of, show_work
+
+Table = tuple[Sequence[str], Sequence[tuple[str, ...]], str]
+Result = Mapping[str, Any]
+
+SEQUENCES = 8
+"""What the decoding of examples/workloads/torch_step.py makes a token for at once."""
+
+KINDS = {"gpu": "GPU-bound", "memory": "memory-bound", "launch": "launch-bound"}
+
+NATIVE = '"Without" is the same work at the same time without Tidegate, as the GPU slices it.'
+
+WORDS = {
+    "table7": f"Three containers with 45, 30 and 15 %. {NATIVE}",
+    "sweep": "One container alone, with 10 to 90 % and no more than that.",
+    "table8": (
+        "A container with 50 % beside one to four with 10 % each, and what it lost against half of"
+        f" what it does alone, in percent of that. {NATIVE}"
+    ),
+    "aggregate": (
+        "Two, four and eight containers that always have work and share all of the GPU: what they"
+        f" get done together. {NATIVE}"
+    ),
+    "elastic": (
+        "Four containers with 25 % each, which work in bursts from the same seeds: strict, where"
+        " nobody gets more than his share, and elastic, where all may be lent up to 100 %. Load is"
+        ' how much of the time each has work. "Of ideal" is the work done over the time in which'
+        f" anybody had work. {NATIVE}"
+    ),
+    "longkernels": f"Kernels of 20 ms beside such of 0.2 ms, and beside each other. {NATIVE}",
+    "shapes": (
+        'A container with 30 % beside one with 70 % that always has work. "Off" is how far the'
+        f" work of the first over the whole run is from 30, in points. {NATIVE}"
+    ),
+    "graphs": (
+        "CUDA graphs at 30 % beside a container with 70 % that always has work: 20 kernels a graph,"
+        " and the decoding of a model of 24 layers, a graph for a token of each of eight sequences."
+        f" {NATIVE}"
+    ),
+    "settle": (
+        "The time from a change until a container's work in the trailing 100 ms is within 3 points"
+        " of its new share, and stays there for half a second. `settle-quota`: its quota is set"
+        " from 30 to 60 % and back, beside one that takes what is left. `settle-neighbour`: one"
+        " that may be lent all of the GPU has 30 % while a neighbour works; changes are its first"
+        ' work and its last unit. "Outside" are later windows that were more than 3 points off all'
+        " the same."
+    ),
+    "killed": (
+        "The longest time in which a container ended no unit of its work, less a unit, while a"
+        " neighbour that works is killed (SIGKILL) or stopped (SIGSTOP) at a random time and for"
+        ' 0.3 s after. Usual waiting for a turn is in it. "Had the GPU" says how often the'
+        " neighbour was the one that worked at that moment."
+    ),
+}
+
+
+def _ms(value: float | None) -> str:
+    return "never" if value is None else f"{value:.1f} ms"
+
+
+def _without(told: Mapping[str, Any], key: str = "sum") -> str:
+    if "native" not in told:
+        return ""
+    value = told["native"][key]
+    return show_work(value) if isinstance(value, list) else f"{value:.2f}"
+
+
+def arms_table(result: Result) -> Table:
+    """Return a row for each arm, with what it came to without Tidegate."""
+    rows = [
+        (*row_of(name, arm, told), _without(told, "delivered"), _without(told))
+        for name, arm, told in told_arms(result)
+    ]
+    return (*HEAD, "without", "sum without"), rows, "llrrrrrrrr"
+
+
+def told_arms(result: Result) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Return the arms of a result: name, raw data, summary."""
+    return [(name, arm, result["summary"][name]) for name, arm in result["raw"]["arms"].items()]
+
+
+def target_loss(told: Mapping[str, Any], share: float) -> float:
+    """Return what the first container lost against its share, in percent of that."""
+    return 100 * (1 - float(told["delivered"][0]) / share)
+
+
+def table8(result: Result) -> list[Table]:
+    """Return the target's work and loss by the neighbours' kind and number, and every arm."""
+    rows = []
+    for kind, words in KINDS.items():
+        cells = []
+        for n in range(1, 5):
+            told = result["summary"].get(f"beside-{n}-{kind}")
+            if told is None:
+                cells.append("")
+                continue
+            text = f"{told['delivered'][0]:.2f} ({target_loss(told, 50):+.1f} %"
+            if "native" in told:
+                text += f"; without {told['native']['delivered'][0]:.2f}"
+            cells.append(text + ")")
+        if any(cells):
+            rows.append((words, *cells))
+    heads = ("neighbours", "one", "two", "three", "four")
+    return [(heads, rows, "lrrrr"), arms_table(result)]
+
+
+def elastic(result: Result) -> list[Table]:
+    """Return what lending gains at each load."""
+    rows = []
+    for name, duties in LOADS.items():
+        both = [result["summary"].get(one) for one in (f"{name}-strict", name)]
+        if None in both:
+            continue
+        low, high = both
+        gain = f"{100 * (high['sum'] / low['sum'] - 1):+.1f} %" if low["sum"] else ""
+        rows.append(
+            (
+                name,
+                " / ".join(f"{duty} %" for duty in duties),
+                f"{low['sum']:.2f}",
+                f"{high['sum']:.2f}",
+                gain,
+                f"{100 * low['of_ideal']:.1f} %",
+                f"{100 * high['of_ideal']:.1f} %",
+                str(high["short_windows"]),
+                _without(high),
+            )
+        )
+    head = (
+        "load", "has work", "work, strict", "work, elastic", "gain", "of ideal, strict",
+        "of ideal, elastic", "short windows, elastic", "sum without",
+    )  # fmt: skip
+    return [(head, rows, "llrrrrrrr")]
+
+
+def shapes(result: Result) -> list[Table]:
+    """Return how far each shape of work was from 30 %."""
+    rows = [
+        (
+            name.removeprefix("shape-"),
+            "; ".join(describe_arm(arm)),
+            f"{told['delivered'][0]:.2f}",
+            f"{told['delivered'][0] - arm['tenants'][0]['compute']:+.2f}",
+            f"{told['delivered'][1]:.2f}",
+            _without(told, "delivered"),
+        )
+        for name, arm, told in told_arms(result)
+    ]
+    return [(("shape", "share, units", "work", "off", "hog", "without"), rows, "llrrrr")]
+
+
+def tokens_per_second(arm: Mapping[str, Any], share: float) -> float:
+    """Return the tokens a second of a decoding container that got so much of its speed alone."""
+    return SEQUENCES * 1e9 / float(arm["tenants"][0]["unit_ns"]) * share / 100
+
+
+def graphs(result: Result) -> list[Table]:
+    """Return the arms, and the tokens a second of those that decode."""
+    tables = [arms_table(result)]
+    rows = []
+    for name, arm, told in told_arms(result):
+        if not arm["tenants"][0].get("program"):
+            continue
+        native = told.get("native", {}).get("delivered", [None])[0]
+        rows.append(
+            (
+                name,
+                f"{tokens_per_second(arm, 100):,.0f}",
+                f"{tokens_per_second(arm, told['delivered'][0]):,.0f}",
+                "" if native is None else f"{tokens_per_second(arm, native):,.0f}",
+            )
+        )
+    if rows:
+        head = ("tokens a second", "alone", "30 % beside a hog", "beside it without")
+        tables.append((head, rows, "lrrr"))
+    return tables
+
+
+def settle(result: Result) -> list[Table]:
+    """Return how long changes took."""
+    rows = []
+    for name, arm, told in told_arms(result):
+        found = told["settle"]
+        took = [one for one in found["ms"] if one is not None]
+        outside = found["outside_percent"]
+        rows.append(
+            (
+                name,
+                "; ".join(describe_arm(arm)),
+                " / ".join(str(event["share"]) for event in arm["events"]),
+                f"{len(took)} of {len(found['ms'])}",
+                _ms(statistics.median(took)) if took else "",
+                _ms(found["longest_ms"]),
+                "" if outside is None else f"{outside:.1f} %",
+            )
+        )
+    head = ("arm", "share, units", "new shares", "settled", "median", "longest", "outside later")
+    return [(head, rows, "lllrrrr")]
+
+
+def killed(result: Result) -> list[Table]:
+    """Return how long a neighbour waited."""
+    rows = [
+        (
+            name,
+            "; ".join(describe_arm(arm)),
+            str(len(told["stall"]["ms"])),
+            str(told["stall"]["at_work"]),
+            _ms(statistics.median(told["stall"]["ms"])) if told["stall"]["ms"] else "",
+            _ms(told["stall"]["longest_ms"]),
+        )
+        for name, arm, told in told_arms(result)
+    ]
+    head = ("arm", "who goes on", "times", "had the GPU", "median wait", "longest wait")
+    return [(head, rows, "llrrrr")]
+
+
+TABLES: dict[str, Callable[[Result], list[Table]]] = {
+    "table8": table8,
+    "elastic": elastic,
+    "shapes": shapes,
+    "graphs": graphs,
+    "settle": settle,
+    "killed": killed,
+}
+
+
+def tables_of(suite: str, result: Result) -> list[Table]:
+    """Return the tables of a suite."""
+    if suite in TABLES:
+        return TABLES[suite](result)
+    return [arms_table(result)]
+
+
+# ---- figures ----
+
+
+def _chart(
+    suite: str,
+    result: Result,
+    series: list[Series],
+    *,
+    what: str,
+    x_label: str,
+    y_label: str = "work",
+    y_unit: str = " %",
+    key: Sequence[tuple[str, str]] = (),
+) -> Chart:
+    gpu = result["gpu"]
+    return Chart(
+        title=f"GPU time, suite {suite}",
+        subtitle=f"{what}; {gpu['name']}, driver {gpu['driver']}",
+        description=f"{what}, suite {suite}.",
+        x_label=x_label,
+        y_label=y_label,
+        y_unit=y_unit,
+        series=series,
+        key=key,
+    )
+
+
+def _work(arm: Mapping[str, Any]) -> list[float]:
+    return delivered(arm["tenants"], SAMPLE_NS)
+
+
+def _native_work(arm: Mapping[str, Any]) -> list[float] | None:
+    if "native" not in arm:
+        return None
+    return delivered(arm["native"]["tenants"], arm["native"]["step_ns"])
+
+
+def draw_sweep(result: Result) -> Chart:
+    """Return delivered against guaranteed."""
+    points = sorted((arm["tenants"][0]["compute"], _work(arm)[0]) for _, arm in _arms(result))
+    ideal = [(float(share), float(share)) for share, _ in points]
+    series = [Series("work", [(float(a), b) for a, b in points], "", ideal)]
+    return _chart(
+        "sweep",
+        result,
+        series,
+        what="Work of one container alone",
+        x_label="guaranteed, %",
+        key=(("thick", "work"), ("thin", "the guarantee")),
+    )
+
+
+def _arms(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
+    return list(result["raw"]["arms"].items())
+
+
+def draw_table8(result: Result) -> Chart:
+    """Return the target's work by the number of its neighbours."""
+    series = []
+    for kind in NEIGHBOURS:
+        own: list[Point] = []
+        native: list[Point] = []
+        for n in range(1, 5):
+            arm = result["raw"]["arms"].get(f"beside-{n}-{kind}")
+            if arm is None:
+                continue
+            own.append((float(n), _work(arm)[0]))
+            without = _native_work(arm)
+            if without:
+                native.append((float(n), without[0]))
+        if own:
+            series.append(Series(KINDS[kind], own, "neighbours", native, 50.0))
+    return _chart(
+        "table8",
+        result,
+        series,
+        what="Work of a container with 50 %",
+        x_label="neighbours with 10 %",
+        key=(("thick", "with Tidegate"), ("thin", "without"), ("dashed", "guarantee")),
+    )
+
+
+def draw_aggregate(result: Result) -> Chart:
+    """Return what all get done by their number and the length of a unit."""
+    groups: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+    for _, arm in _arms(result):
+        groups.setdefault(arm["tenants"][0]["unit_us"], []).append((len(arm["tenants"]), arm))
+    series = []
+    for unit_us, arms in sorted(groups.items()):
+        arms.sort(key=lambda one: one[0])
+        native = [(float(n), _native_work(arm)) for n, arm in arms]
+        series.append(
+            Series(
+                f"units of {unit_us} us",
+                [(float(n), sum(_work(arm))) for n, arm in arms],
+                "",
+                [(n, sum(one)) for n, one in native if one is not None],
+                100.0,
+            )
+        )
+    return _chart(
+        "aggregate",
+        result,
+        series,
+        what="Work of all containers together",
+        x_label="containers",
+        key=(("thick", "with Tidegate"), ("thin", "without"), ("dashed", "one alone")),
+    )
+
+
+def draw_elastic(result: Result) -> Chart:
+    """Return the work of all over time, of the uneven arms: strict against elastic."""
+    arms = result["raw"]["arms"]
+    name = next((one for one in reversed(LOADS) if one in arms and f"{one}-strict" in arms), None)
+    chosen = [name, f"{name}-strict"] if name else list(arms)[:2]
+    series = []
+    for one in chosen:
+        steps = [
+            sum(part) for part in zip(*(t["work_us"] for t in arms[one]["tenants"]), strict=True)
+        ]
+        series.append(Series(one, _over_time(steps, NS_PER_S), "", _over_time(steps, WINDOW_NS)))
+    return _chart(
+        "elastic",
+        result,
+        series,
+        what="Work of four containers in bursts",
+        x_label="time, s",
+        key=(("thick", "1 s windows"), ("thin", "100 ms windows")),
+    )
+
+
+def _over_time(work_us: Sequence[int], width_ns: int) -> list[Point]:
+    per = width_ns // SAMPLE_NS
+    return [
+        ((i + per / 2) * SAMPLE_NS / NS_PER_S, sum(work_us[i : i + per]) * 1e5 / width_ns)
+        for i in range(0, len(work_us) - per + 1, per)
+    ]
+
+
+def draw_shapes(result: Result) -> Chart:
+    """Return the work of each shape over time."""
+    series = [
+        Series(
+            name.removeprefix("shape-"),
+            _over_time(arm["tenants"][0]["work_us"], NS_PER_S),
+            "",
+            (),
+            float(arm["tenants"][0]["compute"]) if i == 0 else None,
+        )
+        for i, (name, arm) in enumerate(_arms(result))
+    ]
+    return _chart(
+        "shapes",
+        result,
+        series,
+        what="Work at 30 % beside a hog",
+        x_label="time, s",
+        key=(("thick", "1 s windows"), ("dashed", "guarantee")),
+    )
+
+
+def draw_settle(result: Result) -> Chart:
+    """Return the trailing 100 ms after each kind of change."""
+    series = []
+    for name, arm in _arms(result):
+        shares = sorted({event["share"] for event in arm["events"]})
+        for share in shares:
+            lines = [
+                [
+                    (end * SAMPLE_NS / NS_PER_MS - event["at_ns"] / NS_PER_MS, done)
+                    for end, done in trailing(
+                        arm["tenants"][event["tenant"]]["work_us"],
+                        event["at_ns"],
+                        min(event["until_ns"], event["at_ns"] + NS_PER_S),
+                    )
+                ]
+                for event in arm["events"]
+                if event["share"] == share
+            ]
+            # One line, which goes back to the left for each change.
+            points = list(itertools.chain.from_iterable(lines))
+            first = lines[0] if lines else []
+            series.append(Series(f"to {share} %", first, name, points, float(share)))
+    return _chart(
+        "settle",
+        result,
+        series,
+        what="Work in the trailing 100 ms, behind a change",
+        x_label="time since the change, ms",
+        key=(("thick", "the first"), ("thin", "all"), ("dashed", "new share")),
+    )
+
+
+def draw_killed(result: Result) -> Chart:
+    """Return the wait behind each event, sorted."""
+    series = [
+        Series(
+            name,
+            [(float(i), ms) for i, ms in enumerate(sorted(told["stall"]["ms"]), 1)],
+            "",
+            (),
+            20.0 if i == 0 else None,
+        )
+        for i, (name, _, told) in enumerate(told_arms(result))
+    ]
+    return _chart(
+        "killed",
+        result,
+        series,
+        what="Longest wait of the one that goes on, sorted",
+        x_label="times",
+        y_label="wait",
+        y_unit=" ms",
+        key=(("dashed", "20 ms"),),
+    )
+
+
+CHARTS: dict[str, Callable[[Result], Chart]] = {
+    "sweep": draw_sweep,
+    "table8": draw_table8,
+    "aggregate": draw_aggregate,
+    "elastic": draw_elastic,
+    "shapes": draw_shapes,
+    "settle": draw_settle,
+    "killed": draw_killed,
+}
+
+
+def chart_of(suite: str, result: Result) -> Chart:
+    """Return a suite's figure; of those without one of their own, the last arm over time."""
+    if suite in CHARTS:
+        return CHARTS[suite](result)
+    name, arm = _arms(result)[-1]
+    return chart_of_arm(name, arm, result["gpu"])

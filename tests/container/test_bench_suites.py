@@ -1,0 +1,128 @@
+"""Every suite of bench.quota, small, in containers on the simulated GPU: it runs, is kept, and has its part of the page.
+
+What is asserted of shares is coarse: this machine has few processors, and others use them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import quota, report_docs, run
+
+SMALL = {
+    "table7": ("thirds",),
+    "sweep": ("alone-50",),
+    "table8": ("beside-1-memory", "beside-1-launch"),
+    "aggregate": ("two-500us",),
+    "elastic": ("load-60", "load-60-strict"),
+    "longkernels": ("long",),
+    "shapes": ("shape-persistent", "shape-cooperative", "shape-sync", "shape-graph"),
+    "graphs": ("shape-graph", "decode"),
+    "settle": ("settle-quota", "settle-neighbour"),
+    "killed": ("killed", "stopped"),
+}
+NATIVE = ("aggregate", "graphs")
+
+
+@pytest.fixture(scope="module")
+def results(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None], build_dir: Path
+) -> dict[str, dict[str, Any]]:
+    """What a run of each suite left behind."""
+    require("runc")
+    base = tmp_path_factory.mktemp("suites")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quota, "SUITES", SMALL)
+        patch.setattr(quota, "SETTLE_S", 0.5)
+        common = ["--simulated", "--seconds", "1.2", "--times", "2", "--solo", "1.3"]
+        common += ["--build", str(build_dir)]
+        rest = [suite for suite in SMALL if suite not in NATIVE]
+        for out, more in (("native", ["--native", *NATIVE]), ("rest", rest)):
+            assert quota.main([*common, "--output", str(base / out), *more]) == 0
+    return {
+        suite: json.loads(
+            (base / ("native" if suite in NATIVE else "rest") / suite / "quota.json").read_text()
+        )
+        for suite in SMALL
+    }
+
+
+def keep(report: dict[str, Any], where: Path) -> dict[str, Any]:
+    """What bench.run keeps of a run."""
+    where.mkdir()
+    (where / "quota.json").write_text(json.dumps(report))
+    out = where / "kept.json"
+    arguments = ["--suite", "quota", "--from", str(where), "--out", str(out)]
+    assert run.main([*arguments, "--commit", "a" * 40]) == 0
+    kept = json.loads(out.read_text())
+    assert run.result_name(kept) == f"{kept['date'][:10]}-quota-{where.name}-simulated.json"
+    return kept
+
+
+def test_each_suite_is_kept_and_has_its_part_of_the_page(
+    results: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    kept = {f"x-{suite}": keep(report, tmp_path / suite) for suite, report in results.items()}
+    page = report_docs.build_page(kept)
+    assert sorted(page.figures) == sorted(f"{stem}.svg" for stem in kept)
+    assert {one["configuration"]["quantum_ms"] for one in kept.values()} == {4.0}
+
+
+@pytest.mark.parametrize("suite", SMALL)
+def test_everybody_worked(results: dict[str, dict[str, Any]], suite: str) -> None:
+    arms = results[suite]["arms"]
+    # Decoding needs PyTorch and a GPU that computes.
+    assert list(arms) == [name for name in SMALL[suite] if name != "decode"]
+    for name, arm in arms.items():
+        for share in results[suite]["summary"][name]["delivered"]:
+            assert share > 1, name
+        for tenant in arm["tenants"]:
+            assert tenant["governor"]["launches"] > 0, name
+
+
+@pytest.mark.parametrize("name", SMALL["shapes"])
+def test_a_shape_of_work_gets_about_its_share(
+    results: dict[str, dict[str, Any]], name: str
+) -> None:
+    assert results["shapes"]["summary"][name]["delivered"][0] == pytest.approx(30, abs=12)
+
+
+def test_the_same_work_ran_without_tidegate(results: dict[str, dict[str, Any]]) -> None:
+    """Time slices know no quota: a container with 30 % has what one with 70 % has."""
+    native = results["graphs"]["summary"]["shape-graph"]["native"]["delivered"]
+    assert native[0] == pytest.approx(native[1], abs=12)
+    assert results["aggregate"]["summary"]["two-500us"]["native"]["sum"] > 60
+
+
+def test_changes_are_followed_on_the_time_of_the_samples(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    arms = results["settle"]["arms"]
+    assert [event["share"] for event in arms["settle-quota"]["events"]] == [60, 30]
+    assert [event["share"] for event in arms["settle-neighbour"]["events"]] == [30, 100] * 2
+    for arm in arms.values():
+        samples = len(arm["tenants"][0]["work_us"]) * arm["step_ns"]
+        for event in arm["events"]:
+            assert event["at_ns"] < event["until_ns"]
+            assert event["until_ns"] < samples + 500_000_000
+    # It is lent the GPU again when the neighbour has ended, whatever else this machine does.
+    work = arms["settle-neighbour"]["tenants"][0]["work_us"]
+    beside, alone = (
+        sum(work[event["at_ns"] // 10_000_000 + 30 :][:50]) / 5000
+        for event in arms["settle-neighbour"]["events"][:2]
+    )
+    assert beside < 60 < alone
+
+
+def test_who_is_killed_or_stopped_is_followed_by_somebody(
+    results: dict[str, dict[str, Any]],
+) -> None:
+    arms, summary = results["killed"]["arms"], results["killed"]["summary"]
+    for name, arm in arms.items():
+        assert len(arm["events"]) == len(summary[name]["stall"]["ms"]) == 2
+    assert summary["killed"]["stall"]["longest_ms"] < 200

@@ -81,11 +81,11 @@ def _bursts(duties: tuple[int, ...], *, elastic: bool) -> Arm:
         Tenant(25, limit=100 if elastic else None, bursts=seed, duty=duty)
         for seed, duty in enumerate(duties, 1)
     )
-    return Arm(tenants, 10, native=elastic)
+    return Arm(tenants, 8, native=elastic)
 
 
 def _beside(n: int, neighbour: Tenant) -> Arm:
-    return Arm((Tenant(50), *[neighbour] * n), 8)
+    return Arm((Tenant(50), *[neighbour] * n), 6)
 
 
 NEIGHBOURS = {

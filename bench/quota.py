@@ -7,8 +7,7 @@ the governor goes into it. Writes quota.json: each container's work in steps of 
 governor said of it, and the processor time of the governor and of the library's helper threads.
 With --native each arm runs a second time without Tidegate, where that means something.
 
-A suite is a row of arms with a file of its own, SUITE/quota.json. Without a name all arms run, in
-the order of `--list`.
+A suite is a row of arms with a file of its own, SUITE/quota.json. Without a name all suites run.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
 
 NATIVE_STEP_NS = 100 * NS_PER_MS
-NATIVE_S = 6.0
+NATIVE_S = 4.0
 """How long an arm without Tidegate runs at most: there is a sum to be compared, and no window."""
 
 LONGEST_NS = 100 * NS_PER_MS
@@ -411,7 +410,7 @@ def what_lacks(machine: Machine) -> str | None:
 
 def choose_arms(args: argparse.Namespace, machine: Machine) -> dict[str, list[str]]:
     """Return the arms to run, by the directory that their file goes to; say which cannot run."""
-    names = [*(args.suite or []), *args.names] or list(ARMS)
+    names = [*(args.suite or []), *args.names] or list(SUITES)
     chosen: dict[str, list[str]] = {}
     lacks = what_lacks(machine)
     for name in names:

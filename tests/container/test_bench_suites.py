@@ -17,11 +17,11 @@ from bench import quota, report_docs, run
 SMALL = {
     "table7": ("thirds",),
     "sweep": ("alone-50",),
-    "table8": ("beside-1-memory", "beside-1-launch"),
+    "table8": ("beside-1-launch",),
     "aggregate": ("two-500us",),
     "elastic": ("load-60", "load-60-strict"),
     "longkernels": ("long",),
-    "shapes": ("shape-persistent", "shape-cooperative", "shape-sync", "shape-graph"),
+    "shapes": ("shape-persistent", "shape-cooperative", "shape-graph"),
     "graphs": ("shape-graph", "decode"),
     "settle": ("settle-quota", "settle-neighbour"),
     "killed": ("killed", "stopped"),

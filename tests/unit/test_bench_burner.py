@@ -1,0 +1,104 @@
+"""The burner's forms of work, run on the simulated GPU: each stamps the end of each unit, in order."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import last_json
+from bench.progress import read_stamps
+
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> Iterator[Simulated]:
+    machine = Simulated(tmp_path_factory.mktemp("burner"), build_dir)
+    yield machine
+    machine.close()
+
+
+def burn(machine: Simulated, job: str, *options: str) -> tuple[list[int], dict[str, Any]]:
+    """When units ended, and what the burner said at its end."""
+    out = machine.work / f"{job}.bin"
+    done = subprocess.run(
+        [*machine.command(job, inside=False), "--out", str(out), *options],
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return [stamp.time for stamp in read_stamps(out)], last_json(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("form", "unit_us", "stamp_us"),
+    [
+        ("burn", 500, 500),
+        ("cooperative", 500, 500),
+        ("graph", 500, 500),
+        ("sweep", 500, 500),
+        # A stamp in each 64th of a unit.
+        ("persistent", 20_000, 312),
+        # These wait for the host: a unit is as long as that makes it.
+        ("sync", 500, None),
+        ("tiny", 500, None),
+        ("copy", 500, None),
+    ],
+)
+def test_each_form_stamps_its_units(
+    machine: Simulated, form: str, unit_us: int, stamp_us: int | None
+) -> None:
+    ends, told = burn(machine, f"burner-{unit_us}-{form}", "--seconds", "0.3")
+    assert told["units"] == len(ends) > 10
+    assert ends == sorted(ends)
+    if stamp_us is not None:
+        took = statistics.median(after - before for before, after in itertools.pairwise(ends))
+        # A busy machine makes the burner believe that less work takes as long.
+        assert 0.3 * stamp_us < took / 1000 < 1.3 * stamp_us
+
+
+def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
+    """Of a persistent kernel the iterations are those of one stretch."""
+    ends, told = burn(
+        machine, "burner-20000-persistent", "--seconds", "0.2", "--iterations", "250000"
+    )
+    assert told["iterations"] == 250_000
+    took = [after - before for before, after in itertools.pairwise(ends)]
+    assert statistics.median(took) == 250_000
+
+
+def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
+    """Half of the time; the GPU's clock is this machine's, so the clocks agree."""
+    _, told = burn(
+        machine, "burner-500-burn", "--seconds", "4", "--bursts", "5", "--duty", "50",
+        "--iterations", "500000",
+    )  # fmt: skip
+    assert abs(told["clock_ns"]) < 50 * MS
+    turns = told["turns"]
+    assert len(turns) == len(told["bursts"]) >= 2
+    for (begin, end), (again, _) in itertools.pairwise(turns):
+        rest, length = again - end, end - begin
+        assert rest == pytest.approx(length, rel=0.5)
+
+
+def test_a_form_that_there_is_not_is_named(machine: Simulated) -> None:
+    done = subprocess.run(
+        [machine.build / "burner", "--form", "dance"],
+        env={**os.environ, **machine.environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "burner: no form dance; see the head of bench/burner.c\n"

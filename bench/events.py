@@ -51,14 +51,18 @@ def now() -> int:
 
 
 def settled_after(
-    work_us: Sequence[int], changed_ns: int, share: float, until_ns: int
+    work_us: Sequence[int],
+    changed_ns: int,
+    share: float,
+    until_ns: int,
+    hold_ns: int = HOLD_NS,
 ) -> int | None:
     """Return how long after a change the trailing 100 ms came within 3 points of a share.
 
-    They have to stay there for half a second; None: they never did before `until_ns`. `work_us` are
+    They have to stay there for `hold_ns`; None: they never did before `until_ns`. `work_us` are
     steps of 10 ms.
     """
-    need = HOLD_NS // SAMPLE_NS
+    need = hold_ns // SAMPLE_NS
     good = 0
     for end, done in trailing(work_us, changed_ns, until_ns):
         good = good + 1 if abs(done - share) <= TOLERANCE else 0
@@ -79,24 +83,38 @@ def trailing(work_us: Sequence[int], from_ns: int, until_ns: int) -> Iterator[tu
 def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
     """Return what each change of an arm took until it was settled, in ms, and the longest.
 
-    `outside_percent` is how many of the later windows were more than 3 points away all the same.
+    `reached` is when the new share was there for the first time; a window of 100 ms has so few
+    grants in it that it may be more than 3 points off again without a change. `outside_percent` is
+    how many of the later windows were more than 3 points away all the same.
     """
     took: list[float | None] = []
+    reached: list[float | None] = []
     later: list[bool] = []
     for event in arm["events"]:
         work_us = arm["tenants"][event["tenant"]]["work_us"]
         share, at, until = event["share"], event["at_ns"], event["until_ns"]
         after = settled_after(work_us, at, share, until)
-        took.append(None if after is None else round(after / NS_PER_MS, 1))
+        took.append(_ms(after))
+        reached.append(_ms(settled_after(work_us, at, share, until, 0)))
         if after is not None:
             windows = trailing(work_us, at + after, until)
             later += [abs(done - share) > TOLERANCE for _, done in windows]
-    settled = [one for one in took if one is not None]
     return {
         "ms": took,
-        "longest_ms": max(settled) if len(settled) == len(took) > 0 else None,
+        "longest_ms": _longest(took),
+        "reached_ms": reached,
+        "reached_longest_ms": _longest(reached),
         "outside_percent": round(100 * sum(later) / len(later), 2) if later else None,
     }
+
+
+def _ms(ns: int | None) -> float | None:
+    return None if ns is None else round(ns / NS_PER_MS, 1)
+
+
+def _longest(took: Sequence[float | None]) -> float | None:
+    known = [one for one in took if one is not None]
+    return max(known) if known and len(known) == len(took) else None
 
 
 def stall_of(event: Event, unit_ns: float) -> tuple[float, bool]:

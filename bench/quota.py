@@ -4,8 +4,9 @@ Each arm (bench/arms.py) runs containers side by side on one GPU, each with a bu
 units of work by the GPU's clock (bench/burner.c; the simulated GPU's own workload where there is no
 real one). What a container did is told from its stamps and from what a unit takes alone; nothing of
 the governor goes into it. Writes quota.json: each container's work in steps of 10 ms, what the
-governor said of it, and the processor time of the governor and of the library's helper threads.
-With --native each arm runs a second time without Tidegate, where that means something.
+governor said of it, and the processor time of the governor and of the library's helper threads;
+of a suite also quota.svg. With --native each arm runs a second time without Tidegate, where that
+means something.
 
 A suite is a row of arms with a file of its own, SUITE/quota.json. Without a name all suites run.
 """
@@ -284,6 +285,7 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
         text = (root / str(i) / "output").read_text(errors="replace")
         told.append(Told(root / str(i) / "progress.bin", text))
     _, step, tenants = measure_work(arm, told, profiles, seconds, NATIVE_STEP_NS)
+    shutil.rmtree(root, ignore_errors=True)
     kept = ("compute", "work_us", "busy_ns")
     return {"step_ns": step, "tenants": [{key: one[key] for key in kept} for one in tenants]}
 
@@ -507,8 +509,14 @@ def main(argv: list[str] | None = None) -> int:
     except (MachineError, ProgressError, TidegateError, VdriverError) as e:
         print(f"quota: {e}", file=sys.stderr)
         return 1
-    for suite in results:
+    from bench.report_suites import draw  # which needs this module
+
+    for suite, result in results.items():
         say(f"{args.output / suite}/quota.json")
+        if suite:
+            summary = {name: summarise(arm) for name, arm in result["arms"].items()}
+            picture = draw(suite, {**result, "raw": result, "summary": summary})
+            (args.output / suite / "quota.svg").write_text(picture)
     return 0
 
 

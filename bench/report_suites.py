@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.arms import LOADS, NEIGHBOURS
 from bench.events import SAMPLE_NS, WINDOW_NS, trailing
-from bench.plot import Chart, Point, Series
+from bench.plot import Chart, Point, Series, render
 from bench.progress import NS_PER_MS, NS_PER_S
 from bench.quota import delivered
 from bench.report_quota import HEAD, chart_of_arm, describe_arm, row_of, show_work
@@ -57,7 +57,8 @@ WORDS = {
     ),
     "settle": (
         "The time from a change until a container's work in the trailing 100 ms is within 3 points"
-        " of its new share, and stays there for half a second. `settle-quota`: its quota is set"
+        ' of its new share, and stays there for half a second; "there first" is the first such'
+        " time, whatever came then. `settle-quota`: its quota is set"
         " from 30 to 60 % and back, beside one that takes what is left. `settle-neighbour`: one"
         " that may be lent all of the GPU has 30 % while a neighbour works; changes are its first"
         ' work and its last unit. "Outside" are later windows that were more than 3 points off all'
@@ -84,10 +85,14 @@ def _without(told: Mapping[str, Any], key: str = "sum") -> str:
 
 
 def arms_table(result: Result) -> Table:
-    """Return a row for each arm, with what it came to without Tidegate."""
+    """Return a row for each arm, with what it came to without Tidegate if that was measured."""
+    arms = told_arms(result)
+    rows = [row_of(name, arm, told) for name, arm, told in arms]
+    if not any("native" in told for _, _, told in arms):
+        return HEAD, rows, "llrrrrrr"
     rows = [
-        (*row_of(name, arm, told), _without(told, "delivered"), _without(told))
-        for name, arm, told in told_arms(result)
+        (*row, _without(told, "delivered"), _without(told))
+        for row, (_, _, told) in zip(rows, arms, strict=True)
     ]
     return (*HEAD, "without", "sum without"), rows, "llrrrrrrrr"
 
@@ -209,11 +214,15 @@ def settle(result: Result) -> list[Table]:
                 f"{len(took)} of {len(found['ms'])}",
                 _ms(statistics.median(took)) if took else "",
                 _ms(found["longest_ms"]),
+                _ms(found["reached_longest_ms"]),
                 "" if outside is None else f"{outside:.1f} %",
             )
         )
-    head = ("arm", "share, units", "new shares", "settled", "median", "longest", "outside later")
-    return [(head, rows, "lllrrrr")]
+    head = (
+        "arm", "share, units", "new shares", "settled", "median", "longest",
+        "there first, longest", "outside later",
+    )  # fmt: skip
+    return [(head, rows, "lllrrrrr")]
 
 
 def killed(result: Result) -> list[Table]:
@@ -476,6 +485,11 @@ CHARTS: dict[str, Callable[[Result], Chart]] = {
     "settle": draw_settle,
     "killed": draw_killed,
 }
+
+
+def draw(suite: str, result: Result) -> str:
+    """Return a suite's figure as a document."""
+    return render(chart_of(suite, result))
 
 
 def chart_of(suite: str, result: Result) -> Chart:

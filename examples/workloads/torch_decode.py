@@ -43,6 +43,7 @@ def decode(options: argparse.Namespace, stop: threading.Event) -> dict[str, Any]
         raise SystemExit("torch_decode: PyTorch finds no GPU; --device cpu runs without one")
     torch.manual_seed(1)
     device = torch.device(options.device)
+    torch.empty(1, device=device)  # the stamper finds a context
     stamper = GpuStamper() if cuda else HostStamper()
     # Without a GPU there is no graph; the model is the same.
     job = (DecodeGraph if cuda else Decode)(device, tiny=options.tiny)

@@ -44,6 +44,9 @@ def results(
         rest = [suite for suite in SMALL if suite not in NATIVE]
         for out, more in (("native", ["--native", *NATIVE]), ("rest", rest)):
             assert quota.main([*common, "--output", str(base / out), *more]) == 0
+    for suite in SMALL:
+        where = base / ("native" if suite in NATIVE else "rest") / suite
+        assert "<path" in (where / "quota.svg").read_text()
     return {
         suite: json.loads(
             (base / ("native" if suite in NATIVE else "rest") / suite / "quota.json").read_text()

@@ -21,7 +21,7 @@
  * The number of iterations (of copies, of launches) is found at the start (for a job alone) or
  * given (so that a governed job does the same work). With --bursts it works for 0.2 to 2 s and
  * rests, in turn; it works for --duty percent of the time (70); the last line says with which unit
- * each burst began and ended, and when. FILE gets records of two little-endian u64: the time of the
+ * each burst began and ended. FILE gets records of two little-endian u64: the time of the
  * stamp, and 0. The last line on standard output is JSON; "clock_ns" is how far the GPU's clock is
  * before CLOCK_MONOTONIC. It speaks the driver API through dlopen, needs no CUDA toolkit, and knows
  * nothing of Tidegate.
@@ -66,6 +66,7 @@ static int (*cuLaunchCooperativeKernel)(handle, unsigned, unsigned, unsigned, un
 static int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                              unsigned, handle, void **, void **);
 
+// clang-format off: assembly
 /* Dependent multiply-adds, %n of them; what comes of them goes to %p, which nothing ever does. */
 #define MULTIPLY_ADD(label)                                                                        \
     "  mov.u64 %i, 0;\n  mov.f32 %a, 0f3F800000;\n" label                                          \
@@ -77,67 +78,53 @@ static const char ptx[] =
     ".version 7.0\n.target sm_70\n.address_size 64\n"
     ".visible .entry burn(.param .u64 count, .param .u64 sink)\n{\n"
     "  .reg .u64 %n, %i, %p;\n  .reg .f32 %a;\n  .reg .pred %q;\n"
-    "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n" MULTIPLY_ADD(
-        "LOOP") "  ret;\n}\n"
-                ".visible .entry stamp(.param .u64 slot)\n{\n"
-                "  .reg .u64 %p, %t;\n  ld.param.u64 %p, [slot];\n"
-                "  mov.u64 %t, %globaltimer;\n  st.global.u64 [%p], %t;\n  ret;\n}\n"
-                /* One thread a block adds 1 to the counter, and waits until all blocks of this
-                   launch have. */
-                ".visible .entry together(.param .u64 count, .param .u64 sink)\n{\n"
-                "  .reg .u64 %n, %i, %p, %c, %all, %goal;\n  .reg .u32 %x;\n  .reg .f32 %a;\n"
-                "  .reg .pred %q;\n"
-                "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n" MULTIPLY_ADD(
-                    "LOOP") "  bar.sync 0;\n  mov.u32 %x, %tid.x;\n  setp.ne.u32 %q, %x, 0;\n  @%q "
-                            "bra DONE;\n"
-                            "  mov.u32 %x, %nctaid.x;\n  cvt.u64.u32 %all, %x;\n"
-                            "  atom.global.add.u64 %c, [%p+64], 1;\n"
-                            "  div.u64 %goal, %c, %all;\n  add.u64 %goal, %goal, 1;\n  mul.lo.u64 "
-                            "%goal, %goal, %all;\n"
-                            "WAIT:\n  ld.volatile.global.u64 %c, [%p+64];\n  setp.lt.u64 %q, %c, "
-                            "%goal;\n"
-                            "  @%q bra WAIT;\n"
-                            "DONE:\n  ret;\n}\n"
-                            ".visible .entry persist(.param .u64 count, .param .u64 sink, .param "
-                            ".u64 slot,"
-                            " .param .u64 times)\n{\n"
-                            "  .reg .u64 %n, %i, %p, %s, %m, %t;\n  .reg .u32 %x, %y;\n  .reg .f32 "
-                            "%a;\n"
-                            "  .reg .pred %q;\n"
-                            "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n"
-                            "  ld.param.u64 %s, [slot];\n  ld.param.u64 %m, [times];\n"
-                            "AGAIN:\n" MULTIPLY_ADD(
-                                "LOOP") "  mov.u32 %x, %tid.x;\n  mov.u32 %y, %ctaid.x;\n  or.b32 "
-                                        "%x, %x, %y;\n"
-                                        "  setp.ne.u32 %q, %x, 0;\n  @%q bra NEXT;\n"
-                                        "  mov.u64 %t, %globaltimer;\n  st.volatile.global.u64 "
-                                        "[%s], %t;\n"
-                                        "NEXT:\n  add.u64 %s, %s, 8;\n  sub.u64 %m, %m, 1;\n  "
-                                        "setp.ne.u64 %q, %m, 0;\n"
-                                        "  @%q bra AGAIN;\n  ret;\n}\n"
-                                        /* Each thread has 16 bytes at a time, all threads together
-                                           a stretch of the block. */
-                                        ".visible .entry sweep(.param .u64 count, .param .u64 "
-                                        "block, .param .u64 bytes)\n{\n"
-                                        "  .reg .u64 %n, %i, %p, %b, %o, %s, %e;\n  .reg .u32 %x, "
-                                        "%y, %z, %r<4>;\n"
-                                        "  .reg .pred %q;\n"
-                                        "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, "
-                                        "[block];\n  ld.param.u64 %b, [bytes];\n"
-                                        "  mov.u32 %x, %ctaid.x;\n  mov.u32 %y, %ntid.x;\n  "
-                                        "mov.u32 %z, %tid.x;\n"
-                                        "  mad.lo.u32 %z, %x, %y, %z;\n  mul.wide.u32 %o, %z, 16;\n"
-                                        "  mov.u32 %x, %nctaid.x;\n  mul.lo.u32 %x, %x, %y;\n  "
-                                        "mul.wide.u32 %s, %x, 16;\n"
-                                        "  mov.u64 %i, 0;\n"
-                                        "LOOP:\n  add.u64 %e, %p, %o;\n"
-                                        "  ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%e];\n  add.u32 "
-                                        "%r0, %r0, 1;\n"
-                                        "  st.global.v4.u32 [%e], {%r0, %r1, %r2, %r3};\n"
-                                        "  add.u64 %o, %o, %s;\n  setp.ge.u64 %q, %o, %b;\n  @%q "
-                                        "sub.u64 %o, %o, %b;\n"
-                                        "  add.u64 %i, %i, 1;\n  setp.lt.u64 %q, %i, %n;\n  @%q "
-                                        "bra LOOP;\n  ret;\n}\n";
+    "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n"
+    MULTIPLY_ADD("LOOP")
+    "  ret;\n}\n"
+    ".visible .entry stamp(.param .u64 slot)\n{\n"
+    "  .reg .u64 %p, %t;\n  ld.param.u64 %p, [slot];\n"
+    "  mov.u64 %t, %globaltimer;\n  st.global.u64 [%p], %t;\n  ret;\n}\n"
+    /* One thread a block adds 1 to the counter, and waits until all blocks of this launch have. */
+    ".visible .entry together(.param .u64 count, .param .u64 sink)\n{\n"
+    "  .reg .u64 %n, %i, %p, %c, %all, %goal;\n  .reg .u32 %x;\n  .reg .f32 %a;\n"
+    "  .reg .pred %q;\n"
+    "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n"
+    MULTIPLY_ADD("LOOP")
+    "  bar.sync 0;\n  mov.u32 %x, %tid.x;\n  setp.ne.u32 %q, %x, 0;\n  @%q bra DONE;\n"
+    "  mov.u32 %x, %nctaid.x;\n  cvt.u64.u32 %all, %x;\n"
+    "  atom.global.add.u64 %c, [%p+64], 1;\n"
+    "  div.u64 %goal, %c, %all;\n  add.u64 %goal, %goal, 1;\n  mul.lo.u64 %goal, %goal, %all;\n"
+    "WAIT:\n  ld.volatile.global.u64 %c, [%p+64];\n  setp.lt.u64 %q, %c, %goal;\n"
+    "  @%q bra WAIT;\n"
+    "DONE:\n  ret;\n}\n"
+    ".visible .entry persist(.param .u64 count, .param .u64 sink, .param .u64 slot,"
+    " .param .u64 times)\n{\n"
+    "  .reg .u64 %n, %i, %p, %s, %m, %t;\n  .reg .u32 %x, %y;\n  .reg .f32 %a;\n"
+    "  .reg .pred %q;\n"
+    "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [sink];\n"
+    "  ld.param.u64 %s, [slot];\n  ld.param.u64 %m, [times];\n"
+    "AGAIN:\n"
+    MULTIPLY_ADD("LOOP")
+    "  mov.u32 %x, %tid.x;\n  mov.u32 %y, %ctaid.x;\n  or.b32 %x, %x, %y;\n"
+    "  setp.ne.u32 %q, %x, 0;\n  @%q bra NEXT;\n"
+    "  mov.u64 %t, %globaltimer;\n  st.volatile.global.u64 [%s], %t;\n"
+    "NEXT:\n  add.u64 %s, %s, 8;\n  sub.u64 %m, %m, 1;\n  setp.ne.u64 %q, %m, 0;\n"
+    "  @%q bra AGAIN;\n  ret;\n}\n"
+    /* Each thread has 16 bytes at a time, all threads together a stretch of the block. */
+    ".visible .entry sweep(.param .u64 count, .param .u64 block, .param .u64 bytes)\n{\n"
+    "  .reg .u64 %n, %i, %p, %b, %o, %s, %e;\n  .reg .u32 %x, %y, %z, %r<4>;\n"
+    "  .reg .pred %q;\n"
+    "  ld.param.u64 %n, [count];\n  ld.param.u64 %p, [block];\n  ld.param.u64 %b, [bytes];\n"
+    "  mov.u32 %x, %ctaid.x;\n  mov.u32 %y, %ntid.x;\n  mov.u32 %z, %tid.x;\n"
+    "  mad.lo.u32 %z, %x, %y, %z;\n  mul.wide.u32 %o, %z, 16;\n"
+    "  mov.u32 %x, %nctaid.x;\n  mul.lo.u32 %x, %x, %y;\n  mul.wide.u32 %s, %x, 16;\n"
+    "  mov.u64 %i, 0;\n"
+    "LOOP:\n  add.u64 %e, %p, %o;\n"
+    "  ld.global.v4.u32 {%r0, %r1, %r2, %r3}, [%e];\n  add.u32 %r0, %r0, 1;\n"
+    "  st.global.v4.u32 [%e], {%r0, %r1, %r2, %r3};\n"
+    "  add.u64 %o, %o, %s;\n  setp.ge.u64 %q, %o, %b;\n  @%q sub.u64 %o, %o, %b;\n"
+    "  add.u64 %i, %i, 1;\n  setp.lt.u64 %q, %i, %n;\n  @%q bra LOOP;\n  ret;\n}\n";
+// clang-format on
 
 enum form { BURN, COOPERATIVE, PERSISTENT, GRAPH, COPY, SYNC, SWEEP, TINY, N_FORMS };
 
@@ -243,7 +230,7 @@ static volatile uint64_t *slots_of(uint64_t unit)
 static void launch_unit(uint64_t iterations, uint64_t unit)
 {
     volatile uint64_t *slot = slots_of(unit);
-    uint64_t bytes = block_bytes, times = within, few = 500;
+    uint64_t bytes = block_bytes, times = within, few = 100;
     void *burn_arguments[] = {&iterations, &sink};
     void *persist_arguments[] = {&iterations, &sink, &slot, &times};
     void *sweep_arguments[] = {&iterations, &blocks_at[0], &bytes};
@@ -343,7 +330,6 @@ static int64_t compare_clocks(void)
 
 #define N_BURSTS 256
 static uint64_t bursts[N_BURSTS][2];
-static int64_t turns[N_BURSTS][2]; /* ns, this machine's clock */
 static unsigned n_bursts, draw;
 static double burst_end, burst_length, duty;
 
@@ -351,18 +337,14 @@ static void burst_begin(uint64_t unit)
 {
     burst_length = 0.2 + 1.8 * (rand_r(&draw) % 10000) / 10000;
     burst_end = now() + burst_length;
-    if (n_bursts < N_BURSTS) {
+    if (n_bursts < N_BURSTS)
         bursts[n_bursts][0] = unit;
-        turns[n_bursts][0] = host_ns();
-    }
 }
 
 static void burst_ends(uint64_t unit)
 {
-    if (n_bursts < N_BURSTS && unit > bursts[n_bursts][0]) {
-        turns[n_bursts][1] = host_ns();
+    if (n_bursts < N_BURSTS && unit > bursts[n_bursts][0])
         bursts[n_bursts++][1] = unit - 1;
-    }
 }
 
 static void burst_rest(uint64_t unit, double end)
@@ -569,9 +551,6 @@ int main(int argc, char **argv)
     for (unsigned i = 0; i < n_bursts; i++)
         printf("%s[%llu, %llu]", i ? ", " : "", (unsigned long long)bursts[i][0],
                (unsigned long long)bursts[i][1]);
-    printf("], \"turns\": [");
-    for (unsigned i = 0; i < n_bursts; i++)
-        printf("%s[%lld, %lld]", i ? ", " : "", (long long)turns[i][0], (long long)turns[i][1]);
     printf("], \"result\": \"CUDA_SUCCESS\"}\n");
     return 0;
 }

@@ -57,6 +57,9 @@ NATIVE_S = 4.0
 LONGEST_NS = 100 * NS_PER_MS
 """What a unit may take alone."""
 
+SPARE_S = 1.0
+"""How much longer a container works than it is measured: none begins quite when it is told to."""
+
 FOREVER_S = 600.0
 """What a container is told that a script ends."""
 
@@ -163,7 +166,7 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
         visitors[visitor.name] = visitor
         return visitor
 
-    seconds = FOREVER_S if arm.script else arm.seconds + SETTLE_S + 1
+    seconds = FOREVER_S if arm.script else arm.seconds + SETTLE_S + SPARE_S
     containers = start_all(node, arm.tenants, seconds)
     time.sleep(SETTLE_S)
     node.look()
@@ -264,7 +267,7 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
             (root / str(i)).mkdir(parents=True)
             command = [
                 *machine.command(tenant.job, inside=False), *tenant.options,
-                "--seconds", str(seconds + SETTLE_S + 1),
+                "--seconds", str(seconds + SETTLE_S + SPARE_S),
                 "--out", str(root / str(i) / "progress.bin"),
                 "--wait-file", str(root / str(i) / "begin"),
             ]  # fmt: skip

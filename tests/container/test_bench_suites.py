@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import quota, report_docs, run
+from bench import events, quota, report_docs, run
 
 SMALL = {
     "table7": ("thirds",),
@@ -38,8 +38,10 @@ def results(
     base = tmp_path_factory.mktemp("suites")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quota, "SUITES", SMALL)
-        patch.setattr(quota, "SETTLE_S", 0.5)
-        common = ["--simulated", "--seconds", "1.2", "--times", "2", "--solo", "1.3"]
+        patch.setattr(quota, "SETTLE_S", 0.3)
+        patch.setattr(quota, "SPARE_S", 0.4)
+        patch.setattr(events, "PHASE_S", 0.8)
+        common = ["--simulated", "--seconds", "1", "--times", "2", "--solo", "1.3"]
         common += ["--build", str(build_dir)]
         rest = [suite for suite in SMALL if suite not in NATIVE]
         for out, more in (("native", ["--native", *NATIVE]), ("rest", rest)):
@@ -116,7 +118,7 @@ def test_changes_are_followed_on_the_time_of_the_samples(
     # It is lent the GPU again when the neighbour has ended, whatever else this machine does.
     work = arms["settle-neighbour"]["tenants"][0]["work_us"]
     beside, alone = (
-        sum(work[event["at_ns"] // 10_000_000 + 30 :][:50]) / 5000
+        sum(work[event["at_ns"] // 10_000_000 + 30 :][:40]) / 4000
         for event in arms["settle-neighbour"]["events"][:2]
     )
     assert beside < 60 < alone

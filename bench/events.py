@@ -32,6 +32,9 @@ TOLERANCE = 3.0
 HOLD_NS = NS_PER_S // 2
 """How long it has to stay there."""
 
+SOON_NS = 200 * NS_PER_MS
+"""When a change is to be over."""
+
 BEFORE_NS, AFTER_NS = 50 * NS_PER_MS, 300 * NS_PER_MS
 """What is kept of a witness's stamps around each time that somebody is killed or stopped."""
 
@@ -85,10 +88,12 @@ def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
 
     `reached` is when the new share was there for the first time; a window of 100 ms has so few
     grants in it that it may be more than 3 points off again without a change. `outside_percent` is
-    how many of the later windows were more than 3 points away all the same.
+    how many of the later windows were more than 3 points away all the same. `off` is how far the
+    half second that begins 200 ms after the change is from the new share, in points.
     """
     took: list[float | None] = []
     reached: list[float | None] = []
+    off: list[float | None] = []
     later: list[bool] = []
     for event in arm["events"]:
         work_us = arm["tenants"][event["tenant"]]["work_us"]
@@ -96,6 +101,7 @@ def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
         after = settled_after(work_us, at, share, until)
         took.append(_ms(after))
         reached.append(_ms(settled_after(work_us, at, share, until, 0)))
+        off.append(off_after(work_us, at + SOON_NS, share))
         if after is not None:
             windows = trailing(work_us, at + after, until)
             later += [abs(done - share) > TOLERANCE for _, done in windows]
@@ -104,8 +110,18 @@ def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
         "longest_ms": _longest(took),
         "reached_ms": reached,
         "reached_longest_ms": _longest(reached),
+        "off_points": off,
         "outside_percent": round(100 * sum(later) / len(later), 2) if later else None,
     }
+
+
+def off_after(work_us: Sequence[int], from_ns: int, share: float) -> float | None:
+    """Return how far half a second of work is from a share, in points; None: it is not there."""
+    first = -(-from_ns // SAMPLE_NS)
+    steps = work_us[first : first + HOLD_NS // SAMPLE_NS]
+    if len(steps) < HOLD_NS // SAMPLE_NS:
+        return None
+    return round(sum(steps) * 1e5 / HOLD_NS - share, 2)
 
 
 def _ms(ns: int | None) -> float | None:
@@ -180,6 +196,7 @@ def change_quota(node: Node, arm: Arm, containers: list[Running], _start: Start)
     """Set the first container's quota to twice its own and back, as `tidegate set` does."""
     one = arm.tenants[0].compute
     events: list[Event] = []
+    time.sleep(WINDOW_NS / NS_PER_S)  # so that the first change has a window behind it, too
     for i in range(arm.times):
         share = 2 * one if i % 2 == 0 else one
         at = now()

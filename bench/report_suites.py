@@ -58,7 +58,9 @@ WORDS = {
     "settle": (
         "The time from a change until a container's work in the trailing 100 ms is within 3 points"
         ' of its new share, and stays there for half a second; "there first" is the first such'
-        " time, whatever came then. `settle-quota`: its quota is set"
+        " time, whatever came then. A window has so few grants in it that it may be 3 points off"
+        ' without any change; so "off" is the share of the half second that begins 200 ms after a'
+        " change, points from the new one, the most of all. `settle-quota`: its quota is set"
         " from 30 to 60 % and back, beside one that takes what is left. `settle-neighbour`: one"
         " that may be lent all of the GPU has 30 % while a neighbour works; changes are its first"
         ' work and its last unit. "Outside" are later windows that were more than 3 points off all'
@@ -206,6 +208,7 @@ def settle(result: Result) -> list[Table]:
         found = told["settle"]
         took = [one for one in found["ms"] if one is not None]
         outside = found["outside_percent"]
+        off = [abs(one) for one in found["off_points"] if one is not None]
         rows.append(
             (
                 name,
@@ -215,14 +218,15 @@ def settle(result: Result) -> list[Table]:
                 _ms(statistics.median(took)) if took else "",
                 _ms(found["longest_ms"]),
                 _ms(found["reached_longest_ms"]),
+                f"{max(off):.2f}" if off else "",
                 "" if outside is None else f"{outside:.1f} %",
             )
         )
     head = (
         "arm", "share, units", "new shares", "settled", "median", "longest",
-        "there first, longest", "outside later",
+        "there first, longest", "off, 200 to 700 ms", "outside later",
     )  # fmt: skip
-    return [(head, rows, "lllrrrrr")]
+    return [(head, rows, "lllrrrrrr")]
 
 
 def killed(result: Result) -> list[Table]:
@@ -271,6 +275,7 @@ def _chart(
     x_label: str,
     y_label: str = "work",
     y_unit: str = " %",
+    y_range: tuple[float | None, float | None] = (0.0, None),
     key: Sequence[tuple[str, str]] = (),
 ) -> Chart:
     gpu = result["gpu"]
@@ -281,6 +286,8 @@ def _chart(
         x_label=x_label,
         y_label=y_label,
         y_unit=y_unit,
+        y_min=y_range[0],
+        y_max=y_range[1],
         series=series,
         key=key,
     )
@@ -416,6 +423,7 @@ def draw_shapes(result: Result) -> Chart:
         series,
         what="Work at 30 % beside a hog",
         x_label="time, s",
+        y_range=(20.0, 40.0),
         key=(("thick", "1 s windows"), ("dashed", "guarantee")),
     )
 

@@ -13,6 +13,7 @@ from bench.events import (
     AFTER_NS,
     BEFORE_NS,
     keep_ends,
+    off_after,
     place_events,
     settle_times,
     settled_after,
@@ -55,6 +56,11 @@ def test_a_change_that_never_settles_says_so() -> None:
     assert settled_after(work, 1000 * MS, 60, 3000 * MS) is None
 
 
+def test_what_follows_200_ms_after_a_change_is_compared_with_the_new_share() -> None:
+    assert off_after(steps((120, 30), (25, 60), (25, 50)), 1200 * MS, 60) == -5.0
+    assert off_after(steps((120, 30), (49, 60)), 1200 * MS, 60) is None
+
+
 def test_half_a_second_is_needed_to_know() -> None:
     assert settled_after(steps((100, 30), (55, 60)), 1000 * MS, 60, 1550 * MS) is None
     assert settled_after(steps((100, 30), (65, 60)), 1000 * MS, 60, 1650 * MS) == 90 * MS
@@ -79,7 +85,7 @@ def test_an_arm_settles_as_late_as_its_latest_change() -> None:
     arm = settling_arm(work, (1000, 60, 2000), (2000, 30, 3000))
     told = {"ms": [110.0, 170.0], "longest_ms": 170.0, "outside_percent": 0.0}
     assert settle_times(arm) == {
-        **told, "reached_ms": [110.0, 170.0], "reached_longest_ms": 170.0
+        **told, "reached_ms": [110.0, 170.0], "reached_longest_ms": 170.0, "off_points": [0.0, 0.0]
     }  # fmt: skip
     summary = summarise(arm)
     assert summary["settle"]["longest_ms"] == 170.0
@@ -241,7 +247,7 @@ def test_each_suite_has_its_words_a_table_and_a_figure(suite: str) -> None:
         ),
         pytest.param("graphs", "| decode | 8,000 | 2,400 | 720 |", id="tokens a second"),
         pytest.param(
-            "settle", "| 1 of 1 | 0.0 ms | 0.0 ms | 0.0 ms | 0.0 % |", id="settled at once"
+            "settle", "| 1 of 1 | 0.0 ms | 0.0 ms | 0.0 ms | 0.00 | 0.0 % |", id="settled at once"
         ),
         pytest.param("killed", "| 1 | 1 | 3.0 ms | 3.0 ms |", id="a wait of 3 ms"),
     ],

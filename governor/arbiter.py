@@ -108,6 +108,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "arbiter_want": (None, (pointer, i32, ctypes.c_bool, u64)),
         "arbiter_released": (None, (pointer, u64, u64, ctypes.c_bool)),
         "arbiter_alive": (None, (pointer, u64)),
+        "arbiter_sign": (None, (pointer, i32, u64)),
         "arbiter_busy": (None, (pointer, i32, u64)),
         "arbiter_step": (None, (pointer, u64, ctypes.POINTER(View))),
         "arbiter_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
@@ -171,6 +172,10 @@ class Arbiter:
     def alive(self, alive_ns: int) -> None:
         """Tell when the holder said last that work of its overdue grant still runs."""
         self._library.arbiter_alive(self._self, alive_ns)
+
+    def sign(self, tenant: int, sign_ns: int) -> None:
+        """Tell when a tenant last showed that it runs."""
+        self._library.arbiter_sign(self._self, tenant, sign_ns)
 
     def busy(self, tenant: int, busy_ns: int) -> None:
         """Tell how much GPU time a tenant has used, ever, by the GPU's clock."""

@@ -15,6 +15,8 @@
 struct tenant {
     bool used;
     bool want;
+    bool absent;      /* it wants, and does not take what it is granted: see pass_over() */
+    uint64_t sign_ns; /* when it last did anything */
     double guarantee; /* of the GPU, 0..1 */
     double limit;
     double owed_at;              /* theoretical arrival time at the guaranteed rate */
@@ -157,6 +159,34 @@ static void settle(struct tenant *t, const struct arbiter_config *config, bool l
     t->n_unsettled = 0;
 }
 
+/*
+ * A container that is stopped or frozen goes on to say that it wants the GPU. It is granted nothing
+ * before it has shown that it runs, unless nobody else wants anything.
+ */
+static void pass_over(struct tenant *t, uint64_t since)
+{
+    t->absent = t->want && t->sign_ns < since;
+}
+
+void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
+{
+    struct tenant *t = &arbiter->tenants[tenant];
+
+    if (sign_ns <= t->sign_ns)
+        return;
+    t->sign_ns = sign_ns;
+    if (!t->absent)
+        return;
+    t->absent = false;
+    /* It slept, as far as what it is owed goes. */
+    t->owed_at = max(t->owed_at, (double)sign_ns - 2.0 * (double)arbiter->config.quantum_ns);
+}
+
+static bool wants(const struct tenant *t)
+{
+    return t->used && t->want && !t->absent;
+}
+
 /* The holder's work ends (or ended) at `end`. */
 static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
 {
@@ -286,6 +316,8 @@ void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
 {
     if (alive_ns > arbiter->alive)
         arbiter->alive = alive_ns;
+    if (arbiter->holder != ARBITER_NOBODY)
+        arbiter_sign(arbiter, arbiter->holder, alive_ns);
 }
 
 void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns, bool used)
@@ -296,6 +328,8 @@ void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t res
         release_ns = arbiter->start;
     if (residual_ns > arbiter->config.overdue_ns)
         residual_ns = arbiter->config.overdue_ns;
+    if (!used)
+        pass_over(&arbiter->tenants[arbiter->holder], arbiter->start);
     end_grant(arbiter, release_ns + residual_ns, used);
 }
 
@@ -314,16 +348,25 @@ static double eligible_at(const struct tenant *t)
     return t->owed_at;
 }
 
+static bool somebody_wants(const struct arbiter *arbiter)
+{
+    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
+        if (wants(&arbiter->tenants[i]) || (arbiter->open && i == arbiter->holder))
+            return true;
+    return false;
+}
+
 /* Returns who should have the GPU at `now`, other than `except`; tells whether it would be lent. */
 static int32_t choose(const struct arbiter *arbiter, double now, int32_t except, bool *lentp)
 {
     int32_t owed = ARBITER_NOBODY, lent = ARBITER_NOBODY;
     double best_owed = 0, best_lent = 0;
+    bool present = somebody_wants(arbiter);
 
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
-        if (!t->used || !t->want || i == except)
+        if (!t->used || !t->want || (t->absent && present) || i == except)
             continue;
         if (t->owed_at <= now) {
             double due = due_at(arbiter, t);
@@ -372,7 +415,7 @@ static double grant_length(const struct arbiter *arbiter, const struct tenant *t
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
         const struct tenant *other = &arbiter->tenants[i];
 
-        if (other->used && (other == t || other->want || is_napping(other, now)))
+        if (other->used && (other == t || wants(other) || is_napping(other, now)))
             demand += other->limit;
     }
     if (demand >= 1)
@@ -408,7 +451,7 @@ static void forgive(struct arbiter *arbiter, uint64_t now)
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
-        if (t->used && (t->want || is_napping(t, now)) && (double)now - t->owed_at < common)
+        if (t->used && (wants(t) || is_napping(t, now)) && (double)now - t->owed_at < common)
             common = (double)now - t->owed_at;
     }
     if (common <= COMMON_NS || common > 1e18)
@@ -416,7 +459,7 @@ static void forgive(struct arbiter *arbiter, uint64_t now)
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
         struct tenant *t = &arbiter->tenants[i];
 
-        if (t->used && (t->want || is_napping(t, now)))
+        if (t->used && (wants(t) || is_napping(t, now)))
             t->owed_at += common - COMMON_NS;
     }
 }
@@ -433,7 +476,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     if (t->n_impatient)
         t->n_impatient--;
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
-        if (i != tenant && arbiter->tenants[i].used && arbiter->tenants[i].want)
+        if (i != tenant && wants(&arbiter->tenants[i]))
             others = true;
     if (is_elastic(t))
         t->capped_at = max(t->capped_at, (double)now - 2.0 * (double)arbiter->config.quantum_ns);
@@ -467,6 +510,9 @@ static uint64_t taken_at(const struct arbiter *arbiter)
     uint64_t end = arbiter->deadline;
     uint64_t sign = arbiter->alive > end ? arbiter->alive : end;
 
+    /* Nobody there is awake to give it back: not since it was due, or has long been. */
+    if (arbiter->tenants[arbiter->holder].sign_ns + 2 * config->lead_ns < end)
+        return end + config->overdue_ns / 2;
     if (arbiter->lent || arbiter->tenants[arbiter->holder].n_impatient)
         return end + config->overdue_ns;
     if (sign + config->overdue_ns < end + config->longest_ns)
@@ -479,11 +525,12 @@ static uint64_t taken_at(const struct arbiter *arbiter)
 static uint64_t next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
 {
     double best = 1e300;
+    bool present = somebody_wants(arbiter);
 
     for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
-        if (t->used && t->want && i != except && eligible_at(t) < best)
+        if (t->used && t->want && (!t->absent || !present) && i != except && eligible_at(t) < best)
             best = eligible_at(t);
     }
     if (best > 1e18)
@@ -560,6 +607,7 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
     viewp->wake_ns = ARBITER_NEVER;
     if (arbiter->holder != ARBITER_NOBODY && !arbiter->open && now >= taken_at(arbiter)) {
         arbiter->tenants[arbiter->holder].stats.overdue++;
+        pass_over(&arbiter->tenants[arbiter->holder], arbiter->deadline);
         end_grant(arbiter, now, true);
     }
     if (arbiter->holder == ARBITER_NOBODY) {

@@ -73,6 +73,7 @@ ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool w
 ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
                                      uint64_t residual_ns, bool used);
 ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);
+ARBITER_EXPORT void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns);
 ARBITER_EXPORT void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns);
 ARBITER_EXPORT void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp);
 ARBITER_EXPORT void arbiter_stats(const struct arbiter *arbiter, int32_t tenant,

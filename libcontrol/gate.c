@@ -204,7 +204,7 @@ static bool gate_announce(struct gate *g, const struct grant_device *grant,
 {
     if (g->active)
         return true;
-    atomic_store_relaxed(&ledger->first_ns, now);
+    atomic_store_relaxed(&ledger->seen_ns, now);
     atomic_store_seq_cst(&ledger->active_epoch, g->epoch);
     g->active = true;
     return atomic_load_seq_cst(&grant->epoch) == g->epoch;

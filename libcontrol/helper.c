@@ -185,6 +185,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     bool lost;
 
     gate_adopt(g, grant);
+    atomic_store_relaxed(&ledger->seen_ns, now);
     deadline = atomic_load_acquire(&grant->deadline_ns);
     gate_open(g, grant, ledger, now);
     lost = gate_lost(now);

@@ -160,7 +160,7 @@ struct ledger_device {
     uint32_t active_epoch; /* container, seq_cst: grant in which work was started */
     uint32_t released_epoch; /* container, release: grant that was given back */
     uint32_t pending; /* container, relaxed: events behind its work that were not reached */
-    uint64_t first_ns; /* container, relaxed: first launch of active_epoch */
+    uint64_t seen_ns; /* container, relaxed: when the process looked at the grant last */
     uint64_t release_ns; /* container, relaxed: when released_epoch was given back */
     uint64_t residual_ns; /* container, relaxed: work left on the GPU at that time */
     uint64_t busy_ns; /* container, relaxed: GPU time used, by the GPU's clock, ever */
@@ -195,7 +195,7 @@ _Static_assert(offsetof(struct ledger_device, want) == 0, "ledger_device.want");
 _Static_assert(offsetof(struct ledger_device, active_epoch) == 4, "ledger_device.active_epoch");
 _Static_assert(offsetof(struct ledger_device, released_epoch) == 8, "ledger_device.released_epoch");
 _Static_assert(offsetof(struct ledger_device, pending) == 12, "ledger_device.pending");
-_Static_assert(offsetof(struct ledger_device, first_ns) == 16, "ledger_device.first_ns");
+_Static_assert(offsetof(struct ledger_device, seen_ns) == 16, "ledger_device.seen_ns");
 _Static_assert(offsetof(struct ledger_device, release_ns) == 24, "ledger_device.release_ns");
 _Static_assert(offsetof(struct ledger_device, residual_ns) == 32, "ledger_device.residual_ns");
 _Static_assert(offsetof(struct ledger_device, busy_ns) == 40, "ledger_device.busy_ns");

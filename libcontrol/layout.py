@@ -126,7 +126,7 @@ LEDGER_DEVICE = Struct(
         Field("active_epoch", "u32", 1, "container", "seq_cst", "grant in which work was started"),
         Field("released_epoch", "u32", 1, "container", "release", "grant that was given back"),
         Field("pending", "u32", 1, "container", doc="events behind its work that were not reached"),
-        Field("first_ns", "u64", 1, "container", doc="first launch of active_epoch"),
+        Field("seen_ns", "u64", 1, "container", doc="when the process looked at the grant last"),
         Field("release_ns", "u64", 1, "container", doc="when released_epoch was given back"),
         Field("residual_ns", "u64", 1, "container", doc="work left on the GPU at that time"),
         Field("busy_ns", "u64", 1, "container", doc="GPU time used, by the GPU's clock, ever"),

@@ -60,6 +60,7 @@ struct report {
     bool released; /* and all who did gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
     uint64_t alive_ns; /* the oldest last sign of those who have not given it back */
+    uint64_t seen_ns;  /* the newest look of a helper at the grant */
 };
 
 static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct report *reportp)
@@ -79,6 +80,8 @@ static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct re
         if (atomic_load_acquire(&d->want))
             reportp->want = true;
         reportp->busy_ns += atomic_load_relaxed(&d->busy_ns);
+        if (atomic_load_relaxed(&d->seen_ns) > reportp->seen_ns)
+            reportp->seen_ns = atomic_load_relaxed(&d->seen_ns);
         if (atomic_load_seq_cst(&d->active_epoch) != epoch)
             continue;
         reportp->active = true;
@@ -166,6 +169,7 @@ static void observe(struct runner *runner, uint64_t now)
             continue;
         read_ledger(t, runner->view.epoch, &report);
         arbiter_busy(runner->arbiter, i, report.busy_ns);
+        arbiter_sign(runner->arbiter, i, report.seen_ns < now ? report.seen_ns : 0);
         arbiter_want(runner->arbiter, i, report.want, now);
         if (i != runner->view.holder)
             continue;

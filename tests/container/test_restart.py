@@ -293,7 +293,9 @@ def test_a_governor_that_is_killed_a_hundred_times_under_load(node: Node) -> Non
     ride(node, 100)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_shares_are_right_again_within_a_second(node: Node, number: int) -> None:
     quotas = {"half": 50, "quarter": 25}
     pair = [
@@ -325,6 +327,7 @@ def ask_filler(container: Running) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_full_container_stays_full(node: Node) -> None:
     container = node.start("full", ["/usr/bin/filler", str(CHUNK)], {"memory": "2Gi"})
     wait_for((container.out / "full").exists, "it to be full")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +76,7 @@ def play(
         now, last, gpu_until = 0, NOBODY, {}
         while now < until:
             for tenant, job in zip(tenants, jobs, strict=True):
+                arbiter.sign(tenant, now)
                 arbiter.want(tenant, now, want=job.wants(now))
                 arbiter.busy(tenant, job.done if honest else 0)
             view = arbiter.step(now)
@@ -195,7 +197,8 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
     assert all(j.share(S, 20 * S) < 36 for j in jobs)
 
 
-def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
+@pytest.mark.parametrize(("awake", "taken"), [(True, 20), (False, 10)])
+def test_a_holder_that_does_not_give_back_is_passed_over(library, awake, taken):
     with Arbiter(library, config()) as arbiter:
         stuck, other = halves(arbiter)
         arbiter.want(stuck, 0, want=True)
@@ -203,8 +206,10 @@ def test_a_holder_that_does_not_give_back_is_passed_over_after_20_ms(library):
         assert view.holder == stuck
         arbiter.want(other, 1, want=True)
         deadline = arbiter.step(1).deadline_ns
-        assert arbiter.step(deadline + 19 * MS).holder == stuck
-        assert arbiter.step(deadline + 20 * MS).holder == other
+        if awake:
+            arbiter.sign(stuck, deadline)
+        assert arbiter.step(deadline + (taken - 1) * MS).holder == stuck
+        assert arbiter.step(deadline + taken * MS).holder == other
         assert arbiter.stats(stuck).overdue == 1
 
 
@@ -482,3 +487,69 @@ def test_a_small_share_with_pauses_is_delivered_in_full(library):
     play_loopers(library, [pausing, hog], 5 * S)
     assert 100 * pausing.done / (5 * S) == pytest.approx(30, abs=1)
     assert 100 * hog.done / (5 * S) > 48
+
+
+def play_stopped(library, other_limit: int, until: int, back: int) -> tuple[list[int], list[int]]:
+    """Two containers of half a GPU; one is stopped and goes on to want. Return when each had it."""
+    stopped_from = 100 * MS
+    with Arbiter(library, config()) as arbiter:
+        stopped = arbiter.add(WHOLE // 2, WHOLE // 2, 0)
+        other = arbiter.add(WHOLE // 2, other_limit, 0)
+        held: dict[int, list[int]] = {stopped: [], other: []}
+        epoch = 0
+        for now in range(0, until, 20_000):
+            runs = not stopped_from <= now < back
+            for tenant in (stopped, other):
+                arbiter.want(tenant, now, want=True)
+                if tenant == other or runs:
+                    arbiter.sign(tenant, now)
+            view = arbiter.step(now)
+            if view.holder == NOBODY:
+                continue
+            if view.epoch != epoch:
+                epoch = view.epoch
+                began = now
+            if view.holder == other or runs:
+                held[view.holder].append(now)
+            if view.holder == stopped and not runs:
+                if now >= began + 5 * MS:
+                    arbiter.released(now, used=False)
+            elif now >= view.deadline_ns:
+                arbiter.busy(view.holder, now)
+                arbiter.released(now)
+        return held[stopped], held[other]
+
+
+@pytest.mark.parametrize("other_limit", [WHOLE // 2, WHOLE])
+def test_a_stopped_container_costs_its_neighbour_20_ms_at_most(library, other_limit):
+    """It says that it wants the GPU for as long as it is stopped, and gets its share when it is back."""
+    stopped, other = play_stopped(library, other_limit, 2 * S, S)
+    pauses = [b - a for a, b in itertools.pairwise(other)]
+    assert max(pauses) <= 20 * MS
+    assert not [at for at in stopped if 100 * MS < at < S]
+    assert stopped[-1] > 1990 * MS - 20 * MS
+    assert any(S <= at < S + 20 * MS for at in stopped)
+
+
+def test_a_container_that_shows_nothing_has_the_gpu_if_nobody_else_wants_it(library):
+    """Its processor may be taken for long, and its launch come late."""
+    with Arbiter(library, config()) as arbiter:
+        late, other = halves(arbiter)
+        arbiter.want(late, MS, want=True)
+        arbiter.want(other, MS, want=True)
+        assert arbiter.step(MS).holder == late
+        arbiter.released(6 * MS, used=False)
+        assert arbiter.step(6 * MS).holder == other
+        arbiter.released(10 * MS)
+        arbiter.want(other, 10 * MS, want=False)
+        assert arbiter.step(10 * MS).holder == late
+        arbiter.released(14 * MS, used=False)
+        arbiter.sign(late, 15 * MS)
+        arbiter.want(other, 15 * MS, want=True)
+        holders = set()
+        for now in range(15 * MS, 60 * MS, 5 * MS):
+            view = arbiter.step(now)
+            holders.add(view.holder)
+            if view.holder != NOBODY:
+                arbiter.released(now + 4 * MS)
+        assert late in holders

@@ -582,7 +582,13 @@ def killed_at(step, function):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-@pytest.mark.parametrize("case", ["first", "upgrade", "touched", "stale"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "first",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("upgrade", "touched", "stale")),
+    ],
+)
 def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, case):
     from vdriver.control import read_control
     from vdriver.discover import find_driver

@@ -1,7 +1,40 @@
 /* Start, look-up and streams: functions of the table that are written by hand. */
 #include "queue.h"
 
+#include <stdlib.h>
+
 #define CU_DEVICE_ATTRIBUTE_MPS_ENABLED 133
+
+#define CUSTOM_LOSS_OPEN     2 /* grant_header.on_governor_loss */
+#define CUSTOM_MPS_VARIABLE  "CUDA_MPS_PIPE_DIRECTORY"
+#define CUSTOM_MPS_DIRECTORY PAGES_DIRECTORY "/mps"
+
+static bool custom_mps_granted(void)
+{
+    return pages_n_devices() > 0 &&
+           atomic_load_relaxed(&pages_grant_device(0)->strategy) == STRATEGY_MPS;
+}
+
+/*
+ * The driver looks for the daemon once, in cuInit, and works without MPS where it finds none. What
+ * the program or its image says of a daemon does not count. The environment is changed in the
+ * first cuInit, which most programs call before they have threads, and once.
+ */
+static void custom_mps_point(void)
+{
+    static struct prim_lock lock;
+    static bool done;
+    int saved = errno;
+
+    if (!custom_mps_granted())
+        return;
+    prim_lock(&lock);
+    if (!done)
+        setenv(CUSTOM_MPS_VARIABLE, CUSTOM_MPS_DIRECTORY, 1);
+    done = true;
+    prim_unlock(&lock);
+    errno = saved;
+}
 
 /*
  * A client of an MPS server works in the server's context, together with whoever else uses it.
@@ -9,26 +42,33 @@
  */
 static bool custom_mps_allowed(void)
 {
+    bool granted = custom_mps_granted();
     bool allowed = true;
 
     for (unsigned i = 0; i < pages_n_devices(); i++) {
         CUdevice device = pages_device(i);
         int mps = 0;
 
-        if (device < 0 || atomic_load_relaxed(&pages_grant_device(i)->strategy) == STRATEGY_MPS)
-            continue;
-        if (driver->cuDeviceGetAttribute(&mps, CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device) ==
+        if (device >= 0 &&
+            driver->cuDeviceGetAttribute(&mps, CU_DEVICE_ATTRIBUTE_MPS_ENABLED, device) ==
                 CUDA_SUCCESS &&
-            mps)
+            (mps != 0) != granted)
             allowed = false;
     }
-    if (!allowed) {
-        pages_deny();
+    if (allowed)
+        return true;
+    if (granted) {
+        control_log("this container's strategy is mps, and the driver found no MPS server "
+                    "at " CUSTOM_MPS_DIRECTORY ": see tidegate ps --json on the node");
+        /* With a context of its own it would take more than its turns are made for. */
+        if (pages_now.on_governor_loss == CUSTOM_LOSS_OPEN)
+            return true;
+    } else
         control_log(
             "an MPS daemon runs here, but this container has not the strategy mps: stop it, "
-            "or unset CUDA_MPS_PIPE_DIRECTORY");
-    }
-    return allowed;
+            "or unset " CUSTOM_MPS_VARIABLE);
+    pages_deny();
+    return false;
 }
 
 CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
@@ -37,9 +77,15 @@ CONTROL_EXPORT CUresult cuInit(unsigned int Flags)
 
     if (!pages_start())
         return CUDA_ERROR_SYSTEM_NOT_READY;
+    custom_mps_point();
     result = real->cuInit(Flags);
-    if (result != CUDA_SUCCESS)
+    if (result != CUDA_SUCCESS) {
+        if (custom_mps_granted())
+            control_log(
+                "cuInit failed, as a client of this container's MPS server: " CUSTOM_MPS_DIRECTORY
+                "/events says what happened to that");
         return result;
+    }
     pages_match_devices();
     if (!custom_mps_allowed())
         return CUDA_ERROR_SYSTEM_NOT_READY;

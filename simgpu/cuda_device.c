@@ -1,5 +1,6 @@
 /* Entries: start, version and devices. */
 #include "driver.h"
+#include "mps.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -160,7 +161,7 @@ ENTRY(cuDeviceGetAttribute, int *value, CUdevice_attribute attribute, CUdevice d
     if (attribute == CU_DEVICE_ATTRIBUTE_MPS_ENABLED) { /* the answer only: nothing is shared so */
         const char *wanted = getenv("SIMGPU_MPS");
 
-        *value = wanted && strcmp(wanted, "1") == 0;
+        *value = wanted ? strcmp(wanted, "1") == 0 : mps_client();
     }
     return CUDA_SUCCESS;
 }

@@ -10,6 +10,7 @@
  * process at its next call: see context_settle().
  */
 #include "driver.h"
+#include "mps.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -118,6 +119,7 @@ CUresult driver_init(void)
 {
     static bool fork_handled;
     const char *wanted = getenv("CUDA_VISIBLE_DEVICES");
+    CUresult r;
 
     if (driver.initialised)
         return CUDA_SUCCESS;
@@ -132,6 +134,12 @@ CUresult driver_init(void)
         driver.n_devices = visible(driver.devices, driver.n_devices, wanted);
     if (driver.n_devices == 0)
         return CUDA_ERROR_NO_DEVICE;
+    r = mps_join();
+    if (r) {
+        while (driver.n_devices)
+            device_detach(driver.devices[--driver.n_devices]);
+        return r;
+    }
     driver.initialised = true;
     return CUDA_SUCCESS;
 }
@@ -161,6 +169,7 @@ void driver_forget(bool ours)
         driver.primaries[i] = NULL;
         driver.primary_references[i] = 0;
     }
+    mps_forget();
     driver.captures = NULL;
     driver.host_calls = NULL;
     driver.n_devices = 0;
@@ -190,6 +199,9 @@ CUresult driver_enter_context(struct context **contextp)
         return driver_leave(CUDA_ERROR_INVALID_CONTEXT);
     if (!context_valid(*contextp))
         return driver_leave(CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    if ((*contextp)->fault)
+        return driver_leave((*contextp)->fault);
+    (*contextp)->fault = mps_fault();
     if ((*contextp)->fault)
         return driver_leave((*contextp)->fault);
     return CUDA_SUCCESS;

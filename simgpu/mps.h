@@ -1,0 +1,18 @@
+/* Clients of the stand-in for MPS; see mps.c. */
+#pragma once
+
+#include <stdbool.h>
+
+#include "cuda_abi.h"
+
+/* What a connection to the daemon is for, as in driver 550. */
+enum mps_type {
+    MPS_SERVER = 1,
+    MPS_CLIENT = 2,
+    MPS_COMMANDS = 4,
+};
+
+CUresult mps_join(void);
+bool mps_client(void);
+CUresult mps_fault(void);
+void mps_forget(void);

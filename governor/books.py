@@ -45,7 +45,9 @@ class Device:
 class _Gpu:
     device: Device
     quotas: dict[str, Quota] = field(default_factory=dict)
+    strategy: str = "timeslice"
     lost: str | None = None  # why it does not answer
+    closed: str | None = None  # why it takes no container now, though it answers
 
     @property
     def memory_used(self) -> int:
@@ -74,9 +76,10 @@ def complete_quota(request: Request, config: Config) -> Quota:
             hint="add it (like 8Gi), or set defaults.memory in the node's configuration",
         )
     check_memory(memory, config, "annotation tidegate.gpu/memory")
-    if request.strategy not in ("auto", "timeslice"):
+    if request.strategy not in ("auto", *config.strategies):
         raise RefusedError(
-            f"annotation tidegate.gpu/strategy is {request.strategy}, this node offers timeslice",
+            f"annotation tidegate.gpu/strategy is {request.strategy}, this node offers"
+            f" {' and '.join(config.strategies)}",
             hint="leave it out, or write auto",
         )
     if request.compute is not None:
@@ -106,7 +109,10 @@ class Books:
         left_out: Mapping[int, str] | None = None,
     ) -> None:
         self._config = config
-        self._gpus = [_Gpu(device) for device in devices]
+        self._gpus = [
+            _Gpu(device, strategy=config.strategy_of(device.index, device.uuid))
+            for device in devices
+        ]
         self._topology = topology or Topology()
         self._near = Nearness([device.uuid for device in devices], self._topology)
         self._left_out = dict(left_out or {})
@@ -133,15 +139,22 @@ class Books:
                 f"{count} GPUs were asked for, a container may have {N_DEVICES}",
                 hint=f"ask for {N_DEVICES} at most",
             )
+        if request.strategy == "mps" and count > 1:
+            raise RefusedError(
+                f"annotation tidegate.gpu/strategy is mps and {count} GPUs were asked for, a client"
+                " of MPS has one",
+                hint="ask for one GPU, or for timeslice",
+            )
         if request.devices:
             chosen = [self._find(name) for name in request.devices]
             if len({gpu.device.uuid for gpu in chosen}) != len(chosen):
                 raise RefusedError(
                     "annotation tidegate.gpu/devices names a GPU twice", hint="name each once"
                 )
+            self._check_strategy(chosen, request)
             self._check(chosen, quota)
         else:
-            chosen = self._place(quota, count)
+            chosen = self._place(quota, count, request)
         for gpu in chosen:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)
@@ -198,6 +211,22 @@ class Books:
             if gpu.device.uuid == uuid:
                 gpu.lost = None
 
+    def close(self, uuid: str, reason: str) -> None:
+        """Let no container in on a GPU for now; those that are there stay."""
+        for gpu in self._gpus:
+            if gpu.device.uuid == uuid:
+                gpu.closed = reason
+
+    def open(self, uuid: str) -> None:
+        """Let containers in on a GPU again."""
+        for gpu in self._gpus:
+            if gpu.device.uuid == uuid:
+                gpu.closed = None
+
+    def strategy(self, uuid: str) -> str:
+        """Return how a GPU of the node is shared."""
+        return next(gpu.strategy for gpu in self._gpus if gpu.device.uuid == uuid)
+
     def describe(self) -> dict[str, Any]:
         """Return what `tidegate check` shows of the GPUs: bytes, percent and ways between them."""
         return {
@@ -225,6 +254,8 @@ class Books:
             "memory_left": room.memory,
             "compute_left": room.compute,
             "containers": len(gpu.quotas),
+            "strategy": gpu.strategy,
+            "closed": gpu.closed,
             "numa_node": self._topology.nodes.get(gpu.device.uuid),
             "lost": gpu.lost,
             "routes": routes,
@@ -251,6 +282,40 @@ class Books:
         memory = gpu.device.memory - self._config.memory_reserve - gpu.memory_used
         return Room(gpu.device.index, max(memory, 0), max(100 - gpu.compute_used, 0))
 
+    def _takes(self, gpu: _Gpu, request: Request) -> bool:
+        """Return whether a GPU is shared as a container wants it, or can have it."""
+        if request.strategy != "auto":
+            return gpu.strategy == request.strategy
+        # A client of MPS has one server, and each GPU has its own.
+        several = (len(request.devices) or request.gpus or 1) > 1
+        return gpu.strategy == "timeslice" or not several
+
+    def _check_strategy(self, gpus: Sequence[_Gpu], request: Request) -> None:
+        """Refuse GPUs that were named and are shared otherwise, or take nobody now."""
+        for gpu in gpus:
+            if not self._takes(gpu, request):
+                asked = (
+                    f"annotation tidegate.gpu/strategy is {request.strategy}"
+                    if request.strategy != "auto"
+                    else "a container has one GPU by that strategy"
+                )
+                raise RefusedError(
+                    f"GPU {gpu.device.index} is shared by {gpu.strategy}, {asked}",
+                    hint=self._strategy_hint(request),
+                )
+            if gpu.closed is not None:
+                raise RefusedError(
+                    f"GPU {gpu.device.index} takes no container now: {gpu.closed}",
+                    hint="name another, or see the governor's log",
+                )
+
+    def _strategy_hint(self, request: Request) -> str:
+        wanted = "timeslice" if request.strategy == "auto" else request.strategy
+        others = [str(g.device.index) for g in self._gpus if g.strategy == wanted]
+        if not others:
+            return "leave tidegate.gpu/strategy out, or ask for one GPU"
+        return f"by {wanted} this node shares GPU {', '.join(others)}"
+
     def _check(self, gpus: Sequence[_Gpu], quota: Quota) -> None:
         """Refuse a quota that does not fit on each of these."""
         for gpu in gpus:
@@ -263,21 +328,34 @@ class Books:
         if not all(room.holds(quota) for room in rooms):
             raise refuse_named(rooms, quota, self._config.context_memory)
 
-    def _place(self, quota: Quota, count: int) -> list[_Gpu]:
+    def _place(self, quota: Quota, count: int, request: Request) -> list[_Gpu]:
         answering = [gpu for gpu in self._gpus if gpu.lost is None]
-        rooms = {gpu.device.uuid: self._room(gpu) for gpu in answering}
         if not answering:
             raise RefusedError(
                 f"none of {len(self._gpus)} GPUs answers: {self._gpus[0].lost}",
                 hint="see the kernel log",
             )
+        fitting = [gpu for gpu in answering if self._takes(gpu, request)]
+        if not fitting:
+            wanted = "timeslice" if request.strategy == "auto" else request.strategy
+            raise RefusedError(
+                f"no GPU that answers is shared by {wanted}, which this container needs",
+                hint=self._strategy_hint(request),
+            )
+        taking = [gpu for gpu in fitting if gpu.closed is None]
+        if not taking:
+            raise RefusedError(
+                f"GPU {fitting[0].device.index} takes no container now: {fitting[0].closed}",
+                hint="try again, or see the governor's log",
+            )
+        rooms = {gpu.device.uuid: self._room(gpu) for gpu in taking}
         if sum(room.holds(quota) for room in rooms.values()) < count:
             least = self._config.context_memory
             raise refuse_any(list(rooms.values()), quota, count, least)
         standings = [
             Standing(
                 fits=gpu.device.uuid in rooms and rooms[gpu.device.uuid].holds(quota),
-                empty=gpu.lost is None and not gpu.quotas,
+                empty=gpu.lost is None and gpu.closed is None and not gpu.quotas,
                 compute_used=min(gpu.compute_used, 100),
                 memory_used=gpu.memory_used,
             )

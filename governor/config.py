@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from governor.errors import ConfigError
 PATH = Path("/etc/tidegate/config.yaml")
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 MIB = 1 << 20
+
+STRATEGIES = ("timeslice", "mps")
+"""How a GPU can be shared; the first is what a node does that says nothing."""
 
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _QUANTITY = re.compile(r"([0-9]{1,15})(Ki|Mi|Gi|Ti)?")
@@ -108,7 +112,16 @@ class Config:
     placement: str = "spread"
     on_violation: str = "report"
     metrics: Metrics = field(default_factory=Metrics)
+    strategies: tuple[str, ...] = STRATEGIES[:1]
+    gpus: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    mps_quantum_ms: float = 1.0
+    mps_fault_s: float = 10.0
     defaults: Defaults = field(default_factory=Defaults)
+
+    def strategy_of(self, index: int, uuid: str) -> str:
+        """Return how a GPU is shared: as the node says of it, otherwise the first it allows."""
+        own = self.gpus.get(uuid) or self.gpus.get(str(index)) or {}
+        return own.get("strategy", self.strategies[0])
 
 
 def parse_config(text: str, name: str = "configuration") -> Config:
@@ -122,6 +135,9 @@ def parse_config(text: str, name: str = "configuration") -> Config:
         reason = " ".join(str(e).split())
         raise ConfigError(f"{name}: not YAML: {reason}", hint="correct the file") from e
     document = {} if document is None else document
+    if isinstance(document, dict) and isinstance(document.get("gpus"), dict):
+        # An index is a number in YAML and a name in JSON.
+        document["gpus"] = {str(gpu): own for gpu, own in document["gpus"].items()}
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
     error = jsonschema.exceptions.best_match(
         jsonschema.Draft202012Validator(schema).iter_errors(document)
@@ -144,13 +160,23 @@ def _whole(value: Any) -> Any:
 
 def _build(document: dict[str, Any], name: str) -> Config:
     values = dict(document)
-    for option in ("quantum_ms", "quantum_most_ms"):
+    for option in ("quantum_ms", "quantum_most_ms", "mps_quantum_ms", "mps_fault_s"):
         if math.isnan(values.get(option, 1)):
             # Neither below the minimum nor above the maximum.
             raise ConfigError(f"{name}: {option}: not a number", hint="write it like 4.0")
     for option in ("memory_reserve", "context_memory"):
         if option in values:
             values[option] = parse_quantity(values[option], option)
+    if "strategies" in values:
+        values["strategies"] = tuple(values["strategies"])
+    allowed = values.get("strategies", Config.strategies)
+    for gpu, own in values.get("gpus", {}).items():
+        if own["strategy"] not in allowed:
+            raise ConfigError(
+                f"{name}: gpus.{gpu}.strategy is {own['strategy']}, strategies allows"
+                f" {', '.join(allowed)}",
+                hint="add it to strategies, or choose one of those",
+            )
     defaults = dict(values.pop("defaults", {}))
     if "memory" in defaults:
         defaults["memory"] = parse_quantity(defaults["memory"], "defaults.memory")
@@ -175,5 +201,7 @@ def describe(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, in the order of its options."""
     plain: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
     plain["metrics"] = {f.name: getattr(config.metrics, f.name) for f in fields(config.metrics)}
+    plain["strategies"] = list(config.strategies)
+    plain["gpus"] = {gpu: dict(own) for gpu, own in config.gpus.items()}
     plain["defaults"] = {f.name: getattr(config.defaults, f.name) for f in fields(config.defaults)}
     return plain

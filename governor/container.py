@@ -28,6 +28,7 @@ from governor.arbiter import WHOLE, Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.counters import Counters, GpuTime
+from governor.mps import DIRECTORY, Event, Mps
 from governor.processes import Identity, identify, namespace_pid, start_time
 from governor.region import Ledger, make_grant, make_ledger, take_over
 from governor.state import ContainerRow, ProcessRow, State
@@ -144,6 +145,7 @@ class Container:
         config: Config,
         state: State | None = None,
         remains: Remains | None = None,
+        mps: Mps | None = None,
     ) -> None:
         """Make what a new container needs, or take over one that runs: what remains of it."""
         self.identifier = identifier
@@ -156,6 +158,7 @@ class Container:
         self._context_bytes = config.context_memory
         self._pidfd = pidfd
         self._state = state or State()
+        self._mps = mps
         self._runners = [runners[device.uuid] for device in devices]
         self._tenants: list[int] = []
         self._processes: dict[int, Process] = {}  # by slot
@@ -174,7 +177,11 @@ class Container:
                 shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(mode=0o755, parents=True, exist_ok=remains is not None)
             grant = remains.grant if remains else None
-            self.grant = grant or make_grant(self.directory / "grant", quota, devices, config)
+            self.grant = grant or make_grant(
+                self.directory / "grant", quota, devices, config, strategy=self.strategy
+            )
+            if mps is not None:
+                mps.link(self.directory)
             found = remains.ledger if remains else None
             self._ledger_fd, self.ledger = ledger = found or make_ledger()
             self.row = ContainerRow(
@@ -197,7 +204,7 @@ class Container:
 
     def _take_over(self, remains: Remains, config: Config) -> None:
         """Keep the slots of the processes that still run; what others were charged is free."""
-        take_over(self.grant, config)
+        take_over(self.grant, config, self.strategy)
         usage = {(entry["pid"], entry["start_us"]): entry for entry in pages.read_usage(self.grant)}
         for row, pidfd in remains.processes:
             inner = namespace_pid(row.process.pid, self.pid)
@@ -348,6 +355,24 @@ class Container:
             self._publish_memory(device)
         self._publish_usage()
         log.info("process-ended", container=self.identifier, pid=process.pid, slot=slot)
+
+    @property
+    def strategy(self) -> str:
+        """How its GPUs are shared."""
+        return "timeslice" if self._mps is None else "mps"
+
+    def tell_mps(self, event: Event) -> None:
+        """Tell the container what happened to its MPS server, in /run/tidegate/mps/events."""
+        path = self.directory / DIRECTORY / "events"
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        try:
+            before = path.read_text().splitlines()[-99:] if path.exists() else []
+            new = path.with_name(".events")
+            new.write_text("\n".join([*before, f"{when} {event.kind}: {event.text}"]) + "\n")
+            new.chmod(0o644)
+            new.rename(path)
+        except OSError as e:
+            log.warning("container-not-told", container=self.identifier, error=e.strerror)
 
     def pids(self) -> frozenset[int]:
         """Return the registered processes, by their pids on the host."""
@@ -586,6 +611,8 @@ class Container:
             "confirmed": self.confirmed,
             "compute": self.quota.compute,
             "compute_limit": self.quota.compute_limit,
+            "strategy": self.strategy,
+            "mps": None if self._mps is None else self._mps.describe(),
             "processes": sorted(self.pids()),
             "lookups": lookups,
             "devices": devices,
@@ -613,6 +640,8 @@ class Container:
         self._forget(keep=keep)
 
     def _forget(self, *, keep: bool = False) -> None:
+        if self._mps is not None:
+            self._mps.unlink(self.directory)
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)
         self._tenants = []

@@ -26,6 +26,7 @@ from governor.audit import Auditor
 from governor.books import Books, Device
 from governor.config import Config, read_config
 from governor.errors import GovernorError, TidegateError
+from governor.mps import Mps, find_tools
 from governor.reconcile import reconcile
 from governor.server import Server
 from governor.state import NAME, State
@@ -60,6 +61,26 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
         else:
             devices.append(Device(found.index, found.uuid, found.name, found.memory_total))
     return devices, left_out
+
+
+def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
+    """Give the server the MPS daemons that the configuration wants, closed until they run."""
+    wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
+    if wanted:
+        tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
+        for device in wanted:
+            mps = Mps(device, tools, config, server.mps_event)
+            server.mps[device.uuid] = mps
+            server.gpu_closed(device.uuid, mps.reason)
+    return list(server.mps.values())
+
+
+def _part_from(server: Server, mps: Mps) -> None:
+    """Let a daemon run on while containers use it; otherwise end it."""
+    if server.mps_used(mps):
+        mps.leave()
+    else:
+        mps.stop()
 
 
 def _notify(state: str) -> None:
@@ -124,7 +145,8 @@ async def govern(config: Config) -> None:
             log.warning("gpu-left-out", gpu=index, reason=reason)
         runners: dict[str, Runner] = {}
         for device in devices:
-            runners[device.uuid] = Runner(library, config)
+            strategy = config.strategy_of(device.index, device.uuid)
+            runners[device.uuid] = Runner(library, config, strategy)
             stack.callback(runners[device.uuid].close)
         topology = nvml.topology([device.uuid for device in devices])
         state = State(Path(config.state_dir) / NAME)
@@ -132,10 +154,17 @@ async def govern(config: Config) -> None:
         state.load()
         server = Server(config, Books(devices, config, topology, left_out), runners, state)
         stack.callback(server.close)
+        for mps in _find_mps(config, devices, server):
+            # Before the server lets go of the containers.
+            stack.callback(_part_from, server, mps)
         await server.adopt()
         auditor = Auditor(server.containers, server.tally, config)
         stack.callback(auditor.close)
-        tasks = [
+        tasks = [loop.create_task(mps.run()) for mps in server.mps.values()]
+        # Who asks meanwhile waits at the socket: better than to hear that it is being started.
+        for mps in server.mps.values():
+            await mps.tried()
+        tasks += [
             loop.create_task(server.serve(listener)),
             loop.create_task(
                 reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor)

@@ -70,7 +70,7 @@ NODE_METRICS = (
     _counter("stops", (), "Containers that were killed for a violation"),
 )
 GPU_METRICS = (
-    _gauge("gpu_info", (*GPU, "name"), "Always 1; the GPU's name is in the label"),
+    _gauge("gpu_info", (*GPU, "name", "strategy"), "Always 1; name and strategy are in the labels"),
     _gauge("gpu_containers", GPU, "Containers that share the GPU"),
     _gauge("gpu_memory_bytes", GPU, "Memory of the GPU"),
     _gauge("gpu_memory_grantable_bytes", GPU, "Memory that is left to grant"),
@@ -88,6 +88,11 @@ GPU_METRICS = (
     _counter("gpu_looks", GPU, "Looks at NVML"),
     _counter("gpu_looks_failed", GPU, "Looks at NVML that failed"),
     _counter("gpu_look_seconds", GPU, "Time that looks at NVML took"),
+    _gauge("gpu_mps_running", GPU, "1 while its MPS server takes clients; on GPUs shared by mps"),
+    _counter("gpu_mps_faults", GPU, "Fatal faults that ended the work of its MPS clients"),
+    _counter("gpu_mps_clients_refused", GPU, "Clients that its MPS server refused"),
+    _counter("gpu_mps_commands", GPU, "Commands that others than the governor gave its MPS daemon"),
+    _counter("gpu_mps_starts", GPU, "Starts of its MPS daemon"),
 )
 CONTAINER_METRICS = (
     _gauge("container_processes", ("container",), "Processes of the container that use a GPU"),
@@ -171,8 +176,8 @@ def collect(server: Server) -> list[Metric]:
 def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime]) -> None:
     shown = {gpu["uuid"]: gpu for gpu in server.books.describe()["gpus"]}
     for device in server.books.devices:
-        labels = (device.uuid, str(device.index), device.name)
         room = shown[device.uuid]
+        labels = (device.uuid, str(device.index), device.name, room["strategy"])
         lost = room["lost"] is not None
         sharing = [c for c in server.containers.values() if device in c.devices]
         looks = server.tally.looks.get(device.uuid, Looks())
@@ -188,6 +193,16 @@ def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime])
             gpu_looks_failed=looks.failed,
             gpu_look_seconds=looks.seconds,
         )
+        mps = server.mps.get(device.uuid)
+        if mps is not None:
+            families.add(
+                labels,
+                gpu_mps_running=mps.state == "running",
+                gpu_mps_faults=mps.counts.faults,
+                gpu_mps_clients_refused=mps.counts.refused,
+                gpu_mps_commands=mps.counts.commands,
+                gpu_mps_starts=mps.counts.starts,
+            )
         time_of = times.get(device.uuid, GpuTime())
         families.add(
             labels,

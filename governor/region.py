@@ -54,10 +54,14 @@ def uuid_bytes(uuid: str) -> bytes:
     return bytes.fromhex(uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
 
 
-def _settings(config: Config) -> dict[str, int]:
+def _settings(config: Config, strategy: str) -> dict[str, int]:
+    inflight_ns = config.inflight_us * 1000
+    if strategy == "mps":
+        # What is queued beyond a grant would be the next one's wait.
+        inflight_ns = min(inflight_ns, int(config.mps_quantum_ms * 1e6))
     return {
         "on_governor_loss": _LOSS[config.on_governor_loss],
-        "inflight_ns": config.inflight_us * 1000,
+        "inflight_ns": inflight_ns,
         "marker_ns": 250_000,
         "lookahead_ns": config.lookahead_us * 1000,
         "idle_release_ns": config.idle_release_us * 1000,
@@ -66,7 +70,13 @@ def _settings(config: Config) -> dict[str, int]:
     }
 
 
-def make_grant(path: Path, quota: Quota, devices: tuple[Device, ...], config: Config) -> mmap.mmap:
+def make_grant(
+    path: Path,
+    quota: Quota,
+    devices: tuple[Device, ...],
+    config: Config,
+    strategy: str = "timeslice",
+) -> mmap.mmap:
     """Make a grant page at `path`, in the place of what is there."""
     described: list[dict[str, int | bytes]] = [
         {
@@ -75,6 +85,7 @@ def make_grant(path: Path, quota: Quota, devices: tuple[Device, ...], config: Co
             "context_bytes": config.context_memory,
             "compute": quota.compute * WHOLE // 100,
             "compute_limit": quota.compute_limit * WHOLE // 100,
+            "strategy": int(strategy == "mps"),
         }
         for device in devices
     ]
@@ -89,7 +100,7 @@ def make_grant(path: Path, quota: Quota, devices: tuple[Device, ...], config: Co
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
     finally:
         os.close(fd)
-    pages.init_grant(page, settings=_settings(config), devices=described)
+    pages.init_grant(page, settings=_settings(config, strategy), devices=described)
     # For CUDA_VISIBLE_DEVICES: nobody knows before the start which GPUs are chosen.
     listed = path.with_name("devices")
     listed.unlink(missing_ok=True)
@@ -154,9 +165,9 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
     return quota, tuple(found)
 
 
-def take_over(page: mmap.mmap, config: Config) -> None:
+def take_over(page: mmap.mmap, config: Config, strategy: str = "timeslice") -> None:
     """Put the node's settings into a grant page of the governor before."""
-    for name, value in _settings(config).items():
+    for name, value in _settings(config, strategy).items():
         pages.write(page, 0, "grant_header", name, value)
 
 

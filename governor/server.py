@@ -25,6 +25,7 @@ from governor.config import Config
 from governor.container import Container, container_key
 from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError, TidegateError
+from governor.mps import Event, Mps
 from governor.recover import Found, find_containers
 from governor.state import State
 from oci_hook.errors import HookError
@@ -47,6 +48,7 @@ class Server:
         runners: dict[str, Runner],
         state: State | None = None,
     ) -> None:
+        self.mps: dict[str, Mps] = {}  # by GPU, where it is shared so
         self._config = config
         self._state = state or State()
         self._books = books
@@ -87,6 +89,7 @@ class Server:
                 config=self._config,
                 state=self._state,
                 remains=found.remains,
+                mps=self.mps.get(devices[0].uuid),
             )
         except BaseException:
             self._books.leave(key)
@@ -176,7 +179,11 @@ class Server:
                     listed = [c.describe() for c in self.containers.values()]
                     return {"ok": True, "containers": listed}
                 case "gpus":
-                    return {"ok": True, **self._books.describe()}
+                    answer = self._books.describe()
+                    for gpu in answer["gpus"]:
+                        mps = self.mps.get(gpu["uuid"])
+                        gpu["mps"] = None if mps is None else mps.describe()
+                    return {"ok": True, **answer}
                 case _:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
@@ -228,6 +235,7 @@ class Server:
                 runners=self._runners,
                 config=self._config,
                 state=self._state,
+                mps=self.mps.get(devices[0].uuid),
             )
             self.containers[key] = container
             pending.append(container)
@@ -255,6 +263,7 @@ class Server:
             memory=quota.memory,
             compute=quota.compute,
             compute_limit=quota.compute_limit,
+            strategy=container.strategy,
         )
         return {
             "ok": True,
@@ -264,6 +273,7 @@ class Server:
             "memory": quota.memory,
             "compute": quota.compute,
             "compute_limit": quota.compute_limit,
+            "strategy": container.strategy,
         }
 
     def _confirm(self, pending: list[Container]) -> dict[str, Any]:
@@ -320,12 +330,50 @@ class Server:
         log.info("quota-changed", container=container.identifier, **asdict(quota))
         return {"ok": True, **asdict(quota)}
 
+    def gpu_closed(self, uuid: str, reason: str | None) -> None:
+        """Let no container in on a GPU for now, or again (None)."""
+        if reason is None:
+            self._books.open(uuid)
+        else:
+            self._books.close(uuid, reason)
+
     def gpu_answered(self, uuid: str, error: str | None) -> None:
         """Take a GPU that fails out of what can be granted, and back when it answers (None)."""
         if error is None:
             self._books.regain(uuid)
         else:
             self._books.lose(uuid, error)
+
+    def mps_event(self, mps: Mps, event: Event) -> None:
+        """Take in what happened to a GPU's MPS server, and tell the containers whose it is."""
+        if event.kind == "state":
+            self.gpu_closed(mps.device.uuid, mps.reason)
+            log.info("mps-state", gpu=mps.device.index, state=mps.state)
+            return
+        name = "mps-" + event.kind
+        concerned = [c for c in self.containers.values() if mps.device in c.devices]
+        by = next((c.identifier for c in concerned if event.pid in c.pids()), None)
+        if event.kind in ("client", "server-started"):
+            log.info(name, gpu=mps.device.index, container=by, text=event.text)
+            return
+        log.warning(
+            name,
+            gpu=mps.device.index,
+            by=by,
+            containers=[container.identifier for container in concerned],
+            text=event.text,
+        )
+        if event.kind in ("fault", "server-ended", "daemon-ended"):
+            for container in concerned:
+                # Who the others are is nobody's business.
+                own = by == container.identifier
+                said = "a process of this container" if own else "a process of some container"
+                what = f"{said} had a fatal fault" if event.kind == "fault" else "the server ended"
+                container.tell_mps(Event(event.kind, f"{what}; start what used the GPU again"))
+
+    def mps_used(self, mps: Mps) -> bool:
+        """Return whether containers have the GPU."""
+        return any(mps.device in container.devices for container in self.containers.values())
 
     def _ended(self, container: Container) -> None:
         self._end(container, "ended")

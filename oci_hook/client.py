@@ -20,6 +20,7 @@ class Grant(NamedTuple):
     devices: tuple[str, ...]  # UUIDs
     memory: int
     compute: int
+    strategy: str = "timeslice"
 
 
 class Client:
@@ -119,6 +120,7 @@ class Client:
                 devices=tuple(str(d["uuid"]) for d in answer["devices"]),
                 memory=int(answer["memory"] or 0),
                 compute=int(answer["compute"] or 0),
+                strategy=str(answer.get("strategy", "timeslice")),
             )
         except (KeyError, TypeError, ValueError) as e:
             raise self._bad("admit", answer) from e

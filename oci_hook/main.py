@@ -166,6 +166,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
             "devices": list(grant.devices),
             "memory": grant.memory,
             "compute": grant.compute,
+            "strategy": grant.strategy,
             "operations": len(plan.operations),
             "plan": plan.describe(),
         }

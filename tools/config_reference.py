@@ -64,6 +64,10 @@ def accepted(name: str, option: dict[str, Any]) -> str:
     """Return what is accepted, in words."""
     if name in ACCEPTED:
         return ACCEPTED[name]
+    if "patternProperties" in option:
+        return "GPUs"
+    if option.get("type") == "array":
+        return "list of " + ", ".join(f"`{value}`" for value in option["items"]["enum"])
     if "enum" in option:
         return ", ".join(f"`{value}`" for value in option["enum"])
     if option["type"] == ["string", "integer"]:
@@ -80,8 +84,10 @@ def shown(name: str, value: object, option: dict[str, Any]) -> str:
     """Return a default as one would write it."""
     if name in DEPENDS:
         return DEPENDS[name]
-    if value is None:
+    if value is None or value == {}:
         return "none"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(value)}]`"
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     if option.get("type") == ["string", "integer"] and isinstance(value, int):
@@ -93,7 +99,7 @@ def rows(options: dict[str, Any], values: object, prefix: str = "") -> list[str]
     """Return one row for each option, in the order of the schema."""
     lines = []
     for name, option in options.items():
-        if option.get("type") == "object":
+        if "properties" in option:
             lines += rows(option["properties"], getattr(values, name), f"{prefix}{name}.")
             continue
         default = shown(name, getattr(values, name), option)

@@ -191,15 +191,16 @@ class Nvml:
         handle = self._get(uuid)
         used: dict[int, int | None] = {}
         computing: set[int] = set()
-        # A process with contexts of both kinds is in both lists, with the same figure.
+        # A process with contexts of several kinds is in several lists, with the same figure.
         for ask in (
             nvml.nvmlDeviceGetComputeRunningProcesses,
             nvml.nvmlDeviceGetGraphicsRunningProcesses,
+            nvml.nvmlDeviceGetMPSComputeRunningProcesses,
         ):
             for process in _optional(nvml, functools.partial(ask, handle)) or ():
                 known = (used.get(int(process.pid)), _available(nvml, process.usedGpuMemory))
                 used[int(process.pid)] = max((k for k in known if k is not None), default=None)
-                if ask is nvml.nvmlDeviceGetComputeRunningProcesses:
+                if ask is not nvml.nvmlDeviceGetGraphicsRunningProcesses:
                     computing.add(int(process.pid))
         return tuple(ProcessMemory(pid, used[pid], pid in computing) for pid in sorted(used))
 

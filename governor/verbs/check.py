@@ -90,7 +90,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
     """Return a table of the GPUs with what is left of them, and how near they are to each other."""
     gpus = answer["gpus"]
     columns = [f"GPU{gpu['index']}" for gpu in gpus] if len(gpus) > 1 else []
-    rows = [["GPU", "NAME", "MEMORY LEFT", "TIME LEFT", "CONTAINERS", "NUMA", *columns]]
+    rows = [["GPU", "NAME", "MEMORY LEFT", "TIME LEFT", "STRATEGY", "CONTAINERS", "NUMA", *columns]]
     for gpu in gpus:
         ways = {route["to"]: _way(route) for route in gpu["routes"]}
         rows.append(
@@ -99,6 +99,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
                 gpu["name"],
                 f"{gpu['memory_left'] // MIB} of {gpu['memory'] // MIB} MiB",
                 f"{gpu['compute_left']} %" if gpu["lost"] is None else "lost",
+                gpu["strategy"],
                 str(gpu["containers"]),
                 "?" if gpu["numa_node"] is None else str(gpu["numa_node"]),
                 *(
@@ -114,6 +115,11 @@ def _lines(answer: dict[str, Any]) -> list[str]:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     lines += [f"GPU {gpu['index']} is lost: {gpu['lost']}" for gpu in gpus if gpu["lost"]]
+    lines += [
+        f"GPU {gpu['index']} takes no container now: {gpu['closed']}"
+        for gpu in gpus
+        if gpu["closed"]
+    ]
     lines += [f"GPU {one['index']} is not shared: {one['reason']}" for one in answer["left_out"]]
     return lines
 

@@ -12,7 +12,17 @@ from governor.config import read_config
 
 SUMMARY = "list the containers that share this node's GPUs"
 
-COLUMNS = ("CONTAINER", "GPU", "COMPUTE", "LIMIT", "MEMORY", "QUOTA", "PEAK", "PROCESSES")
+COLUMNS = (
+    "CONTAINER",
+    "GPU",
+    "STRATEGY",
+    "COMPUTE",
+    "LIMIT",
+    "MEMORY",
+    "QUOTA",
+    "PEAK",
+    "PROCESSES",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +55,7 @@ def _rows(container: dict[str, Any]) -> list[tuple[str, ...]]:
         (
             str(container["id"])[:40],
             str(device["index"]),
+            str(container["strategy"]),
             f"{container['compute']} %",
             f"{container['compute_limit']} %",
             _mebibytes(device["memory_used"]),

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from governor.arbiter import NEVER, NOBODY, WHOLE, Arbiter, ArbiterConfig, load_library
+from governor.arbiter import (
+    NEVER,
+    NOBODY,
+    WHOLE,
+    Arbiter,
+    ArbiterConfig,
+    arbiter_config,
+    load_library,
+)
+from governor.config import Config
 
 MS = 1_000_000
 S = 1_000 * MS
@@ -553,3 +562,27 @@ def test_a_container_that_shows_nothing_has_the_gpu_if_nobody_else_wants_it(libr
             if view.holder != NOBODY:
                 arbiter.released(now + 4 * MS)
         assert late in holders
+
+
+def test_grants_of_an_mps_gpu_are_short_and_right_over_a_tenth_of_a_second(library):
+    """No contexts change: a hand-over is 20 us here, where `timeslice` has 150."""
+    settings = arbiter_config(Config(), "mps")
+    values = {name: getattr(settings, name) for name, _ in settings._fields_}
+    assert (values["quantum_ns"], values["most_ns"], values["switch_ns"]) == (MS, MS, 0)
+    jobs = [Job(q, q, unit=50_000) for q in (45, 30, 15)]
+    stats = play(library, jobs, 10 * S, handover=20_000, **values)
+    for job, stat in zip(jobs, stats, strict=True):
+        assert stat.held_ns / stat.grants < 1.1 * MS
+        assert job.share(S, 10 * S) == pytest.approx(job.guarantee, abs=0.5)
+    step = S // 10
+    errors = [abs(j.share(t, t + step) - j.guarantee) for j in jobs for t in range(S, 9 * S, step)]
+    assert sum(errors) / len(errors) < 0.5
+    tight = [Job(q, q, unit=50_000) for q in (50, 30, 20)]
+    play(library, tight, 10 * S, handover=20_000, **values)
+    assert sum(job.share(S, 10 * S) for job in tight) > 96
+
+
+@pytest.mark.parametrize("quantum", [0.5, 1.0, 20.0])
+def test_who_is_next_is_told_before_the_grant_begins(quantum):
+    settings = arbiter_config(Config(mps_quantum_ms=quantum), "mps")
+    assert settings.lead_ns < settings.quantum_ns == settings.most_ns

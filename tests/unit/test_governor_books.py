@@ -198,3 +198,60 @@ def test_one_device_under_two_names_is_refused() -> None:
     devices = gpus(2)
     with pytest.raises(RefusedError, match="names a GPU twice"):
         Books(devices, Config()).admit("a", ask(memory="1Gi", devices=f"1,{devices[1].uuid}"))
+
+
+BOTH = Config(strategies=("timeslice", "mps"), gpus={"1": {"strategy": "mps"}})
+
+
+@pytest.mark.parametrize(
+    ("annotations", "found"),
+    [
+        ({"strategy": "mps"}, [1]),
+        ({"strategy": "timeslice"}, [0]),
+        ({"strategy": "auto", "compute": 30}, [0]),
+        ({"count": 2}, [0, 2]),  # a client of MPS has one GPU
+        ({"devices": "1"}, [1]),
+        ({"devices": "1", "strategy": "mps"}, [1]),
+    ],
+)
+def test_a_container_goes_where_its_strategy_is(
+    annotations: dict[str, object], found: list[int]
+) -> None:
+    assert chosen(Books(gpus(3), BOTH), "a", memory="2Gi", **annotations) == found
+
+
+@pytest.mark.parametrize(
+    ("annotations", "line"),
+    [
+        ({"strategy": "mps", "devices": "0"}, "GPU 0 is shared by timeslice, annotation"),
+        ({"strategy": "timeslice", "devices": "1"}, "GPU 1 is shared by mps, annotation"),
+        ({"devices": "0,1"}, "GPU 1 is shared by mps, a container has one GPU by that strategy"),
+        ({"strategy": "mps", "count": 2}, "2 GPUs were asked for, a client of MPS has one"),
+        ({"count": 3}, "3 GPUs were asked for, this node has 2 GPUs to share"),
+    ],
+)
+def test_where_it_is_not_a_container_is_refused(annotations: dict[str, object], line: str) -> None:
+    with pytest.raises(RefusedError, match=line):
+        Books(gpus(3), BOTH).admit("a", ask(memory="2Gi", **annotations))
+
+
+def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:
+    books = Books(gpus(2), Config(strategies=("mps",)))
+    assert [books.strategy(gpu.uuid) for gpu in gpus(2)] == ["mps", "mps"]
+    with pytest.raises(RefusedError, match="this node offers mps"):
+        books.admit("a", ask(memory="2Gi", strategy="timeslice"))
+    with pytest.raises(RefusedError, match="no GPU that answers is shared by timeslice"):
+        books.admit("a", ask(memory="2Gi", count=2))
+
+
+def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
+    books = Books(gpus(3), BOTH)
+    quota, _ = books.admit("a", ask(memory="2Gi", strategy="mps"))
+    books.close(gpus(3)[1].uuid, "its MPS server is away")
+    for asked in ({"strategy": "mps"}, {"devices": "1"}):
+        with pytest.raises(RefusedError, match="GPU 1 takes no container now: its MPS server"):
+            books.admit("b", ask(memory="2Gi", **asked))
+    books.change("a", Quota(quota.memory // 2, 10, 10))
+    assert chosen(books, "c", memory="2Gi") == [0]
+    books.open(gpus(3)[1].uuid)
+    assert chosen(books, "b", memory="2Gi", strategy="mps") == [1]

@@ -159,3 +159,32 @@ def test_quantities(value: str | int, size: int) -> None:
 def test_quantities_that_are_none(value: str) -> None:
     with pytest.raises(ConfigError, match="memory_reserve is"):
         parse_quantity(value, "memory_reserve")
+
+
+def test_a_gpu_has_its_own_strategy_by_index_or_uuid() -> None:
+    uuid = "GPU-6d0b7ab0-2f4f-4d5e-9b3a-0c2d9d2a7f10"
+    text = f"strategies: [mps, timeslice]\ngpus: {{1: {{strategy: timeslice}}, {uuid}: {{strategy: timeslice}}}}\ndefaults: {{memory: 1Gi}}\n"
+    config = parse_config(text)
+    assert [config.strategy_of(i, "GPU-x") for i in range(3)] == ["mps", "timeslice", "mps"]
+    assert config.strategy_of(7, uuid) == "timeslice"
+    assert parse_config(json.dumps(describe(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("gpus: {1: {strategy: mps}}", "gpus.1.strategy is mps, strategies allows timeslice"),
+        ("strategies: []", "strategies"),
+        ("strategies: [mps, mps]", "strategies"),
+        ("strategies: [passthrough]", "strategies"),
+        ("gpus: {-1: {strategy: timeslice}}", "gpus"),
+        ("gpus: {1: timeslice}", "gpus.1"),
+        ("gpus: {1: {}}", "gpus.1"),
+        ("gpus: [1]", "gpus"),
+        ("mps_quantum_ms: .nan", "mps_quantum_ms"),
+    ],
+)
+def test_a_wrong_strategy_is_an_error_that_names_it(text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text)
+    assert named in line(caught.value)

@@ -28,6 +28,7 @@ from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time
 from governor.errors import ConfigError, GovernorError
 from governor.metrics import HEAD_LIMIT, METRICS, MOST_CONNECTIONS, Endpoint, collect, listening
+from governor.mps import Mps, Tools
 from governor.server import Server
 from governor.violations import Episode
 from libcontrol import layout, pages
@@ -186,6 +187,9 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         one.findings.counts[0]["memory"] = 1
         world.server.tally.violations["memory"] = 1
         world.server.tally.looked(UUID, 0.5, failed=True)
+        mps = Mps(one.devices[0], Tools(Path("/"), "", "", multiuser=True), Config(), print)
+        mps.state, mps.counts.faults = "running", 2
+        world.server.mps[UUID] = mps
         found = await world.scrape()
         gpu = {"gpu": UUID, "index": "0"}
         assert of(found, "build_info", version="0.1.0") == 1
@@ -196,7 +200,7 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(found, "admissions_refused_total", code="request") == 0
         assert of(found, "violations_total", kind="memory") == 1
         assert of(found, "violations_total", kind="compute") == 0
-        assert of(found, "gpu_info", **gpu, name='a "GPU" \\ of ours') == 1
+        assert of(found, "gpu_info", **gpu, name='a "GPU" \\ of ours', strategy="timeslice") == 1
         assert of(found, "gpu_containers", **gpu) == 2
         assert of(found, "gpu_memory_bytes", **gpu) == 16 * GIB
         assert of(found, "gpu_memory_grantable_bytes", **gpu) == 10 * GIB - 512 * MIB
@@ -205,6 +209,8 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(found, "gpu_looks_total", **gpu) == 1
         assert of(found, "gpu_looks_failed_total", **gpu) == 1
         assert of(found, "gpu_look_seconds_total", **gpu) == 0.5
+        assert of(found, "gpu_mps_running", **gpu) == 1
+        assert of(found, "gpu_mps_faults_total", **gpu) == 2
         own = {"container": "one", "gpu": UUID}
         assert of(found, "container_processes", container="one") == 1
         assert of(found, "container_compute_guarantee_ratio", **own) == 0.4
@@ -516,5 +522,6 @@ def test_names_follow_the_conventions() -> None:
             "code",
             "version",
             "name",
+            "strategy",
         }
     assert len({metric.name for metric in METRICS}) == len(METRICS)

@@ -266,6 +266,7 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
             "memory": 4 * GIB,
             "compute": 60,
             "compute_limit": 60,
+            "strategy": "timeslice",
         }
         names = {path.name for path in directory.iterdir()}
         assert names == {"grant", "devices", "governor.sock"}
@@ -562,8 +563,11 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
                     "memory_left": 12 * GIB - GIB // 2,
                     "compute_left": 40,
                     "containers": 1,
+                    "strategy": "timeslice",
+                    "mps": None,
                     "numa_node": None,
                     "lost": None,
+                    "closed": None,
                     "routes": [],
                 }
             ],

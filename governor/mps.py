@@ -1,0 +1,426 @@
+"""NVIDIA's MPS server of one GPU: a daemon that is started, watched, and started again.
+
+`nvidia-cuda-mps-control` listens on two sockets. On `control` it takes clients and the commands
+that a client's user may give; on `control_privileged` it takes all commands, from its own user,
+root: which is also who runs in most containers. So a container gets `control` alone, as a hard link
+in its own directory, and never the directory of the daemon.
+
+The daemon is in a session of its own and outlives us: containers go on while the governor is away.
+The next governor finds it by who listens on its socket. A fatal fault of one client ends the work
+of all; the server then waits for every one of them to leave before it takes new ones. Those
+who do not leave in time are parted from it: the daemon is ended and started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from governor.books import Device
+from governor.config import Config
+from governor.errors import GovernorError
+from vdriver.manifest import Manifest
+
+log = structlog.get_logger()
+
+PROGRAM = "nvidia-cuda-mps-control"
+DIRECTORY = "mps"
+"""Of a container's directory: what its driver is told to look for the daemon in."""
+READY_S = 10.0
+POLL_S = 0.1
+SHORTEST_S, LONGEST_S = 0.2, 10.0
+"""Between two starts, the longer the more often it has ended."""
+LIVED_S = 60.0
+"""A daemon that ends after so long had started well."""
+LOG_LIMIT = 8 << 20
+READ_LIMIT = 1 << 20
+
+_MULTIUSER = b"multiuser-server"
+_PREFIX = re.compile(r"\[[-0-9]+ [:.0-9]+ +[A-Z][a-z]+ +([0-9]+)\] ?")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The host's own programs and libraries of MPS: the server loads the driver itself."""
+
+    control: Path
+    search: str  # PATH: the daemon looks for the server in it
+    libraries: str
+    multiuser: bool  # takes clients of all users; otherwise of one at a time
+
+
+def find_tools(manifest: Manifest) -> Tools:
+    """Return the programs that a generation was mirrored from; GovernorError where it has none."""
+    root = Path(manifest.root)
+    sources = {
+        Path(file.path).name: root / file.source.lstrip("/")
+        for file in manifest.files
+        if file.role in ("program", "origin") and file.source
+    }
+    control = sources.get(PROGRAM)
+    if control is None:
+        raise GovernorError(
+            f"the driver {manifest.version} of this node has no {PROGRAM}",
+            hint="install it and run tidegate refresh, or leave mps out of strategies",
+        )
+    server = sources.get("nvidia-cuda-mps-server", control)
+    directories = dict.fromkeys([str(control.parent), str(server.parent), "/usr/bin", "/bin"])
+    libraries = sources.get("libcuda-origin.so.1", control).parent
+    try:
+        multiuser = _MULTIUSER in control.read_bytes()
+    except OSError as e:
+        raise GovernorError(f"{control}: {e.strerror}", hint="run tidegate refresh") from e
+    return Tools(control, ":".join(directories), str(libraries), multiuser)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a line of the daemon's or the server's log says.
+
+    `pid` is a client's, `writer` who the line says that it is from.
+    """
+
+    kind: str
+    text: str
+    pid: int | None = None
+    writer: int = 0
+
+
+_EVENTS = (
+    ("fault", re.compile(r"Client process (\d+) encountered a fatal GPU error")),
+    (
+        "fault",
+        re.compile(r"Server is handling a fatal GPU error|Server encountered a fatal exception"),
+    ),
+    ("refused", re.compile(r"Failed to accept new client|Teardown in progress")),
+    ("refused", re.compile(r"Device \(uuid .*\) is (?:not supported|invisible)")),
+    ("client", re.compile(r"NEW CLIENT (\d+) from user")),
+    ("server-started", re.compile(r"NEW SERVER \d+: Ready|Creating server context")),
+    ("server-ended", re.compile(r"Server \d+ exited with status")),
+    ("command", re.compile(r"Cmd:")),
+)
+
+
+def read_line(line: str) -> Event | None:
+    """Return what a line of a log says, None if it is nothing to us.
+
+    A client's command is written there as it came, line breaks and all. What it cannot well know
+    is the number of the process that every line begins with.
+    """
+    prefix = _PREFIX.match(line)
+    if not prefix:
+        return None
+    text = line[prefix.end() :].strip()
+    for kind, pattern in _EVENTS:
+        found = pattern.match(text)
+        if found:
+            pid = int(found[1]) if found.groups() else None
+            return Event(kind, text[:200], pid, int(prefix[1]))
+    return None
+
+
+class Follower:
+    """New lines of a log that somebody else writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rest = b""
+        self._at = path.stat().st_size if path.exists() else 0
+
+    def lines(self) -> list[str]:
+        """Return the whole lines that came since; a log that has grown large begins anew."""
+        try:
+            with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < self._at:
+                    self._at, self._rest = 0, b""
+                file.seek(self._at)
+                data = file.read(READ_LIMIT)
+        except OSError:
+            return []
+        self._at += len(data)
+        if self._at >= size > LOG_LIMIT:
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, 0)
+            self._at = 0
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[-4096:]
+        return [line.decode("utf-8", "replace") for line in lines]
+
+
+@dataclass
+class Counts:
+    """What has happened since the governor started."""
+
+    starts: int = 0
+    ends: int = 0
+    faults: int = 0
+    refused: int = 0
+    clients: int = 0
+    commands: int = 0
+
+
+class Mps:
+    """The daemon of one GPU. `tell` hears what happens; `state` is starting, running, fault, down.
+
+    Containers may be let in while it is `running`; `reason` says why not otherwise.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        tools: Tools,
+        config: Config,
+        tell: Callable[[Mps, Event], None],
+    ) -> None:
+        self.device = device
+        self.state = "starting"
+        self.reason: str | None = "its MPS server is being started"
+        self.counts = Counts()
+        self._tools = tools
+        self._fault_s = config.mps_fault_s
+        self._tell = tell
+        base = Path(config.runtime_dir) / "mps" / device.uuid
+        self._pipe, self._logs = base / "pipe", base / "log"
+        self._pid = 0
+        self._pidfd = -1
+        self._child: subprocess.Popen[bytes] | None = None
+        self._fault_at: float | None = None
+        self._parted = False
+        self._tried = asyncio.Event()
+        self._linked: dict[Path, int] = {}  # containers' directories, by the socket that they have
+
+    # ---- containers
+
+    def link(self, directory: Path) -> None:
+        """Give a container the way to the daemon: /run/tidegate/mps inside of it."""
+        place = directory / DIRECTORY
+        place.mkdir(mode=0o755, exist_ok=True)
+        place.chmod(0o755)
+        self._linked[place] = 0
+        self._refresh(place)
+
+    def unlink(self, directory: Path) -> None:
+        """Forget a container."""
+        self._linked.pop(directory / DIRECTORY, None)
+
+    def _refresh(self, place: Path) -> None:
+        """A daemon that was started anew listens on a new socket: the link is made again."""
+        source = self._pipe / "control"
+        new = place / ".control"
+        try:
+            inode = source.stat().st_ino
+            if self._linked[place] == inode and (place / "control").exists():
+                return
+            new.unlink(missing_ok=True)
+            os.link(source, new)
+            new.rename(place / "control")
+            self._linked[place] = inode
+        except FileNotFoundError:
+            return  # it is not up yet, or the container is gone
+
+    # ---- the daemon
+
+    async def run(self) -> None:
+        """Keep the daemon running until cancelled; it runs on after that."""
+        pause = SHORTEST_S
+        while True:
+            began = time.monotonic()
+            try:
+                await self._serve()
+                reason = "its MPS daemon has ended, and is started again"
+            except (OSError, GovernorError) as e:
+                reason = f"its MPS daemon does not start: {e}"
+            self._forget()
+            self._set("down", reason)
+            if self._parted or time.monotonic() - began > LIVED_S:
+                pause = SHORTEST_S
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_S)
+
+    async def tried(self) -> None:
+        """Wait until it is known whether the daemon starts."""
+        await self._tried.wait()
+
+    async def _serve(self) -> None:
+        self._parted = False
+        found = self._listener()
+        if found:
+            self._pid, self._pidfd = found, os.pidfd_open(found)
+        # Before it writes a line; what is there was another's, or has been told.
+        followers = [Follower(self._logs / name) for name in ("control.log", "server.log")]
+        if not found:
+            self._spawn()
+            await self._ready()
+        self.counts.starts += not found
+        log.info("mps-adopted" if found else "mps-started", gpu=self.device.index, pid=self._pid)
+        self._set("running", None)
+        writers = {self._pid}
+        while not self._ended():
+            writers.update(_children(self._pid))
+            for place in list(self._linked):
+                self._refresh(place)
+            for follower in followers:
+                for line in follower.lines():
+                    event = read_line(line)
+                    if event and event.writer in writers:
+                        self._take(event)
+            self._look_at_fault()
+            await asyncio.sleep(POLL_S)
+        self.counts.ends += 1
+        self._tell(self, Event("daemon-ended", "the MPS daemon has ended"))
+
+    def _listener(self) -> int:
+        """Return the process that listens on the daemon's socket, 0 if none does."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            try:
+                probe.connect(str(self._pipe / "control_privileged"))
+            except OSError:
+                return 0
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, uid, _ = struct.unpack("3i", credentials)
+        return int(pid) if uid == os.geteuid() else 0
+
+    def _spawn(self) -> None:
+        for path in (self._pipe, self._logs):
+            # A server that is not root's has to pass; no container sees these directories.
+            path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        for name in ("control", "control_privileged", "control_lock", "log", f"{PROGRAM}.pid"):
+            (self._pipe / name).unlink(missing_ok=True)
+        command = [str(self._tools.control), "-f"]
+        if self._tools.multiuser:
+            command.append("-multiuser-server")
+        # In the foreground it writes its log to standard output.
+        with (self._logs / "control.log").open("ab") as out:
+            self._child = subprocess.Popen(
+                command,
+                cwd="/",
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        self._pid, self._pidfd = self._child.pid, os.pidfd_open(self._child.pid)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": self._tools.search,
+            "LD_LIBRARY_PATH": self._tools.libraries,
+            "CUDA_VISIBLE_DEVICES": self.device.uuid,
+            "CUDA_MPS_PIPE_DIRECTORY": str(self._pipe),
+            "CUDA_MPS_LOG_DIRECTORY": str(self._logs),
+        }
+
+    async def _ready(self) -> None:
+        deadline = time.monotonic() + READY_S
+        while self._listener() != self._pid:
+            if self._ended():
+                raise GovernorError(
+                    f"{PROGRAM} ended at once", hint=f"see {self._logs}/control.log"
+                )
+            if time.monotonic() > deadline:
+                self._kill()
+                raise GovernorError(
+                    f"{PROGRAM} did not listen within {READY_S:g} s",
+                    hint=f"see {self._logs}/control.log",
+                )
+            await asyncio.sleep(0.02)
+
+    def _ended(self) -> bool:
+        return bool(select.select([self._pidfd], [], [], 0)[0])
+
+    def _forget(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        if self._child is not None and self._child.poll() is None:
+            self._child.kill()
+            self._child.wait()
+        self._pid, self._pidfd, self._child, self._fault_at = 0, -1, None, None
+
+    # ---- what happens
+
+    def _set(self, state: str, reason: str | None) -> None:
+        if (state, reason) != (self.state, self.reason):
+            self.state, self.reason = state, reason
+            self._tried.set()
+            self._tell(self, Event("state", state))
+
+    def _take(self, event: Event) -> None:
+        match event.kind:
+            case "fault":
+                # Both logs and several lines tell of one fault.
+                if self._fault_at is None:
+                    self.counts.faults += 1
+                    self._fault_at = time.monotonic()
+                    self._set("fault", "after a fault its MPS server waits for its clients to go")
+                elif event.pid is None:
+                    return
+            case "refused":
+                self.counts.refused += 1
+            case "client":
+                self.counts.clients += 1
+            case "command":
+                self.counts.commands += 1
+            case "server-started" | "server-ended":
+                self._recovered()
+        self._tell(self, event)
+
+    def _recovered(self) -> None:
+        self._fault_at = None
+        self._set("running", None)
+
+    def _look_at_fault(self) -> None:
+        """End a server that its clients keep from recovering: their contexts are lost anyway."""
+        if self._fault_at is None or time.monotonic() - self._fault_at < self._fault_s:
+            return
+        log.warning("mps-ended-after-fault", gpu=self.device.index, waited_s=self._fault_s)
+        self._parted = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """End daemon and server at once."""
+        for pid in (*_children(self._pid), self._pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End the daemon: nobody uses it any more."""
+        if self._pid and not self._ended():
+            self._kill()
+            select.select([self._pidfd], [], [], 5)
+            log.info("mps-stopped", gpu=self.device.index)
+        self._forget()
+
+    def leave(self) -> None:
+        """Let the daemon run on without us."""
+        if self._child is not None:
+            self._child.returncode = 0  # not a child that was forgotten
+        self._child = None
+        self._forget()
+
+    def describe(self) -> dict[str, Any]:
+        """Return what is known of it, for `tidegate ps` and `tidegate check`."""
+        return {"state": self.state, "reason": self.reason, "pid": self._pid, **vars(self.counts)}
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError, ValueError):
+            found += [int(child) for child in task.read_text().split()]
+    return found

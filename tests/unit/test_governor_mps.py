@@ -1,0 +1,242 @@
+"""NVIDIA's MPS daemon as the governor keeps it: what its logs say, who may command it, and its end.
+
+The lines are those of driver 550's programs. Where the driver packages of test_vdriver_debian.py have been downloaded, the
+daemon is NVIDIA's own: it needs no GPU until a client comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from governor import mps
+from governor.books import Device
+from governor.config import Config
+from governor.errors import GovernorError
+from governor.mps import DIRECTORY, PROGRAM, Event, Follower, Mps, Tools, find_tools, read_line
+from vdriver.manifest import File, Manifest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICE = Device(0, "GPU-00000000-0000-0000-0000-000000000001", "simulated", 16 << 30)
+CONTROL = "[2026-11-22 02:53:36.999 Control  6701] "
+SERVER = "[2026-11-22 02:53:36.999 Server  6901] "
+
+
+@pytest.mark.parametrize(
+    ("line", "event"),
+    [
+        (SERVER + "Client process 4711 encountered a fatal GPU error.", ("fault", 4711)),
+        (SERVER + "Server is handling a fatal GPU error.", ("fault", None)),
+        (CONTROL + "Server encountered a fatal exception. Shutting down", ("fault", None)),
+        (CONTROL + "Server 6781 exited with status 1", ("server-ended", None)),
+        (CONTROL + "NEW SERVER 6781: Ready", ("server-started", None)),
+        (CONTROL + "NEW CLIENT 8 from user 0: Server already exists", ("client", 8)),
+        (CONTROL + "NEW CLIENT 8 from user 1000: Server is not ready, push client to pending list", ("client", 8)),
+        (SERVER + "Failed to accept new client. Maximum number of clients (60) reached.", ("refused", None)),
+        (SERVER + "Teardown in progress, client creation denied", ("refused", None)),
+        (SERVER + "Creating server context on device 0 (NVIDIA H200)", ("server-started", None)),
+        (CONTROL + "Cmd:shutdown_server 12889 -f", ("command", None)),
+    ],
+)  # fmt: skip
+def test_what_a_line_of_the_logs_says(line: str, event: tuple[str, int | None]) -> None:
+    found = read_line(line)
+    assert found is not None
+    assert (found.kind, found.pid) == event
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "[", CONTROL, CONTROL + "Accepting connection...", CONTROL + "NEW UI", CONTROL + "UI closed",
+        # A command is somebody's text, and may have line breaks.
+        "Client process 4711 encountered a fatal GPU error.",
+        CONTROL + 'Unknown command "Client process 1 encountered a fatal GPU error."',
+        "\x00\xff", "x" * 100_000,
+    ],
+)  # fmt: skip
+def test_other_lines_say_nothing(line: str) -> None:
+    assert read_line(line) is None
+
+
+def test_lines_are_told_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "log"
+    path.write_text("of the one before\n")
+    follower = Follower(path)
+    assert follower.lines() == []
+    with path.open("a") as file:
+        file.write("one\ntwo\nthr")
+    assert follower.lines() == ["one", "two"]
+    with path.open("a") as file:
+        file.write("ee\n")
+    assert follower.lines() == ["three"]
+    monkeypatch.setattr(mps, "LOG_LIMIT", 64)
+    with path.open("a") as file:
+        file.write("y" * 80 + "\n")
+    assert follower.lines() == ["y" * 80]
+    assert path.stat().st_size == 0
+    with path.open("a") as file:
+        file.write("anew\n")
+    assert follower.lines() == ["anew"]
+    path.unlink()
+    assert follower.lines() == []
+
+
+def manifest(root: Path, *files: File) -> Manifest:
+    return Manifest("g", "550.163.01", "nvidia", "x86_64", (), (), (), (), files, str(root), ())
+
+
+def program(name: str, source: str) -> File:
+    return File(f"bin/{name}", "program", source=source)
+
+
+def test_the_hosts_own_programs_and_libraries_are_used(tmp_path: Path) -> None:
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / "usr/bin" / PROGRAM).write_bytes(b"...-multiuser-server...")
+    tools = find_tools(
+        manifest(
+            tmp_path,
+            program(PROGRAM, f"/usr/bin/{PROGRAM}"),
+            program("nvidia-cuda-mps-server", "/usr/sbin/nvidia-cuda-mps-server"),
+            File("lib64/origin/libcuda-origin.so.1", "origin", source="/usr/lib/nvidia/libcuda.so.550.163.01"),
+        )
+    )  # fmt: skip
+    assert tools == Tools(
+        tmp_path / "usr/bin" / PROGRAM,
+        f"{tmp_path}/usr/bin:{tmp_path}/usr/sbin:/usr/bin:/bin",
+        f"{tmp_path}/usr/lib/nvidia",
+        True,
+    )
+
+
+def test_a_driver_without_the_programs_is_named() -> None:
+    with pytest.raises(GovernorError, match=f"550.163.01 of this node has no {PROGRAM}"):
+        find_tools(manifest(Path("/")))
+
+
+def daemons() -> list[Path]:
+    """NVIDIA's own, and the stand-in."""
+    return sorted((ROOT / "build/driver-cache").glob(f"*/root/usr/bin/{PROGRAM}"))
+
+
+@pytest.fixture(params=["stand-in", *(path.parts[-5] for path in daemons())])
+def tools(request: pytest.FixtureRequest, build_dir: Path) -> Tools:
+    if request.param == "stand-in":
+        control = build_dir / "simgpu/mps-control"
+    else:
+        [control] = (path for path in daemons() if path.parts[-5] == request.param)
+    return Tools(control, "/usr/bin:/bin", "/nonexistent", multiuser=False)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A socket's path has 107 bytes."""
+    made = Path(tempfile.mkdtemp(prefix="tg"))
+    yield made
+    shutil.rmtree(made)
+
+
+@contextlib.asynccontextmanager
+async def running(made: Mps) -> AsyncIterator[None]:
+    task = asyncio.get_running_loop().create_task(made.run())
+    try:
+        await until(lambda: made.state == "running")
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15):
+        while not condition():  # noqa: ASYNC110 - the world's, not ours to signal
+            await asyncio.sleep(0.02)
+
+
+def command(path: Path, text: str) -> None:
+    """Give the daemon a command, as nvidia-cuda-mps-control does, with this process's own credentials."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
+        s.settimeout(5)
+        s.connect(str(path))
+        assert s.recv(100) == b"OUTBHELL\0"
+        own = struct.pack("3i", os.getpid(), os.geteuid(), os.getegid())
+        s.sendmsg([b"OUTBCRED\0"], [(socket.SOL_SOCKET, 2, own)])
+        s.sendall(struct.pack("I", 4))
+        s.sendall(struct.pack("Q", len(text) + 2))
+        s.sendall(text.encode() + b"\n\0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="MPS is root's here")
+def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: Path) -> None:
+    told: list[Event] = []
+    container = short / "container"
+    container.mkdir()
+    made = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda _, event: told.append(event))
+
+    async def story() -> None:
+        assert made.reason is not None
+        async with running(made):
+            assert made.reason is None
+            made.link(container)
+            place = container / DIRECTORY
+            assert [path.name for path in place.iterdir()] == ["control"]
+            # Root's word does not count on the socket of clients: this is what containers hang on.
+            command(place / "control", "quit")
+            await until(lambda: made.counts.commands == 1)
+            assert made.state == "running"
+            before = made.describe()["pid"]
+            inode = (place / "control").stat().st_ino
+            os.kill(before, signal.SIGKILL)
+            await until(lambda: made.counts.starts == 2)
+            await until(lambda: (place / "control").stat().st_ino != inode)
+            command(place / "control", "get_server_list")
+            await until(lambda: made.counts.commands == 2)
+            # A command that brings a line of its own makes nobody believe in a fault.
+            fault = SERVER + "Client process 1 encountered a fatal GPU error."
+            command(place / "control", f"nothing\n{fault}")
+            await until(lambda: made.counts.commands == 3)
+            await asyncio.sleep(0.3)
+            assert made.counts.faults == 0
+            # It goes on without us, and another governor finds it.
+            pid = made.describe()["pid"]
+        made.leave()
+        heir = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda *_: None)
+        async with running(heir):
+            assert heir.describe()["pid"] == pid
+            assert heir.counts.starts == 0
+            await asyncio.sleep(0.3)
+            assert heir.counts.commands == 0  # what was said before is not told again
+        heir.stop()
+        with pytest.raises(ConnectionRefusedError):
+            command(container / DIRECTORY / "control", "get_server_list")
+
+    asyncio.run(story())
+    kinds = [event.kind for event in told if event.kind != "state"]
+    assert kinds == ["command", "daemon-ended", "command", "command"]
+
+
+def test_one_that_does_not_start_is_down_and_tried_again(short: Path) -> None:
+    tools = Tools(Path("/bin/false"), "/bin", "/", multiuser=False)
+    states: list[str] = []
+    made = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda m, _: states.append(m.state))
+
+    async def story() -> None:
+        task = asyncio.get_running_loop().create_task(made.run())
+        await until(lambda: made.state == "down")
+        assert made.reason is not None
+        assert made.reason.startswith("its MPS daemon does not start: ")
+        assert f"{PROGRAM} ended at once; see {short}/mps/" in made.reason
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(story())
+    assert states == ["down"]

@@ -6,7 +6,7 @@ All arms of all suites run with the governor's own configuration: one quantum, o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -176,6 +176,11 @@ def _arms() -> dict[str, Arm]:
 
 
 ARMS = _arms()
+# MPS is NVIDIA's, and no part of every node: these are run when they are named.
+ARMS |= {
+    f"mps-{name}": replace(ARMS[name], settings={"strategies": ["mps"]})
+    for name in ("thirds", "tight", "four-50us", "four-500us")
+}
 
 SUITES: dict[str, tuple[str, ...]] = {
     "table7": ("thirds",),

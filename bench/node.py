@@ -91,10 +91,20 @@ class Node:
     ) -> None:
         for container in self.running:
             self.delete(container)
+        self._leave_mps()
         self.stop_governor()
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         if not self._keep_machine:
             self.machine.close()
+
+    def _leave_mps(self) -> None:
+        """Keep the logs of MPS; its daemons end with the governor once nobody uses them."""
+        for logs in (self.runtime_dir / "mps").glob("*/log"):
+            shutil.copytree(logs, self.work / "mps" / logs.parent.name, dirs_exist_ok=True)
+            deadline = time.monotonic() + 5
+            with contextlib.suppress(GovernorError):
+                while ask(self.config, "list")["containers"] and time.monotonic() < deadline:
+                    time.sleep(0.05)
 
     @property
     def governor_pid(self) -> int:

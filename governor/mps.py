@@ -192,6 +192,7 @@ class Mps:
         self.reason: str | None = "its MPS server is being started"
         self.counts = Counts()
         self._tools = tools
+        self._multiuser = tools.multiuser
         self._fault_s = config.mps_fault_s
         self._tell = tell
         base = Path(config.runtime_dir) / "mps" / device.uuid
@@ -302,7 +303,7 @@ class Mps:
         for name in ("control", "control_privileged", "control_lock", "log", f"{PROGRAM}.pid"):
             (self._pipe / name).unlink(missing_ok=True)
         command = [str(self._tools.control), "-f"]
-        if self._tools.multiuser:
+        if self._multiuser:
             command.append("-multiuser-server")
         # In the foreground it writes its log to standard output.
         with (self._logs / "control.log").open("ab") as out:
@@ -330,6 +331,8 @@ class Mps:
         deadline = time.monotonic() + READY_S
         while self._listener() != self._pid:
             if self._ended():
+                # The name of the option is in the program; whether it is taken only it knows.
+                self._multiuser = self._tools.multiuser and not self._multiuser
                 raise GovernorError(
                     f"{PROGRAM} ended at once", hint=f"see {self._logs}/control.log"
                 )

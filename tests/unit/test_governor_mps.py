@@ -240,3 +240,22 @@ def test_one_that_does_not_start_is_down_and_tried_again(short: Path) -> None:
 
     asyncio.run(story())
     assert states == ["down"]
+
+
+def test_one_that_does_not_take_all_users_is_started_for_one(short: Path, build_dir: Path) -> None:
+    picky = short / PROGRAM
+    picky.write_text(f'#!/bin/sh\n[ $# = 1 ] && exec {build_dir}/simgpu/mps-control "$@"\n')
+    picky.chmod(0o755)
+    made = Mps(
+        DEVICE,
+        Tools(picky, "/usr/bin:/bin", "/", multiuser=True),
+        Config(runtime_dir=str(short)),
+        lambda *_: None,
+    )
+
+    async def story() -> None:
+        async with running(made):
+            assert made.counts.starts == 1
+        made.stop()
+
+    asyncio.run(story())

@@ -13,6 +13,7 @@
 #include "schedule.h"
 
 #define HELD_LOOK 500000u /* ns between two looks at a word that a command waits for */
+#define MEET_LOOK 100000u /* the same of a kernel that spins */
 
 static struct pool contexts_pool = POOL(context, 0x43545830);
 
@@ -129,6 +130,7 @@ void context_free(struct context *context)
 void context_unhold(struct context *context)
 {
     struct gpu_context *shared = &context->device->gpu->contexts[context->index];
+    const struct gpu_lane *lane = &schedule_current(context->device->gpu)->lanes[context->index];
     uint64_t tail = shared->tail;
 
     for (uint64_t i = context->head; context->n_waits && i < tail; i++) {
@@ -136,11 +138,19 @@ void context_unhold(struct context *context)
 
         if (!place->word)
             continue;
+        if (place->own) {
+            if (i != lane->head || !lane->progress)
+                return;
+            __atomic_store_n(place->own, place->value, __ATOMIC_RELEASE);
+        }
         if ((int32_t)(__atomic_load_n(place->word, __ATOMIC_ACQUIRE) - place->value) < 0)
             return; /* what is behind it waits for it, too */
         place->word = NULL;
         context->n_waits--;
-        shared->queue[i % GPU_QUEUE].duration &= ~GPU_HELD;
+        if (place->own)
+            shared->queue[i % GPU_QUEUE].duration = lane->progress + place->behind;
+        else
+            shared->queue[i % GPU_QUEUE].duration &= ~GPU_HELD;
     }
 }
 
@@ -183,6 +193,14 @@ CUresult context_look(struct context *context)
     return CUDA_SUCCESS;
 }
 
+/* How long to sleep between two looks at the word that the context waits for. */
+static uint64_t context_patience(const struct context *context)
+{
+    const struct place *first = &context->places[context->head % GPU_QUEUE];
+
+    return first->word && first->own ? MEET_LOOK : HELD_LOOK;
+}
+
 /*
  * Sleep, without the lock, until `need` kernels may have completed; called with the device's lock,
  * which is released. Returns an error when the context did not survive.
@@ -196,10 +214,10 @@ static CUresult context_sleep(struct context *context, uint64_t need)
 
     if (context->n_waits && !atomic_load(&device->gpu->shared.clock_mode)) {
         /* The word may be stored to at any time, and nobody tells. */
-        uint64_t soon = schedule_current(device->gpu)->now;
+        uint64_t soon = schedule_current(device->gpu)->now + context_patience(context);
 
-        if (when > soon + HELD_LOOK)
-            when = soon + HELD_LOOK;
+        if (when > soon)
+            when = soon;
     }
     device_leave(device);
     context_settle(context);
@@ -290,14 +308,20 @@ void context_append(struct context *context, const struct command *command)
     struct place *place = &context->places[tail % GPU_QUEUE];
 
     place->stamp = command->stamp;
-    place->word = command->kind == COMMAND_WAIT ? command->word : NULL;
+    place->word =
+        command->kind == COMMAND_WAIT || command->kind == COMMAND_MEET ? command->word : NULL;
+    place->own = command->kind == COMMAND_MEET ? command->own : NULL;
+    place->behind = command->duration;
     place->value = command->value;
     place->first = NULL;
     place->last = &place->first;
     shared->queue[tail % GPU_QUEUE].duration =
         schedule_duration(&gpu->config, context->serial, tail, command->duration);
     if (place->word) {
-        shared->queue[tail % GPU_QUEUE].duration |= GPU_HELD;
+        if (place->own)
+            shared->queue[tail % GPU_QUEUE].duration = GPU_SPINS;
+        else
+            shared->queue[tail % GPU_QUEUE].duration |= GPU_HELD;
         context->n_waits++;
     }
     atomic_store(&shared->tail, tail + 1);
@@ -417,6 +441,7 @@ void context_perform(struct context *context, const struct command *command, uin
         break;
     case COMMAND_KERNEL:
     case COMMAND_WAIT:
+    case COMMAND_MEET:
         break;
     }
     free(command->staged);

@@ -9,6 +9,9 @@
  *   together, sweep(u64 ns)        other names for burn
  *   persist(u64 ns, u64, u64 *slot, u64 n)
  *                                  burns and stamps n times, into one slot after the other
+ *   meet(u64 ns, u32 *own, u32 *other, u64 n)
+ *                                  writes n to *own when it begins, spins until *other has reached
+ *                                  n, then takes that much time: half of a collective
  *
  * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has those
  * kernels only, which may be other names for a burn. An image that is the text "globals:BYTES" has
@@ -32,7 +35,7 @@ struct function {
     struct object object;
     struct module *module;
     struct function *next;
-    enum { BURNS, BURNS_AND_STAMPS, STAMPS, PERSISTS } does;
+    enum { BURNS, BURNS_AND_STAMPS, STAMPS, PERSISTS, MEETS } does;
     char name[NAME_MOST];
 };
 
@@ -73,6 +76,7 @@ static const struct {
 } kernels[] = {
     {"burn", BURNS},  {"stamp", STAMPS},     {"together", BURNS},
     {"sweep", BURNS}, {"persist", PERSISTS}, {"burn_stamp", BURNS_AND_STAMPS},
+    {"meet", MEETS},
 };
 
 static struct function *function_add(struct module *module, const char *name, size_t length)
@@ -434,7 +438,8 @@ static CUresult read_parameters(const struct function *function, void **paramete
                                 struct command *command, uint64_t *timesp)
 {
     uint64_t words[4] = {0};
-    size_t n = function->does == PERSISTS ? 4 : function->does == BURNS_AND_STAMPS ? 2 : 1;
+    bool four = function->does == PERSISTS || function->does == MEETS;
+    size_t n = four ? 4 : function->does == BURNS_AND_STAMPS ? 2 : 1;
 
     if (parameters) {
         for (size_t i = 0; i < n; i++) {
@@ -474,6 +479,12 @@ static CUresult read_parameters(const struct function *function, void **paramete
         command->stamp = (uint64_t *)(uintptr_t)words[2];
         *timesp = words[3];
         break;
+    case MEETS:
+        command->kind = COMMAND_MEET;
+        command->own = (uint32_t *)(uintptr_t)words[1];
+        command->word = (const uint32_t *)(uintptr_t)words[2];
+        command->value = (uint32_t)words[3];
+        return command->own && command->word ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
     }
     return CUDA_SUCCESS;
 }

@@ -38,6 +38,7 @@ bool pool_owns(const struct pool *pool, const void *object);
 enum command_kind {
     COMMAND_KERNEL,
     COMMAND_WAIT, /* a kernel of no length that is held until a word reaches a value */
+    COMMAND_MEET, /* a kernel that spins until a word reaches a value, and then works */
     COMMAND_EVENT,
     COMMAND_COPY,
     COMMAND_SET,
@@ -64,7 +65,8 @@ struct command {
     uint32_t fill; /* set */
     CUhostFn function;
     void *data;
-    const uint32_t *word; /* wait */
+    const uint32_t *word; /* wait, meet */
+    uint32_t *own;        /* meet: gets the value when the kernel begins */
     uint32_t value;
 };
 
@@ -82,6 +84,8 @@ struct effect {
 /* The private side of one place in the shared queue. */
 struct place {
     const uint32_t *word; /* a command that waits: for this to reach `value`; NULL for others */
+    uint32_t *own;        /* it meets another: gets `value` when it begins */
+    uint64_t behind;      /* and works for so long when it has met it */
     uint32_t value;
     uint64_t *stamp;
     uint64_t completed;

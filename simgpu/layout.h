@@ -94,6 +94,8 @@ struct gpu_timeline {
 
 /* The command waits for a word of its process's memory. */
 #define GPU_HELD (1ull << 63)
+/* The kernel spins: its owner sets a length when it has met what it waits for. */
+#define GPU_SPINS (1ull << 62)
 
 struct gpu_command {
     uint64_t duration;  /* ns; GPU_HELD: not before its owner clears the bit */

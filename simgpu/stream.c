@@ -153,7 +153,8 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
         return r;
     }
 
-    if (command->kind == COMMAND_KERNEL || command->kind == COMMAND_WAIT) {
+    if (command->kind == COMMAND_KERNEL || command->kind == COMMAND_WAIT ||
+        command->kind == COMMAND_MEET) {
         need = context_tail(context) + 1;
         context_append(context, command);
         device_leave(context->device);

@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -725,3 +726,35 @@ def test_the_python_module_and_the_library_agree_on_the_layout() -> None:
     assert offsets["config.lost"] == simgpu.LOST_OFFSET
     assert offsets["config.nvlinks"] == simgpu.CONFIG.size - 20
     assert int(re.findall(r"SIMGPU_LAYOUT_VERSION (\d+)", text)[0]) == simgpu.VERSION
+
+
+def test_kernels_on_two_gpus_meet(library: Driver, tmp_path: Path) -> None:
+    """The first spins, which is GPU time, until the other begins; then both work and end."""
+    gpus = simgpu.create(tmp_path / "gpus", memory=2048 * MIB, devices=2)
+    with library.attached(gpus[0].parent) as driver:
+        contexts = [driver.context(device) for device in range(2)]
+        words = (ctypes.c_uint32 * 2)()
+        at = [ctypes.addressof(words), ctypes.addressof(words) + 4]
+
+        def meet(rank: int) -> None:
+            contexts[rank].make_current()
+            module = driver.get("cuModuleLoadData", ctypes.c_char_p(b"any image"))
+            kernel = driver.get("cuModuleGetFunction", module, ctypes.c_char_p(b"meet"))
+            values = [ctypes.c_uint64(v) for v in (MS, at[rank], at[1 - rank], 1)]
+            parameters = (ctypes.c_void_p * 4)(*[ctypes.addressof(v) for v in values])
+            driver.call("cuLaunchKernel", kernel, 1, 1, 1, 1, 1, 1, 0, 0, parameters, None)
+
+        def ended(rank: int) -> bool:
+            contexts[rank].make_current()
+            return driver.try_call("cuStreamQuery", 0) == 0
+
+        meet(0)
+        begin = time.monotonic()
+        while time.monotonic() < begin + 0.1:
+            assert not ended(0)
+        assert list(words) == [1, 0]
+        assert simgpu.status(gpus[0]).busy >= 90 * MS
+        meet(1)
+        while not all([ended(0), ended(1)]):
+            assert time.monotonic() < begin + 20
+        assert list(words) == [1, 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Self
@@ -125,13 +126,25 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "arbiter_busy": (None, (pointer, i32, u64)),
         "arbiter_step": (None, (pointer, u64, ctypes.POINTER(View))),
         "arbiter_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
-        "runner_new": (pointer, (ctypes.POINTER(RunnerConfig),)),
+        "gangs_new": (pointer, (ctypes.POINTER(ArbiterConfig),)),
+        "gangs_free": (pointer, (pointer,)),
+        "gangs_add": (i32, (pointer, ctypes.POINTER(u32), ctypes.POINTER(i32), u32)),
+        "gangs_remove": (None, (pointer, i32)),
+        "gangs_step": (u64, (pointer, u32, pointer, u64, ctypes.POINTER(View))),
+        "runners_new": (pointer, (ctypes.POINTER(RunnerConfig),)),
+        "runners_free": (pointer, (pointer,)),
+        "runners_add": (i32, (pointer, ctypes.POINTER(pointer), ctypes.POINTER(i32), u32)),
+        "runners_remove": (None, (pointer, i32)),
+        "runner_new": (pointer, (ctypes.POINTER(RunnerConfig), pointer)),
         "runner_start": (ctypes.c_int, (pointer,)),
         "runner_free": (pointer, (pointer,)),
         "runner_add": (i32, (pointer, u32, u32, pointer, u32, pointer)),
         "runner_set": (None, (pointer, i32, u32, u32)),
         "runner_remove": (None, (pointer, i32)),
-        "runner_watch": (ctypes.c_int, (pointer, ctypes.c_int)),
+        "runner_watch": (
+            ctypes.c_int,
+            (pointer, ctypes.c_int, ctypes.POINTER(pointer), u32),
+        ),
         "runner_due": (ctypes.c_bool, (pointer,)),
         "runner_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
     }
@@ -157,6 +170,11 @@ class Arbiter:
     def __exit__(self, *_: object) -> None:
         self._library.arbiter_free(self._self)
         self._self = None
+
+    @property
+    def pointer(self) -> int:
+        """The object, for the library."""
+        return int(self._self)
 
     def add(self, guarantee: int, limit: int, now: int) -> int:
         """Return the new tenant's number, or NOBODY when all are taken."""
@@ -207,19 +225,104 @@ class Arbiter:
         return stats
 
 
+class Gangs:
+    """The policy for containers with several GPUs, which are numbers below 32; see gangs.h."""
+
+    def __init__(self, library: ctypes.CDLL, config: ArbiterConfig) -> None:
+        self._library = library
+        self._self = library.gangs_new(ctypes.byref(config))
+        if not self._self:
+            raise MemoryError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._library.gangs_free(self._self)
+        self._self = None
+
+    def add(self, tenants: Mapping[int, int]) -> int:
+        """Let a container's tenants, by GPU, be granted together; return its number, or NOBODY."""
+        return int(self._library.gangs_add(self._self, *_gang(tenants)))
+
+    def remove(self, gang: int) -> None:
+        """Forget a gang; its tenants are granted one by one."""
+        self._library.gangs_remove(self._self, gang)
+
+    def step(self, gpu: int, arbiter: Arbiter, now: int) -> tuple[View, list[int]]:
+        """Step one GPU's arbiter; return what holds there, and which other GPUs to step."""
+        view = View()
+        poked = int(
+            self._library.gangs_step(self._self, gpu, arbiter.pointer, now, ctypes.byref(view))
+        )
+        return view, [i for i in range(32) if poked >> i & 1]
+
+
+def _gang(tenants: Mapping[int, int]) -> tuple[object, object, int]:
+    n = len(tenants)
+    return (ctypes.c_uint32 * n)(*tenants), (ctypes.c_int32 * n)(*tenants.values()), n
+
+
+def runner_config(config: Config, strategy: str = "timeslice") -> RunnerConfig:
+    """Return what the threads need of the node's configuration."""
+    return RunnerConfig(
+        arbiter=arbiter_config(config, strategy),
+        lookahead_ns=config.lookahead_us * 1000,
+        spin_ns=config.spin_us * 1000,
+        unused_ns=5_000_000,
+    )
+
+
+class Runners:
+    """What the threads of all GPUs share: containers with several, granted together."""
+
+    def __init__(self, library: ctypes.CDLL, config: Config) -> None:
+        self._library = library
+        self._self = library.runners_new(ctypes.byref(runner_config(config)))
+        if not self._self:
+            raise MemoryError
+
+    @property
+    def pointer(self) -> int:
+        """The object, for the library."""
+        return int(self._self)
+
+    def close(self) -> None:
+        """End it, after the last of the threads."""
+        self._library.runners_free(self._self)
+        self._self = None
+
+    def add(self, runners: Sequence[Runner], tenants: Sequence[int]) -> int:
+        """Let a container's tenants be granted together; return its number here, or NOBODY."""
+        n = len(tenants)
+        pointers = (ctypes.c_void_p * n)(*[runner.pointer for runner in runners])
+        return int(
+            self._library.runners_add(self._self, pointers, (ctypes.c_int32 * n)(*tenants), n)
+        )
+
+    def remove(self, gang: int) -> None:
+        """Let a container's GPUs be granted one by one: before its tenants are removed."""
+        if self._self:
+            self._library.runners_remove(self._self, gang)
+
+
 class Runner:
     """The thread that shares one GPU among containers, by a strategy."""
 
-    def __init__(self, library: ctypes.CDLL, config: Config, strategy: str = "timeslice") -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        config: Config,
+        strategy: str = "timeslice",
+        together: Runners | None = None,
+    ) -> None:
         self._library = library
+        self.together = together
         self._pages: dict[int, tuple[object, object]] = {}
-        settings = RunnerConfig(
-            arbiter=arbiter_config(config, strategy),
-            lookahead_ns=config.lookahead_us * 1000,
-            spin_ns=config.spin_us * 1000,
-            unused_ns=5_000_000,
+        settings = runner_config(config, strategy)
+        self._self = library.runner_new(
+            ctypes.byref(settings), together.pointer if together else None
         )
-        self._self = library.runner_new(ctypes.byref(settings))
         if not self._self:
             raise GovernorError("the arbiter cannot be made", hint="raise the limit of open files")
         error = library.runner_start(self._self)
@@ -228,6 +331,11 @@ class Runner:
                 f"the arbiter's thread cannot be started: {os.strerror(error)}",
                 hint="raise the limit of processes",
             )
+
+    @property
+    def pointer(self) -> int:
+        """The object, for the library."""
+        return int(self._self)
 
     def close(self) -> None:
         """Stop the thread. Containers keep their last grant."""
@@ -264,10 +372,14 @@ class Runner:
             self._library.runner_remove(self._self, tenant)
         self._pages.pop(tenant, None)
 
-    def watch(self, fd: int) -> None:
-        """Wake when a process writes to its socket. The descriptor is duplicated."""
+    def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
+        """Wake, and wake the threads of the process's other GPUs, when it writes to its socket.
+
+        The descriptor is duplicated.
+        """
         copy = os.dup(fd)
-        error = self._library.runner_watch(self._self, copy)
+        pointers = (ctypes.c_void_p * len(others))(*[runner.pointer for runner in others])
+        error = self._library.runner_watch(self._self, copy, pointers, len(others))
         if error:
             os.close(copy)
             raise OSError(error, os.strerror(error))

@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from governor.arbiter import WHOLE, Runner, Stats
+from governor.arbiter import NOBODY, WHOLE, Runner, Stats
 from governor.books import Device, Quota
 from governor.config import Config
 from governor.counters import Counters, GpuTime
@@ -161,6 +161,7 @@ class Container:
         self._mps = mps
         self._runners = [runners[device.uuid] for device in devices]
         self._tenants: list[int] = []
+        self._gang = NOBODY
         self._processes: dict[int, Process] = {}  # by slot
         self._meters: list[Meter[Process]] = [Meter() for _ in devices]
         self._looked_ns = [0] * len(devices)
@@ -198,6 +199,9 @@ class Container:
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
             for i, runner in enumerate(self._runners):
                 self._tenants.append(runner.add(*shares, self.grant, i, self.ledger))
+            together = self._runners[0].together
+            if together is not None and len(self._tenants) > 1:
+                self._gang = together.add(self._runners, self._tenants)
         except BaseException:
             self._forget(keep=remains is not None)
             raise
@@ -332,8 +336,7 @@ class Container:
         self._loop.add_reader(process.pidfd, self._end_process, slot)
 
     def _answer(self, process: Process, own: socket.socket) -> None:
-        for runner in self._runners:
-            runner.watch(own.fileno())
+        self._runners[0].watch(own.fileno(), self._runners[1:])
         socket.send_fds(own, [struct.pack("I", process.slot)], [self._ledger_fd])
 
     def _forget_process(self, slot: int) -> Process:
@@ -640,6 +643,10 @@ class Container:
         self._forget(keep=keep)
 
     def _forget(self, *, keep: bool = False) -> None:
+        together = self._runners[0].together
+        if together is not None and self._gang != NOBODY:
+            together.remove(self._gang)
+            self._gang = NOBODY
         if self._mps is not None:
             self._mps.unlink(self.directory)
         for runner, tenant in zip(self._runners, self._tenants, strict=False):

@@ -21,7 +21,7 @@ from pathlib import Path
 import structlog
 
 from governor import metrics
-from governor.arbiter import Runner, load_library
+from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
 from governor.books import Books, Device
 from governor.config import Config, read_config
@@ -143,10 +143,12 @@ async def govern(config: Config) -> None:
         devices, left_out = find_devices(nvml)
         for index, reason in left_out.items():
             log.warning("gpu-left-out", gpu=index, reason=reason)
+        together = Runners(library, config)
+        stack.callback(together.close)
         runners: dict[str, Runner] = {}
         for device in devices:
             strategy = config.strategy_of(device.index, device.uuid)
-            runners[device.uuid] = Runner(library, config, strategy)
+            runners[device.uuid] = Runner(library, config, strategy, together)
             stack.callback(runners[device.uuid].close)
         topology = nvml.topology([device.uuid for device in devices])
         state = State(Path(config.state_dir) / NAME)

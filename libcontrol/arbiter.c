@@ -32,6 +32,7 @@ struct tenant {
     double allowance;     /* how much of what it held its reports may still call not used */
     double overhead;      /* estimate of what a grant loses to the hand-over */
     double nap;           /* how long it sleeps between two pieces of work, on average; 0: long */
+    struct arbiter_turn turn; /* of a container with several GPUs */
     struct arbiter_stats stats;
 };
 
@@ -50,6 +51,8 @@ struct arbiter {
     bool open;
     int32_t standby;
     double lent_clock;
+    int32_t n;      /* highest tenant ever, plus one */
+    uint64_t align; /* a container with several GPUs will have its turn then; UINT64_MAX: none */
 };
 
 struct arbiter *arbiter_new(const struct arbiter_config *config)
@@ -61,6 +64,7 @@ struct arbiter *arbiter_new(const struct arbiter_config *config)
         arbiter->holder = ARBITER_NOBODY;
         arbiter->last_holder = ARBITER_NOBODY;
         arbiter->standby = ARBITER_NOBODY;
+        arbiter->align = ARBITER_NEVER;
     }
     return arbiter;
 }
@@ -102,6 +106,8 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
         t->lent_tag = arbiter->lent_clock;
         t->asleep = now;
         arbiter_set(arbiter, i, guarantee, limit);
+        if (i >= arbiter->n)
+            arbiter->n = i + 1;
         return i;
     }
     return ARBITER_NOBODY;
@@ -263,7 +269,9 @@ static void arrive(struct arbiter *arbiter, const struct tenant *t, uint64_t now
 {
     double least;
 
-    if (arbiter->holder == ARBITER_NOBODY || arbiter->open ||
+    /* Those with several GPUs come when it is their turn, and go when it ends. */
+    if (arbiter->holder == ARBITER_NOBODY || arbiter->open || t->turn.role != ARBITER_ALONE ||
+        arbiter->tenants[arbiter->holder].turn.role == ARBITER_CALLED ||
         t == &arbiter->tenants[arbiter->holder] || t->owed_at > (double)now)
         return;
     least = (double)arbiter->start +
@@ -363,10 +371,18 @@ static int32_t choose(const struct arbiter *arbiter, double now, int32_t except,
     double best_owed = 0, best_lent = 0;
     bool present = somebody_wants(arbiter);
 
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+    for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
-        if (!t->used || !t->want || (t->absent && present) || i == except)
+        if (!t->used || i == except || (t->absent && present) || t->turn.role == ARBITER_BARRED)
+            continue;
+        if (t->turn.role == ARBITER_CALLED && (t->want || t->turn.unasked) &&
+            (double)t->turn.until_ns > now) {
+            /* Half of a collective may be beyond the cap: then it is owed back. */
+            *lentp = is_elastic(t) && t->owed_at > now;
+            return i;
+        }
+        if (!t->want || t->turn.role == ARBITER_CALLED)
             continue;
         if (t->owed_at <= now) {
             double due = due_at(arbiter, t);
@@ -412,7 +428,7 @@ static double grant_length(const struct arbiter *arbiter, const struct tenant *t
     double cost = max((double)arbiter->config.switch_ns, t->overhead);
     double demand = 0;
 
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+    for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *other = &arbiter->tenants[i];
 
         if (other->used && (other == t || wants(other) || is_napping(other, now)))
@@ -429,7 +445,7 @@ static uint64_t expected_back(const struct arbiter *arbiter, uint64_t now)
 {
     uint64_t first = ARBITER_NEVER;
 
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+    for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
         double at;
 
@@ -448,7 +464,7 @@ static void forgive(struct arbiter *arbiter, uint64_t now)
 {
     double common = 1e300;
 
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+    for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
         if (t->used && (wants(t) || is_napping(t, now)) && (double)now - t->owed_at < common)
@@ -456,7 +472,7 @@ static void forgive(struct arbiter *arbiter, uint64_t now)
     }
     if (common <= COMMON_NS || common > 1e18)
         return;
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+    for (int32_t i = 0; i < arbiter->n; i++) {
         struct tenant *t = &arbiter->tenants[i];
 
         if (t->used && (wants(t) || is_napping(t, now)))
@@ -475,9 +491,11 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     forgive(arbiter, now);
     if (t->n_impatient)
         t->n_impatient--;
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++)
+    for (int32_t i = 0; i < arbiter->n; i++)
         if (i != tenant && wants(&arbiter->tenants[i]))
             others = true;
+    if (t->turn.role == ARBITER_CALLED)
+        others = t->turn.contended;
     if (is_elastic(t))
         t->capped_at = max(t->capped_at, (double)now - 2.0 * (double)arbiter->config.quantum_ns);
     if (lent)
@@ -493,7 +511,17 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     arbiter->deadline = begins + (uint64_t)grant_length(arbiter, t, now);
     if (arbiter->last_holder != tenant)
         arbiter->deadline += arbiter->config.switch_ns;
+    if (t->turn.role == ARBITER_CALLED) {
+        arbiter->open = t->turn.until_ns == ARBITER_NEVER;
+        if (!arbiter->open)
+            arbiter->deadline = t->turn.until_ns;
+        t->asleep = ARBITER_NEVER;
+        t->stats.grants++;
+        return;
+    }
     back = expected_back(arbiter, now);
+    if (arbiter->align < back)
+        back = arbiter->align;
     if (back < begins + (uint64_t)SLICE_NS)
         back = begins + (uint64_t)SLICE_NS;
     if (back < arbiter->deadline)
@@ -521,21 +549,47 @@ static uint64_t taken_at(const struct arbiter *arbiter)
            (config->longest_ns > config->overdue_ns ? config->longest_ns : config->overdue_ns);
 }
 
-/* The earliest time at which somebody other than `except` who wants the GPU may have it. */
+/* The earliest time at which somebody other than `except` who wants the GPU may have it. Whose turn
+ * it is not may have it when somebody says so. */
 static uint64_t next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
 {
     double best = 1e300;
     bool present = somebody_wants(arbiter);
 
-    for (int32_t i = 0; i < ARBITER_N_TENANTS; i++) {
+    for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
-        if (t->used && t->want && (!t->absent || !present) && i != except && eligible_at(t) < best)
+        if (t->used && t->want && (!t->absent || !present) && i != except &&
+            t->turn.role != ARBITER_BARRED && eligible_at(t) < best)
             best = eligible_at(t);
     }
     if (best > 1e18)
         return ARBITER_NEVER;
     return best > (double)now ? (uint64_t)best + 1 : now;
+}
+
+/* Whether somebody wants the GPU whose turn it is not. */
+static bool has_barred(const struct arbiter *arbiter, double now)
+{
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *t = &arbiter->tenants[i];
+
+        if (wants(t) && i != arbiter->holder && t->turn.role == ARBITER_BARRED &&
+            eligible_at(t) <= now)
+            return true;
+    }
+    return false;
+}
+
+/* What was open ends at `end`, and is charged from now on. */
+static void close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
+{
+    end_grant(arbiter, now, true);
+    arbiter->holder = arbiter->last_holder;
+    arbiter->start = now;
+    arbiter->alive = 0;
+    arbiter->deadline = end;
+    arbiter->standby = ARBITER_NOBODY;
 }
 
 static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp)
@@ -545,34 +599,30 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
     int32_t rival;
     bool lent;
 
+    if (arbiter->tenants[arbiter->holder].turn.role == ARBITER_CALLED) {
+        viewp->wake_ns = arbiter->open ? ARBITER_NEVER : taken_at(arbiter);
+        return;
+    }
     if (arbiter->open && arbiter->tenants[arbiter->holder].limit < 1.0) {
         /* A cap was set meanwhile: from now on it counts. */
-        end_grant(arbiter, now, true);
-        arbiter->holder = arbiter->last_holder;
-        arbiter->start = now;
-        arbiter->alive = 0;
-        arbiter->deadline = now + config->quantum_ns;
+        close_open(arbiter, now, now + config->quantum_ns);
         arbiter->contended = false;
-        arbiter->standby = ARBITER_NOBODY;
     }
     if (arbiter->open) {
         rival = choose(arbiter, (double)now, arbiter->holder, &lent);
-        if (rival == ARBITER_NOBODY) {
+        if (rival == ARBITER_NOBODY && !has_barred(arbiter, (double)now)) {
             viewp->wake_ns = next_eligible(arbiter, now, arbiter->holder);
             return;
         }
         /* The owner of a share returns: what was open ends now. */
-        end_grant(arbiter, now, true);
-        arbiter->holder = arbiter->last_holder;
-        arbiter->start = now;
-        arbiter->deadline = now;
+        close_open(arbiter, now, now);
         arbiter->contended = true;
         arbiter->standby = rival;
     }
     decide = arbiter->deadline > config->lead_ns ? arbiter->deadline - config->lead_ns : 0;
     rival = choose(arbiter, (double)(now > arbiter->deadline ? now : arbiter->deadline),
                    arbiter->holder, &lent);
-    if (rival != ARBITER_NOBODY)
+    if (rival != ARBITER_NOBODY || has_barred(arbiter, (double)now))
         arbiter->contended = true;
     if (now < decide) {
         viewp->wake_ns = decide;
@@ -584,9 +634,11 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
         if (rival != ARBITER_NOBODY) {
             arbiter->standby = rival;
         } else if (expected_back(arbiter, now) == ARBITER_NEVER &&
+                   !has_barred(arbiter, (double)arbiter->deadline) &&
                    may_continue(arbiter, (double)arbiter->deadline)) {
             /* Nobody else can use it: the grant goes on without a drain. */
-            if (t->limit >= 1.0 && next_eligible(arbiter, now, arbiter->holder) == ARBITER_NEVER) {
+            if (t->limit >= 1.0 && next_eligible(arbiter, now, arbiter->holder) == ARBITER_NEVER &&
+                !has_barred(arbiter, 1e300)) {
                 arbiter->open = true;
                 viewp->wake_ns = ARBITER_NEVER;
                 return;
@@ -627,6 +679,133 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
     viewp->contended = arbiter->holder != ARBITER_NOBODY && arbiter->contended;
     viewp->standby = arbiter->standby;
     viewp->standby_ns = arbiter->deadline + arbiter->config.lead_ns;
+}
+
+/* ---- containers with several GPUs ---- */
+
+/* When `t` goes before who waits and who holds the GPU. His grant is charged at its end: until then
+ * what he has used of it counts by the clock. */
+static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double now)
+{
+    const struct tenant *t = &arbiter->tenants[tenant];
+    bool lent = is_elastic(t) && t->owed_at > now;
+    double at = now;
+
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *other = &arbiter->tenants[i];
+        bool other_lent = i == arbiter->holder ? arbiter->lent : other->owed_at > now;
+        double ahead, used;
+
+        if (!other->used || i == tenant || other->turn.role != ARBITER_ALONE || arbiter->open)
+            continue;
+        if (i == arbiter->holder) {
+            used = max(0, now - (double)arbiter->start);
+            if (lent != other_lent)
+                ahead = lent ? (double)arbiter->deadline - now : 0;
+            else if (lent)
+                ahead = 0;
+            else
+                ahead = (due_at(arbiter, t) - due_at(arbiter, other)) * other->guarantee - used;
+            ahead = clamp(ahead, 0, max(0, (double)arbiter->deadline - now));
+            at = max(at, now + ahead);
+        } else if (wants(other) && eligible_at(other) <= now) {
+            if (lent != other_lent ? lent
+                : lent             ? max(other->lent_tag, arbiter->lent_clock) <
+                                         max(t->lent_tag, arbiter->lent_clock)
+                                   : due_at(arbiter, other) < due_at(arbiter, t))
+                return ARBITER_NEVER;
+        }
+    }
+    return (uint64_t)at;
+}
+
+/* Tells how a container with several GPUs stands here. */
+void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
+                  struct arbiter_standing *standingp)
+{
+    const struct tenant *t = &arbiter->tenants[tenant];
+    double ready = eligible_at(t), end;
+
+    memset(standingp, 0, sizeof *standingp);
+    standingp->want = wants(t);
+    standingp->holds = arbiter->holder == tenant;
+    standingp->lent = is_elastic(t) && t->owed_at > (double)now;
+    standingp->whole = t->limit >= 1.0;
+    standingp->free = arbiter->holder == ARBITER_NOBODY;
+    standingp->due = due_at(arbiter, t);
+    standingp->tag = max(t->lent_tag, arbiter->lent_clock);
+    standingp->busy = t->busy_told;
+    standingp->ready_ns = ready > 0 ? (uint64_t)ready + 1 : 0;
+    standingp->first_ns = first_at(arbiter, tenant, (double)now);
+    standingp->deadline_ns = arbiter->open ? ARBITER_NEVER : arbiter->deadline;
+    standingp->length_ns = (uint64_t)grant_length(arbiter, t, now);
+    standingp->may_continue =
+        !standingp->holds || may_continue(arbiter, max((double)now, (double)arbiter->deadline));
+    standingp->stuck = !standingp->free && !standingp->holds && !arbiter->open &&
+                       now > arbiter->deadline + arbiter->config.lead_ns;
+    end = standingp->holds && !arbiter->open ? max((double)now, (double)arbiter->deadline)
+                                             : (double)now;
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *other = &arbiter->tenants[i];
+
+        if (!wants(other) || i == tenant || other->turn.role != ARBITER_ALONE)
+            continue;
+        standingp->others = true;
+        if (eligible_at(other) <= end)
+            standingp->rivals = true;
+    }
+}
+
+/* Says what a container with several GPUs may do here from now on. Who has the GPU when it is
+ * another's turn gives it back after a moment. */
+void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_turn *turn,
+                  uint64_t now)
+{
+    struct tenant *t = &arbiter->tenants[tenant];
+    uint64_t least;
+
+    if (arbiter->holder == tenant && turn->role == ARBITER_CALLED) {
+        arbiter->contended = turn->contended;
+        if (turn->until_ns == ARBITER_NEVER)
+            arbiter->open = true;
+        else if (arbiter->open)
+            close_open(arbiter, now, turn->until_ns);
+        else
+            arbiter->deadline = turn->until_ns;
+    } else if (arbiter->holder != ARBITER_NOBODY && turn->role == ARBITER_CALLED &&
+               (t->want || turn->unasked)) {
+        least = arbiter->start + (uint64_t)SLICE_NS;
+        if (least < now)
+            least = now;
+        if (arbiter->open)
+            close_open(arbiter, now, now);
+        else if (least < arbiter->deadline)
+            arbiter->deadline = least;
+        arbiter->contended = true;
+        arbiter->standby = tenant;
+    }
+    t->turn = *turn;
+}
+
+/* Whether a tenant's GPUs are granted together, as was said last. */
+bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant)
+{
+    return arbiter->tenants[tenant].turn.role != ARBITER_ALONE;
+}
+
+/* Grants that begin from now on end at that time, if they have lasted for a while then. */
+void arbiter_align(struct arbiter *arbiter, uint64_t at)
+{
+    arbiter->align = at;
+}
+
+/* The holder waits for somebody who waits for him: he is not waited for. */
+void arbiter_take(struct arbiter *arbiter, uint64_t now)
+{
+    if (arbiter->holder == ARBITER_NOBODY)
+        return;
+    arbiter->tenants[arbiter->holder].stats.overdue++;
+    end_grant(arbiter, now, true);
 }
 
 void arbiter_stats(const struct arbiter *arbiter, int32_t tenant, struct arbiter_stats *statsp)

@@ -57,6 +57,43 @@ struct arbiter_stats {
     uint64_t open;        /* 1: that one has no end, and all of it will be charged */
 };
 
+/*
+ * What a container with several GPUs may do on one of them (gangs.h): with its turn it goes first
+ * and until the turn ends, without it waits.
+ */
+enum arbiter_role {
+    ARBITER_ALONE, /* as if it had this GPU only */
+    ARBITER_BARRED,
+    ARBITER_CALLED,
+};
+
+struct arbiter_turn {
+    enum arbiter_role role;
+    bool unasked;      /* granted before it wants the GPU: it will in a moment */
+    bool contended;    /* somebody waits for the turn's end, here or on another GPU */
+    uint64_t until_ns; /* end of the turn; ARBITER_NEVER: open */
+};
+
+/* How a container with several GPUs stands on one of them. */
+struct arbiter_standing {
+    bool want;
+    bool holds;
+    bool lent;         /* what it could have now would be lent */
+    bool rivals;       /* somebody else waits here who may have the GPU by the end of this grant */
+    bool others;       /* somebody else waits here, or will */
+    bool whole;        /* its cap is the whole GPU */
+    bool may_continue; /* after its grant, as far as its own quota goes */
+    bool stuck;        /* another holds the GPU past the end of his grant */
+    bool free;         /* nobody holds the GPU */
+    double due;
+    double tag;           /* its place in the order in which idle time is lent */
+    double busy;          /* GPU time that it says it has used, ever */
+    uint64_t ready_ns;    /* when it may have GPU time */
+    uint64_t first_ns;    /* when nobody waits, or holds the GPU, whose turn is before its own */
+    uint64_t deadline_ns; /* of who holds the GPU; ARBITER_NEVER: open */
+    uint64_t length_ns;   /* of a grant */
+};
+
 struct arbiter;
 
 #define ARBITER_EXPORT __attribute__((visibility("default")))
@@ -76,5 +113,12 @@ ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);
 ARBITER_EXPORT void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns);
 ARBITER_EXPORT void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns);
 ARBITER_EXPORT void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *viewp);
+void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
+                  struct arbiter_standing *standingp);
+void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_turn *turn,
+                  uint64_t now);
+bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant);
+void arbiter_align(struct arbiter *arbiter, uint64_t at);
+void arbiter_take(struct arbiter *arbiter, uint64_t now);
 ARBITER_EXPORT void arbiter_stats(const struct arbiter *arbiter, int32_t tenant,
                                   struct arbiter_stats *statsp);

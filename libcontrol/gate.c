@@ -189,6 +189,10 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->active = false;
     g->released = false;
     g->drained = false;
+    if (g->n_spins)
+        g->n_spins--;
+    if (g->n_long)
+        g->n_long--;
     /* Others had the GPU since the last grant: no interval may reach across. Held work has its own
      * era already. */
     if (!g->holding)
@@ -549,16 +553,19 @@ static uint64_t gate_hold_ns(const struct gate *g)
 }
 
 /* Whether work may be put into the stream to be held: a grant's worth, and of work of which it is
- * not known how long it takes one piece. */
+ * not known how long it takes one piece. None where several GPUs are granted together: what is held
+ * on one of them would all run when the other half of a collective has to, and spin in its turn. */
 static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind)
 {
+    const struct grant_device *grant = pages_grant_device((unsigned)(g - gate_devices));
     uint64_t predicted = estimate_ns(&g->estimate, kind);
     uint64_t ahead = g->queue.ahead_ns;
 
     if (g->crossed && g->queue.era - g->crossed_era >= GATE_CROSSED)
         g->crossed = false;
-    return !g->no_holds && !g->crossed && atomic_load_relaxed(&pages_grant()->holds) &&
-           hold_find(g, s->ctx) && g->n_held < GATE_N_HELD &&
+    return !g->no_holds && !g->crossed && !atomic_load_relaxed(&grant->together) &&
+           atomic_load_relaxed(&pages_grant()->holds) && hold_find(g, s->ctx) &&
+           g->n_held < GATE_N_HELD &&
            (!ahead ||
             (estimate_samples(&g->estimate, kind) && ahead + predicted <= gate_hold_ns(g)));
 }

@@ -43,6 +43,10 @@ struct gate {
     uint64_t last_launch;
     uint64_t granted_ns;     /* how long grants last of late; 0: none was given back yet */
     uint64_t pause_ns;       /* how long the program leaves the GPU idle when it does, on average */
+    uint64_t given_up_ns;    /* when work was left that did not end; 0: it ended, or is long */
+    uint32_t given_up;       /* the marker behind it */
+    unsigned n_spins;        /* grants in which what does not end is not waited for */
+    unsigned n_long;         /* grants in which it is */
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
     bool holding;                    /* streams wait for `ticket` */

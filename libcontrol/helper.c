@@ -22,13 +22,27 @@
 
 #define HELPER_SIGN_NS (5 * NS_PER_MS) /* between two signs that overdue work is watched */
 
+/*
+ * Work that is so much later than it should be waits for somebody, and perhaps for one who waits
+ * for the GPU: half of a collective spins until another container runs the other half. If it ends
+ * soon after others had the GPU that is what it was, and the next time the GPU is given back
+ * sooner. If it does not it is long, and long work is waited for.
+ */
+#define HELPER_STUCK_NS (20 * NS_PER_MS)
+#define HELPER_NEW_NS   (100 * NS_PER_MS) /* the same, of work that was never measured */
+#define HELPER_SPINS_NS (NS_PER_MS)       /* where it was so of late */
+#define HELPER_MET_NS   (100 * NS_PER_MS) /* how soon it ends if it waited */
+#define HELPER_MEMORY   64                /* grants for which either is remembered */
+#define HELPER_LOOK_NS  (NS_PER_MS)       /* between two looks whether it has ended */
+
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
 /* The process ends: no helper calls the driver any more. */
 static uint32_t helpers_end;
 
+/* Gives the grant back; `left` is what still runs. */
 static void helper_release(struct gate *g, const struct grant_device *grant,
-                           struct ledger_device *ledger, uint64_t now)
+                           struct ledger_device *ledger, uint64_t now, uint64_t left)
 {
     uint64_t start = atomic_load_relaxed(&grant->start_ns);
     uint64_t deadline = atomic_load_relaxed(&grant->deadline_ns);
@@ -38,12 +52,63 @@ static void helper_release(struct gate *g, const struct grant_device *grant,
     /* As it was meant to last, not as it did: what was held overruns it. */
     if (deadline > start && deadline != GRANT_OPEN && grant->epoch == g->epoch)
         g->granted_ns = g->granted_ns ? (g->granted_ns + (deadline - start)) / 2 : deadline - start;
-    atomic_store_relaxed(&ledger->residual_ns, queue_left(&g->queue, now));
+    atomic_store_relaxed(&ledger->residual_ns, left);
     atomic_store_relaxed(&ledger->release_ns, now);
     if (!g->active)
         atomic_store_seq_cst(&ledger->active_epoch, g->epoch);
     atomic_store_release(&ledger->released_epoch, g->epoch);
     pages_poke();
+}
+
+/* The GPU goes to others although what runs there has not ended. */
+static void helper_give_up(struct gate *g, uint64_t now)
+{
+    uint32_t oldest = g->queue.n_markers ? g->queue.markers[g->queue.head].serial : 0;
+
+    if (g->given_up_ns && g->given_up == oldest)
+        return; /* it runs for longer than that */
+    g->given_up_ns = now;
+    g->given_up = oldest;
+    queue_give_up(&g->queue, now + HELPER_MET_NS);
+}
+
+/* Learns whether what was given up waited for others, or is long. */
+static void helper_follow(struct gate *g, uint64_t now)
+{
+    const struct queue *q = &g->queue;
+    bool ended = !q->n_markers || q->markers[q->head].serial != g->given_up;
+    bool soon = now < g->given_up_ns + HELPER_MET_NS;
+
+    if (!g->given_up_ns || ended != soon) {
+        /* Ended, but nobody looked in time: that says nothing. */
+        if (ended)
+            g->given_up_ns = 0;
+        return;
+    }
+    g->n_spins = ended ? HELPER_MEMORY : 0;
+    g->n_long = ended ? 0 : HELPER_MEMORY;
+    g->given_up_ns = 0;
+}
+
+/* Gives the GPU back if somebody waits and what runs seems to wait, too. What is left then is not
+ * known. */
+static bool helper_stuck(struct gate *g, const struct grant_device *grant,
+                         struct ledger_device *ledger, uint64_t now)
+{
+    bool known = false;
+    uint64_t late = queue_late(&g->queue, &g->estimate, now, &known);
+    uint64_t most = known ? HELPER_STUCK_NS : HELPER_NEW_NS;
+
+    if (g->n_long && late >= HELPER_STUCK_NS)
+        g->n_long = HELPER_MEMORY;
+    /* What waits for another GPU of the container is the governor's to see to. */
+    if (g->n_spins)
+        most = atomic_load_relaxed(&grant->together) ? HELPER_STUCK_NS : HELPER_SPINS_NS;
+    if (late < most || g->n_long || !atomic_load_relaxed(&grant->contended))
+        return false;
+    helper_give_up(g, now);
+    helper_release(g, grant, ledger, now, 0);
+    return true;
 }
 
 /* Marks what runs, in every context that the application has used. */
@@ -91,7 +156,7 @@ static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
         return due;
     if (!atomic_load_acquire(&ledger->want) &&
         now >= atomic_load_relaxed(&grant->start_ns) + idle) {
-        helper_release(g, grant, ledger, now);
+        helper_release(g, grant, ledger, now, queue_left(&g->queue, now));
         return NS_PER_S;
     }
     return idle < due ? idle : due;
@@ -115,6 +180,12 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
 
     if (!atomic_load_relaxed(&grant->contended))
         return due;
+    if (g->n_spins) {
+        if (helper_stuck(g, grant, ledger, now))
+            return HELPER_LOOK_NS;
+        if (due > HELPER_SPINS_NS / 2)
+            due = HELPER_SPINS_NS / 2;
+    }
     if (left || now < g->last_launch + idle)
         return left + idle < due ? left + idle : due;
     helper_mark_tails(g, ledger);
@@ -125,7 +196,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
         return due;
     if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
         return 50 * NS_PER_US;
-    helper_release(g, grant, ledger, now);
+    helper_release(g, grant, ledger, now, queue_left(&g->queue, now));
     return NS_PER_S;
 }
 
@@ -157,8 +228,12 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
             return 0;
         now = prim_now();
     }
+    if (helper_stuck(g, grant, ledger, now))
+        return HELPER_LOOK_NS;
     atomic_store_relaxed(&ledger->alive_ns, now);
     left = queue_left(q, now);
+    if (left > lookahead && g->n_spins)
+        return left - lookahead < HELPER_LOOK_NS ? left - lookahead : HELPER_LOOK_NS;
     if (left > lookahead)
         return left - lookahead < HELPER_SIGN_NS ? left - lookahead : HELPER_SIGN_NS;
     /* Once something is held nothing more comes in this grant. */
@@ -168,7 +243,7 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         /* It should have been reached unless it is one of those that are left. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
             return helper_patience(deadline, now);
-        helper_release(g, grant, ledger, now);
+        helper_release(g, grant, ledger, now, queue_left(&g->queue, now));
         return NS_PER_S;
     }
     return deadline - now - left;
@@ -201,6 +276,11 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     now = prim_now();
     if (unlikely(lost))
         return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
+    helper_follow(g, now);
+    if (!deadline && g->active && !g->released && !g->given_up_ns && g->queue.n_markers)
+        helper_give_up(g, now); /* it was taken */
+    if (g->given_up_ns && (g->released || !deadline))
+        return HELPER_LOOK_NS;
     if (g->released || (!g->active && now >= deadline))
         return g->holding ? HELPER_HELD_NS : NS_PER_S;
     if (deadline == GRANT_OPEN) {

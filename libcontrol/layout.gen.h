@@ -77,7 +77,8 @@ struct grant_device {
     uint64_t unattributed_ns; /* governor, release: when that was looked up */
     uint64_t overhead_last; /* governor, relaxed: memory_overhead as the last look alone has it */
     uint64_t unattributed_each; /* governor, relaxed: part of unattributed that a process brings */
-    uint8_t pad[48];
+    uint32_t together; /* governor, relaxed: granted with others of its GPUs: nothing is held */
+    uint8_t pad[44];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -100,6 +101,7 @@ _Static_assert(offsetof(struct grant_device, unattributed) == 112, "grant_device
 _Static_assert(offsetof(struct grant_device, unattributed_ns) == 120, "grant_device.unattributed_ns");
 _Static_assert(offsetof(struct grant_device, overhead_last) == 128, "grant_device.overhead_last");
 _Static_assert(offsetof(struct grant_device, unattributed_each) == 136, "grant_device.unattributed_each");
+_Static_assert(offsetof(struct grant_device, together) == 144, "grant_device.together");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: behind the grant page, in the same file. */

@@ -97,6 +97,7 @@ GRANT_DEVICE = Struct(
         Field("unattributed_ns", "u64", order="release", doc="when that was looked up"),
         Field("overhead_last", "u64", doc="memory_overhead as the last look alone has it"),
         Field("unattributed_each", "u64", doc="part of unattributed that a process brings"),
+        Field("together", "u32", doc="granted with others of its GPUs: nothing is held"),
     ),
     "One GPU of the container.",
 )

@@ -354,13 +354,38 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        estimate_learn(e, &m->interval, measured);
+        if ((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until)
+            estimate_learn(e, &m->interval, measured);
     }
     event_put(q, m->before);
     event_put(q, m->event);
     q->head = (q->head + 1) % QUEUE_N_MARKERS;
     q->n_markers--;
     return true;
+}
+
+/* For how long the oldest marker should have been reached; and whether all of what is before it is
+ * known. */
+uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now, bool *knownp)
+{
+    const struct queue_marker *m = &q->markers[q->head];
+    uint64_t due;
+
+    if (!q->n_markers || m->era == q->era + 1 /* held */)
+        return 0;
+    due = q->progress_ns + estimate_interval_ns(e, &m->interval);
+    if (due < m->expected)
+        due = m->expected;
+    *knownp = !m->unknown;
+    return now > due ? now - due : 0;
+}
+
+/* The GPU goes to others while work of ours still runs. If that ends before `until` it has waited,
+ * and how long it took says nothing of it. */
+void queue_give_up(struct queue *q, uint64_t until)
+{
+    q->given_up = q->serials;
+    q->given_up_until = until;
 }
 
 /* What was held runs from `now` on. */

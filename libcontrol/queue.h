@@ -71,6 +71,8 @@ struct queue {
     int reference;        /* event of the marker reached last: times are told from it */
     double reference_ns;  /* its time; the origin is arbitrary */
     double covered_until; /* GPU time up to here is in busy_ns */
+    uint32_t given_up;    /* no marker up to this one is waited for */
+    uint64_t given_up_until;
     uint64_t progress_ns; /* when a marker was reached last, or the first was put into the queue */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
@@ -118,6 +120,8 @@ struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *a
 bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look);
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now);
+uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now, bool *knownp);
+void queue_give_up(struct queue *q, uint64_t until);
 void queue_open(struct queue *q, uint64_t now);
 void queue_forget_stream(struct queue *q, CUstream stream);
 void queue_forget_context(struct queue *q, CUcontext ctx);

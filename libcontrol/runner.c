@@ -1,14 +1,21 @@
 /*
- * The runner: the arbiter on the real clock, between the containers' ledgers and their grant pages.
+ * The runner: the arbiter on the real clock, between the containers' ledgers
+ * and their grant pages.
  *
- * One thread per GPU, without the interpreter's lock. It wakes when a container's process sends a
- * byte (somebody wants the GPU, or gives it back), when the arbiter asked to be called again, and
- * ten times a second to write the heartbeat. It reads ledgers, which the containers write: every
- * number from there is bounded before it is used, and a ledger full of nonsense costs its own
- * container only.
+ * One thread per GPU, without the interpreter's lock. It wakes when a
+ * container's process sends a byte (somebody wants the GPU, or gives it back),
+ * when the arbiter asked to be called again, and ten times a second to write
+ * the heartbeat. It reads ledgers, which the containers write: every number
+ * from there is bounded before it is used, and a ledger full of nonsense costs
+ * its own container only.
  *
- * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
- * page is never touched after runner_remove() has returned.
+ * The mutex is held for the length of one pass; adding and removing containers
+ * takes it too, so a page is never touched after runner_remove() has returned.
+ *
+ * Containers with several GPUs are granted together: the threads share what
+ * gangs.h knows, under a mutex that is taken last, for the policy alone,
+ * without a system call but the eventfd that wakes another GPU's thread. A GPU
+ * that no such container has is stepped without it.
  */
 #include "runner.h"
 
@@ -35,11 +42,21 @@ struct runner_tenant {
     struct grant_device *grant;
     struct ledger_header *ledger;
     uint32_t device;
-    bool granted; /* the page says that it holds a grant */
+    bool granted;  /* the page says that it holds a grant */
+    bool together; /* and that others of its GPUs are granted with this one */
+};
+
+/* All GPUs of a node. */
+struct runners {
+    pthread_mutex_t mutex; /* within a runner's own */
+    struct gangs *gangs;
+    struct runner *each[GANGS_N_GPUS];
 };
 
 struct runner {
     struct runner_config config;
+    struct runners *runners; /* NULL: it has no part in gangs */
+    uint32_t gpu;            /* its number there */
     pthread_mutex_t mutex;
     pthread_t thread;
     bool running;
@@ -124,6 +141,13 @@ static void apply(struct runner *runner, const struct arbiter_view *view)
     const struct arbiter_view *old = &runner->view;
     struct runner_tenant *t;
 
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        t = &runner->tenants[i];
+        if (t->used && t->together != arbiter_in_gang(runner->arbiter, i)) {
+            t->together = !t->together;
+            atomic_store_relaxed(&t->grant->together, t->together);
+        }
+    }
     if (old->holder != ARBITER_NOBODY &&
         (view->holder != old->holder || view->epoch != old->epoch) &&
         runner->tenants[old->holder].used && runner->tenants[old->holder].granted)
@@ -185,13 +209,41 @@ static void observe(struct runner *runner, uint64_t now)
     }
 }
 
+static void poke(struct runner *runner)
+{
+    uint64_t one = 1;
+
+    if (write(runner->wake_fd, &one, sizeof one) < 0)
+        return; /* full: it is awake already */
+}
+
+/* The runners' mutex is held. */
+static void poke_each(struct runners *runners, uint64_t gpus)
+{
+    for (uint32_t i = 0; i < GANGS_N_GPUS && gpus >> i; i++)
+        if (gpus >> i & 1 && runners->each[i])
+            poke(runners->each[i]);
+}
+
+/* What is watched: a socket in the lower half, and above it the other GPUs of the process, which
+ * who reads a byte wakes. */
+static uint64_t watched(int fd, uint64_t also)
+{
+    return also << 32 | (uint32_t)fd;
+}
+
 /* Once: who writes faster than that is asked again after everybody else. */
-static void drain(int fd)
+static void drain(struct runner *runner, int fd, uint64_t also)
 {
     char bytes[4096];
 
     if (read(fd, bytes, sizeof bytes) < 0)
         return; /* nothing there after all */
+    if (also) {
+        pthread_mutex_lock(&runner->runners->mutex);
+        poke_each(runner->runners, also);
+        pthread_mutex_unlock(&runner->runners->mutex);
+    }
 }
 
 static void wait_until(struct runner *runner, uint64_t until)
@@ -208,18 +260,19 @@ static void wait_until(struct runner *runner, uint64_t until)
     timeout.tv_nsec = (long)(ns % NS_PER_S);
     n = syscall(SYS_epoll_pwait2, runner->epoll_fd, events, 16, &timeout, NULL, 0);
     for (long i = 0; i < n; i++) {
-        int fd = events[i].data.fd;
+        int fd = (int)(uint32_t)events[i].data.u64;
 
         if (events[i].events & (EPOLLHUP | EPOLLERR | EPOLLRDHUP)) {
             epoll_ctl(runner->epoll_fd, EPOLL_CTL_DEL, fd, NULL);
             close(fd);
         } else {
-            drain(fd);
+            drain(runner, fd, events[i].data.u64 >> 32);
         }
     }
 }
 
-/* Near the end of a grant the holder is about to report: a core that sleeps now would answer late.
+/* Near the end of a grant the holder is about to report: a core that sleeps now
+ * would answer late.
  */
 static void spin(struct runner *runner, uint64_t deadline)
 {
@@ -247,6 +300,24 @@ static void spin(struct runner *runner, uint64_t deadline)
     }
 }
 
+static void step(struct runner *runner, uint64_t now, struct arbiter_view *viewp)
+{
+    struct runners *runners = runner->runners;
+    uint64_t poked = 0;
+
+    if (!runners) {
+        arbiter_step(runner->arbiter, now, viewp);
+        return;
+    }
+    pthread_mutex_lock(&runners->mutex);
+    if (gangs_concern(runners->gangs, runner->gpu))
+        poked = gangs_step(runners->gangs, runner->gpu, runner->arbiter, now, viewp);
+    else
+        arbiter_step(runner->arbiter, now, viewp);
+    poke_each(runners, poked);
+    pthread_mutex_unlock(&runners->mutex);
+}
+
 static void *run(void *argument)
 {
     struct runner *runner = argument;
@@ -260,7 +331,7 @@ static void *run(void *argument)
         pthread_mutex_lock(&runner->mutex);
         now = prim_now();
         observe(runner, now);
-        arbiter_step(runner->arbiter, now, &view);
+        step(runner, now, &view);
         apply(runner, &view);
         for (int32_t i = 0; i < runner->n_tenants; i++)
             if (runner->tenants[i].used)
@@ -280,7 +351,71 @@ static void *run(void *argument)
     return NULL;
 }
 
-RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config)
+RUNNER_EXPORT struct runners *runners_new(const struct runner_config *config)
+{
+    struct runners *runners = calloc(1, sizeof *runners);
+
+    if (!runners)
+        return NULL;
+    pthread_mutex_init(&runners->mutex, NULL);
+    runners->gangs = gangs_new(&config->arbiter);
+    return runners->gangs ? runners : runners_free(runners);
+}
+
+/* After the last of them. */
+RUNNER_EXPORT struct runners *runners_free(struct runners *runners)
+{
+    if (!runners)
+        return NULL;
+    gangs_free(runners->gangs);
+    pthread_mutex_destroy(&runners->mutex);
+    free(runners);
+    return NULL;
+}
+
+static void runners_join(struct runners *runners, struct runner *runner)
+{
+    pthread_mutex_lock(&runners->mutex);
+    for (uint32_t i = 0; i < GANGS_N_GPUS && !runner->runners; i++)
+        if (!runners->each[i]) {
+            runners->each[i] = runner;
+            runner->runners = runners;
+            runner->gpu = i;
+        }
+    pthread_mutex_unlock(&runners->mutex);
+}
+
+/* Lets a container's tenants be granted together; ARBITER_NOBODY: they are
+ * granted one by one. It ends before any of them is removed. */
+RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const *each,
+                                  const int32_t *tenants, uint32_t n)
+{
+    uint32_t gpus[GANGS_N_OWN];
+    int32_t gang;
+
+    if (n > GANGS_N_OWN)
+        return ARBITER_NOBODY;
+    for (uint32_t i = 0; i < n; i++) {
+        if (each[i]->runners != runners)
+            return ARBITER_NOBODY;
+        gpus[i] = each[i]->gpu;
+    }
+    pthread_mutex_lock(&runners->mutex);
+    gang = gangs_add(runners->gangs, gpus, tenants, n);
+    pthread_mutex_unlock(&runners->mutex);
+    return gang;
+}
+
+RUNNER_EXPORT void runners_remove(struct runners *runners, int32_t gang)
+{
+    pthread_mutex_lock(&runners->mutex);
+    gangs_remove(runners->gangs, gang);
+    poke_each(runners, UINT64_MAX);
+    pthread_mutex_unlock(&runners->mutex);
+}
+
+/* `runners` may be NULL. */
+RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config, struct runners *runners)
 {
     struct epoll_event event = {.events = EPOLLIN};
     struct runner *runner = calloc(1, sizeof *runner);
@@ -294,10 +429,12 @@ RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config)
     runner->arbiter = arbiter_new(&config->arbiter);
     runner->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     runner->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    event.data.fd = runner->wake_fd;
+    event.data.u64 = watched(runner->wake_fd, 0);
     if (!runner->arbiter || runner->epoll_fd < 0 || runner->wake_fd < 0 ||
         epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, runner->wake_fd, &event) < 0)
         return runner_free(runner);
+    if (runners)
+        runners_join(runners, runner);
     return runner;
 }
 
@@ -314,14 +451,6 @@ RUNNER_EXPORT int runner_start(struct runner *runner)
     return error;
 }
 
-static void poke(struct runner *runner)
-{
-    uint64_t one = 1;
-
-    if (write(runner->wake_fd, &one, sizeof one) < 0)
-        return; /* full: it is awake already */
-}
-
 RUNNER_EXPORT struct runner *runner_free(struct runner *runner)
 {
     if (!runner)
@@ -330,6 +459,11 @@ RUNNER_EXPORT struct runner *runner_free(struct runner *runner)
         atomic_store_release(&runner->stop, true);
         poke(runner);
         pthread_join(runner->thread, NULL);
+    }
+    if (runner->runners) {
+        pthread_mutex_lock(&runner->runners->mutex);
+        runner->runners->each[runner->gpu] = NULL;
+        pthread_mutex_unlock(&runner->runners->mutex);
     }
     if (runner->epoll_fd >= 0)
         close(runner->epoll_fd);
@@ -394,11 +528,21 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
     poke(runner);
 }
 
-/* Watches a process's socket: each byte on it wakes the thread. Takes the descriptor over. */
-RUNNER_EXPORT int runner_watch(struct runner *runner, int fd)
+/*
+ * Watches a process's socket: each byte on it wakes the thread, and those of
+ * the process's `n` other GPUs. One thread reads for all: two that read would
+ * take each other's wake-ups. Takes the descriptor over. Returns 0 or an errno.
+ */
+RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *const *others,
+                               uint32_t n)
 {
-    struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.fd = fd};
+    struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP};
+    uint64_t also = 0;
 
+    for (uint32_t i = 0; i < n; i++)
+        if (others[i]->runners && others[i]->runners == runner->runners)
+            also |= 1ull << others[i]->gpu;
+    event.data.u64 = watched(fd, also);
     return epoll_ctl(runner->epoll_fd, EPOLL_CTL_ADD, fd, &event) < 0 ? errno : 0;
 }
 

@@ -1,7 +1,7 @@
 /* The arbiter on the real clock, one thread per GPU; see runner.c. */
 #pragma once
 
-#include "arbiter.h"
+#include "gangs.h"
 
 #define RUNNER_EXPORT __attribute__((visibility("default")))
 
@@ -13,14 +13,20 @@ struct runner_config {
 };
 
 struct runner;
+struct runners;
 
-struct runner *runner_new(const struct runner_config *config);
+struct runners *runners_new(const struct runner_config *config);
+struct runners *runners_free(struct runners *runners);
+int32_t runners_add(struct runners *runners, struct runner *const *each, const int32_t *tenants,
+                    uint32_t n);
+void runners_remove(struct runners *runners, int32_t gang);
+struct runner *runner_new(const struct runner_config *config, struct runners *runners);
 int runner_start(struct runner *runner);
 struct runner *runner_free(struct runner *runner);
 int32_t runner_add(struct runner *runner, uint32_t guarantee, uint32_t limit, void *grant_page,
                    uint32_t device, void *ledger);
 void runner_set(struct runner *runner, int32_t tenant, uint32_t guarantee, uint32_t limit);
 void runner_remove(struct runner *runner, int32_t tenant);
-int runner_watch(struct runner *runner, int fd);
+int runner_watch(struct runner *runner, int fd, struct runner *const *others, uint32_t n);
 bool runner_due(struct runner *runner);
 void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp);

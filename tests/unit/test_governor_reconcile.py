@@ -68,7 +68,8 @@ class StubRunner(Runner):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._pages = {}
-        self._self = library.runner_new(ctypes.byref(RunnerConfig()))
+        self._self = library.runner_new(ctypes.byref(RunnerConfig()), None)
+        self.together = None
         self.held_ns = 0
 
     def stats(self, _: int) -> Stats:
@@ -852,7 +853,7 @@ def test_a_process_that_cannot_be_watched_is_refused_and_has_no_slot(play: Play)
     async def scene(world: World) -> None:
         container = await world.admit()
 
-        def fail(_: int) -> None:
+        def fail(_: int, __: object = ()) -> None:
             raise OSError(28, "No space left on device")
 
         cast("Any", world.runner).watch = fail

@@ -1,0 +1,34 @@
+/*
+ * Gangs: containers with several GPUs, which are granted together.
+ *
+ * A collective's kernel on one GPU spins until its counterpart runs on another. So a container that
+ * uses several GPUs, a gang, has its turn on all of them at once: it begins when on each of them
+ * the gang is whom that GPU's arbiter would choose, it ends everywhere at the same time, and while
+ * it lasts no gang that uses one of these GPUs has a turn. A gang that waits for a GPU of another's
+ * therefore holds none itself, and no two wait for each other. Containers with one GPU wait for
+ * nobody else's; they go where no turn is.
+ *
+ * A GPU counts as used for a second after the container's last work or wait there: a container that
+ * uses only one of its GPUs is no gang.
+ *
+ * Pure like the arbiter: no clock, no thread, no lock. Each GPU's arbiter is stepped by
+ * gangs_step(), which says which other GPUs have to be stepped because of that.
+ */
+#pragma once
+
+#include "arbiter.h"
+
+#define GANGS_N_GPUS 32 /* of a node; sets of them are bits of a word */
+#define GANGS_N      256
+#define GANGS_N_OWN  16 /* GPUs of one gang */
+
+struct gangs;
+
+ARBITER_EXPORT struct gangs *gangs_new(const struct arbiter_config *config);
+ARBITER_EXPORT struct gangs *gangs_free(struct gangs *gangs);
+ARBITER_EXPORT int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tenants,
+                                 uint32_t n);
+ARBITER_EXPORT void gangs_remove(struct gangs *gangs, int32_t gang);
+bool gangs_concern(const struct gangs *gangs, uint32_t gpu);
+ARBITER_EXPORT uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter,
+                                   uint64_t now, struct arbiter_view *viewp);

@@ -171,7 +171,8 @@ static void settle(struct tenant *t, const struct arbiter_config *config, bool l
  */
 static void pass_over(struct tenant *t, uint64_t since)
 {
-    t->absent = t->want && t->sign_ns < since;
+    /* Of several GPUs one may be late: the others' work waits for it. */
+    t->absent = t->want && t->sign_ns < since && t->turn.role == ARBITER_ALONE;
 }
 
 void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
@@ -374,7 +375,7 @@ static int32_t choose(const struct arbiter *arbiter, double now, int32_t except,
     for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *t = &arbiter->tenants[i];
 
-        if (!t->used || i == except || (t->absent && present) || t->turn.role == ARBITER_BARRED)
+        if (!t->used || i == except || t->turn.role == ARBITER_BARRED)
             continue;
         if (t->turn.role == ARBITER_CALLED && (t->want || t->turn.unasked) &&
             (double)t->turn.until_ns > now) {
@@ -382,7 +383,7 @@ static int32_t choose(const struct arbiter *arbiter, double now, int32_t except,
             *lentp = is_elastic(t) && t->owed_at > now;
             return i;
         }
-        if (!t->want || t->turn.role == ARBITER_CALLED)
+        if (!t->want || (t->absent && present) || t->turn.role == ARBITER_CALLED)
             continue;
         if (t->owed_at <= now) {
             double due = due_at(arbiter, t);

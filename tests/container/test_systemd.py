@@ -332,6 +332,7 @@ def test_a_node_without_a_driver_has_no_failed_unit_and_mirrors_the_first_one(ma
     machine.until(lambda: machine.in_force() == "535.1.2")
 
 
+@pytest.mark.slow
 def test_ten_drivers_within_a_second_end_with_the_last_one_mirrored(machine):
     put_driver(machine.libdir, "535.1.0", simulated=True)
     machine.boot()
@@ -348,6 +349,7 @@ def test_ten_drivers_within_a_second_end_with_the_last_one_mirrored(machine):
     assert machine.failed() == [], machine.story()
 
 
+@pytest.mark.slow
 def test_a_change_while_a_refresh_runs_leads_to_another(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     machine.boot()
@@ -383,6 +385,7 @@ def test_an_incomplete_driver_fails_with_one_line_and_the_old_mirror_stays_until
     assert machine.failed() == [], machine.story()
 
 
+@pytest.mark.slow
 def test_what_may_pass_is_tried_five_times_and_anew_after_a_change(machine):
     put_driver(machine.libdir, "535.1.2", simulated=True)
     machine.drop_in(REFRESH, "[Service]\nRestartSec=100ms\n")

@@ -187,7 +187,13 @@ def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place:
         assert not events(node, "container-frozen", "violation-stopped")
 
 
-@pytest.mark.parametrize("ways", [("own",), ("join", "own")], ids=["stranger", "registered"])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(("own",), id="stranger"),
+        pytest.param(("join", "own"), id="registered", marks=pytest.mark.slow),
+    ],
+)
 def test_who_works_without_a_grant_is_reported_within_two_seconds(
     place: Place, ways: tuple[str, ...]
 ) -> None:
@@ -218,6 +224,7 @@ def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: 
         assert set(violations(node, culprit)) == {"memory"}
 
 
+@pytest.mark.slow
 def test_honest_containers_are_not_accused(place: Place) -> None:
     """Six at once: two that saturate, two that come and go, one with pieces of work that outlast their grants and are
     not waited for, one that fills its quota. Then a governor that does not answer for a while: they help themselves."""
@@ -240,7 +247,10 @@ def test_honest_containers_are_not_accused(place: Place) -> None:
         assert events(node, "violation") == []
         assert len(node.look()) == len(node.running) == 6
         long = [one for one in node.look().values() if one["id"].endswith("-long")]
-        assert long[0]["devices"][0]["overdue"] > 0  # or it showed nothing
+        told = long[0]["devices"][0]
+        # Or it showed nothing: one piece of its work is longer than all its grants.
+        assert told["launches"]
+        assert told["held_ns"] < 1_500_000_000
 
 
 def ticks(container: Running) -> int:
@@ -257,6 +267,7 @@ def stands_still(container: Running) -> bool:
     return ticks(container) == before > 0
 
 
+@pytest.mark.slow
 def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> None:
     with place(on_violation="throttle") as node:
         neighbour = burner(node, "neighbour", compute="40")
@@ -284,7 +295,13 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         wait_for(lambda: not (node.runtime_dir / "frozen.json").exists(), "the record")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stops", "dies"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="stops", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, id="dies"),
+    ],
+)
 def test_nobody_stays_frozen_when_the_governor(place: Place, number: signal.Signals) -> None:
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")

@@ -585,8 +585,8 @@ def killed_at(step, function):
 @pytest.mark.parametrize(
     "case",
     [
-        "first",
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("upgrade", "touched", "stale")),
+        "stale",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("first", "upgrade", "touched")),
     ],
 )
 def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, case):

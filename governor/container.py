@@ -199,7 +199,7 @@ class Container:
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
             for i, runner in enumerate(self._runners):
                 self._tenants.append(runner.add(*shares, self.grant, i, self.ledger))
-            together = self._runners[0].together
+            together = self._runners[0].together if self._runners else None
             if together is not None and len(self._tenants) > 1:
                 self._gang = together.add(self._runners, self._tenants)
         except BaseException:
@@ -643,7 +643,7 @@ class Container:
         self._forget(keep=keep)
 
     def _forget(self, *, keep: bool = False) -> None:
-        together = self._runners[0].together
+        together = self._runners[0].together if self._runners else None
         if together is not None and self._gang != NOBODY:
             together.remove(self._gang)
             self._gang = NOBODY

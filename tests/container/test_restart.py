@@ -293,9 +293,8 @@ def test_a_governor_that_is_killed_a_hundred_times_under_load(node: Node) -> Non
     ride(node, 100)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_shares_are_right_again_within_a_second(node: Node, number: int) -> None:
     quotas = {"half": 50, "quarter": 25}
     pair = [

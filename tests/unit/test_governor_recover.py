@@ -84,6 +84,8 @@ for line in sys.stdin:
 class StubRunner:
     """The arbiter's thread: nothing at all."""
 
+    together = None
+
     def add(self, *_: object) -> int:
         return 0
 
@@ -91,7 +93,7 @@ class StubRunner:
 
     def set(self, tenant: int, guarantee: int, limit: int) -> None: ...
 
-    def watch(self, fd: int) -> None: ...
+    def watch(self, *_: object) -> None: ...
 
     def stats(self, _: int) -> Stats:
         return Stats()

@@ -24,6 +24,7 @@ from governor.books import Device
 from governor.config import Config
 from governor.errors import GovernorError
 from governor.mps import DIRECTORY, PROGRAM, Event, Follower, Mps, Tools, find_tools, read_line
+from tests.conftest import lack
 from vdriver.manifest import File, Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,8 +176,9 @@ def command(path: Path, text: str) -> None:
         s.sendall(text.encode() + b"\n\0")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="MPS is root's here")
 def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: Path) -> None:
+    if os.geteuid() != 0:
+        lack("needs root, as the governor's daemon does")
     told: list[Event] = []
     container = short / "container"
     container.mkdir()

@@ -226,7 +226,8 @@ class Nvidia(Machine):
     def spec(self) -> dict[str, Any]:
         """Return the device nodes, the workload and a place for caches."""
         nodes = []
-        for path in ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"):
+        gpus = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
+        for path in (*gpus, "/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"):
             try:
                 status = os.stat(path)  # noqa: PTH116
             except OSError:

@@ -283,8 +283,8 @@ class NvidiaImage(Nvidia):
 class SimulatedImage(Simulated):
     """The small image of the simulated GPU, with this machine's Python in it."""
 
-    def __init__(self, work: Path, build: Path, tools: Path) -> None:
-        super().__init__(work, build)
+    def __init__(self, work: Path, build: Path, tools: Path, **kind: Any) -> None:
+        super().__init__(work, build, **kind)
         self.tools = tools
         self.python = str(Path(sys.executable).resolve())
 

@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench import report_suites
+from bench import report_gangs, report_suites
 from bench.overhead import TITLES
 from bench.plot import render
 from bench.provenance import ROOT
 from bench.report import chart_of, size
+from bench.report_gangs import GANGS
 from bench.report_quota import DRAWN, QUOTA, chart_of_arm, row_of
 from bench.report_quota import HEAD as QUOTA_HEAD
 
@@ -373,9 +374,25 @@ def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(where(result))
 
 
+def add_gangs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """The tables of each run, and what failed in it."""
+    page.add(GANGS)
+    for stem, result in results.items():
+        gpu = result["gpu"]
+        kind = " (simulated)" if gpu["kind"] == "simulated" else ""
+        title = f"{gpu['name']}{kind}, driver {gpu['driver']}, {result['date'][:10]}"
+        page.add(f"### {title} ({stem.removeprefix(result['date'][:10] + '-')})")
+        for line in report_gangs.lines_of(result["summary"]):
+            page.add(line)
+        for head, rows, align in report_gangs.tables_of(result["summary"]):
+            page.table(head, rows, align)
+        page.add(where(result))
+
+
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "quota": add_quota,
+    "gangs": add_gangs,
     "mirror": add_mirror,
     "overhead": add_overhead,
     "step": add_step,

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bench.gang_figures import summarise as summarise_gangs
 from bench.memory import judge as judge_memory
 from bench.memory import longest_stretch
 from bench.mirror import faults
@@ -278,7 +279,31 @@ def quota(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def gangs(options: argparse.Namespace) -> dict[str, Any]:
+    """Containers with several GPUs, from the directory of a run of bench.gangs."""
+    report = read_json(options.source / "gangs.json")
+    run, parts = report.pop("run"), report["parts"]
+    name_commit(run, options.commit)
+    if report["summary"] != summarise_gangs(parts):
+        raise ResultError("the samples do not give the figures that the report claims")
+    logs = ("outputs", "trace")
+    return {
+        "suite": "gangs",
+        **run,
+        "gpu": report["gpu"],
+        "configuration": {"generation": report["generation"]},
+        "raw": {
+            "parts": {
+                name: {key: value for key, value in part.items() if key not in logs}
+                for name, part in parts.items()
+            }
+        },
+        "summary": report["summary"],
+    }
+
+
 SUITES: dict[str, Suite] = {
+    "gangs": gangs,
     "judge": judge,
     "memory": memory,
     "mirror": mirror,

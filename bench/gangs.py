@@ -1,0 +1,657 @@
+"""`python -m bench.gangs [PART ...]`: containers with several GPUs on a node with two.
+
+Each part has a time limit, says how far it is, and what it found is in gangs.json when it ends,
+however it ends; then the next one begins.
+
+  topology  `tidegate check` and how near the GPUs are, against `nvidia-smi topo -m`
+  samples   what a look through NVML takes, with 0 and 8 processes on the GPU
+  native    the job of examples/workloads/gang.py alone, without Tidegate: its rate, and what its
+            units take
+  hogs      the job in a container with 30 % of both GPUs, a hog with 60 % beside it on each
+  restart   it trains beside hogs while the governor is killed and started again
+  rivals    two containers with 45 % of both GPUs, each with a job of its own
+
+The job runs in two processes, and in one with both GPUs. What a container had of a GPU is told by
+the stamps of its units, on that GPU's clock, as in bench.quota.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench.demo import SETTLE_S, driver_answers, name_gpu, run_solo, say
+from bench.events import SAMPLE_NS, pid_of
+from bench.gang_figures import own_topology, read_topology, summarise
+from bench.machine import ROOT, MachineError
+from bench.node import Node, Running, last_json
+from bench.programs import INSIDE, NvidiaImage, SimulatedImage, bind
+from bench.progress import NS_PER_S, Profile, Progress, ProgressError, read_stamps, solo_profile
+from bench.provenance import describe_run
+from bench.quota import COUNTERS, LONGEST_NS, work
+from governor.client import ask
+from governor.daemon import original_nvml
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+from vdriver.manifest import read_manifest
+
+WORKLOADS = ROOT / "examples/workloads"
+GPUS = 2
+HOG = "burner-500"
+SPARE_S = 1.0
+FOREVER_S = 300.0
+SET_UP_S = 100.0
+AWAY_S = (0.0, 0.5, 1.5)
+"""How long there is no governor, each time that it is killed."""
+BETWEEN_S = 3.5
+ROUNDS = 100
+"""Looks through NVML that are timed."""
+TAIL = 40
+"""Lines of a log that are kept of a part that failed."""
+
+NVLINK_OFF = ("NCCL_NVLS_ENABLE=0", "NCCL_MNNVL_ENABLE=0")
+
+
+class PartError(Exception):
+    """A part came to its time limit."""
+
+
+class GangNvidia(NvidiaImage):
+    """A real machine; a container sees the GPUs that it is told."""
+
+    visible: str | None = None
+
+    def spec(self) -> dict[str, Any]:
+        """Add which GPUs a program sees that does not ask."""
+        return with_visible(super().spec(), self.visible)
+
+
+class GangSimulated(SimulatedImage):
+    """Two simulated GPUs with NVLink between them."""
+
+    visible: str | None = None
+
+    def __init__(self, work: Path, build: Path, tools: Path) -> None:
+        places = ["--place", "0/0/0/0", "--place", "0/1/0/0", "--nvlink", "0-1=18"]
+        super().__init__(work, build, tools, devices=GPUS, options=places)
+
+    def spec(self) -> dict[str, Any]:
+        """Put all workloads where the real machine has them."""
+        spec = with_visible(super().spec(), self.visible)
+        spec["mounts"] = [m for m in spec["mounts"] if m["destination"] != INSIDE]
+        spec["mounts"].append(bind(WORKLOADS, "/workload"))
+        return spec
+
+
+def with_visible(spec: dict[str, Any], visible: str | None) -> dict[str, Any]:
+    """Return what a machine adds to a bundle, with the environment of GPU programs."""
+    shown = [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
+    return {**spec, "env": [*spec.get("env", []), *NVLINK_OFF, *shown]}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job of gang.py: in two processes or one, and what it does."""
+
+    form: str = "processes"
+    work: str = "reduce"
+
+    @property
+    def name(self) -> str:
+        """How the report calls it."""
+        return f"{self.form}-{self.work}"
+
+
+@dataclass
+class Bench:
+    """What the parts share."""
+
+    node: Node
+    machine: GangNvidia | GangSimulated
+    args: argparse.Namespace
+    uuids: list[str]
+    nvml: str
+    profiles: dict[str, list[Profile]] = field(default_factory=dict)  # of jobs, one a GPU
+    hog: Profile | None = None
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+    names: int = 0
+
+    def seconds(self, usual: float) -> float:
+        """Return how long to measure."""
+        return float(self.args.seconds or usual)
+
+    def command(self, job: Job, folder: str, seconds: float, out: str) -> list[str]:
+        """Return the command that runs a job."""
+        on = "torch" if self.machine.kind == "nvidia" else "simulated"
+        return [
+            self.machine.python, f"{folder}/gang.py", "--on", on, "--form", job.form,
+            "--work", job.work, "--seconds", str(seconds), "--out", out,
+            "--wait-file", f"{out}/begin",
+        ]  # fmt: skip
+
+    def start(self, what: str, arguments: Sequence[str], gpus: Sequence[int],
+              compute: int, memory: str) -> Running:  # fmt: skip
+        """Start a container with a share of some GPUs, and no more than that."""
+        self.names += 1
+        self.machine.visible = ",".join(self.uuids[gpu] for gpu in gpus)
+        try:
+            return self.node.start(
+                f"{what}-{self.names}",
+                arguments,
+                {"compute": str(compute), "memory": memory, "devices": ",".join(map(str, gpus))},
+            )
+        finally:
+            self.machine.visible = None
+
+    def start_job(self, job: Job, compute: int, seconds: float) -> Running:
+        """Start a job in a container with both GPUs."""
+        memory = "8Gi" if self.machine.kind == "nvidia" else "2Gi"
+        return self.start(
+            "job", self.command(job, "/workload", seconds, "/out"), range(GPUS), compute, memory
+        )
+
+    def start_hog(self, gpu: int, compute: int, seconds: float) -> Running:
+        """Start what always has work on one GPU."""
+        arguments = [
+            *self.machine.command(HOG, inside=True), "--seconds", str(seconds),
+            "--out", "/out/progress.bin", "--wait-file", "/out/begin",
+        ]  # fmt: skip
+        return self.start("hog", arguments, [gpu], compute, "2Gi")
+
+    def keep_logs(self) -> None:
+        """Copy what containers said to where it outlasts them."""
+        logs = self.machine.work / "logs"
+        logs.mkdir(exist_ok=True)
+        for container in self.node.running:
+            with contextlib.suppress(OSError):
+                shutil.copy(container.bundle / "output", logs / f"{container.name}.log")
+            for path in container.out.glob("nccl.*"):
+                shutil.copy(path, logs / f"{container.name}-{path.name}.log")
+        for name in ("governor.log", "hook.log"):
+            with contextlib.suppress(OSError):
+                shutil.copy(self.machine.work / name, logs / name)
+
+    def clean(self) -> None:
+        """End all that a part left, and see to it that there is a governor."""
+        for process in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+        self.started.clear()
+        left = [*self.node.running]
+        # Whatever becomes of them, the next part waits for its own containers alone.
+        self.node.running.clear()
+        for container in left:
+            self.node.delete(container)
+            self.machine.remove_bundle(container.bundle)
+        try:
+            deadline = time.monotonic() + 10
+            while ask(self.node.config, "list")["containers"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except TidegateError:
+            self.node.stop_governor(signal.SIGKILL)
+            self.node.start_governor()
+
+    def native(self, job: Job, seconds: float, out: Path) -> dict[str, Any]:
+        """Run a job without Tidegate and return its answer."""
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        (out / "begin").touch()
+        log = self.machine.work / "logs" / f"native-{job.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                self.command(job, str(WORKLOADS), seconds, str(out)),
+                env={**os.environ, **self.machine.environment},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started.append(process)
+        status = process.wait(seconds + SET_UP_S)
+        if status:
+            raise MachineError(f"{job.name} ended with {status}: {log.read_text()[-400:]}")
+        return last_json(log.read_text())
+
+
+# ---- the parts ----
+
+Keep = dict[str, Any]
+
+
+def topology(bench: Bench, keep: Keep) -> None:
+    """Hold what placement knows of the GPUs against nvidia-smi."""
+    config = str(bench.machine.work / "config.yaml")
+    for name, more in (("text", []), ("json", ["--json"])):
+        done = subprocess.run(
+            [sys.executable, "-m", "governor.cli", "check", "--config", config, *more],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=20,
+        )  # fmt: skip
+        keep[f"check_{name}"] = done.stdout if name == "text" else json.loads(done.stdout)
+        keep["check_status"] = done.returncode
+    say(keep["check_text"])
+    keep["check_json"].pop("configuration", None)  # with paths of a machine that nobody else has
+    keep["own"] = own_topology(keep["check_json"]["gpus"])
+    smi = shutil.which("nvidia-smi") or "/usr/local/nvidia/bin/nvidia-smi"
+    if bench.machine.kind != "nvidia":
+        return
+    keep["smi"] = {}
+    for words in ("topo -m", "topo -p2p r", "nvlink -s"):
+        done = subprocess.run(
+            [smi, *words.split()], capture_output=True, text=True, check=False, timeout=20
+        )
+        keep["smi"][words] = done.stdout + done.stderr
+    say(keep["smi"]["topo -m"])
+    keep["driver"] = read_topology(keep["smi"]["topo -m"])
+
+
+def samples(bench: Bench, keep: Keep) -> None:
+    """Time looks through NVML."""
+    keep["looks"] = []
+    environment = {
+        **os.environ, **bench.machine.environment, "CUDA_VISIBLE_DEVICES": bench.uuids[0],
+    }  # fmt: skip
+    for n in (0, 8):
+        folder = bench.machine.work / "samples"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for i in range(n):
+            ready = folder / str(i)
+            command = [
+                *bench.machine.command(HOG, inside=False), "--seconds", "60",
+                "--wait-file", str(ready),
+            ]  # fmt: skip
+            with (folder / "output").open("w") as output:
+                process = subprocess.Popen(
+                    command, env=environment, start_new_session=True, text=True,
+                    stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                )  # fmt: skip
+            bench.started.append(process)
+        deadline = time.monotonic() + 30
+        while len(list(folder.glob("*.ready"))) < n:
+            if time.monotonic() > deadline:
+                raise MachineError(f"{n} burners were not ready within 30 s")
+            time.sleep(0.05)
+        for i in range(n):
+            (folder / str(i)).touch()
+        time.sleep(1)
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.nvml_cost", bench.nvml, bench.uuids[0], str(ROUNDS)],
+            cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+        if done.returncode:
+            raise MachineError(f"bench.nvml_cost failed: {done.stderr[-300:]}")
+        keep["looks"].append(last_json(done.stdout))
+        bench.clean()
+
+
+def native(bench: Bench, keep: Keep) -> None:
+    """Run the jobs, and the hog, alone and without Tidegate."""
+    keep["jobs"] = {}
+    bench.hog = run_solo(bench.machine, HOG, 3.0, longest_ns=LONGEST_NS)
+    for job, usual in (
+        (Job("processes"), 6.0),
+        (Job("single"), 6.0),
+        (Job("processes", "train"), 10.0),
+    ):
+        out = bench.machine.work / "native" / job.name
+        say(f"  alone: {job.name}")
+        try:
+            answer = bench.native(job, bench.seconds(usual) + SPARE_S, out)
+            profiles = [solo_profile(read_stamps(out / f"gpu{gpu}.bin")) for gpu in range(GPUS)]
+        except (MachineError, ProgressError, subprocess.TimeoutExpired) as e:
+            keep.setdefault("failures", []).append(f"{job.name}: {e}")
+            bench.clean()
+            continue
+        bench.profiles[job.name] = profiles
+        units = [{str(kind): round(ns) for kind, ns in one.durations.items()} for one in profiles]
+        keep["jobs"][job.name] = {"answer": answer, "units_ns": units}
+        say(f"  {json.dumps({**answer, 'checkpoints': len(answer['checkpoints'])})}")
+    if keep.get("failures"):
+        raise MachineError("; ".join(keep["failures"]))
+
+
+Script = Callable[[Bench, Sequence[Running]], list[dict[str, int]]]
+
+
+def beside(
+    bench: Bench,
+    jobs: Sequence[tuple[Job, int]],
+    hogs: int,
+    usual: float,
+    script: Script | None = None,
+) -> dict[str, Any]:
+    """Run jobs with a share of both GPUs, and a hog on each if there is a share for it."""
+    seconds = bench.seconds(usual)
+    length = FOREVER_S if script else seconds + SETTLE_S + SPARE_S
+    containers: list[tuple[Running, Job | None, int, list[int]]] = [
+        (bench.start_job(job, compute, length), job, compute, list(range(GPUS)))
+        for job, compute in jobs
+    ]
+    containers += [
+        (bench.start_hog(gpu, hogs, length), None, hogs, [gpu])
+        for gpu in range(GPUS if hogs else 0)
+    ]
+    running = [container for container, *_ in containers]
+    bench.node.wait_ready([one.out / "begin.ready" for one in running], SET_UP_S)
+    bench.node.look()
+    for one in running:
+        (one.out / "begin").touch()
+    time.sleep(SETTLE_S)
+    bench.node.look()
+    before = {one.name: one.seen for one in running}
+    began = time.monotonic()
+    events: list[dict[str, int]] = []
+    if script:
+        events = script(bench, running)
+    else:
+        watch(running, began + seconds)
+    passed = time.monotonic() - began
+    bench.node.look()
+    after = {one.name: one.seen for one in running}
+    if script:
+        for one, job, *_ in containers:
+            if job is None:
+                os.kill(pid_of(bench.node, one), signal.SIGTERM)
+            else:
+                (one.out / "end").touch()
+    statuses = {one.name: bench.node.wait(one, 90) for one in running}
+    answers = [
+        {
+            "name": one.name, "job": job.name, "compute": compute,
+            "status": statuses[one.name], "answer": last_json(one.output),
+        }
+        for one, job, compute, _ in containers
+        if job is not None
+    ]  # fmt: skip
+    tenants: list[dict[str, Any]] = []
+    for gpu in range(GPUS):
+        tenants += measure_gpu(bench, gpu, containers, passed, events)
+    for tenant in tenants:
+        name, uuid = tenant["name"], bench.uuids[tenant["gpu"]]
+        # A governor that is started anew counts anew.
+        tenant["governor"] = {} if script else difference(before[name], after[name], uuid)
+    return {"seconds": round(passed, 3), "jobs": answers, "tenants": tenants}
+
+
+def watch(running: Sequence[Running], until: float) -> None:
+    """Wait, and say every five seconds what the jobs said last."""
+    while (left := until - time.monotonic()) > 0:
+        time.sleep(min(5.0, left))
+        for one in running:
+            lines = (one.bundle / "output").read_text(errors="replace").splitlines()
+            if lines:
+                say(f"  {one.name}: {lines[-1][:160]}")
+            if one.process.poll() not in {None, 0}:
+                raise MachineError(f"{one.name} ended with {one.process.returncode}")
+
+
+def measure_gpu(
+    bench: Bench,
+    gpu: int,
+    containers: Sequence[tuple[Running, Job | None, int, list[int]]],
+    seconds: float,
+    events: Sequence[Mapping[str, int]],
+) -> list[dict[str, Any]]:
+    """Return what each container did on one GPU, in steps of 10 ms of that GPU's clock."""
+    runs: list[tuple[Running, int, Progress | None]] = []
+    ahead = 0
+    for one, job, compute, gpus in containers:
+        if gpu not in gpus:
+            continue
+        profile = bench.hog
+        path = one.out / "progress.bin"
+        if job is not None:
+            profiles = bench.profiles.get(job.name)
+            profile = profiles[gpu] if profiles else None
+            path = one.out / f"gpu{gpu}.bin"
+        else:
+            ahead = int(last_json(one.output).get("clock_ns", 0))
+        progress = None
+        if profile is not None:
+            with contextlib.suppress(ProgressError, OSError):
+                progress = Progress(read_stamps(path), profile)
+        runs.append((one, compute, progress))
+    known = [progress for *_, progress in runs if progress is not None]
+    if not known:
+        begin = end = 0
+    else:
+        begin = max(one.begin for one in known) + int(SETTLE_S * NS_PER_S)
+        end = min(*(one.end for one in known), begin + int(seconds * NS_PER_S))
+    placed = [{key: at + ahead - begin for key, at in event.items()} for event in events if known]
+    return [
+        {
+            "name": one.name,
+            "gpu": gpu,
+            "compute": compute,
+            "work_us": work(progress, begin, end, SAMPLE_NS) if progress else [],
+            **({"events": placed} if placed else {}),
+        }
+        for one, compute, progress in runs
+    ]
+
+
+def difference(before: Mapping[str, Any], after: Mapping[str, Any], uuid: str) -> dict[str, int]:
+    """Return what the governor counted of a container on one GPU in between."""
+    one, two = (
+        next((device for device in seen.get("devices", []) if device["uuid"] == uuid), None)
+        for seen in (before, after)
+    )
+    return {name: two[name] - one[name] for name in COUNTERS} if one and two else {}
+
+
+def kill_governor(bench: Bench, running: Sequence[Running]) -> list[dict[str, int]]:
+    """Kill the governor and start it again, a few times."""
+    events = []
+    time.sleep(1.5)
+    for away in AWAY_S:
+        killed = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        bench.node.stop_governor(signal.SIGKILL)
+        time.sleep(away)
+        bench.node.start_governor()
+        returned = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        say(f"  the governor was away for {(returned - killed) / 1e9:.2f} s")
+        watch(running, time.monotonic() + BETWEEN_S)
+        until = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        events.append({"killed_ns": killed, "returned_ns": returned, "until_ns": until})
+    return events
+
+
+def arms(bench: Bench, keep: Keep, chosen: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
+    """Run arms; one that fails keeps nobody from the next."""
+    keep["arms"], failures = {}, []
+    for name, arm in chosen.items():
+        say(f"  arm {name}")
+        try:
+            keep["arms"][name] = told = arm()
+            ended = {job["name"]: job["status"] for job in told["jobs"]}
+            wrong = f"jobs ended with {ended}" if any(ended.values()) else ""
+        except (MachineError, ProgressError, TidegateError, OSError) as e:
+            wrong = str(e) or repr(e)
+        if wrong:
+            failures.append(f"{name}: {wrong}")
+            keep.setdefault("outputs", {})[name] = outputs(bench)
+        bench.keep_logs()
+        bench.clean()
+    if failures:
+        raise MachineError("; ".join(failures))
+
+
+def hogs(bench: Bench, keep: Keep) -> None:
+    """Run the job with 30 % beside hogs with 60 %."""
+    arms(bench, keep, {
+        form: lambda form=form: beside(bench, [(Job(form), 30)], 60, 30.0)  # type: ignore[misc]
+        for form in ("processes", "single")
+    })  # fmt: skip
+
+
+def restart(bench: Bench, keep: Keep) -> None:
+    """Let it train while governors come and go."""
+    arms(bench, keep, {
+        "train": lambda: beside(bench, [(Job("processes", "train"), 40)], 50, 0, kill_governor)
+    })  # fmt: skip
+
+
+def rivals(bench: Bench, keep: Keep) -> None:
+    """Run two jobs with 45 % against each other."""
+    arms(bench, keep, {
+        form: lambda form=form: beside(  # type: ignore[misc]
+            bench, [(Job(form), 45), (Job(form), 45)], 0, 15.0
+        )
+        for form in ("processes", "single")
+    })  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part, and how long it may take, seconds."""
+
+    run: Callable[[Bench, Keep], None]
+    limit: int
+
+
+PARTS = {
+    "topology": Part(topology, 30),
+    "samples": Part(samples, 60),
+    "native": Part(native, 150),
+    "hogs": Part(hogs, 190),
+    "restart": Part(restart, 110),
+    "rivals": Part(rivals, 150),
+}
+
+
+# ---- all of them ----
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, what: str) -> Iterator[None]:
+    """Raise PartError in this thread when the time is over."""
+
+    def over(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise PartError(f"{what} took more than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def outputs(bench: Bench) -> dict[str, list[str]]:
+    """Return the ends of what the containers and the governor said."""
+    paths = {one.name: one.bundle / "output" for one in bench.node.running}
+    paths["governor"] = bench.machine.work / "governor.log"
+    found = {}
+    for name, path in paths.items():
+        with contextlib.suppress(OSError):
+            found[name] = path.read_text(errors="replace").splitlines()[-TAIL:]
+    return found
+
+
+def run_part(bench: Bench, name: str, seconds: float) -> Keep:
+    """Run one part and return what it found, and what became of it."""
+    keep: Keep = {"error": None}
+    begin = time.monotonic()
+    try:
+        with time_limit(seconds, name):
+            PARTS[name].run(bench, keep)
+    except Exception as e:  # noqa: BLE001 - whatever it is, the other parts go on
+        keep["error"] = f"{type(e).__name__}: {e}"
+        keep["trace"] = traceback.format_exc().splitlines()[-8:]
+        keep.setdefault("outputs", {})["end"] = outputs(bench)
+        say(f"{name}: {keep['error']}")
+    keep["took_s"] = round(time.monotonic() - begin, 1)
+    try:
+        with time_limit(40, "the end of a part"):
+            bench.keep_logs()
+            bench.clean()
+    except Exception as e:  # noqa: BLE001
+        keep["error"] = keep["error"] or f"afterwards: {type(e).__name__}: {e}"
+        say(f"{name}: afterwards: {e}")
+    return keep
+
+
+def find_machine(args: argparse.Namespace) -> GangNvidia | GangSimulated:
+    """Return a machine with two GPUs; MachineError when there are fewer."""
+    tools = args.output / "tools"
+    tools.mkdir()
+    if args.simulated or not driver_answers():
+        return GangSimulated(args.output, args.build, tools)
+    return GangNvidia(args.output, args.build, tools)
+
+
+def write(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Keep what there is so far."""
+    report["summary"] = summarise(report["parts"])
+    path = args.output / "gangs.json"
+    path.with_suffix(".new").write_text(json.dumps(report, separators=(",", ":")) + "\n")
+    path.with_suffix(".new").rename(path)
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
+    """Run the parts."""
+    end = time.monotonic() + args.limit
+    machine = find_machine(args)
+    with Node(machine, settings={"placement": "topology"}) as node:
+        gpus = ask(node.config, "gpus")["gpus"]
+        if len(gpus) < GPUS:
+            raise MachineError(f"there are {len(gpus)} GPUs; this needs {GPUS}")
+        report["gpu"] = asdict(name_gpu(node))
+        report["generation"] = read_manifest((node.driver_dir / "current").resolve()).generation
+        nvml = str(original_nvml(str(node.driver_dir)))
+        bench = Bench(node, machine, args, [gpu["uuid"] for gpu in gpus[:GPUS]], nvml)
+        for name in args.names or PARTS:
+            left = end - time.monotonic()
+            say(f"-- {name}, {left:.0f} s left")
+            if left < 10:
+                report["parts"][name] = {"error": "no time was left", "took_s": 0.0}
+            else:
+                report["parts"][name] = run_part(bench, name, min(PARTS[name].limit, left))
+            write(args, report)
+            say(f"{name}: {json.dumps(report['summary'][name])}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; the status is 0 when each could be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gangs", description=__doc__.split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="PART", choices=[*PARTS, []], default=[])
+    parser.add_argument("--seconds", type=float, help="how long each arm runs (its own time)")
+    parser.add_argument("--limit", type=float, default=480, help="seconds for all parts (480)")
+    parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
+    parser.add_argument("--output", type=Path, default=ROOT / "build/gangs")
+    parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
+    args = parser.parse_args(argv)
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    os.environ |= dict(word.split("=", 1) for word in NVLINK_OFF)
+    args.output, args.build = args.output.resolve(), args.build.resolve()
+    shutil.rmtree(args.output, ignore_errors=True)
+    args.output.mkdir(parents=True)
+    report: dict[str, Any] = {"run": describe_run(), "parts": {}}
+    try:
+        measure(args, report)
+    except (MachineError, ProgressError, TidegateError, VdriverError) as e:
+        print(f"gangs: {e}", file=sys.stderr)
+        return 1
+    say(f"{args.output}/gangs.json")
+    return 1 if any(part["error"] for part in report["parts"].values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

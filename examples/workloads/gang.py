@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""A job on several GPUs: work on each of them and an all-reduce over all, over and over.
+
+    gang.py --form processes|single --work reduce|train --seconds S --out DIR [--wait-file F]
+
+`processes` has a process for each GPU, `single` one process and one thread for all of them.
+`reduce` multiplies matrices and checks every sum that the all-reduce gave; `train` trains a small
+model with the data divided, and tells the sum of its weights every 100 steps. Each GPU's own clock
+stamps the parts of an iteration into DIR/gpu<n>.bin. Prints how far it is once a second, and a line
+of JSON at the end; ends when the time is over or DIR/end is there. If it stands still for a minute
+it is ended, and says where it stood. Needs PyTorch with NCCL, and the modules beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import faulthandler
+import importlib
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WORLD = 2
+WARM_UP = 12
+DEPTH = 4
+"""Iterations that are launched ahead of what the GPUs have done."""
+
+QUIET_S, STILL_S = 20.0, 60.0
+"""After so long without an iteration it is asked where it stands, and ended."""
+
+NCCL = {
+    # Multicast over NVLink is not to be had on every machine, and may harm who shares the switches.
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MNNVL_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_DEBUG": "INFO",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+}
+
+GO, STOP_AT, END, DONE = 0, 1, 2, 8
+"""Words that the processes share: begin; the iteration to stop before; somebody asks to stop; from
+there on how many iterations each process has seen done."""
+
+
+def say(text: str) -> None:
+    print(f"gang: {text}", flush=True)
+
+
+class Control:
+    """A page of words in DIR/control."""
+
+    def __init__(self, out: Path, *, create: bool = False) -> None:
+        path = out / "control"
+        if create:
+            path.write_bytes(bytes(4096))
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 4096)
+        self.words = memoryview(self._map).cast("Q")
+
+
+# ---- one process ----
+
+
+def work(options: argparse.Namespace) -> None:
+    """Iterate on the GPUs of this process until all stop before the same iteration."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    ranks = [int(rank) for rank in options.ranks.split(",")]
+    number, out = ranks[0], Path(options.out)
+    words = Control(out).words
+    backend = importlib.import_module(f"gang_{options.on}").Gang(
+        ranks, WORLD, out, train=options.work == "train"
+    )
+    say(f"process {number}: set up")
+    for i in range(WARM_UP):
+        backend.iterate(i)
+        backend.wait(backend.mark())
+    backend.record()
+    (out / f"ready{number}").touch()
+    while not words[GO]:
+        time.sleep(0.001)
+    pending: collections.deque[Any] = collections.deque()
+    i, done, longest = WARM_UP, 0, 0.0
+    begin = last = now = time.monotonic()
+    while not (words[STOP_AT] and i >= words[STOP_AT]):
+        backend.iterate(i)
+        pending.append(backend.mark())
+        i += 1
+        if len(pending) > DEPTH:
+            backend.wait(pending.popleft())
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+            done += 1
+            words[DONE + number] = done
+        over = words[END] or now - begin > options.seconds
+        if number == 0 and over and not words[STOP_AT]:
+            # Nobody is farther: what the others launch needs this process's half to be done.
+            words[STOP_AT] = i + 4 * DEPTH
+    for mark in pending:
+        backend.wait(mark)
+    now = time.monotonic()
+    answer = {
+        "iterations": i - WARM_UP,
+        "seconds": round(now - begin, 3),
+        "longest_s": round(max(longest, now - last), 4),
+        **backend.finish(),
+    }
+    (out / f"process{number}.json").write_text(json.dumps(answer))
+    say(f"process {number}: done")
+    backend.close()
+
+
+# ---- all of them ----
+
+
+def choose_gpus() -> None:
+    """See the GPUs that are this container's, as Tidegate lists them."""
+    with contextlib.suppress(OSError):
+        listed = Path("/run/tidegate/devices").read_text().strip()
+        os.environ["CUDA_VISIBLE_DEVICES"] = listed
+
+
+def start(options: argparse.Namespace, out: Path) -> list[subprocess.Popen[bytes]]:
+    """Start the processes, with their ranks."""
+    choose_gpus()
+    os.environ |= {**NCCL, "NCCL_DEBUG_FILE": str(out / "nccl.%p"), "PYTHONUNBUFFERED": "1"}
+    divided = [str(rank) for rank in range(WORLD)]
+    groups = divided if options.form == "processes" else [",".join(divided)]
+    return [
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--ranks", ranks])
+        for ranks in groups
+    ]
+
+
+class StillError(Exception):
+    """The job stands still, or one of its processes failed."""
+
+
+def watch(options: argparse.Namespace, out: Path, children: list[subprocess.Popen[bytes]]) -> None:
+    """Say how far it is until all have ended."""
+    words = Control(out).words
+    began = changed = told = time.monotonic()
+    seen: list[int] = []
+    asked = False
+    while any(child.poll() is None for child in children):
+        if any(child.poll() for child in children):
+            break
+        now = time.monotonic()
+        ready = sum((out / f"ready{rank}").exists() for rank in range(WORLD))
+        if ready == len(children) and not words[GO]:
+            if options.wait_file:
+                Path(options.wait_file + ".ready").touch()
+            if not options.wait_file or Path(options.wait_file).exists():
+                words[GO] = 1
+                began = now
+            changed = now
+        if (out / "end").exists():
+            words[END] = 1
+        state = [ready, *words[DONE : DONE + WORLD]]
+        if state != seen:
+            seen, changed, asked = state, now, False
+        if now - told >= 1:
+            told = now
+            say(f"{now - began:.0f} s: {state[1:]} iterations, {ready} processes ready")
+        if now - changed > QUIET_S and not asked:
+            asked = True
+            for child in children:
+                child.send_signal(signal.SIGUSR1)
+        if now - changed > STILL_S:
+            raise StillError(f"it stands still for {STILL_S:.0f} s at {state}")
+        time.sleep(0.02)
+    statuses = [child.poll() for child in children]
+    if any(statuses):
+        raise StillError(f"processes ended with {statuses}")
+
+
+def transports(out: Path) -> list[str]:
+    """Return by what ways NCCL says that it goes from one GPU to another."""
+    lines = [
+        line
+        for path in sorted(out.glob("nccl.*"))
+        for line in path.read_text(errors="replace").splitlines()
+    ]
+    return sorted({line.split(" via ")[1].strip() for line in lines if " via " in line})
+
+
+def lead(options: argparse.Namespace) -> int:
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("ready*", "process*.json", "store", "end", "words", "gpu*.bin", "nccl.*"):
+        for path in out.glob(name):
+            path.unlink()
+    Control(out, create=True)
+    children = start(options, out)
+    try:
+        watch(options, out, children)
+    except StillError as e:
+        say(str(e))
+        return 3
+    finally:
+        for child in children:
+            child.kill()
+    answers = [json.loads(path.read_text()) for path in sorted(out.glob("process*.json"))]
+    checkpoints = [one for answer in answers for one in answer["checkpoints"]]
+    result = {
+        "iterations": min(answer["iterations"] for answer in answers),
+        "seconds": max(answer["seconds"] for answer in answers),
+        "longest_s": max(answer["longest_s"] for answer in answers),
+        "checked": sum(answer["checked"] for answer in answers),
+        "wrong": sum(answer["wrong"] for answer in answers),
+        "alike": all(one == checkpoints[0] for one in checkpoints),
+        "checkpoints": checkpoints[0],
+        "losses": answers[0]["losses"],
+        "how": answers[0]["how"],
+        "transports": transports(out),
+    }
+    print(json.dumps(result), flush=True)
+    return 0 if result["alike"] and not result["wrong"] else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A job on several GPUs.")
+    parser.add_argument("--form", choices=("processes", "single"), default="processes")
+    parser.add_argument("--work", choices=("reduce", "train"), default="reduce")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--out", required=True, help="a directory")
+    parser.add_argument("--wait-file", help="create FILE.ready, start when FILE exists")
+    parser.add_argument("--on", choices=("torch", "simulated"), default="torch")
+    parser.add_argument("--ranks", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.ranks:
+        work(options)
+        return 0
+    return lead(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

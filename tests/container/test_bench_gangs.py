@@ -1,0 +1,101 @@
+"""bench.gangs in containers on two simulated GPUs: what it measures, and that no part takes the others with it.
+
+What is asserted of shares is coarse: this machine has few processors, and others use them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import gangs
+from bench.gangs import Bench, Keep, Part
+from bench.machine import MachineError
+
+
+def run(build: Path, output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    status = gangs.main(["--simulated", "--build", str(build), "--output", str(output), *arguments])
+    return status, json.loads((output / "gangs.json").read_text())
+
+
+@pytest.mark.slow
+def test_all_parts(
+    build_dir: Path,
+    tmp_path: Path,
+    require: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require("runc")
+    monkeypatch.setattr(gangs, "AWAY_S", (0.0, 0.6))
+    status, report = run(build_dir, tmp_path / "out", "--seconds", "3")
+    summary = report["summary"]
+    assert {name: part["error"] for name, part in report["parts"].items()} == dict.fromkeys(
+        gangs.PARTS
+    )
+    assert status == 0
+    assert summary["topology"]["own"] == {"ways": {"0-1": "NV18"}, "nodes": {"0": 0, "1": 0}}
+    assert [one["processes"] for one in summary["samples"]["rounds"]] == [0, 8]
+    for part in ("hogs", "restart", "rivals"):
+        for arm in summary[part]["arms"].values():
+            for job in arm["jobs"]:
+                assert (job["status"], job["wrong"]) == (0, 0), part
+                assert job["checked"] > 20, part
+                assert job["longest_s"] < 5, part
+            for tenant in arm["tenants"]:
+                assert 1 < tenant["delivered"] < tenant["compute"] + 15, (part, tenant)
+    [trained] = summary["restart"]["arms"]["train"]["jobs"]
+    same, of = trained["same_as_native"].split(" of ")
+    assert same == of
+    assert int(of) >= 1
+    for tenant in summary["restart"]["arms"]["train"]["tenants"]:
+        assert None not in tenant["second_s"]
+    assert (tmp_path / "out/logs/governor.log").exists()
+
+
+def hangs(bench: Bench, keep: Keep) -> None:
+    container = bench.start_hog(0, 50, 60)
+    bench.node.wait_ready([container.out / "begin.ready"], 30)
+    keep["far"] = "so far"
+    time.sleep(60)
+
+
+def fails(bench: Bench, keep: Keep) -> None:
+    keep["began"] = True
+    bench.node.stop_governor()
+    raise MachineError("it is broken")
+
+
+def test_a_part_that_hangs_or_fails_is_told_of_and_the_next_one_runs(
+    build_dir: Path,
+    tmp_path: Path,
+    require: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    require("runc")
+    parts = {"hangs": Part(hangs, 4), "fails": Part(fails, 20), "topology": gangs.PARTS["topology"]}
+    monkeypatch.setattr(gangs, "PARTS", parts)
+    status, report = run(build_dir, tmp_path / "out")
+    assert status == 1
+    hung, failed, told = (report["parts"][name] for name in parts)
+    assert hung["error"] == "PartError: hangs took more than 4 s"
+    assert hung["far"] == "so far"
+    assert "hog-1" in hung["outputs"]["end"]
+    assert failed["error"] == "MachineError: it is broken"
+    assert "governor-started" in " ".join(failed["outputs"]["end"]["governor"])
+    # There is a governor again, and nothing on its GPUs.
+    assert told["error"] is None
+    assert [gpu["containers"] for gpu in told["check_json"]["gpus"]] == [0, 0]
+
+
+def test_no_part_begins_when_the_time_is_over(
+    build_dir: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    require("runc")
+    status, report = run(build_dir, tmp_path / "out", "--limit", "9", "topology", "hogs")
+    assert status == 1
+    assert [part["error"] for part in report["parts"].values()] == ["no time was left"] * 2

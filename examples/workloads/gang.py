@@ -33,8 +33,8 @@ WARM_UP = 12
 DEPTH = 4
 """Iterations that are launched ahead of what the GPUs have done."""
 
-QUIET_S, STILL_S = 20.0, 60.0
-"""After so long without an iteration it is asked where it stands, and ended."""
+QUIET_S, STILL_S, SET_UP_S = 20.0, 60.0, 90.0
+"""After so long without an iteration it is asked where it stands; is ended; or while it sets up."""
 
 NCCL = {
     # Multicast over NVLink is not to be had on every machine, and may harm who shares the switches.
@@ -175,8 +175,9 @@ def watch(options: argparse.Namespace, out: Path, children: list[subprocess.Pope
             asked = True
             for child in children:
                 child.send_signal(signal.SIGUSR1)
-        if now - changed > STILL_S:
-            raise StillError(f"it stands still for {STILL_S:.0f} s at {state}")
+        most = STILL_S if words[GO] else SET_UP_S
+        if now - changed > most:
+            raise StillError(f"it stands still for {most:.0f} s at {state}")
         time.sleep(0.02)
     statuses = [child.poll() for child in children]
     if any(statuses):

@@ -189,6 +189,7 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->active = false;
     g->released = false;
     g->drained = false;
+    g->tried = 0;
     if (g->n_spins)
         g->n_spins--;
     if (g->n_long)

@@ -44,9 +44,12 @@ struct gate {
     uint64_t granted_ns;     /* how long grants last of late; 0: none was given back yet */
     uint64_t pause_ns;       /* how long the program leaves the GPU idle when it does, on average */
     uint64_t given_up_ns;    /* when work was left that did not end; 0: it ended, or is long */
-    uint32_t given_up;       /* the marker behind it */
+    uint32_t given_up;       /* the marker behind it; the last one of these that there was */
     unsigned n_spins;        /* grants in which what does not end is not waited for */
     unsigned n_long;         /* grants in which it is */
+    unsigned n_tries;        /* how often that was so */
+    uint32_t tried;          /* the marker that is waited for all the same, to see; 0: none */
+    uint64_t tried_late;     /* how late that one was at the last look */
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
     bool holding;                    /* streams wait for `ticket` */

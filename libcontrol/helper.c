@@ -33,7 +33,9 @@
 #define HELPER_SPINS_NS (NS_PER_MS)       /* where it was so of late */
 #define HELPER_MET_NS   (100 * NS_PER_MS) /* how soon it ends if it waited */
 #define HELPER_MEMORY   64                /* grants for which either is remembered */
-#define HELPER_LOOK_NS  (NS_PER_MS)       /* between two looks whether it has ended */
+#define HELPER_TRIAL_NS (200 * NS_PER_MS) /* it is waited for all the same now and then, to see */
+#define HELPER_TRIALS   64          /* one of so many times at least, and more often at first */
+#define HELPER_LOOK_NS  (NS_PER_MS) /* between two looks whether it has ended */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
@@ -60,13 +62,25 @@ static void helper_release(struct gate *g, const struct grant_device *grant,
     pages_poke();
 }
 
+/* Late work waited for others, or is long. */
+static void helper_learn(struct gate *g, bool waited)
+{
+    g->n_spins = waited ? HELPER_MEMORY : 0;
+    g->n_long = waited ? 0 : HELPER_MEMORY;
+    g->tried = 0;
+    if (!waited)
+        g->n_tries = 0;
+}
+
 /* The GPU goes to others although what runs there has not ended. */
 static void helper_give_up(struct gate *g, uint64_t now)
 {
     uint32_t oldest = g->queue.n_markers ? g->queue.markers[g->queue.head].serial : 0;
 
-    if (g->given_up_ns && g->given_up == oldest)
+    if (g->given_up == oldest)
         return; /* it runs for longer than that */
+    g->n_tries++;
+    g->tried = 0;
     g->given_up_ns = now;
     g->given_up = oldest;
     queue_give_up(&g->queue, now + HELPER_MET_NS);
@@ -85,9 +99,18 @@ static void helper_follow(struct gate *g, uint64_t now)
             g->given_up_ns = 0;
         return;
     }
-    g->n_spins = ended ? HELPER_MEMORY : 0;
-    g->n_long = ended ? 0 : HELPER_MEMORY;
+    helper_learn(g, ended);
     g->given_up_ns = 0;
+}
+
+/* Whether late work that should be given up is waited for: the second time, the fourth, the eighth.
+ * That it ended soon after others had the GPU may be chance, and of what is always given up nobody
+ * learns how long it takes. */
+static bool helper_tries(const struct gate *g)
+{
+    unsigned n = g->n_tries % HELPER_TRIALS;
+
+    return n && !(n & (n + 1));
 }
 
 /* Gives the GPU back if somebody waits and what runs seems to wait, too. What is left then is not
@@ -96,16 +119,35 @@ static bool helper_stuck(struct gate *g, const struct grant_device *grant,
                          struct ledger_device *ledger, uint64_t now)
 {
     bool known = false;
-    uint64_t late = queue_late(&g->queue, &g->estimate, now, &known);
+    uint64_t length = 0;
+    uint64_t late = queue_late(&g->queue, &g->estimate, now, &length, &known);
     uint64_t most = known ? HELPER_STUCK_NS : HELPER_NEW_NS;
+    uint32_t oldest = queue_runs(&g->queue) ? g->queue.markers[g->queue.head].serial : 0;
 
     if (g->n_long && late >= HELPER_STUCK_NS)
         g->n_long = HELPER_MEMORY;
+    if (!atomic_load_relaxed(&grant->deadline_ns))
+        g->tried = 0; /* it was taken */
+    /* It ended while nobody else had the GPU, and not because of what another left there. */
+    if (g->tried && g->tried != oldest) {
+        if (g->tried_late > HELPER_STUCK_NS)
+            helper_learn(g, false);
+        else
+            g->n_tries++;
+        g->tried = 0;
+    }
     /* What waits for another GPU of the container is the governor's to see to. */
     if (g->n_spins)
-        most = atomic_load_relaxed(&grant->together) ? HELPER_STUCK_NS : HELPER_SPINS_NS;
+        most = atomic_load_relaxed(&grant->together) ? HELPER_STUCK_NS
+               : length / 2 > HELPER_SPINS_NS        ? length / 2
+                                                     : HELPER_SPINS_NS;
     if (late < most || g->n_long || !atomic_load_relaxed(&grant->contended))
         return false;
+    if (g->n_spins && helper_tries(g) && late < HELPER_TRIAL_NS) {
+        g->tried = oldest;
+        g->tried_late = late;
+        return false;
+    }
     helper_give_up(g, now);
     helper_release(g, grant, ledger, now, 0);
     return true;
@@ -194,7 +236,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     /* How long that takes only the model says, which learns from markers. */
     if (gate_unmarked(g))
         return due;
-    if (g->queue.n_markers && g->queue.markers[g->queue.head].era == g->queue.era)
+    if (queue_runs(&g->queue))
         return 50 * NS_PER_US;
     helper_release(g, grant, ledger, now, queue_left(&g->queue, now));
     return NS_PER_S;
@@ -277,7 +319,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (unlikely(lost))
         return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
     helper_follow(g, now);
-    if (!deadline && g->active && !g->released && !g->given_up_ns && g->queue.n_markers)
+    if (!deadline && g->active && !g->released && !g->given_up_ns && queue_runs(&g->queue))
         helper_give_up(g, now); /* it was taken */
     if (g->given_up_ns && (g->released || !deadline))
         return HELPER_LOOK_NS;

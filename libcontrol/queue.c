@@ -286,7 +286,7 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
 {
     const struct queue_marker *m = &q->markers[q->head];
 
-    if (!q->n_markers || m->era == q->era + 1 /* held */ || (!force && now < m->look_at))
+    if (!queue_runs(q) || (!force && now < m->look_at))
         return false;
     memset(look, 0, sizeof *look);
     look->serial = m->serial;
@@ -364,16 +364,18 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     return true;
 }
 
-/* For how long the oldest marker should have been reached; and whether all of what is before it is
- * known. */
-uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now, bool *knownp)
+/* For how long the oldest marker should have been reached; how long what is before it should have
+ * taken, and whether all of that is known. */
+uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
+                    uint64_t *lengthp, bool *knownp)
 {
     const struct queue_marker *m = &q->markers[q->head];
     uint64_t due;
 
-    if (!q->n_markers || m->era == q->era + 1 /* held */)
+    if (!queue_runs(q))
         return 0;
-    due = q->progress_ns + estimate_interval_ns(e, &m->interval);
+    *lengthp = estimate_interval_ns(e, &m->interval);
+    due = q->progress_ns + *lengthp;
     if (due < m->expected)
         due = m->expected;
     *knownp = !m->unknown;
@@ -392,6 +394,7 @@ void queue_give_up(struct queue *q, uint64_t until)
 void queue_open(struct queue *q, uint64_t now)
 {
     q->era++;
+    q->progress_ns = now; /* what was held could not come to an end */
     q->busy_until = (q->busy_until > now ? q->busy_until : now) + q->ahead_ns;
     q->submitted += q->ahead_ns;
     q->ahead_ns = 0;

@@ -120,7 +120,8 @@ struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *a
 bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look);
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now);
-uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now, bool *knownp);
+uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
+                    uint64_t *lengthp, bool *knownp);
 void queue_give_up(struct queue *q, uint64_t until);
 void queue_open(struct queue *q, uint64_t now);
 void queue_forget_stream(struct queue *q, CUstream stream);
@@ -128,13 +129,21 @@ void queue_forget_context(struct queue *q, CUcontext ctx);
 bool queue_capturing(CUstream stream);
 
 /*
- * Nothing has come to an end for long. It may be a kernel that takes as long; or streams wait for
- * what the application does next (a host function, cuStreamWaitValue32, a kernel that spins until
- * another is launched), and for ever if its next launch waits for them.
+ * Nothing has come to an end for long, and longer than it should take. It may be a kernel that was
+ * never measured; or streams wait for what the application does next (a host function,
+ * cuStreamWaitValue32, a kernel that spins until another is launched), and for ever if its next
+ * launch waits for them.
  */
 static inline bool queue_stalled(const struct queue *q, uint64_t now)
 {
-    return q->n_markers && now > q->progress_ns + QUEUE_STALL_NS;
+    return q->n_markers && unlikely(now > q->progress_ns + QUEUE_STALL_NS) &&
+           now > q->markers[q->head].expected + QUEUE_STALL_NS;
+}
+
+/* Whether a marker is ahead that does not wait for the next grant. */
+static inline bool queue_runs(const struct queue *q)
+{
+    return q->n_markers && q->markers[q->head].era != q->era + 1;
 }
 
 /* Work on the GPU at `now`, without what is held, as far as it can be waited for. */

@@ -753,3 +753,45 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
         grant(node, 0, 2 * i + 5)
     assert took[0] < 250
     assert max(took[1:]) > 280  # a machine that is busy may look too late to know
+
+
+def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
+    """What takes as long as it always does is not taken for stuck."""
+    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
+        pages.write(node.grant, 0, "grant_header", field, value)
+    agent = node.agent()
+    agent.run(LAUNCH)
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("s = out('cuStreamCreate', 1)")
+    agent.run("for i in range(3): launch(260_000_000, s); driver.call('cuStreamSynchronize', s)")
+    grant(node, 0, 3)
+    agent.send("launch(260_000_000, s)")
+    until_field(agent, "want", 1)
+    agent.answer()
+    grant_contended(node, 4)
+    assert give_back_ms(node, agent, 4) > 250
+
+
+def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(node: Node) -> None:
+    """It was given up as if it waited for them, and never measured: units of 50 ms so had 56 of 30 %."""
+    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
+        pages.write(node.grant, 0, "grant_header", field, value)
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run(MEET)
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("s = out('cuStreamCreate', 1)")
+    agent.run("launch_meet(1000, 0, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 3)
+    took = []
+    for i in range(4):
+        agent.send("launch(140_000_000, s)")
+        until_field(agent, "want", 1)
+        grant_contended(node, 2 * i + 4)
+        agent.answer()
+        took.append(give_back_ms(node, agent, 2 * i + 4))
+        grant(node, 0, 2 * i + 5)
+        agent.run("driver.call('cuStreamSynchronize', s)")
+        time.sleep(0.2)  # until it has looked what came of it
+    assert took[0] < 130
+    assert max(took[1:]) > 130

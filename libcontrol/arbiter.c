@@ -8,6 +8,7 @@
 #define MAX_CARRY_NS     20000000.0   /* of a report that came later than its grant */
 #define IMPATIENT_GRANTS 64           /* after long ones in which little was done */
 #define ALLOWANCE_GRANTS 20           /* unusually long hand-overs are made up for by others */
+#define BELIEVED  0.25 /* of its share: what more a container may have that reports too little */
 #define COMMON_NS 50000000.0 /* what all that want the GPU are owed, where there is too little */
 #define NAP_NS    5000000.0  /* who sleeps for longer is not expected back */
 #define SLICE_NS  500000.0   /* of a grant that ends for one who was away for a moment */
@@ -30,6 +31,7 @@ struct tenant {
     bool was_long;        /* one of them lasted longer than a grant may that nobody watches */
     unsigned n_impatient; /* grants that are not waited for */
     double allowance;     /* how much of what it held its reports may still call not used */
+    uint64_t allowed;     /* until when that has grown */
     double overhead;      /* estimate of what a grant loses to the hand-over */
     double nap;           /* how long it sleeps between two pieces of work, on average; 0: long */
     struct arbiter_turn turn; /* of a container with several GPUs */
@@ -104,7 +106,7 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
         t->used = true;
         t->owed_at = t->capped_at = (double)now;
         t->lent_tag = arbiter->lent_clock;
-        t->asleep = now;
+        t->asleep = t->allowed = now;
         arbiter_set(arbiter, i, guarantee, limit);
         if (i >= arbiter->n)
             arbiter->n = i + 1;
@@ -199,7 +201,10 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
 {
     struct tenant *t = &arbiter->tenants[arbiter->holder];
     double held = end > arbiter->start ? (double)(end - arbiter->start) : 0;
-    double estimate = max(0, held - t->overhead);
+    /* However short it says that it was: it has cost the others something. */
+    double cost = max(held, (double)arbiter->config.overhead_ns / 4);
+    double estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
+    double believed = BELIEVED * t->guarantee * max(0, (double)end - (double)t->allowed);
 
     if (arbiter->open) {
         /* Alone: nothing is owed to it and it owes nothing. */
@@ -211,9 +216,14 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
         charge(t, estimate, arbiter->lent);
         t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
         t->unsettled_charge += estimate;
-        t->unsettled_held += held;
-        /* Nobody else could have used what it left unused alone. */
-        t->allowance += arbiter->contended ? (double)arbiter->config.overhead_ns : held;
+        t->unsettled_held += cost;
+        /* Nobody else could have used what it left unused alone. Otherwise it is an allowance a
+         * grant, and no more of them for who makes his grants shorter. */
+        believed = believed < (double)arbiter->config.overhead_ns
+                       ? believed
+                       : (double)arbiter->config.overhead_ns;
+        t->allowance += arbiter->contended ? believed : held;
+        t->allowed = end;
         t->allowance =
             clamp(t->allowance, 0, ALLOWANCE_GRANTS * (double)arbiter->config.overhead_ns + held);
         t->n_unsettled++;
@@ -222,6 +232,13 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
         }
     } else {
         t->stats.handover_ns += (uint64_t)held;
+        /* Others waited while it did nothing: for nothing it would be the first in line for ever.
+         * Who showed nothing either is passed over. */
+        if (arbiter->contended && !t->absent) {
+            charge(t, held, arbiter->lent);
+            if (arbiter->lent)
+                t->lent_tag = max(t->lent_tag, arbiter->lent_clock) + held / t->guarantee;
+        }
     }
     t->stats.held_ns += (uint64_t)held;
     if (end > arbiter->gpu_free)

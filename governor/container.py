@@ -54,6 +54,13 @@ def container_key(identifier: str) -> str:
     return hashlib.sha256(identifier.encode()).hexdigest()[:16]
 
 
+MOST_UNANSWERED = 64
+"""Connections of one container that have not said who they are, or wait for their turn."""
+REGISTRATION_S = 0.01
+BURST_S = 2.56
+"""A container's processes register a hundred times a second, after a burst of 256."""
+
+
 @dataclass
 class _Use:
     """What a process uses of one GPU, as of the last look."""
@@ -124,6 +131,13 @@ def _hung_up(peer: socket.socket | None) -> bool:
         return True
 
 
+def _part(peer: socket.socket) -> None:
+    """End a connection for whoever else has it: the arbiter, and to whom the process gave it."""
+    with contextlib.suppress(OSError):
+        peer.shutdown(socket.SHUT_RDWR)
+    peer.close()
+
+
 def _is_readable(fd: int) -> bool:
     poll = select.poll()  # select() refuses descriptors from 1024 on
     poll.register(fd, select.POLLIN)
@@ -172,6 +186,8 @@ class Container:
         self._kept = [remains is not None] * len(devices)
         self._server: asyncio.Server | None = None
         self._closed = False
+        self._unanswered = 0
+        self._paced = 0.0  # when a registration would be in time
         self._loop = asyncio.get_running_loop()
         try:
             if remains is None:
@@ -249,10 +265,18 @@ class Container:
     async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give a process its slot: one byte comes, the slot's number and the ledger go back.
 
-        A process that had one from the governor before sends another byte and keeps it.
+        A process that had one from the governor before sends another byte and keeps it. Whoever
+        connects or registers without end takes neither descriptors nor rows nor lines of the log
+        from others.
         """
+        self._unanswered += 1
         try:
+            if self._unanswered > MOST_UNANSWERED:
+                return
             request = await asyncio.wait_for(reader.readexactly(1), 5)
+            await self._keep_pace()
+            if self._closed:
+                return
             peer: socket.socket = writer.get_extra_info("socket")
             # A duplicate, because the transport closes its own when this returns.
             own = socket.socket(fileno=os.dup(peer.fileno()))
@@ -269,12 +293,19 @@ class Container:
                 # gone, and would keep a quota for itself alone.
                 with contextlib.suppress(OSError):
                     own.send(struct.pack("I", layout.NO_SLOT))
-                own.close()
+                _part(own)
                 log.warning("process-refused", container=self.identifier, pid=pid, error=str(e))
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
+            self._unanswered -= 1
             writer.close()
+
+    async def _keep_pace(self) -> None:
+        now = time.monotonic()
+        self._paced = max(self._paced, now - BURST_S) + REGISTRATION_S
+        if self._paced > now:
+            await asyncio.sleep(self._paced - now)
 
     def _admit_process(self, pid: int, own: socket.socket) -> None:
         # A process that became another program has hung up, and comes again.
@@ -317,7 +348,7 @@ class Container:
         for process in self._processes.values():
             if (process.pid, process.start) == (pid, start) and _hung_up(process.socket):
                 if process.socket is not None:
-                    process.socket.close()
+                    _part(process.socket)
                 process.socket = None
                 self._answer(process, own)
                 process.socket = own
@@ -352,7 +383,7 @@ class Container:
         """Take back what a process that ended was charged; the driver has freed it by then."""
         process = self._forget_process(slot)
         if process.socket is not None:
-            process.socket.close()
+            _part(process.socket)
         for device in range(len(self.devices)):
             # Its part of the debt at once, too: the next look may be a quarter of a second away.
             self._publish_memory(device)
@@ -656,7 +687,7 @@ class Container:
             self._loop.remove_reader(process.pidfd)
             os.close(process.pidfd)
             if process.socket is not None:
-                process.socket.close()
+                _part(process.socket)
         self._processes.clear()
         os.close(self._pidfd)
         if hasattr(self, "_ledger_fd"):

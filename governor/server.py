@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -35,6 +36,9 @@ log = structlog.get_logger()
 
 LINE_LIMIT = 64 << 10
 VERSION = "0.1.0"
+SHORT_S = 0.1
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Somebody has taken what a connection needs; who governs waits until there is some again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
 
 
@@ -120,7 +124,14 @@ class Server:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                connection, _ = await loop.sock_accept(listener)
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as e:
+                    if e.errno not in _SHORT:
+                        raise
+                    log.error("connection-not-accepted", error=e.strerror)
+                    await asyncio.sleep(SHORT_S)
+                    continue
                 connection.setblocking(False)
                 task = loop.create_task(self._connection(connection))
                 self._tasks.add(task)

@@ -1,0 +1,142 @@
+"""What root in a container may do with the socket that it was given: it costs its own container only.
+
+The governor is on a thread of this process, so its descriptors are ours.
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from libcontrol import layout
+from tests.unit.test_governor_protocol import (
+    ADMIT,
+    Client,
+    Governor,
+    descriptors,
+    governor,
+    listed,
+    pidfd,
+    sleeper,
+    wait_for,
+)
+
+__all__ = ["governor", "pidfd", "sleeper"]  # fixtures
+
+REGISTER = """
+import socket, sys
+for fd in map(int, sys.argv[2:]):
+    s = socket.socket(fileno=fd)
+    s.settimeout(10)
+    s.connect(sys.argv[1])
+    s.send(b"r")
+    s.recv(4)
+    s.detach()
+print("registered", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(governor: Governor, pidfd: int) -> Iterator[str]:
+    """The socket of a container that runs."""
+    with Client(governor) as client:
+        yield client.ask(ADMIT, pidfd)["directory"] + "/governor.sock"
+
+
+def processes(governor: Governor) -> int:
+    with Client(governor) as client:
+        [container] = client.ask({"v": 1, "op": "list"})["containers"]
+        return len(container["processes"])
+
+
+def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connection(
+    governor: Governor, path: str
+) -> None:
+    """Otherwise each round is a descriptor of the governor's more, and it has no end of them."""
+    with ExitStack() as stack:
+        kept = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(20)]
+        fds = [s.fileno() for s in kept]
+        processes(governor)
+        before = descriptors()
+        process = subprocess.Popen(
+            [sys.executable, "-c", REGISTER, path, *map(str, fds)],
+            pass_fds=fds, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout
+        assert process.stdout.readline() == "registered\n"
+        assert processes(governor) == 1
+        process.communicate("")
+        wait_for(lambda: processes(governor) == 0)
+        wait_for(lambda: descriptors() <= before)
+        for s in kept:  # to whom they are of no use any more
+            s.setblocking(False)
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                s.send(b"p")
+
+
+def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> None:
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(400)]
+        before = descriptors()
+        for s in silent:
+            s.connect(path)  # waits while the backlog is full
+        begun = time.monotonic()
+        listed(governor)  # all were accepted before this was
+        wait_for(lambda: descriptors() - before < 100)
+        assert time.monotonic() - begun < 4  # not because they were given up
+    # And the container has its socket again.
+    with socket.socket(socket.AF_UNIX) as s:
+        s.settimeout(10)
+        s.connect(path)
+        s.send(layout.REGISTER)
+        assert s.recv(4) == bytes(4)
+
+
+def test_registrations_are_paced(governor: Governor, path: str) -> None:
+    """Each is a row in the database and lines in the log."""
+    begun = time.monotonic()
+    rounds = 0
+    while time.monotonic() < begun + 4:
+        with socket.socket(socket.AF_UNIX) as s:
+            s.settimeout(10)
+            s.connect(path)
+            s.send(layout.AGAIN)
+            rounds += len(s.recv(4)) == 4
+    seconds = time.monotonic() - begun
+    assert rounds <= 256 + 100 * seconds + 10
+    assert processes(governor) == 0
+
+
+@contextmanager
+def open_files_at_most(number: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_governor_without_descriptors_waits_for_some(governor: Governor) -> None:
+    with Client(governor) as first, socket.socket(socket.AF_UNIX) as second:
+        assert first.ask({"v": 1, "op": "ping"})["ok"]
+        used = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+        spare = [socket.socket(socket.AF_UNIX) for _ in range(used)]
+        with open_files_at_most(used):
+            second.connect(governor.path)
+            time.sleep(0.3)
+            assert not governor.task.done()
+        for s in spare:
+            s.close()
+        second.settimeout(10)
+        second.sendall(b'{"v": 1, "op": "ping"}\n')
+        assert b'"ok": true' in second.recv(1000)

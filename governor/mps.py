@@ -48,7 +48,12 @@ LIVED_S = 60.0
 """A daemon that ends after so long had started well."""
 LOG_LIMIT = 8 << 20
 READ_LIMIT = 1 << 20
+TOLD_S = 0.05
+BURST_S = 1.0
+"""Clients and commands are told twenty times a second, and counted always: they are the tenants' to
+make, and each is a line of the governor's log."""
 
+_FAILED = -1
 _MULTIUSER = b"multiuser-server"
 _PREFIX = re.compile(r"\[[-0-9]+ [:.0-9]+ +[A-Z][a-z]+ +([0-9]+)\] ?")
 
@@ -153,10 +158,15 @@ class Follower:
         except OSError:
             return []
         self._at += len(data)
-        if self._at >= size > LOG_LIMIT:
+        # What is written faster than it is read is lost: it would fill everybody's /run.
+        lost = self._at < size > 2 * LOG_LIMIT
+        if self._at >= size > LOG_LIMIT or lost:
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)
             self._at = 0
+        if lost:
+            log.error("mps-log-lost", path=str(self._path), bytes=size)
+            data = data[: data.rfind(b"\n") + 1]
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._rest = self._rest[-4096:]
         return [line.decode("utf-8", "replace") for line in lines]
@@ -202,6 +212,7 @@ class Mps:
         self._child: subprocess.Popen[bytes] | None = None
         self._fault_at: float | None = None
         self._parted = False
+        self._told = 0.0  # until when has been told what clients do
         self._tried = asyncio.Event()
         self._linked: dict[Path, int] = {}  # containers' directories, by the socket that they have
 
@@ -274,7 +285,12 @@ class Mps:
         while not self._ended():
             writers.update(_children(self._pid))
             for place in list(self._linked):
-                self._refresh(place)
+                try:
+                    self._refresh(place)
+                except OSError as e:  # its own loss, not the daemon's
+                    if self._linked[place] != _FAILED:
+                        log.error("mps-link-failed", path=str(place), error=e.strerror)
+                    self._linked[place] = _FAILED
             for follower in followers:
                 for line in follower.lines():
                     event = read_line(line)
@@ -288,6 +304,7 @@ class Mps:
     def _listener(self) -> int:
         """Return the process that listens on the daemon's socket, 0 if none does."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            probe.settimeout(1)  # one that is stopped accepts nobody, and we would wait with it
             try:
                 probe.connect(str(self._pipe / "control_privileged"))
             except OSError:
@@ -345,7 +362,7 @@ class Mps:
             await asyncio.sleep(0.02)
 
     def _ended(self) -> bool:
-        return bool(select.select([self._pidfd], [], [], 0)[0])
+        return _is_over(self._pidfd)
 
     def _forget(self) -> None:
         if self._pidfd >= 0:
@@ -381,6 +398,11 @@ class Mps:
                 self.counts.commands += 1
             case "server-started" | "server-ended":
                 self._recovered()
+        if event.kind in ("refused", "client", "command"):
+            now = time.monotonic()
+            if self._told > now:
+                return
+            self._told = max(self._told, now - BURST_S) + TOLD_S
         self._tell(self, event)
 
     def _recovered(self) -> None:
@@ -405,7 +427,7 @@ class Mps:
         """End the daemon: nobody uses it any more."""
         if self._pid and not self._ended():
             self._kill()
-            select.select([self._pidfd], [], [], 5)
+            _is_over(self._pidfd, 5)
             log.info("mps-stopped", gpu=self.device.index)
         self._forget()
 
@@ -419,6 +441,13 @@ class Mps:
     def describe(self) -> dict[str, Any]:
         """Return what is known of it, for `tidegate ps` and `tidegate check`."""
         return {"state": self.state, "reason": self.reason, "pid": self._pid, **vars(self.counts)}
+
+
+def _is_over(pidfd: int, seconds: float = 0) -> bool:
+    """Return whether a process has ended, or does within so long."""
+    poll = select.poll()  # select() refuses descriptors from 1024 on
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
 
 
 def _children(pid: int) -> list[int]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +25,17 @@ from governor import mps
 from governor.books import Device
 from governor.config import Config
 from governor.errors import GovernorError
-from governor.mps import DIRECTORY, PROGRAM, Event, Follower, Mps, Tools, find_tools, read_line
+from governor.mps import (
+    DIRECTORY,
+    LOG_LIMIT,
+    PROGRAM,
+    Event,
+    Follower,
+    Mps,
+    Tools,
+    find_tools,
+    read_line,
+)
 from tests.conftest import lack
 from vdriver.manifest import File, Manifest
 
@@ -258,6 +270,100 @@ def test_one_that_does_not_take_all_users_is_started_for_one(short: Path, build_
     async def story() -> None:
         async with running(made):
             assert made.counts.starts == 1
+        made.stop()
+
+    asyncio.run(story())
+
+
+@pytest.fixture
+def stand_in(build_dir: Path, short: Path) -> Mps:
+    if os.geteuid() != 0:
+        lack("needs root, as the governor's daemon does")
+    tools = Tools(
+        build_dir / "simgpu/mps-control", "/usr/bin:/bin", "/nonexistent", multiuser=False
+    )
+    return Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda *_: None)
+
+
+def test_a_daemon_is_watched_by_a_governor_with_thousands_of_descriptors(stand_in: Mps) -> None:
+    """Each process of a container is three; select() knows 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+
+    async def story() -> None:
+        async with running(stand_in):
+            await asyncio.sleep(0.3)
+            assert stand_in.state == "running"
+        stand_in.stop()
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.callback(os.close, os.open("/dev/null", os.O_RDONLY))
+        asyncio.run(story())
+
+
+def test_a_container_whose_link_cannot_be_made_costs_nobody_the_daemon(
+    stand_in: Mps, short: Path
+) -> None:
+    async def story() -> None:
+        async with running(stand_in):
+            (short / "container").mkdir()
+            stand_in.link(short / "container")
+            place = short / "container" / DIRECTORY
+            pid = stand_in.describe()["pid"]
+            (place / ".control").mkdir()
+            (place / "control").unlink()
+            await asyncio.sleep(0.5)
+            assert stand_in.describe()["pid"] == pid
+            (place / ".control").rmdir()
+            await until((place / "control").exists)
+        stand_in.stop()
+
+    asyncio.run(story())
+
+
+def test_a_log_that_grows_faster_than_it_is_read_does_not_fill_the_disk(tmp_path: Path) -> None:
+    """/run is everybody's; a client's commands are written there as they come."""
+    path = tmp_path / "control.log"
+    path.touch()
+    follower = Follower(path)
+    line = b"[2026-11-22 05:00:00.000 Control 7] Cmd: " + bytes(200) + b"\n"
+    largest = 0
+    for _ in range(30):
+        with path.open("ab") as log:
+            log.write(line * ((2 << 20) // len(line)))
+        follower.lines()
+        largest = max(largest, path.stat().st_size)
+    assert largest <= 2 * LOG_LIMIT + (2 << 20)
+    with path.open("ab") as log:
+        log.write(CONTROL.encode() + b"Cmd: one\n")
+    last = ""
+    while lines := follower.lines():
+        last = lines[-1]
+    assert last.endswith("Cmd: one")
+
+
+def test_a_client_that_commands_without_end_is_counted_and_told_a_few_times(
+    build_dir: Path, short: Path
+) -> None:
+    if os.geteuid() != 0:
+        lack("needs root, as the governor's daemon does")
+    told: list[Event] = []
+    tools = Tools(
+        build_dir / "simgpu/mps-control", "/usr/bin:/bin", "/nonexistent", multiuser=False
+    )
+    made = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda _, event: told.append(event))
+
+    async def story() -> None:
+        async with running(made):
+            begun = time.monotonic()
+            control = short / "mps" / DEVICE.uuid / "pipe" / "control"
+            for _ in range(200):
+                await asyncio.to_thread(command, control, "get_server_list")
+            await until(lambda: made.counts.commands == 200)
+            seconds = time.monotonic() - begun
+            assert len([event for event in told if event.kind == "command"]) <= 20 * (seconds + 1)
         made.stop()
 
     asyncio.run(story())

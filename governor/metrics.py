@@ -280,7 +280,8 @@ CLOSE = "Connection: close\r\n"
 class Endpoint:
     """Answers GET /metrics, one request a connection; everything else is refused.
 
-    No client can keep more than a connection for five seconds, and eight of them exist at most.
+    No client can keep more than a connection for five seconds. Eight are answered, eight more hear
+    that these are too many, and others are closed at once.
     """
 
     def __init__(self, source: Callable[[], list[Metric]]) -> None:
@@ -301,6 +302,9 @@ class Endpoint:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1
         try:
+            if self._connections > 2 * MOST_CONNECTIONS:
+                writer.transport.abort()
+                return
             async with asyncio.timeout(REQUEST_S):
                 if self._connections > MOST_CONNECTIONS:
                     answer = _status("503 Service Unavailable")

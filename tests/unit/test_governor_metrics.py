@@ -401,6 +401,24 @@ def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
     play(scene)
 
 
+def test_connections_without_end_are_few(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World) -> None:
+        def descriptors() -> int:
+            return len(list(Path("/proc/self/fd").iterdir()))
+
+        before = descriptors()
+        opened = [await asyncio.open_unix_connection(str(world.path)) for _ in range(200)]
+        try:
+            async with asyncio.timeout(4):  # after five seconds they would be given up
+                while descriptors() > before + 200 + 2 * MOST_CONNECTIONS:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+        finally:
+            for _, writer in opened:
+                writer.close()
+
+    play(scene)
+
+
 def test_a_client_that_does_not_read_is_sent_away(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -50,10 +52,15 @@ QUIET = 0.02
 """Small copies and fills and those to the host pass without a grant: so long one takes at most, so
 much is copied, and so much of the time is nothing."""
 
+_GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
+
 POLL_S = 0.25
 """So often a frozen container is asked whether it is being killed."""
 
 RECORD = "frozen.json"
+
+AGAIN_S = 5.0
+"""So often it is tried again to thaw who could not be: nobody else would."""
 
 
 @dataclass
@@ -102,6 +109,8 @@ class Auditor:
         self._audited_ns: dict[str, int] = {}
         self._record = Path(config.runtime_dir) / RECORD
         self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        self._left: list[dict[str, str]] = []  # still frozen, as the record has them
+        self._again_at = 0.0
         self._thaw_leftovers()
 
     # Looking
@@ -128,6 +137,8 @@ class Auditor:
             return
         self._audited_ns[device.uuid] = now_ns
         self._keep_up()
+        if self._left and time.monotonic() >= self._again_at:
+            self._thaw_again()
         owners = self._owners(device, processes)
         # Their times are of the wall clock, by which nothing else is measured here.
         wall_ns = time.time_ns() - time.monotonic_ns()
@@ -348,8 +359,11 @@ class Auditor:
             watched.timer.cancel()
         try:
             group.thaw()
-        except (CannotFreezeError, OSError):
+        except (CannotFreezeError, OSError) as e:
             why = "gone"  # with all that was in it
+            if not _is_gone(e):
+                why = "failed"
+                self._keep_left(_entry(container, group), e)
         group.close()
         container.findings.frozen = False
         watched.watched_until = time.monotonic() + WATCH_S
@@ -359,12 +373,8 @@ class Auditor:
     # What must not be forgotten
 
     def _write_record(self) -> None:
-        frozen = [
-            {
-                "container": one.container.identifier,
-                "hierarchy": one.group.hierarchy,
-                "cgroup": one.group.path,
-            }
+        frozen = self._left + [
+            _entry(one.container, one.group)
             for one in self._watched.values()
             if one.group is not None
         ]
@@ -389,23 +399,61 @@ class Auditor:
         except (OSError, ValueError, KeyError, TypeError) as e:
             log.warning("frozen-record-damaged", path=str(self._record), error=str(e))
             frozen = []
-        mounts = cgroups.find_mounts()
         for one in frozen:
-            try:
-                container = one.get("container")
-                group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)
-                with contextlib.closing(group):
-                    group.thaw()
-            except (CannotFreezeError, OSError, KeyError, AttributeError) as e:
-                log.info("container-thaw-failed", error=str(e))
+            self._thaw_left(one, cgroups.find_mounts())
+        self._forget_record()
+
+    def _thaw_again(self) -> None:
+        left, self._left = self._left, []
+        for one in left:
+            self._thaw_left(one, cgroups.find_mounts(), again=True)
+        self._again_at = time.monotonic() + AGAIN_S
+        self._forget_record()
+
+    def _thaw_left(self, one: Any, mounts: Mapping[str, Path], *, again: bool = False) -> None:
+        """Thaw who is in the record, whoever wrote that; who cannot be thawed stays in it."""
+        try:
+            container = one.get("container")
+            group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)
+            with contextlib.closing(group):
+                group.thaw()
+        except (CannotFreezeError, OSError, KeyError, AttributeError) as e:
+            if not _is_gone(e):
+                self._keep_left(one, e, again=again)
             else:
-                log.info("container-thawed", container=container, why="left over")
-        self._record.unlink(missing_ok=True)
+                log.info("container-thaw-failed", error=str(e))
+        else:
+            log.info("container-thawed", container=container, why="left over")
+
+    def _keep_left(self, one: dict[str, str], e: Exception, *, again: bool = False) -> None:
+        self._left.append(one)
+        self._again_at = time.monotonic() + AGAIN_S
+        if not again:
+            log.error(
+                "container-stays-frozen",
+                container=one.get("container"),
+                cgroup=one.get("cgroup"),
+                error=str(e),
+            )
 
     def close(self) -> None:
         """Thaw everybody: nobody else would."""
         for watched in self._watched.values():
             self._thaw(watched, "stopping")
+
+
+def _entry(container: Container, group: Group) -> dict[str, str]:
+    return {
+        "container": container.identifier,
+        "hierarchy": group.hierarchy,
+        "cgroup": group.path,
+    }
+
+
+def _is_gone(e: Exception) -> bool:
+    """Return whether what could not be thawed is not there: otherwise somebody is still frozen."""
+    cause = e.__cause__ if isinstance(e, CannotFreezeError) else e
+    return not isinstance(cause, OSError) or cause.errno in _GONE
 
 
 def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import time
@@ -373,6 +374,73 @@ def test_what_a_governor_that_died_left_frozen_is_thawed(
         World(tmp_path, monkeypatch)
     assert (group / "cgroup.freeze").read_text() == "0"
     assert [one["container"] for one in logs if one["event"] == "container-thawed"] == ["one"]
+
+
+def refuse_to_thaw(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """As a read-only /sys/fs/cgroup does; return what ends that."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        if path == "cgroup.freeze" and flags & os.O_WRONLY:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, *more, **named)
+
+    monkeypatch.setattr(cgroups.os, "open", refuse)
+    return lambda: monkeypatch.setattr(cgroups.os, "open", real)
+
+
+def test_who_cannot_be_thawed_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drop-in that lets the governor freeze goes with the policy, and the governor had been killed."""
+    group = tmp_path / "cgroup/pod/one"
+    group.mkdir(parents=True)
+    (group / "cgroup.freeze").write_text("1")
+    monkeypatch.setattr(cgroups, "find_mounts", lambda: {cgroups.V2: tmp_path / "cgroup"})
+    monkeypatch.setattr(audit, "AGAIN_S", 0.0)
+    record = tmp_path / "frozen.json"
+    left = {"container": "one", "hierarchy": "", "cgroup": "/pod/one"}
+    record.write_text(json.dumps({"frozen": [left]}))
+    allow = refuse_to_thaw(monkeypatch)
+    with capture_logs() as logs:
+        made = World(tmp_path, monkeypatch)
+        made.look()
+        made.look()
+        assert json.loads(record.read_text()) == {"frozen": [left]}
+        assert [one["event"] for one in logs] == ["container-stays-frozen"]
+        allow()
+        made.look()
+    assert (group / "cgroup.freeze").read_text() == "0"
+    assert not record.exists()
+
+
+def test_a_thaw_that_fails_is_tried_again(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    group = tmp_path / "cgroup/one"
+    group.mkdir(parents=True)
+    (group / "cgroup.freeze").write_text("0")
+    mounts = {cgroups.V2: tmp_path / "cgroup"}
+    monkeypatch.setattr(cgroups, "find_mounts", lambda: mounts)
+    monkeypatch.setattr(cgroups, "open_group", lambda *_: cgroups.Group("", "/one", mounts))
+    monkeypatch.setattr(audit, "AGAIN_S", 0.0)
+    made = world(on_violation="throttle")
+    one = made.add("one", pid=os.getpid())
+    made.owners = {1: one}
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0), seconds=0.9)
+        assert (group / "cgroup.freeze").read_text() == "1"
+        allow = refuse_to_thaw(monkeypatch)
+        await asyncio.sleep(1.3)
+        assert (group / "cgroup.freeze").read_text() == "1"
+        assert made.group.record.exists()
+        allow()
+        made.look()
+        assert (group / "cgroup.freeze").read_text() == "0"
+        assert not made.group.record.exists()
+
+    play(scene())
 
 
 def test_a_violation_ends_with_its_container(world: Callable[..., World]) -> None:

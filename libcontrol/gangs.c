@@ -316,15 +316,34 @@ static void extend_turn(struct gangs *gangs, struct gang *g)
     }
 }
 
+/* Whether it waits for a GPU that it has not given back in this turn. */
+static bool waits(const struct gang *g)
+{
+    for (uint32_t i = 0; i < g->n; i++)
+        if (g->members[i].standing.want && !g->members[i].done)
+            return true;
+    return false;
+}
+
+/* Whether it has given everything back: it could have no more in this turn, and keep others from
+ * theirs. */
+static bool is_spent(const struct gangs *gangs, const struct gang *g)
+{
+    for (uint32_t i = 0; i < g->n; i++)
+        if (is_played(gangs, &g->members[i]) && !g->members[i].done)
+            return false;
+    return true;
+}
+
 static void keep_turn(struct gangs *gangs, struct gang *g)
 {
     bool ending = g->end != ARBITER_NEVER && gangs->now + gangs->config.lead_ns >= g->end;
 
-    if (wants(g) || holds(g))
+    if (waits(g) || holds(g))
         g->quiet_ns = gangs->now;
     else
         wake_at(gangs, g->quiet_ns + QUIET_NS);
-    if (!holds(g) && (ending || gangs->now >= g->quiet_ns + QUIET_NS)) {
+    if (!holds(g) && (ending || is_spent(gangs, g) || gangs->now >= g->quiet_ns + QUIET_NS)) {
         end_turn(gangs, g);
         return;
     }

@@ -1,0 +1,54 @@
+"""Builds arbiter_pages.c with sanitizers, runs it, and holds what it says to what others are promised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from tests.conftest import ROOT, lack, need
+
+SOURCES = (
+    "tests/fuzz/arbiter_pages.c",
+    *(f"libcontrol/{n}.c" for n in ("runner", "arbiter", "gangs")),
+)
+FLAGS = (
+    "-g", "-O1", "-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Ilibcontrol", "-pthread",
+    "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all",
+)  # fmt: skip
+LIARS = ("anything", "idle", "done")
+PROMISED = 25  # percent of each GPU, to each of three
+
+
+def build(directory: Path) -> Path:
+    """Return the program; end the test where there is no compiler with sanitizers."""
+    need("cc", "setarch")
+    program = directory / "arbiter_pages"
+    made = subprocess.run(
+        ["cc", *FLAGS, *SOURCES, "-o", program],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if "cannot find" in made.stderr:
+        lack("needs the sanitizers' libraries")
+    assert made.returncode == 0, made.stderr
+    return program
+
+
+def hold(program: Path, seconds: int, seed: int, liars: str) -> None:
+    """Run it beside such liars. Half of a promise is there on a machine that is busy, and none of it beside a thief."""
+    done = subprocess.run(
+        # Sanitizers want their shadow where randomised mappings may lie.
+        ["setarch", "-R", program, str(seconds), str(seed), liars],
+        capture_output=True, text=True, check=False, timeout=seconds + 60,
+        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=1"},
+    )  # fmt: skip
+    assert done.returncode == 0, f"seed {seed}, {liars}: {done.stderr[-8000:]}"
+    said = json.loads(done.stdout)
+    assert min(said["shares"]) > PROMISED / 2, f"seed {seed}, {liars}: {said}"
+    assert said["silence_ms"] < 1000, (
+        f"seed {seed}, {liars}: {said}"
+    )  # then its processes take it for gone
+    if liars == "anything":
+        assert said["resting"] < 0.6, f"seed {seed}: {said}"
+    print(f"seed {seed}, {liars}: {said}")

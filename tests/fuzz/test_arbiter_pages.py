@@ -1,0 +1,20 @@
+"""The arbiter's threads against ledgers that say anything, as long as TIDEGATE_FUZZ_SECONDS says (60 each)."""
+
+import os
+import time
+
+import pytest
+
+from tests.fuzz.arbiter_pages import LIARS, build, hold
+
+SECONDS = int(float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60")))
+
+
+@pytest.mark.parametrize("liars", LIARS)
+def test_whatever_a_ledger_says_the_others_compute(tmp_path, liars):
+    program = build(tmp_path)
+    end = time.monotonic() + SECONDS
+    while True:
+        hold(program, min(10, max(2, SECONDS)), time.time_ns(), liars)
+        if time.monotonic() >= end:
+            break

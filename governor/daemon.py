@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -94,16 +95,27 @@ def _notify(state: str) -> None:
 
 @contextlib.contextmanager
 def listening(path: Path) -> Iterator[socket.socket]:
-    """Listen at `path`; refuse to take the place of a governor that answers there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+    """Listen at `path`; refuse to take the place of a governor that runs there.
+
+    Its directory is locked, because two that start at once would each find nobody who answers, and
+    one whose socket somebody removed answers nobody.
+    """
+    with contextlib.ExitStack() as stack:
+        lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, lock)
         try:
-            probe.connect(str(path))
-        except OSError:
-            path.unlink(missing_ok=True)
-        else:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
             raise GovernorError(
-                f"another governor answers at {path}", hint="stop it, or choose another runtime_dir"
-            )
+                f"another governor runs in {path.parent}",
+                hint="stop it, or choose another runtime_dir",
+            ) from e
+        path.unlink(missing_ok=True)
+        yield stack.enter_context(_bound(path))
+
+
+@contextlib.contextmanager
+def _bound(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         before = os.umask(0o177)
         try:

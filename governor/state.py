@@ -92,6 +92,7 @@ class State:
         self._db: sqlite3.Connection | None = None
         self._behind = path is not None  # the file lacks something that the model has
         self._failing = False
+        self._file: FileIdentity | None = None  # which it is: at its path there may be another
         self.containers: dict[str, ContainerRow] = {}
         self.processes: dict[str, dict[int, ProcessRow]] = {}
 
@@ -147,6 +148,7 @@ class State:
             db.close()
             raise
         self._db, self.containers, self.processes = db, containers, processes
+        self._file = _which(path)
         self._behind = old
         return db
 
@@ -279,10 +281,10 @@ class State:
             )
 
     def retry(self) -> None:
-        """Write what could not be written before; make the file anew when somebody removed it."""
+        """Write what could not be written before; make the file anew when somebody took it away."""
         if self._path is None:
             return
-        if self._db is not None and not self._path.exists():
+        if self._db is not None and _which(self._path) != self._file:
             log.error("database-gone", path=str(self._path))
             self._drop()
         if self._behind:
@@ -396,6 +398,14 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
         raise
+
+
+def _which(path: Path) -> FileIdentity | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return FileIdentity(status.st_dev, status.st_ino)
 
 
 def _code(e: sqlite3.Error) -> int:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from governor import state as module
 from governor.books import Quota
 from governor.container import container_key
+from governor.daemon import listening
 from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity
 from governor.state import NAME, ContainerRow, ProcessRow, State
@@ -469,6 +471,37 @@ def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     assert later.containers == {row(1).key: row(1)}
     later.close()
     state.close()
+
+
+def test_a_file_that_somebody_replaced_is_written(tmp_path: Path) -> None:
+    """A copy of yesterday's, put in its place: what is written goes to the one that will be read."""
+    state = opened(tmp_path / NAME)
+    state.put(row(1))
+    old = image(tmp_path / NAME, tmp_path / "old")
+    old.close()
+    state.put(row(2))
+    for file in tmp_path.glob(f"{NAME}*"):
+        file.unlink()
+    (tmp_path / "old" / NAME).rename(tmp_path / NAME)
+    state.retry()
+    state.put(row(3))
+    later = image(tmp_path / NAME, tmp_path / "later")
+    assert set(later.containers) == {row(number).key for number in (1, 2, 3)}
+    later.close()
+    state.close()
+
+
+def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
+    """Not even where the first one's socket is gone, as when both start at once."""
+    path = tmp_path / "governor.sock"
+    with listening(path) as first:
+        path.unlink()
+        with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
+            pass
+        assert not path.exists()
+        assert first.fileno() >= 0
+    with listening(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))  # one that was killed left its lock to nobody
 
 
 def test_a_file_that_is_damaged_while_it_is_open_is_written_anew(

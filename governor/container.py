@@ -50,8 +50,11 @@ log = structlog.get_logger()
 
 
 def container_key(identifier: str) -> str:
-    """Return the name of a container's directory: an id is foreign text, a digest is not."""
-    return hashlib.sha256(identifier.encode()).hexdigest()[:16]
+    """Return the name of a container's directory: an id is foreign text, a digest is not.
+
+    What may be an id can be any bytes (`cgroup_names`).
+    """
+    return hashlib.sha256(identifier.encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 MOST_UNANSWERED = 64

@@ -692,6 +692,14 @@ def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, identifier) -> None
     assert identifier in list(cgroup_names(1))
 
 
+def test_a_container_may_call_its_control_groups_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first process in a group that it made itself: otherwise nobody would adopt it."""
+    text = b"0::/system.slice/docker-one.scope/\xff\xfe\n".decode(errors="surrogateescape")
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    keys = [container_key(name) for name in cgroup_names(1)]
+    assert container_key("one") in keys
+
+
 def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
     script = "import subprocess; subprocess.Popen(['sleep', '60']); print(1, flush=True); input()"
     parent = subprocess.Popen(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import select
@@ -15,6 +16,7 @@ import shutil
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -56,6 +58,8 @@ def container_key(identifier: str) -> str:
     """
     return hashlib.sha256(identifier.encode(errors="surrogateescape")).hexdigest()[:16]
 
+
+_SO_PEERPIDFD = 77
 
 MOST_UNANSWERED = 64
 """Connections of one container that have not said who they are, or wait for their turn."""
@@ -139,6 +143,18 @@ def _part(peer: socket.socket) -> None:
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
     peer.close()
+
+
+def _peer(own: socket.socket, pid: int) -> int:
+    """Return a pidfd of who connected; before Linux 6.5 of whoever has its number by now."""
+    try:
+        return int.from_bytes(
+            own.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True
+        )
+    except OSError as e:
+        if e.errno != errno.ENOPROTOOPT:
+            raise
+        return os.pidfd_open(pid)
 
 
 def _is_readable(fd: int) -> bool:
@@ -320,11 +336,16 @@ class Container:
         )
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container use the GPU already")
-        pidfd = os.pidfd_open(pid)
+        pidfd = _peer(own, pid)
+        # Who connected may have ended since, and its number be another's.
+        who = identify(pidfd)
+        if not pid or who.pid != pid:
+            os.close(pidfd)
+            raise RuntimeError("it has ended")
         process = Process(
             slot=slot,
             pid=pid,
-            start=start_time(pid) or 0,
+            start=who.start,
             pidfd=pidfd,
             socket=own,
             inner_pid=namespace_pid(pid, self.pid),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from libcontrol import layout
+from tests.conftest import lack
 from tests.unit.test_governor_protocol import (
     ADMIT,
     Client,
@@ -81,6 +82,57 @@ def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connectio
             s.setblocking(False)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 s.send(b"p")
+
+
+CONNECT = """
+import socket, sys
+s = socket.socket(fileno=int(sys.argv[2]))
+s.settimeout(10)
+s.connect(sys.argv[1])
+s.detach()
+"""
+
+NUMBERED = """
+import os, sys
+for _ in range(100):
+    with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+        file.write(str(int(sys.argv[1]) - 1))
+    pid = os.fork()
+    if pid == 0:
+        sys.stdin.read()
+        os._exit(0)
+    if pid == int(sys.argv[1]):
+        print("there", flush=True)
+        sys.stdin.read()
+        break
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
+    governor: Governor, path: str
+) -> None:
+    """A container could connect, end, and wait until its neighbour has the number."""
+    with socket.socket(socket.AF_UNIX) as s:
+        process = subprocess.Popen(
+            [sys.executable, "-c", CONNECT, path, str(s.fileno())], pass_fds=[s.fileno()]
+        )
+        assert process.wait(20) == 0
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", NUMBERED, str(process.pid)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        try:
+            assert stranger.stdout
+            if stranger.stdout.readline() != "there\n":
+                lack("this machine lets nobody choose a process's number")
+            s.settimeout(10)
+            s.send(layout.REGISTER)
+            assert s.recv(4) == layout.NO_SLOT.to_bytes(4, "little")
+            assert processes(governor) == 0
+        finally:
+            stranger.communicate("")
 
 
 def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> None:

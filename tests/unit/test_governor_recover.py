@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -22,8 +24,9 @@ from typing import Any, cast
 
 import pytest
 
-from governor import processes
+from governor import metrics, processes
 from governor.arbiter import Runner, Stats
+from governor.audit import Auditor
 from governor.books import Books, Device, Quota
 from governor.config import Config
 from governor.container import Container, Look, container_key
@@ -42,6 +45,7 @@ from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open
 from governor.server import Server
 from governor.state import NAME, State
 from libcontrol import layout, pages
+from vdriver.nvml import ProcessMemory, ProcessUse
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
@@ -721,3 +725,41 @@ def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
     finally:
         parent.kill()
         parent.communicate()
+
+
+def test_no_ledger_ends_the_governor(play: Play) -> None:
+    """Whatever is in it: looks, audits, lists and scrapes go on."""
+    draw = random.Random(7)  # noqa: S311
+    whole = [b"\xff" * layout.LEDGER_SIZE, bytes(layout.LEDGER_SIZE)]
+    numbers = [0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]
+
+    async def scene(world: World) -> None:
+        container = await world.admit()
+        children = [world.child(container) for _ in range(3)]
+        for child in children:
+            await child.numbers("register")
+        auditor = Auditor(world.server.containers, world.server.tally, world.config)
+        for round_ in range(120):
+            before = container.charges(0)
+            if round_ < len(whole):
+                container.ledger[:] = whole[round_]
+            else:
+                for at in range(0, layout.LEDGER_SIZE // 8, 8):
+                    number = draw.choice([*numbers, time.monotonic_ns(), draw.getrandbits(64)])
+                    container.ledger[at : at + 8] = number.to_bytes(8, "little")
+            seen = {child.pid: draw.choice([0, 1 << 30, 2**63]) for child in children}
+            found = [ProcessMemory(pid, used) for pid, used in seen.items()]
+            uses = tuple(
+                ProcessUse(pid, draw.choice([0, time.time_ns() // 1000]), draw.getrandbits(8))
+                for pid in seen
+            )
+            look = Look(time.monotonic_ns(), seen, uses)
+            container.reconcile(0, before, look if draw.random() < 0.9 else None)
+            auditor._audited_ns.clear()
+            auditor.look(DEVICE, look, found, {container: before})
+            json.dumps(container.describe())
+            assert metrics.collect(world.server)
+        auditor.close()
+        assert world.one().pids() == {child.pid for child in children}
+
+    play(scene)

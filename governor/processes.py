@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_GONE = (FileNotFoundError, ProcessLookupError)
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 

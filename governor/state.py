@@ -18,7 +18,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -238,14 +238,6 @@ class State:
                 f"{self._path} cannot be written: {e}",
                 hint="make room, or make it writable; containers that run go on",
             ) from e
-
-    def confirm(self, key: str) -> None:
-        """Note that a container is ready."""
-        self.put(replace(self.containers[key], confirmed=True))
-
-    def change(self, key: str, quota: Quota) -> None:
-        """Note a container's new quota."""
-        self.put(replace(self.containers[key], quota=quota))
 
     # ---- what has happened: kept in memory when it cannot be written ----
 

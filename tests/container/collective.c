@@ -8,8 +8,8 @@
  * An iteration is 100 us of work on each GPU and a kernel that spins until its counterpart runs,
  * and then works for 50 us. A thread asks the simulated GPU all the time how far it is: what
  * follows from a kernel's beginning happens in the process's calls. It waits for the GPUs after
- * every fourth. Begins when /out/begin is there, and prints how long all took and the longest four,
- * in seconds.
+ * every fourth. Each process makes /out/ready-RANK and begins when /out/begin is there. Prints how
+ * long all took and the longest four, in seconds.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -118,11 +118,13 @@ static void *look(void *unused)
 static void run(int n_run, uint64_t n, FILE *out)
 {
     double begin, last, longest = 0;
+    char ready[32];
     pthread_t thread;
 
     n_halves = n_run;
     pthread_create(&thread, NULL, look, NULL);
-
+    snprintf(ready, sizeof(ready), "/out/ready-%u", halves[0].rank);
+    fclose(fopen(ready, "w"));
     while (access("/out/begin", F_OK))
         usleep(2000);
     begin = last = now();

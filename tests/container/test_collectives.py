@@ -6,8 +6,6 @@ them waits for the other.
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,21 +13,14 @@ import pytest
 
 from bench.machine import Simulated
 from bench.node import Node, Running, last_json
-from governor.client import ask
 from tests.container.bundles import ROOT, compile_c
+from tests.container.nodes import clear, show_output, wait_for
 
 WAIT_S = 60
-ITERATION_S = 150e-6
-"""What the GPU has to do of one iteration."""
 
 
-class WithCollective(Simulated):
+class WithWords(Simulated):
     """Two simulated GPUs, and words in memory that all containers share."""
-
-    def make_rootfs(self, directory: Path) -> None:
-        """Make the image, with the program."""
-        super().make_rootfs(directory)
-        shutil.copy(self.work / "collective", directory / "usr/bin")
 
     def clear_words(self) -> None:
         """Let nobody have met anybody."""
@@ -46,23 +37,18 @@ def node(
     work = tmp_path_factory.mktemp("collectives")
     source = (ROOT / "tests/container/collective.c").read_text()
     compile_c(source, work / "collective", "-ldl", "-lpthread", "-w")
-    machine = WithCollective(work, build_dir, devices=2)
+    machine = WithWords(work, build_dir, devices=2)
+    machine.programs.append(work / "collective")
     with Node(machine) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def clean(node: Node) -> Iterator[None]:
-    assert isinstance(node.machine, WithCollective)
+    assert isinstance(node.machine, WithWords)
     node.machine.clear_words()
     yield
-    for container in node.running:
-        node.delete(container)
-    node.running.clear()
-    end = time.monotonic() + WAIT_S
-    while ask(node.config, "list")["containers"]:
-        assert time.monotonic() < end, "a container is still in the books"
-        time.sleep(0.01)
+    clear(node)
 
 
 def start(node: Node, name: str, mode: str, n: int, **annotations: str) -> Running:
@@ -71,14 +57,14 @@ def start(node: Node, name: str, mode: str, n: int, **annotations: str) -> Runni
     return node.start(name, arguments, {"memory": "2Gi", **named})
 
 
-def finish(node: Node, *containers: Running) -> list[dict[str, float]]:
-    """Let all begin at once; what each says at its end."""
-    end = time.monotonic() + WAIT_S
-    for container in containers:
-        while container.identifier not in node.look():
-            assert time.monotonic() < end, (container.bundle / "output").read_text()
-            time.sleep(0.01)
-    time.sleep(1)
+def finish(node: Node, *containers: Running, processes: int = 1) -> list[dict[str, float]]:
+    """Let all begin at once, each with so many processes; what each says at its end."""
+
+    def is_ready(container: Running) -> bool:
+        assert container.process.poll() is None, show_output(container)
+        return len(list(container.out.glob("ready-*"))) == processes
+
+    wait_for(lambda: all(map(is_ready, containers)), "contexts", WAIT_S)
     for container in containers:
         (container.out / "begin").touch()
     for container in containers:
@@ -95,7 +81,8 @@ def test_two_containers_with_collectives_over_the_same_gpus(node: Node, mode: st
     """
     n = 800
     quota = {"devices": "0,1", "compute": "45", "compute_limit": "100"}
-    both = finish(node, *[start(node, f"{mode}-{i}", mode, n, **quota) for i in range(2)])
+    pair = [start(node, f"{mode}-{i}", mode, n, **quota) for i in range(2)]
+    both = finish(node, *pair, processes=2 if mode == "each" else 1)
     for one in both:
         assert one["seconds"] < 6  # they had taken 7 to 13
         assert one["longest"] < 1

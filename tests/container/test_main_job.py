@@ -11,13 +11,12 @@ import itertools
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import pytest
 
@@ -25,16 +24,25 @@ from bench.machine import TRIPLET, Simulated
 from bench.node import Node, Running, last_json
 from bench.progress import read_stamps
 from governor.client import ask
-from governor.container import container_key
 from libcontrol import layout
 from tests.container.bundles import compile_c
+from tests.container.nodes import (
+    WAIT_S,
+    begin,
+    clear,
+    directory,
+    show_output,
+    start_worker,
+    units,
+    wait_for,
+    wait_ready,
+)
 
 MIB = 1 << 20
 GIB = 1 << 30
 MS = 1_000_000
 CONTEXT = 520 * MIB  # what the governor charges for a process's context by default
 GRANTABLE = 16 * GIB - 512 * MIB  # the simulated GPU less the reserve
-WAIT_S = 30
 
 PROBE_C = r"""
 #define _GNU_SOURCE
@@ -168,15 +176,6 @@ int main(int argc, char **argv)
 """
 
 
-class WithProbe(Simulated):
-    """The simulated GPU, and the probe in each image."""
-
-    def make_rootfs(self, directory: Path) -> None:
-        """Make the image."""
-        super().make_rootfs(directory)
-        shutil.copy(self.work / "probe", directory / "usr/bin")
-
-
 @pytest.fixture(scope="module")
 def node(
     tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
@@ -184,74 +183,21 @@ def node(
     require("gcc", "runc")
     work = tmp_path_factory.mktemp("main")
     compile_c(PROBE_C, work / "probe", "-ldl")
-    machine = WithProbe(work, build_dir)
-    machine.programs.append(build_dir / "stress")
+    machine = Simulated(work, build_dir)
+    machine.programs += [work / "probe", build_dir / "stress"]
     with Node(machine) as made:
         yield made
 
 
 @pytest.fixture(autouse=True)
 def clean(node: Node) -> Iterator[None]:
-    """Leave nothing running and nothing registered."""
     yield
-    for container in node.running:
-        node.delete(container)
-    node.running.clear()
-    wait_for(lambda: not ask(node.config, "list")["containers"], "the books to be empty")
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {WAIT_S} s for {what}")
-        time.sleep(0.01)
-
-
-def start_worker(
-    node: Node, name: str, *options: str, seconds: float = WAIT_S, **annotations: str
-) -> Running:
-    """Start the workload; it begins when it is told to."""
-    arguments = [
-        *node.machine.command("burn", inside=True),
-        "--seconds", str(seconds), "--out", "/out/progress.bin", "--wait-file", "/out/begin",
-        *options,
-    ]  # fmt: skip
-    return node.start(name, arguments, {"memory": "2Gi", "compute": "40", **annotations})
-
-
-def wait_ready(*containers: Running) -> None:
-    """Wait until these are set up; `Node.wait_ready` wants all that ever started to be alive."""
-    for container in containers:
-        ready = container.out / "begin.ready"
-        wait_for(
-            lambda r=ready, c=container: r.exists() or c.process.poll() is not None, "a container"
-        )
-        assert ready.exists(), show_output(container)
-
-
-def begin(*containers: Running) -> None:
-    wait_ready(*containers)
-    for container in containers:
-        (container.out / "begin").touch()
-    wait_for(lambda: all(units(container) > 20 for container in containers), "work to be done")
-
-
-def units(container: Running) -> int:
-    """How many units a container has done so far."""
-    try:
-        return (container.out / "progress.bin").stat().st_size // 16
-    except FileNotFoundError:
-        return 0
+    clear(node)
 
 
 def directories(node: Node) -> set[str]:
     """What the governor has for containers; one that was killed leaves its own for good."""
     return {path.name for path in (node.runtime_dir / "containers").iterdir()}
-
-
-def show_output(container: Running) -> str:
-    return (container.bundle / "output").read_text(errors="replace")
 
 
 def refusal(node: Node, name: str, **annotations: str) -> str:
@@ -265,9 +211,7 @@ def refusal(node: Node, name: str, **annotations: str) -> str:
 
 def is_granted(node: Node, container: Running) -> bool:
     """Whether a container holds the GPU now while another waits, from the page that the governor writes."""
-    page = (
-        node.runtime_dir / "containers" / container_key(container.identifier) / "grant"
-    ).read_bytes()
+    page = (directory(node, container) / "grant").read_bytes()
     offsets = layout.offsets(layout.GRANT_DEVICE)
     base = layout.grant_device(0)
     deadline, start = (

@@ -6,13 +6,11 @@ The daemon is the stand-in of simgpu/mps_control.c; containers, mounts, control 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,19 @@ import pytest
 from bench.machine import Simulated
 from bench.node import Node, Running, last_json
 from governor.client import ask
-from governor.container import container_key
 from libcontrol import layout
 from simgpu import simgpu
 from tests.container.bundles import compile_c
-
-WAIT_S = 30
+from tests.container.nodes import (
+    WAIT_S,
+    begin,
+    clear,
+    directory,
+    events,
+    start_worker,
+    units,
+    wait_for,
+)
 
 PROBE_C = r"""
 #include <dirent.h>
@@ -86,6 +91,7 @@ class WithMps(Simulated):
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build, devices=2)
         self.visible = UUIDS[1]
+        self.programs.append(work / "probe")
         self.library_dir = work / "library"
         shutil.copytree(
             build / "simgpu", self.library_dir, symlinks=True, ignore=shutil.ignore_patterns("*.p")
@@ -100,10 +106,6 @@ class WithMps(Simulated):
 
     def spec(self) -> dict[str, Any]:
         return {**super().spec(), "env": [f"CUDA_VISIBLE_DEVICES={self.visible}"]}
-
-    def make_rootfs(self, directory: Path) -> None:
-        super().make_rootfs(directory)
-        shutil.copy(self.work / "probe", directory / "usr/bin")
 
 
 UUIDS = [f"GPU-{simgpu.device_uuid(1, index)}" for index in range(2)]
@@ -127,21 +129,9 @@ def node(
 
 @pytest.fixture(autouse=True)
 def clean(node: Node) -> Iterator[None]:
-    """Leave nothing running and nothing registered."""
     wait_for(lambda: mps(node)["state"] == "running", "the daemon")
     yield
-    for container in node.running:
-        node.delete(container)
-    node.running.clear()
-    wait_for(lambda: not ask(node.config, "list")["containers"], "the books to be empty")
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {WAIT_S} s for {what}")
-        time.sleep(0.01)
+    clear(node)
 
 
 def mps(node: Node) -> dict[str, Any]:
@@ -163,32 +153,9 @@ def probe(node: Node, name: str, **annotations: str) -> dict[str, Any]:
 def worker(node: Node, name: str, **annotations: str) -> Running:
     assert isinstance(node.machine, WithMps)
     node.machine.visible = UUIDS[int(annotations["devices"])]
-    arguments = [
-        *node.machine.command("burn", inside=True),
-        "--seconds", str(WAIT_S), "--out", "/out/progress.bin", "--wait-file", "/out/begin",
-    ]  # fmt: skip
-    container = node.start(name, arguments, {"memory": "1Gi", "compute": "30", **annotations})
-    ready = container.out / "begin.ready"
-    wait_for(lambda: ready.exists() or container.process.poll() is not None, "a container")
-    assert ready.exists(), (container.bundle / "output").read_text()
-    (container.out / "begin").touch()
-    wait_for(lambda: units(container) > 20, "work")
+    container = start_worker(node, name, **{"memory": "1Gi", "compute": "30", **annotations})
+    begin(container)
     return container
-
-
-def units(container: Running) -> int:
-    try:
-        return (container.out / "progress.bin").stat().st_size // 16
-    except FileNotFoundError:
-        return 0
-
-
-def events(node: Node) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (node.work / "governor.log").read_text().splitlines()]
-
-
-def directory(node: Node, container: Running) -> Path:
-    return node.runtime_dir / "containers" / container_key(container.identifier)
 
 
 @contextlib.contextmanager
@@ -282,7 +249,7 @@ def test_a_daemon_that_is_killed_is_started_again_and_new_containers_reach_it(no
         assert "daemon-ended: the server ended; start what used the GPU again" in told
     after = mps(node)
     assert (after["starts"], after["ends"]) == (before["starts"] + 1, before["ends"] + 1)
-    [ended] = [e for e in events(node) if e["event"] == "mps-daemon-ended"]
+    [ended] = events(node, "mps-daemon-ended")
     assert ended["containers"] == [neighbour.identifier]
     assert probe(node, "next", strategy="mps")["mps"] == 1
 
@@ -296,7 +263,7 @@ def test_a_fault_of_one_is_told_to_all_whose_work_it_ends(node: Node) -> None:
     with stopped(node, first, second):
         os.kill(before["pid"], signal.SIGUSR1)
         wait_for(lambda: mps(node)["faults"] == before["faults"] + 1, "the fault to be seen")
-        fault = next(e for e in reversed(events(node)) if e["event"] == "mps-fault" and e["by"])
+        fault = next(e for e in reversed(events(node, "mps-fault")) if e["by"])
         assert fault["by"] == first.identifier
         assert fault["text"] == f"Client process {pid} encountered a fatal GPU error."
         assert fault["containers"] == [first.identifier, second.identifier]
@@ -349,7 +316,7 @@ def test_commands_of_a_container_are_seen_and_quit_is_not_for_it(node: Node) -> 
         s.sendall(struct.pack("Q", 6))
         s.sendall(b"quit\n\0")
     wait_for(lambda: mps(node)["commands"] == before["commands"] + 1, "the command to be seen")
-    assert [e for e in events(node) if e["event"] == "mps-command"][-1]["text"] == "Cmd:quit"
+    assert events(node, "mps-command")[-1]["text"] == "Cmd:quit"
     assert mps(node)["pid"] == before["pid"]
     assert mps(node)["state"] == "running"
 
@@ -387,7 +354,7 @@ def test_daemon_and_containers_outlive_the_governor(node: Node, number: signal.S
         node.start_governor()
     after = mps(node)
     assert (after["state"], after["pid"], after["starts"]) == ("running", before["pid"], 0)
-    assert "mps-adopted" in [e["event"] for e in events(node)]
+    assert events(node, "mps-adopted")
     known = node.look()[container.identifier]
     assert (known["strategy"], known["mps"]["pid"]) == ("mps", before["pid"])
     count = units(container)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -91,20 +90,13 @@ int main(int argc, char **argv)
 """
 
 
-class WithWatch(Simulated):
-    """The simulated GPU, and the watching program in each image."""
-
-    def make_rootfs(self, directory: Path) -> None:
-        """Make the image."""
-        super().make_rootfs(directory)
-        shutil.copy(self.work / "watch", directory / "usr/bin")
-
-
 @pytest.fixture
 def node(tmp_path: Path, build_dir: Path, require: Callable[..., None]) -> Iterator[Node]:
     require("gcc", "runc")
     compile_c(WATCH_C, tmp_path / "watch", "-ldl")
-    with Node(WithWatch(tmp_path, build_dir)) as made:
+    machine = Simulated(tmp_path, build_dir)
+    machine.programs.append(tmp_path / "watch")
+    with Node(machine) as made:
         yield made
 
 

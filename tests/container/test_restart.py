@@ -29,13 +29,22 @@ from governor.client import ask
 from governor.container import container_key
 from governor.state import NAME
 from tests.container.bundles import compile_c
+from tests.container.nodes import (
+    WAIT_S,
+    begin,
+    clear,
+    events,
+    show_output,
+    start_worker,
+    units,
+    wait_for,
+)
 from vdriver.nvml import Nvml
 
 MIB = 1 << 20
 GIB = 1 << 30
 MS = 1_000_000
 S = 1_000_000_000
-WAIT_S = 30
 UNIT_NS = 500_000  # of the workload
 CHUNK = 64 * MIB
 LIMIT = 3 * GIB  # of what fights for memory
@@ -133,48 +142,8 @@ def clean(node: Node) -> Iterator[None]:
     yield
     node.stop_governor()
     node.start_governor()
-    for container in node.running:
-        node.delete(container)
-    node.running.clear()
-    wait_for(lambda: not ask(node.config, "list")["containers"], "the books to be empty")
+    clear(node)
     assert not list((node.runtime_dir / "containers").iterdir())
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {WAIT_S} s for {what}")
-        time.sleep(0.01)
-
-
-def start_worker(
-    node: Node, name: str, *options: str, seconds: float = 600, **annotations: str
-) -> Running:
-    """Start the workload; it begins when it is told to."""
-    arguments = [
-        *node.machine.command("burn", inside=True),
-        "--seconds", str(seconds), "--out", "/out/progress.bin", "--wait-file", "/out/begin",
-        *options,
-    ]  # fmt: skip
-    return node.start(name, arguments, {"memory": "2Gi", "compute": "40", **annotations})
-
-
-def begin(*containers: Running) -> None:
-    for container in containers:
-        ready = container.out / "begin.ready"
-        wait_for(lambda r=ready, c=container: r.exists() or c.process.poll() is not None, "a start")
-        assert ready.exists(), show_output(container)
-        (container.out / "begin").touch()
-
-
-def units(container: Running) -> int:
-    """How many units a container has done so far."""
-    return (container.out / "progress.bin").stat().st_size // 16
-
-
-def show_output(container: Running) -> str:
-    return (container.bundle / "output").read_text(errors="replace")
 
 
 def restart(node: Node, number: int = signal.SIGKILL, away_s: float = 0.0) -> None:
@@ -194,17 +163,6 @@ def same(before: dict[str, Any], after: dict[str, Any], *, processes: bool = Tru
         assert before[name] == after[name], name
     for old, new in zip(before["devices"], after["devices"], strict=True):
         assert (old["uuid"], old["memory_limit"]) == (new["uuid"], new["memory_limit"])
-
-
-def events(node: Node, name: str) -> list[dict[str, Any]]:
-    lines = (node.work / "governor.log").read_text().splitlines()
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            event = json.loads(line)
-            if event.get("event") == name:
-                found.append(event)
-    return found
 
 
 def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:

@@ -6,8 +6,6 @@ Four simulated GPUs in two pairs with NVLink, 0 with 3 and 1 with 2, so that no 
 from __future__ import annotations
 
 import json
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,12 @@ from bench.machine import Simulated
 from bench.node import Node, Running, last_json
 from governor import cli
 from governor.client import ask
-from governor.container import container_key
 from simgpu import simgpu
 from tests.container.bundles import compile_c
+from tests.container.nodes import WAIT_S, clear, directory, show_output, wait_for
 
 MIB = 1 << 20
 GIB = 1 << 30
-WAIT_S = 60
 UUIDS = [f"GPU-{simgpu.device_uuid(1, index)}" for index in range(4)]
 
 PROBE_C = r"""
@@ -161,11 +158,6 @@ class Pairs(Simulated):
 
     visible: str | None = None
 
-    def make_rootfs(self, directory: Path) -> None:
-        """Make the image, with the probe."""
-        super().make_rootfs(directory)
-        shutil.copy(self.work / "probe", directory / "usr/bin")
-
     def spec(self) -> dict[str, Any]:
         """Say which GPUs a container's programs see."""
         env = [] if self.visible is None else [f"CUDA_VISIBLE_DEVICES={self.visible}"]
@@ -183,6 +175,7 @@ def node(
     options = [word for place in places for word in ("--place", place)]
     options += ["--nvlink", "0-3=4", "--nvlink", "1-2=4"]
     machine = Pairs(work, build_dir, devices=4, options=options)
+    machine.programs.append(work / "probe")
     with Node(machine, settings={"placement": "topology"}) as made:
         yield made
 
@@ -190,18 +183,7 @@ def node(
 @pytest.fixture(autouse=True)
 def clean(node: Node) -> Iterator[None]:
     yield
-    for container in node.running:
-        node.delete(container)
-    node.running.clear()
-    wait_for(lambda: not ask(node.config, "list")["containers"], "the books to be empty")
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {WAIT_S} s for {what}")
-        time.sleep(0.01)
+    clear(node)
 
 
 def start(
@@ -220,7 +202,7 @@ def seen(node: Node, container: Running) -> list[dict[str, Any]]:
         lambda: container.identifier in node.look() or container.process.poll() is not None,
         "a container",
     )
-    assert container.identifier in node.look(), (container.bundle / "output").read_text()
+    assert container.identifier in node.look(), show_output(container)
     devices: list[dict[str, Any]] = node.look()[container.identifier]["devices"]
     return devices
 
@@ -289,7 +271,7 @@ def test_a_program_that_sees_one_of_two_gpus_uses_the_quota_of_that_one(node: No
 
 def test_programs_are_told_their_gpus_in_the_order_wanted(node: Node) -> None:
     container = start(node, "order", "fill", devices="2,0", compute="10")
-    listed = node.runtime_dir / "containers" / container_key(container.identifier) / "devices"
+    listed = directory(node, container) / "devices"
     assert indices(node, container) == [2, 0]
     assert listed.read_text() == f"{UUIDS[2]},{UUIDS[0]}\n"
     wait_for((container.out / "full").exists, "full GPUs")

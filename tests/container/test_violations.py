@@ -27,9 +27,9 @@ from bench.node import Node, Running
 from governor import cgroups
 from governor.client import ask
 from tests.container.bundles import compile_c
+from tests.container.nodes import WAIT_S, events, show_output, units, wait_for
 
 GIB = 1 << 30
-WAIT_S = 30
 SOON_S = 2.0
 
 
@@ -71,21 +71,6 @@ def burner(node: Node, name: str, *options: str, **annotations: str) -> Running:
     return node.start(name, arguments, {"memory": "2Gi", "compute": "20", **annotations})
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
-        time.sleep(0.01)
-    return value
-
-
-def events(node: Node, *names: str) -> list[dict[str, Any]]:
-    """What the governor logged under these names."""
-    lines = (node.work / "governor.log").read_text().splitlines()
-    known = [json.loads(line) for line in lines if line.startswith("{")]
-    return [event for event in known if event["event"] in names]
-
-
 def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
     """What `tidegate ps --json` shows of a container, the last of each kind."""
     known = {one["id"]: one for one in ask(node.config, "list")["containers"]}
@@ -115,7 +100,7 @@ def began(container: Running) -> float:
     path = container.out / "began"
 
     def there() -> float:
-        assert container.process.poll() is None, (container.bundle / "output").read_text()
+        assert container.process.poll() is None, show_output(container)
         return path.stat().st_mtime if path.exists() else 0.0
 
     return float(wait_for(there, "the culprit"))
@@ -283,9 +268,9 @@ def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> Non
         thawed = events(node, "container-thawed")
         assert [one["why"] for one in thawed] == ["time", "time"]
         assert len(events(node, "violation")) == 2  # memory and unregistered, once each
-        units = (neighbour.out / "progress.bin").stat().st_size
+        before = units(neighbour)
         assert stands_still(culprit)
-        assert (neighbour.out / "progress.bin").stat().st_size > units
+        assert units(neighbour) > before
         # A runtime can end it although it is frozen.
         since = time.monotonic()
         node.delete(culprit)

@@ -6,6 +6,8 @@ python := $(CURDIR)/.venv/bin/python
 
 # ARGS goes to the command: make test ARGS='-k grant -x', make demo ARGS=--help
 ARGS ?=
+# Tests of two kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
+workers := -n2
 
 .PHONY: help bootstrap build demo test check test-full lock clean
 
@@ -23,7 +25,7 @@ demo: build ## the main job on this machine, with a simulated GPU where there is
 	@$(python) -m bench.demo $(ARGS)
 
 test: build ## every test that this machine can run (unit, container)
-	@$(python) -m pytest $(ARGS)
+	@$(python) -m pytest $(workers) $(ARGS)
 
 check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py

@@ -1,4 +1,4 @@
-"""Tiers by directory, and what a test may ask for.
+"""Tiers by directory, who runs beside whom, and what a test may ask for.
 
 A directory of tests/ is a tier: unit, container, gpu.  tests/fuzz is slow, unless it is named on the
 command line.  What this machine does not have skips a test with a reason, and fails it where CI=true.
@@ -63,6 +63,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         lack("needs root")
     if item.get_closest_marker("gpu") and not driver_answers():
         lack("needs an NVIDIA GPU and its driver")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each worker a module of tests/unit at a time, and one of them all of tests/container.
+
+    Containers measure time, and share this machine's control groups: no two of these tests run side by side.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByTier(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.partition("::")[0]
+            return "tests/container" if module.startswith("tests/container/") else module
+
+    return ByTier(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -199,33 +199,19 @@ class Books:
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
-    def lose(self, uuid: str, reason: str) -> None:
-        """Grant nothing more of a GPU that does not answer; what is granted stays."""
-        for gpu in self._gpus:
-            if gpu.device.uuid == uuid:
-                gpu.lost = reason
+    def set_lost(self, uuid: str, reason: str | None) -> None:
+        """Grant nothing more of a GPU that does not answer, and again when it does (None).
 
-    def regain(self, uuid: str) -> None:
-        """Grant a GPU again, for it answers."""
-        for gpu in self._gpus:
-            if gpu.device.uuid == uuid:
-                gpu.lost = None
+        What is granted stays.
+        """
+        self._gpu(uuid).lost = reason
 
-    def close(self, uuid: str, reason: str) -> None:
-        """Let no container in on a GPU for now; those that are there stay."""
-        for gpu in self._gpus:
-            if gpu.device.uuid == uuid:
-                gpu.closed = reason
+    def set_closed(self, uuid: str, reason: str | None) -> None:
+        """Let no container in on a GPU for now, or again (None); those that are there stay."""
+        self._gpu(uuid).closed = reason
 
-    def open(self, uuid: str) -> None:
-        """Let containers in on a GPU again."""
-        for gpu in self._gpus:
-            if gpu.device.uuid == uuid:
-                gpu.closed = None
-
-    def strategy(self, uuid: str) -> str:
-        """Return how a GPU of the node is shared."""
-        return next(gpu.strategy for gpu in self._gpus if gpu.device.uuid == uuid)
+    def _gpu(self, uuid: str) -> _Gpu:
+        return next(gpu for gpu in self._gpus if gpu.device.uuid == uuid)
 
     def describe(self) -> dict[str, Any]:
         """Return what `tidegate check` shows of the GPUs: bytes, percent and ways between them."""

@@ -72,7 +72,7 @@ def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps
         for device in wanted:
             mps = Mps(device, tools, config, server.mps_event)
             server.mps[device.uuid] = mps
-            server.gpu_closed(device.uuid, mps.reason)
+            server.books.set_closed(device.uuid, mps.reason)
     return list(server.mps.values())
 
 

@@ -238,11 +238,11 @@ async def _look(
     except VdriverError as e:
         if not watch.failing:
             log.warning("nvml-failed", gpu=watch.device.index, error=str(e))
-            server.gpu_answered(watch.device.uuid, e.message)
+            server.books.set_lost(watch.device.uuid, e.message)
     else:
         if watch.failing:
             log.info("nvml-answers", gpu=watch.device.index)
-            server.gpu_answered(watch.device.uuid, None)
+            server.books.set_lost(watch.device.uuid, None)
     watch.failing = look is None
     for container, i, charges, _ in before:
         # It may have ended meanwhile, and another have come under its name.

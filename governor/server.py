@@ -341,24 +341,10 @@ class Server:
         log.info("quota-changed", container=container.identifier, **asdict(quota))
         return {"ok": True, **asdict(quota)}
 
-    def gpu_closed(self, uuid: str, reason: str | None) -> None:
-        """Let no container in on a GPU for now, or again (None)."""
-        if reason is None:
-            self._books.open(uuid)
-        else:
-            self._books.close(uuid, reason)
-
-    def gpu_answered(self, uuid: str, error: str | None) -> None:
-        """Take a GPU that fails out of what can be granted, and back when it answers (None)."""
-        if error is None:
-            self._books.regain(uuid)
-        else:
-            self._books.lose(uuid, error)
-
     def mps_event(self, mps: Mps, event: Event) -> None:
         """Take in what happened to a GPU's MPS server, and tell the containers whose it is."""
         if event.kind == "state":
-            self.gpu_closed(mps.device.uuid, mps.reason)
+            self._books.set_closed(mps.device.uuid, mps.reason)
             log.info("mps-state", gpu=mps.device.index, state=mps.state)
             return
         name = "mps-" + event.kind

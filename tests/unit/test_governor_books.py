@@ -237,7 +237,7 @@ def test_where_it_is_not_a_container_is_refused(annotations: dict[str, object], 
 
 def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:
     books = Books(gpus(2), Config(strategies=("mps",)))
-    assert [books.strategy(gpu.uuid) for gpu in gpus(2)] == ["mps", "mps"]
+    assert [gpu["strategy"] for gpu in books.describe()["gpus"]] == ["mps", "mps"]
     with pytest.raises(RefusedError, match="this node offers mps"):
         books.admit("a", ask(memory="2Gi", strategy="timeslice"))
     with pytest.raises(RefusedError, match="no GPU that answers is shared by timeslice"):
@@ -247,11 +247,11 @@ def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:
 def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
     books = Books(gpus(3), BOTH)
     quota, _ = books.admit("a", ask(memory="2Gi", strategy="mps"))
-    books.close(gpus(3)[1].uuid, "its MPS server is away")
+    books.set_closed(gpus(3)[1].uuid, "its MPS server is away")
     for asked in ({"strategy": "mps"}, {"devices": "1"}):
         with pytest.raises(RefusedError, match="GPU 1 takes no container now: its MPS server"):
             books.admit("b", ask(memory="2Gi", **asked))
     books.change("a", Quota(quota.memory // 2, 10, 10))
     assert chosen(books, "c", memory="2Gi") == [0]
-    books.open(gpus(3)[1].uuid)
+    books.set_closed(gpus(3)[1].uuid, None)
     assert chosen(books, "b", memory="2Gi", strategy="mps") == [1]

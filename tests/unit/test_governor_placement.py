@@ -157,20 +157,20 @@ def test_named_gpus_are_never_moved() -> None:
 
 def test_a_lost_gpu_is_not_granted_and_is_no_reason_to_keep_its_neighbour() -> None:
     node = Node(4, linked(4, {(0, 1): 4, (2, 3): 4}))
-    node.books.lose(uuids(4)[1], "GPU is lost")
+    node.books.set_lost(uuids(4)[1], "GPU is lost")
     assert node.start(compute=100) == [0]
     with pytest.raises(RefusedError, match=r"^GPU 1 does not answer: GPU is lost; name another"):
         node.start(devices=1)
     with pytest.raises(RefusedError, match="4 GPUs were asked for, this node has 3 GPUs to share"):
         node.start(count=4)
-    node.books.regain(uuids(4)[1])
+    node.books.set_lost(uuids(4)[1], None)
     assert node.start(devices=1) == [1]
 
 
 def test_where_no_gpu_answers_the_reason_is_said() -> None:
     node = Node(2, Topology())
     for uuid in uuids(2):
-        node.books.lose(uuid, "GPU is lost")
+        node.books.set_lost(uuid, "GPU is lost")
     with pytest.raises(RefusedError, match=r"^none of 2 GPUs answers: GPU is lost"):
         node.start()
 
@@ -458,10 +458,10 @@ def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
             if given_ < n:
                 uuid = uuids(n)[given_]
                 if what == "lose":
-                    books.lose(uuid, "GPU is lost")
+                    books.set_lost(uuid, "GPU is lost")
                     lost.add(given_)
                 else:
-                    books.regain(uuid)
+                    books.set_lost(uuid, None)
                     lost.discard(given_)
         else:
             wanted: dict[str, object] = (

@@ -122,7 +122,8 @@ class World:
         self.server = cast(
             "Server",
             SimpleNamespace(
-                containers={}, gpu_answered=lambda _, error: self.answers.append(error)
+                containers={},
+                books=SimpleNamespace(set_lost=lambda _, error: self.answers.append(error)),
             ),
         )
         self.children: list[subprocess.Popen[str]] = []

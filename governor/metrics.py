@@ -252,7 +252,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
             families.add(
                 (*labels, kind),
                 container_violations=findings.counts[i][kind],
-                container_violation=findings.last(device.uuid, kind),
+                container_violation=findings.lasts(device.uuid, kind),
             )
 
 

@@ -8,7 +8,7 @@ and once when it is over. Bytes, percent, nanoseconds.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,7 +48,7 @@ LATE_NS = 750_000_000
 gives itself its share (`on_governor_loss`)."""
 
 MOST_EPISODES = 32
-"""Of a container are remembered."""
+"""Of a container are remembered, those that last in any case."""
 
 
 def allowed_memory(limit: int, context_bytes: int) -> int:
@@ -121,7 +121,7 @@ class Findings:
     """What is kept of a container: written by the auditor, read by whoever shows it."""
 
     n_devices: int
-    episodes: deque[Episode] = field(default_factory=lambda: deque(maxlen=MOST_EPISODES))
+    episodes: list[Episode] = field(default_factory=list)
     frozen: bool = False
     seen: list[int] = field(init=False)
     """Bytes that NVML saw of its processes on each GPU, registered or not, at the last look."""
@@ -132,7 +132,15 @@ class Findings:
         self.seen = [0] * self.n_devices
         self.counts = [Counter() for _ in range(self.n_devices)]
 
-    def last(self, gpu: str, kind: str) -> bool:
+    def add(self, episode: Episode) -> None:
+        """Remember a violation that begins, and forget the oldest one that is over."""
+        self.episodes.append(episode)
+        if len(self.episodes) > MOST_EPISODES:
+            over = next((one for one in self.episodes if one.ended is not None), None)
+            if over is not None:
+                self.episodes.remove(over)
+
+    def lasts(self, gpu: str, kind: str) -> bool:
         """Return whether a violation of this kind lasts."""
         return any(
             one.ended is None and (one.gpu, one.kind) == (gpu, kind) for one in self.episodes

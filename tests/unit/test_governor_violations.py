@@ -276,17 +276,27 @@ def test_freezing_doubles_up_to_its_longest() -> None:
 def test_findings_are_bounded_and_plain() -> None:
     findings = Findings(2)
     for i in range(2 * MOST_EPISODES):
-        findings.episodes.append(Episode(MEMORY, "GPU-1", i, 2, 1, began=1.23456, ended=2.0))
+        findings.add(Episode(MEMORY, "GPU-1", i, 2, 1, began=1.23456, ended=2.0))
     assert len(findings.describe()["violations"]) == MOST_EPISODES
-    assert not findings.last("GPU-1", MEMORY)
-    findings.episodes.append(Episode(MEMORY, "GPU-1", 5, 2, 1, began=1.23456))
-    assert findings.last("GPU-1", MEMORY)
-    assert not findings.last("GPU-0", MEMORY)
-    assert not findings.last("GPU-1", COMPUTE)
+    assert not findings.lasts("GPU-1", MEMORY)
+    findings.add(Episode(MEMORY, "GPU-1", 5, 2, 1, began=1.23456))
+    assert findings.lasts("GPU-1", MEMORY)
+    assert not findings.lasts("GPU-0", MEMORY)
+    assert not findings.lasts("GPU-1", COMPUTE)
     assert findings.describe()["violations"][-1] == {
         "kind": "memory", "gpu": "GPU-1", "pid": 5, "found": 2, "allowed": 1, "began": 1.235, "ended": None,
     }  # fmt: skip
     assert (findings.seen, findings.frozen) == ([0, 0], False)
+
+
+def test_a_violation_that_lasts_is_not_forgotten_for_others() -> None:
+    findings = Findings(1)
+    findings.add(Episode(MEMORY, "GPU-0", 1, 2, 1))
+    for i in range(2 * MOST_EPISODES):
+        findings.add(Episode(COMPUTE, "GPU-0", i, 9, 0, ended=2.0))
+    assert findings.lasts("GPU-0", MEMORY)
+    assert len(findings.episodes) == MOST_EPISODES
+    assert findings.episodes[-1].pid == 2 * MOST_EPISODES - 1
 
 
 def test_what_a_second_takes_fits_into_two() -> None:

@@ -24,10 +24,11 @@ import structlog
 
 from governor import cgroups
 from governor.books import Device
-from governor.cgroups import CannotFreezeError, Group, Identity
+from governor.cgroups import CannotFreezeError, Group, Membership
 from governor.config import Config
 from governor.container import Container, Look, Process
 from governor.counters import Tally
+from governor.processes import started_ns, status_fields
 from governor.usage import LOOK_NS, Charge
 from governor.violations import (
     COMPUTE,
@@ -79,7 +80,7 @@ class _Watched:
     """A container between looks."""
 
     container: Container
-    identity: Identity
+    membership: Membership
     devices: dict[str, _Device] = field(default_factory=dict)
     group: Group | None = None
     """While it is frozen by us."""
@@ -179,7 +180,7 @@ class Auditor:
                 for episode in device.judge.end() if device is not None else ():
                     self._tell(watched, i, episode, began=False)
         for container in here - self._watched.keys():
-            self._watched[container] = _Watched(container, cgroups.identify(container.pid))
+            self._watched[container] = _Watched(container, cgroups.find_membership(container.pid))
 
     def _owners(
         self, device: Device, processes: Sequence[ProcessMemory]
@@ -198,7 +199,7 @@ class Auditor:
 
     def _is_new(self, pid: int) -> bool:
         """Return whether a process began under this governor: one that came before had nobody."""
-        return cgroups.started_ns(pid) > self._began_ns
+        return started_ns(pid) > self._began_ns
 
     def _is_idle(
         self,
@@ -241,7 +242,7 @@ class Auditor:
         container = watched.container
         if began:
             episode.began = time.time()
-            container.findings.episodes.append(episode)
+            container.findings.add(episode)
             container.findings.counts[i][episode.kind] += 1
             self._tally.violations[episode.kind] += 1
         else:
@@ -322,11 +323,11 @@ class Auditor:
     def _open_group(self, watched: _Watched) -> Group:
         container = watched.container
         others = {
-            one.container.identifier: one.identity
+            one.container.identifier: one.membership
             for one in self._watched.values()
             if one is not watched
         }
-        group = cgroups.open_group(watched.identity, container.pid, others, cgroups.find_mounts())
+        group = cgroups.open_group(watched.membership, container.pid, others, cgroups.find_mounts())
         # The group is found by a pid, and that is the container's as long as it lives.
         if not container.lives():
             group.close()
@@ -459,11 +460,11 @@ def _is_gone(e: Exception) -> bool:
 def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
     groups = cgroups.read_cgroups(pid)
     for one in watched:
-        if one.identity.has_cgroups(groups):
+        if one.membership.has_cgroups(groups):
             return one.container
     namespaces = cgroups.pid_namespaces(pid)
     for one in watched:
-        if one.identity.has_namespaces(namespaces):
+        if one.membership.has_namespaces(namespaces):
             return one.container
     return None
 
@@ -480,7 +481,7 @@ def _samples(
 
 def _is_killed(container: Container) -> bool:
     """Return whether SIGKILL waits for a container's first process."""
-    status = cgroups.read_status(container.pid)
+    status = status_fields(container.pid)
     bit = 1 << (signal.SIGKILL - 1)
     return any(int(status.get(name, "0"), 16) & bit for name in ("SigPnd", "ShdPnd"))
 

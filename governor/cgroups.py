@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PROC = Path("/proc")
+from governor.processes import PROC, read_status
+
 V2 = ""
 """The hierarchy of version 2, as /proc/PID/cgroup calls it; others go by their controllers."""
 FREEZER = "freezer"
@@ -59,34 +60,13 @@ def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], 
     return tuple(found)
 
 
-def read_status(pid: int | str, proc: Path = PROC) -> dict[str, str]:
-    """Return the fields of /proc/PID/status; empty when the process is gone."""
-    try:
-        text = (proc / str(pid) / "status").read_text(errors="replace")
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (s.partition(":") for s in text.splitlines())}
-
-
-def started_ns(pid: int, proc: Path = PROC) -> int:
-    """Return when a process began, on CLOCK_BOOTTIME; 0 when it is gone.
-
-    The field is behind the program's name, which may have spaces and brackets.
-    """
-    try:
-        text = (proc / str(pid) / "stat").read_text(errors="replace")
-        return int(text.rpartition(")")[2].split()[19]) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
 def is_below(path: str, group: str) -> bool:
     """Return whether a control group is `group` or in it."""
     return path == group or path.startswith(group.rstrip("/") + "/")
 
 
 @dataclass(frozen=True)
-class Identity:
+class Membership:
     """What tells a container's processes from others: nothing that it shares with anybody."""
 
     cgroups: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +84,7 @@ class Identity:
         return self.namespace is not None and self.namespace in namespaces
 
 
-def identify(pid: int, proc: Path = PROC) -> Identity:
+def find_membership(pid: int, proc: Path = PROC) -> Membership:
     """Return what tells the container whose first process is `pid`; nothing when that is gone.
 
     A control group counts if neither the governor nor the process's parent (a runtime, a shim) is
@@ -113,8 +93,8 @@ def identify(pid: int, proc: Path = PROC) -> Identity:
     """
     status = read_status(pid, proc)
     others = [read_cgroups("self", proc)]
-    if status.get("PPid", "0") != "0":
-        others.append(read_cgroups(status["PPid"], proc))
+    if status is not None and status.parent:
+        others.append(read_cgroups(status.parent, proc))
     cgroups = {
         hierarchy: path
         for hierarchy, path in read_cgroups(pid, proc).items()
@@ -123,13 +103,13 @@ def identify(pid: int, proc: Path = PROC) -> Identity:
         and not path.startswith("/..")
         and not any(is_below(other.get(hierarchy, "/"), path) for other in others)
     }
-    numbers = status.get("NSpid", "").split()
+    numbers = status.numbers if status else ()
     namespaces = pid_namespaces(pid, proc)
     own = pid_namespaces("self", proc)
     namespace = None
-    if len(numbers) > 1 and numbers[-1] == "1" and namespaces and namespaces[0] not in own:
+    if len(numbers) > 1 and numbers[-1] == 1 and namespaces and namespaces[0] not in own:
         namespace = namespaces[0]
-    return Identity(cgroups, namespace)
+    return Membership(cgroups, namespace)
 
 
 def find_mounts(proc: Path = PROC) -> dict[str, Path]:
@@ -217,19 +197,19 @@ class Group:
             os.close(fd)
 
 
-def _candidates(identity: Identity) -> Iterator[tuple[str, str, str]]:
+def _candidates(membership: Membership) -> Iterator[tuple[str, str, str]]:
     """Return the groups that may freeze: the hierarchy as mounted, as told, and the path."""
     # Version 2 first: there a container that is killed while it is frozen ends.
     for hierarchy in (V2, FREEZER):
-        for controllers, path in identity.cgroups.items():
+        for controllers, path in membership.cgroups.items():
             if hierarchy in ((V2,) if controllers == V2 else controllers.split(",")):
                 yield hierarchy, controllers, path
 
 
 def open_group(
-    identity: Identity,
+    membership: Membership,
     pid: int,
-    others: Mapping[str, Identity],
+    others: Mapping[str, Membership],
     mounts: Mapping[str, Path],
     proc: Path = PROC,
 ) -> Group:
@@ -242,7 +222,7 @@ def open_group(
     found: list[Group] = []
     now = read_cgroups(pid, proc)
     own = read_cgroups("self", proc)
-    for hierarchy, controllers, path in _candidates(identity):
+    for hierarchy, controllers, path in _candidates(membership):
         if is_below(own.get(controllers, "/"), path):
             reason = f"the governor is in its control group {path}"
             continue

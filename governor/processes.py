@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+PROC = Path("/proc")
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
@@ -42,14 +43,19 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def start_time(pid: int) -> int | None:
+def start_time(pid: int, proc: Path = PROC) -> int | None:
     """Return when a process began, in clock ticks since the boot; None when it is gone."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        text = (proc / str(pid) / "stat").read_bytes()
         # The name is in brackets, and may have some itself. Field 22 is the 20th behind it.
         return int(text[text.rindex(b")") + 2 :].split()[19])
     except (OSError, ValueError, IndexError):
         return None
+
+
+def started_ns(pid: int, proc: Path = PROC) -> int:
+    """Return when a process began, on CLOCK_BOOTTIME; 0 when it is gone."""
+    return (start_time(pid, proc) or 0) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def open_process(process: Identity) -> int | None:
@@ -82,18 +88,22 @@ def identify(pidfd: int) -> Identity:
     return Identity(0, 0)
 
 
-def read_status(pid: int) -> Status | None:
-    """Return the parent and the numbers of a process; None when it is gone."""
-    parent, numbers = 0, tuple[int, ...]()
+def status_fields(pid: int, proc: Path = PROC) -> dict[str, str]:
+    """Return the fields of /proc/PID/status; empty when the process is gone."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("PPid:"):
-                parent = int(line.split()[1])
-            elif line.startswith("NSpid:"):
-                numbers = tuple(int(number) for number in line.split()[1:])
+        text = (proc / str(pid) / "status").read_text(errors="replace")
     except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (s.partition(":") for s in text.splitlines())}
+
+
+def read_status(pid: int, proc: Path = PROC) -> Status | None:
+    """Return the parent and the numbers of a process; None when it is gone."""
+    fields = status_fields(pid, proc)
+    if not fields:
         return None
-    return Status(parent, numbers)
+    numbers = tuple(int(number) for number in fields.get("NSpid", "").split())
+    return Status(int(fields.get("PPid", "0")), numbers)
 
 
 def namespace_pid(pid: int, init: int) -> int:

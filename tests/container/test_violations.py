@@ -341,8 +341,8 @@ def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Pla
         first, child = sorted(
             wait_for(lambda: len(p := pids_of(container, node)) == 2 and p, "two")
         )
-        identity = cgroups.identify(first)
-        assert identity.has_cgroups(cgroups.read_cgroups(child))
-        assert identity.has_namespaces(cgroups.pid_namespaces(child))
-        assert not identity.has_cgroups(cgroups.read_cgroups(os.getpid()))
-        assert not identity.has_namespaces(cgroups.pid_namespaces(os.getpid()))
+        membership = cgroups.find_membership(first)
+        assert membership.has_cgroups(cgroups.read_cgroups(child))
+        assert membership.has_namespaces(cgroups.pid_namespaces(child))
+        assert not membership.has_cgroups(cgroups.read_cgroups(os.getpid()))
+        assert not membership.has_namespaces(cgroups.pid_namespaces(os.getpid()))

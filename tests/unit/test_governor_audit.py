@@ -24,7 +24,7 @@ from governor import audit, cgroups
 from governor.arbiter import Stats
 from governor.audit import Auditor
 from governor.books import Device, Quota
-from governor.cgroups import CannotFreezeError, Identity
+from governor.cgroups import CannotFreezeError, Membership
 from governor.config import Config
 from governor.container import Container, Look
 from governor.counters import Tally
@@ -141,8 +141,8 @@ class World:
         monkeypatch.setattr(audit, "time", self.clock)
         monkeypatch.setattr(audit, "AUDIT_NS", 0)
         monkeypatch.setattr(audit, "_find_owner", lambda pid, _: self.owners.get(pid))
-        monkeypatch.setattr(cgroups, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
-        monkeypatch.setattr(cgroups, "identify", lambda _: Identity())
+        monkeypatch.setattr(audit, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
+        monkeypatch.setattr(cgroups, "find_membership", lambda _: Membership())
         self.patch = monkeypatch
         self.auditor = Auditor(self.containers, self.tally, self.config)
 
@@ -347,7 +347,7 @@ def test_who_is_frozen_is_thawed_before_its_time(
                 await asyncio.sleep(0.6)
             case _:
                 pending = {"SigPnd": "0000000000000000", "ShdPnd": "0000000000000100"}
-                monkeypatch.setattr(cgroups, "read_status", lambda _: pending)
+                monkeypatch.setattr(audit, "status_fields", lambda _: pending)
                 await asyncio.sleep(0.6)
         assert made.group.did == ["freeze", "thaw"]
         assert not made.group.record.exists()

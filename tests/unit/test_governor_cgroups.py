@@ -14,8 +14,8 @@ from typing import cast
 
 import pytest
 
-from governor import audit, cgroups
-from governor.cgroups import FREEZER, V2, CannotFreezeError, Group, Identity, open_group
+from governor import audit, cgroups, processes
+from governor.cgroups import FREEZER, V2, CannotFreezeError, Group, Membership, open_group
 from governor.container import Container
 from tests.conftest import lack
 
@@ -55,11 +55,11 @@ class Kernel:
         (made / "freezer.self_freezing").write_text("0" if state == "THAWED" else "1")
         return made / "freezer.state"
 
-    def identify(self, pid: int = INIT) -> Identity:
-        return cgroups.identify(pid, self.proc)
+    def membership(self, pid: int = INIT) -> Membership:
+        return cgroups.find_membership(pid, self.proc)
 
-    def open(self, identity: Identity, others: dict[str, Identity] | None = None) -> Group:
-        return open_group(identity, INIT, others or {}, self.mounts, self.proc)
+    def open(self, membership: Membership, others: dict[str, Membership] | None = None) -> Group:
+        return open_group(membership, INIT, others or {}, self.mounts, self.proc)
 
 
 @pytest.fixture
@@ -82,27 +82,27 @@ def test_a_container_has_what_neither_the_governor_nor_its_parent_has(kernel: Ke
         "0::/x",
         parent=SHIM,
     )
-    identity = kernel.identify()
-    assert identity == Identity({"freezer": "/pod/one"}, None)
-    assert identity.has_cgroups({"freezer": "/pod/one"})
-    assert identity.has_cgroups({"freezer": "/pod/one/inner", "": "/elsewhere"})
-    assert not identity.has_cgroups({"freezer": "/pod/one-more"})
-    assert not identity.has_cgroups({"freezer": "/pod"})
-    assert not identity.has_cgroups({"": "/pod/one"})
-    assert not identity.has_cgroups({})
+    membership = kernel.membership()
+    assert membership == Membership({"freezer": "/pod/one"}, None)
+    assert membership.has_cgroups({"freezer": "/pod/one"})
+    assert membership.has_cgroups({"freezer": "/pod/one/inner", "": "/elsewhere"})
+    assert not membership.has_cgroups({"freezer": "/pod/one-more"})
+    assert not membership.has_cgroups({"freezer": "/pod"})
+    assert not membership.has_cgroups({"": "/pod/one"})
+    assert not membership.has_cgroups({})
 
 
 def test_a_process_that_is_gone_tells_nothing(kernel: Kernel) -> None:
-    assert kernel.identify(4711) == Identity({}, None)
-    assert not Identity({}, None).has_cgroups({"": "/"})
-    assert not Identity({}, None).has_namespaces(())
-    assert cgroups.started_ns(4711, kernel.proc) == 0
+    assert kernel.membership(4711) == Membership({}, None)
+    assert not Membership({}, None).has_cgroups({"": "/"})
+    assert not Membership({}, None).has_namespaces(())
+    assert processes.started_ns(4711, kernel.proc) == 0
 
 
 def test_a_container_is_frozen_and_thawed_in_version_2(kernel: Kernel) -> None:
     kernel.process(INIT, "0::/kubepods.slice/one", parent=SHIM)
     file = kernel.group("/kubepods.slice/one")
-    with contextlib.closing(kernel.open(kernel.identify())) as group:
+    with contextlib.closing(kernel.open(kernel.membership())) as group:
         group.freeze()
         assert file.read_text() == "1"
         assert group.is_frozen()
@@ -114,7 +114,7 @@ def test_a_container_is_frozen_and_thawed_in_version_2(kernel: Kernel) -> None:
 def test_a_container_is_frozen_and_thawed_in_version_1(kernel: Kernel) -> None:
     kernel.process(INIT, "7:cpuset,freezer:/one", "0::/", parent=SHIM)
     file = kernel.old_group("/one")
-    with contextlib.closing(kernel.open(kernel.identify())) as group:
+    with contextlib.closing(kernel.open(kernel.membership())) as group:
         group.freeze()
         assert file.read_text() == "FROZEN"
         group.thaw()
@@ -125,7 +125,7 @@ def test_where_there_are_both_version_2_freezes(kernel: Kernel) -> None:
     kernel.process(INIT, "7:freezer:/one", "0::/one", parent=SHIM)
     kernel.old_group("/one")
     kernel.group("/one")
-    with contextlib.closing(kernel.open(kernel.identify())) as group:
+    with contextlib.closing(kernel.open(kernel.membership())) as group:
         assert group.hierarchy == V2
 
 
@@ -133,7 +133,7 @@ def test_where_version_2_cannot_freeze_version_1_does(kernel: Kernel) -> None:
     kernel.process(INIT, "7:freezer:/one", "0::/one", parent=SHIM)
     kernel.old_group("/one")
     (kernel.v2 / "one").mkdir()
-    with contextlib.closing(kernel.open(kernel.identify())) as group:
+    with contextlib.closing(kernel.open(kernel.membership())) as group:
         assert group.hierarchy == FREEZER
 
 
@@ -144,31 +144,33 @@ def test_whom_somebody_else_froze_is_left_alone(kernel: Kernel, state: str, froz
     kernel.group("/one", frozen)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(CannotFreezeError, match="it is frozen already"):
-        kernel.open(kernel.identify())
+        kernel.open(kernel.membership())
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def refusal(kernel: Kernel, identity: Identity, others: dict[str, Identity] | None = None) -> str:
+def refusal(
+    kernel: Kernel, membership: Membership, others: dict[str, Membership] | None = None
+) -> str:
     with pytest.raises(CannotFreezeError) as refused:
-        kernel.open(identity, others)
+        kernel.open(membership, others)
     return str(refused.value)
 
 
 def test_the_governor_its_neighbours_and_the_root_are_not_frozen(kernel: Kernel) -> None:
     kernel.process(INIT, "0::/system.slice", parent=0)
     kernel.group("/system.slice")
-    assert kernel.identify().cgroups == {}  # the governor is in it
-    assert "no control group of its own" in refusal(kernel, kernel.identify())
-    assert "the governor is in" in refusal(kernel, Identity({"": "/system.slice"}))
+    assert kernel.membership().cgroups == {}  # the governor is in it
+    assert "no control group of its own" in refusal(kernel, kernel.membership())
+    assert "the governor is in" in refusal(kernel, Membership({"": "/system.slice"}))
     kernel.process(INIT, "0::/", parent=SHIM)
-    assert "no control group of its own" in refusal(kernel, kernel.identify())
+    assert "no control group of its own" in refusal(kernel, kernel.membership())
     kernel.process(INIT, "0::/pod/one", parent=SHIM)
     kernel.group("/pod/one")
-    one, two = Identity({"": "/pod"}), Identity({"": "/pod/two"})
+    one, two = Membership({"": "/pod"}), Membership({"": "/pod/two"})
     assert refusal(kernel, one, {"two": two}) == "container 'two' is in its control group /pod"
     assert "has left" in refusal(kernel, two)
     kernel.process(INIT, "0::/gone", parent=SHIM)
-    assert refusal(kernel, kernel.identify()) == "control group /gone: No such file or directory"
+    assert refusal(kernel, kernel.membership()) == "control group /gone: No such file or directory"
 
 
 @pytest.mark.parametrize("path", ["", "/", "/..", "/one/../..", "/one/..", "/./one"])
@@ -211,9 +213,9 @@ def test_when_a_process_began_is_behind_its_name(kernel: Kernel) -> None:
     fields = " ".join(["S", "1"] + ["0"] * 17 + ["250", "0"])
     (kernel.proc / "100/stat").write_text(f"100 (a) (b c) {fields}\n")
     tick = os.sysconf("SC_CLK_TCK")
-    assert cgroups.started_ns(INIT, kernel.proc) == 250 * 1_000_000_000 // tick
+    assert processes.started_ns(INIT, kernel.proc) == 250 * 1_000_000_000 // tick
     now = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    assert 0 < cgroups.started_ns(os.getpid()) < now
+    assert 0 < processes.started_ns(os.getpid()) < now
 
 
 # The real ones
@@ -247,13 +249,13 @@ def test_a_process_in_a_namespace_inside_is_in_the_container_s() -> None:
     with running(*unshare, *unshare, sys.executable, "-c", INNER) as outside:
         first = children(outside.pid)[0]  # the second unshare: number 1 of the first namespace
         innermost = children(first)[0]
-        identity = cgroups.identify(first)
-        assert identity.namespace
-        assert identity.has_namespaces(cgroups.pid_namespaces(first))
-        assert identity.has_namespaces(cgroups.pid_namespaces(innermost))
-        assert not identity.has_namespaces(cgroups.pid_namespaces(outside.pid))
-        assert not cgroups.identify(innermost).has_namespaces(cgroups.pid_namespaces(first))
-        assert cgroups.identify(outside.pid).namespace is None  # it shares ours
+        membership = cgroups.find_membership(first)
+        assert membership.namespace
+        assert membership.has_namespaces(cgroups.pid_namespaces(first))
+        assert membership.has_namespaces(cgroups.pid_namespaces(innermost))
+        assert not membership.has_namespaces(cgroups.pid_namespaces(outside.pid))
+        assert not cgroups.find_membership(innermost).has_namespaces(cgroups.pid_namespaces(first))
+        assert cgroups.find_membership(outside.pid).namespace is None  # it shares ours
 
 
 def test_who_joined_a_namespace_is_not_told_by_it() -> None:
@@ -265,8 +267,8 @@ def test_who_joined_a_namespace_is_not_told_by_it() -> None:
         enter = ["nsenter", "--pid", "--target", str(first)]
         with running(*enter, sys.executable, "-c", INNER) as joined:
             other = children(joined.pid)[0]
-            assert cgroups.identify(other).namespace is None
-            assert cgroups.identify(first).has_namespaces(cgroups.pid_namespaces(other))
+            assert cgroups.find_membership(other).namespace is None
+            assert cgroups.find_membership(first).has_namespaces(cgroups.pid_namespaces(other))
 
 
 @pytest.mark.parametrize("hierarchy", [V2, FREEZER], ids=["v2", "v1"])
@@ -285,9 +287,9 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
     try:
         with running(sys.executable, "-c", loop) as process:
             (directory / "cgroup.procs").write_text(str(process.pid))
-            identity = cgroups.identify(process.pid)
-            assert path in identity.cgroups.values()
-            group = open_group(identity, process.pid, {}, mounts)
+            membership = cgroups.find_membership(process.pid)
+            assert path in membership.cgroups.values()
+            group = open_group(membership, process.pid, {}, mounts)
             with contextlib.closing(group):
                 group.freeze()
                 assert group.is_frozen()
@@ -295,7 +297,7 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
                 while switches(process.pid) != (before := stood(process.pid)):
                     assert time.monotonic() < deadline
                 with pytest.raises(CannotFreezeError, match="frozen already"):
-                    open_group(identity, process.pid, {}, mounts)
+                    open_group(membership, process.pid, {}, mounts)
                 group.thaw()
                 assert not group.is_frozen()
                 while switches(process.pid) == before:
@@ -321,7 +323,7 @@ def is_killed(pid: int) -> bool:
 
 
 def switches(pid: int) -> int:
-    return int(cgroups.read_status(pid)["voluntary_ctxt_switches"])
+    return int(processes.status_fields(pid)["voluntary_ctxt_switches"])
 
 
 def stood(pid: int) -> int:

@@ -317,10 +317,8 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
 
         t->nap = away > NAP_NS ? 0 : t->nap > 0 ? t->nap + 0.2 * (away - t->nap) : away;
         /* What it was owed when it fell asleep it keeps; what the sleep added, up to the grace. */
-        double slept = (double)(now - t->asleep) - grace;
-
-        if (slept > 0 && t->owed_at < (double)now - grace)
-            t->owed_at = clamp(t->owed_at + slept, t->owed_at, (double)now - grace);
+        if (away > grace && t->owed_at < (double)now - grace)
+            t->owed_at = clamp(t->owed_at + away - grace, t->owed_at, (double)now - grace);
     }
     t->owed_at = max(t->owed_at, (double)now - MAX_LAG_NS);
     t->asleep = ARBITER_NEVER;

@@ -1,21 +1,18 @@
 /*
- * The runner: the arbiter on the real clock, between the containers' ledgers
- * and their grant pages.
+ * The runner: the arbiter on the real clock, between the containers' ledgers and their grant pages.
  *
- * One thread per GPU, without the interpreter's lock. It wakes when a
- * container's process sends a byte (somebody wants the GPU, or gives it back),
- * when the arbiter asked to be called again, and ten times a second to write
- * the heartbeat. It reads ledgers, which the containers write: every number
- * from there is bounded before it is used, and a ledger full of nonsense costs
- * its own container only.
+ * One thread per GPU, without the interpreter's lock. It wakes when a container's process sends a
+ * byte (somebody wants the GPU, or gives it back), when the arbiter asked to be called again, and
+ * ten times a second to write the heartbeat. It reads ledgers, which the containers write: every
+ * number from there is bounded before it is used, and a ledger full of nonsense costs its own
+ * container only.
  *
- * The mutex is held for the length of one pass; adding and removing containers
- * takes it too, so a page is never touched after runner_remove() has returned.
+ * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
+ * page is never touched after runner_remove() has returned.
  *
- * Containers with several GPUs are granted together: the threads share what
- * gangs.h knows, under a mutex that is taken last, for the policy alone,
- * without a system call but the eventfd that wakes another GPU's thread. A GPU
- * that no such container has is stepped without it.
+ * Containers with several GPUs are granted together: the threads share what gangs.h knows, under a
+ * mutex that is taken last, for the policy alone, without a system call but the eventfd that wakes
+ * another GPU's thread. A GPU that no such container has is stepped without it.
  */
 #include "runner.h"
 
@@ -271,8 +268,7 @@ static void wait_until(struct runner *runner, uint64_t until)
     }
 }
 
-/* Near the end of a grant the holder is about to report: a core that sleeps now
- * would answer late.
+/* Near the end of a grant the holder is about to report: a core that sleeps now would answer late.
  */
 static void spin(struct runner *runner, uint64_t deadline)
 {
@@ -385,8 +381,8 @@ static void runners_join(struct runners *runners, struct runner *runner)
     pthread_mutex_unlock(&runners->mutex);
 }
 
-/* Lets a container's tenants be granted together; ARBITER_NOBODY: they are
- * granted one by one. It ends before any of them is removed. */
+/* Lets a container's tenants be granted together; ARBITER_NOBODY: they are granted one by one. It
+ * ends before any of them is removed. */
 RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const *each,
                                   const int32_t *tenants, uint32_t n)
 {
@@ -529,9 +525,9 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
 }
 
 /*
- * Watches a process's socket: each byte on it wakes the thread, and those of
- * the process's `n` other GPUs. One thread reads for all: two that read would
- * take each other's wake-ups. Takes the descriptor over. Returns 0 or an errno.
+ * Watches a process's socket: each byte on it wakes the thread, and those of the process's `n`
+ * other GPUs. One thread reads for all: two that read would take each other's wake-ups. Takes the
+ * descriptor over. Returns 0 or an errno.
  */
 RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *const *others,
                                uint32_t n)

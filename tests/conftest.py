@@ -65,6 +65,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         lack("needs an NVIDIA GPU and its driver")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Give a worker a short directory: a socket's path has 107 bytes, and `popen-gw0` is 9 of them."""
+    if hasattr(config, "workerinput") and config.option.basetemp:
+        given = Path(config.option.basetemp)
+        config.option.basetemp = str(given.with_name(given.name.removeprefix("popen-gw")))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Give each worker a module of tests/unit at a time, and one of them all of tests/container.

@@ -4,6 +4,7 @@
  *
  *   hoard [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed N]
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
+ *         [--end-file PATH]    the fight ends sooner when this is there
  *
  * Then two questions: how long after the death of a process is its memory there for another, and
  * how much does a process get that takes all it can. Prints one JSON object. Talks to libcuda.so.1
@@ -83,6 +84,7 @@ static struct shared {
 static handle context;
 static unsigned n_processes = 8, n_threads = 8, kill_every = 500, seconds = 5, seed = 1, ways = 7;
 static size_t most = 256 * MIB;
+static const char *end_file;
 
 static uint64_t now(void)
 {
@@ -294,7 +296,7 @@ static unsigned fight(void)
 
     for (unsigned i = 0; i < n_processes; i++)
         processes[i] = spawn(run_process, n_started++);
-    while (now() < end) {
+    while (now() < end && (!end_file || access(end_file, F_OK))) {
         unsigned which;
 
         nap((kill_every ? kill_every : 100) * 1000);
@@ -429,6 +431,8 @@ int main(int argc, char **argv)
             ways = (unsigned)value & 7;
         else if (!strcmp(argv[i], "--seed"))
             seed = (unsigned)value;
+        else if (!strcmp(argv[i], "--end-file"))
+            end_file = argv[i + 1];
         else
             n_processes = 0;
     }

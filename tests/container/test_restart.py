@@ -174,7 +174,7 @@ def shares(container: Running, windows: list[tuple[int, int]]) -> list[float]:
     ]
 
 
-def load(node: Node, name: str, seconds: float) -> tuple[Running, Running]:
+def load(node: Node, name: str) -> tuple[Running, Running]:
     """Start what uses the driver in every way, and processes that fight for memory and are killed."""
     stress = node.start(
         f"stress-{name}",
@@ -184,7 +184,7 @@ def load(node: Node, name: str, seconds: float) -> tuple[Running, Running]:
     hoard = node.start(
         f"hoard-{name}",
         ["/usr/bin/hoard", "--processes", "2", "--threads", "2", "--kill-every", "400",
-         "--seconds", str(int(seconds))],
+         "--seconds", "3600", "--end-file", "/out/end"],
         {"memory": str(LIMIT), "compute": "5"},
     )  # fmt: skip
     wait_for((stress.out / "begin.ready").exists, "the stress to begin")
@@ -194,6 +194,7 @@ def load(node: Node, name: str, seconds: float) -> tuple[Running, Running]:
 def end_load(node: Node, stress: Running, hoard: Running) -> None:
     """Check that no call of theirs failed."""
     (stress.out / "begin").touch()
+    (hoard.out / "end").touch()
     assert node.wait(stress, WAIT_S) == 0, stress.output
     assert last_json(stress.output)["calls"] > 100
     assert node.wait(hoard, 120) == 0, hoard.output
@@ -211,7 +212,7 @@ def ride(node: Node, times: int) -> None:
         start_worker(node, f"{name}-{times}", memory="1Gi", compute=str(quota))
         for name, quota in quotas.items()
     ]
-    stress, hoard = load(node, str(times), 3.5 * times + 6)
+    stress, hoard = load(node, str(times))
     begin(*burners)
     everybody = [*burners, stress, hoard]
     wait_for(lambda: len(known(node)) == len(everybody), "all to be registered")
@@ -402,7 +403,7 @@ def damage(node: Node) -> None:
 
 def test_a_damaged_database_is_rebuilt_from_what_runs(node: Node) -> None:
     pair = [start_worker(node, "a", compute="50"), start_worker(node, "b", compute="25")]
-    stress, hoard = load(node, "damaged", 8)
+    stress, hoard = load(node, "damaged")
     begin(*pair)
     ask(node.config, "set", id=pair[1].identifier, compute=30, compute_limit=40)
     wait_for(lambda: len(known(node)) == 4, "all to be registered")

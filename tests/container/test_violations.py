@@ -185,7 +185,7 @@ def test_who_works_without_a_grant_is_reported_within_two_seconds(
     with place() as node:
         neighbour = burner(node, "neighbour", compute="40")
         # What a start leaves behind is not looked at: a second of nothing, then work.
-        culprit = start(node, "culprit", *ways, "sleep:1500", "began", "burn:5000", "sleep:60000")
+        culprit = start(node, "culprit", *ways, "sleep:1500", "began", "burn:3000", "sleep:60000")
         since = began(culprit)
         found = wait_for(lambda: violations(node, culprit).get("compute"), "compute")
         assert found["began"] - since < SOON_S
@@ -291,15 +291,16 @@ def test_nobody_stays_frozen_when_the_governor(place: Place, number: signal.Sign
     with place(on_violation="throttle") as node:
         culprit = start(node, "culprit", "own", f"take:{3 * GIB}", "began", "tick")
         began(culprit)
-        # The longest of the first times: the governor has to act, not the time.
-        wait_for(lambda: len(events(node, "container-frozen")) == 3, "the third time")
-        assert stands_still(culprit)
+        # Of the second time, two seconds, more is left than this takes: nobody thaws it by the time.
+        wait_for(lambda: len(events(node, "container-frozen")) == 2, "the second time")
         assert (node.runtime_dir / "frozen.json").exists()
         node.stop_governor(number)
         if number == signal.SIGKILL:
             assert stands_still(culprit)
             node.start_governor()
             assert events(node, "container-thawed")[-1]["why"] == "left over"
+        else:
+            assert events(node, "container-thawed")[-1]["why"] == "stopping"
         assert not (node.runtime_dir / "frozen.json").exists()
         assert not stands_still(culprit)
 

@@ -299,19 +299,18 @@ static void spin(struct runner *runner, uint64_t deadline)
 static void step(struct runner *runner, uint64_t now, struct arbiter_view *viewp)
 {
     struct runners *runners = runner->runners;
-    uint64_t poked = 0;
+    bool concerned = false;
 
-    if (!runners) {
-        arbiter_step(runner->arbiter, now, viewp);
-        return;
+    if (runners) {
+        pthread_mutex_lock(&runners->mutex);
+        concerned = gangs_concern(runners->gangs, runner->gpu);
+        if (concerned)
+            poke_each(runners,
+                      gangs_step(runners->gangs, runner->gpu, runner->arbiter, now, viewp));
+        pthread_mutex_unlock(&runners->mutex);
     }
-    pthread_mutex_lock(&runners->mutex);
-    if (gangs_concern(runners->gangs, runner->gpu))
-        poked = gangs_step(runners->gangs, runner->gpu, runner->arbiter, now, viewp);
-    else
+    if (!concerned)
         arbiter_step(runner->arbiter, now, viewp);
-    poke_each(runners, poked);
-    pthread_mutex_unlock(&runners->mutex);
 }
 
 static void *run(void *argument)

@@ -91,7 +91,7 @@ def test_a_root_that_is_missing_or_the_hosts(node: Node, root: dict[str, str]) -
     refuse(node, bundle, 66, "root.path")
 
 
-def test_a_root_that_does_not_exist(node: Node) -> None:
+def test_a_missing_root(node: Node) -> None:
     bundle = node.bundle("true")
     bundle.config["root"] = {"path": "elsewhere"}
     refuse(node, bundle, 66, "elsewhere: No such file or directory")

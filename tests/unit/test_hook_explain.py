@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from governor import cli
+from oci_hook.errors import show
 from tests.unit.test_hook_plan import DOCUMENT, GLX, V
 
 TARGET = "/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
@@ -194,7 +195,7 @@ def test_a_bundle_without_config_says_what_its_user_can_do(
         66,
         "",
         (
-            f"tidegate: {node}/image/config.json: No such file or directory; name a bundle with --bundle,"
+            f"tidegate: {show(f'{node}/image/config.json')}: No such file or directory; name a bundle with --bundle,"
             " or give --rootfs and --annotation instead\n"
         ),
     )

@@ -29,6 +29,7 @@
 #define GATE_NAP_NS         (250 * NS_PER_US)  /* between two looks at a full queue */
 #define GATE_NEW_NS         (20 * NS_PER_US)   /* the same at work that was never measured */
 #define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers while the grant is open */
+#define GATE_GAP_NS         (NS_PER_MS)        /* the GPU has long had nothing to do */
 #define GATE_N_CAPTURES     64
 #define GATE_JOIN_NS        (100 * NS_PER_MS)
 #define GATE_SPIN_NS        (2 * NS_PER_MS)  /* no core is kept busy for longer */
@@ -805,8 +806,9 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             gate_lock(g);
         }
     }
-    /* While the grant is open no marker is put before work that comes late. */
-    s->gap = s->gap || (g->passing && !mark && g->queue.busy_until < now);
+    /* While the grant is open no marker is put before work that comes late; and in no grant before
+     * work that follows other work behind the last marker, after a pause. */
+    s->gap = s->gap || (!mark && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
     queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
     ticket->mark = learn || queue_wants_mark_behind(
                                 s, g->passing ? GATE_OPEN_MARKER_NS

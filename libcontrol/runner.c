@@ -168,12 +168,10 @@ static void apply(struct runner *runner, const struct arbiter_view *view)
             atomic_store_relaxed(&t->grant->standby_ns, 0);
             atomic_store_release(&t->grant->epoch, view->epoch);
             publish(t, deadline);
-        } else if (view->contended != old->contended || deadline < old->deadline_ns) {
+        } else if (view->contended != old->contended || deadline != old->deadline_ns) {
+            /* Also where it is longer: a launch that did not fit waits for that. */
             atomic_store_relaxed(&t->grant->contended, view->contended);
             publish(t, deadline);
-        } else if (deadline != old->deadline_ns) {
-            /* Longer: whoever sleeps until the old end looks again by itself. */
-            atomic_store_release(&t->grant->deadline_ns, deadline);
         }
     }
     runner->view = *view;

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from bench import events, quota, report_docs, run
+from bench.arms import Arm, Tenant
 
 SMALL = {
     "table7": ("thirds",),
-    "sweep": ("alone-50",),
+    "sweep": ("alone-50", "alone-waits"),
     "table8": ("beside-1-launch",),
     "aggregate": ("two-500us",),
     "elastic": ("load-60", "load-60-strict"),
@@ -27,6 +28,8 @@ SMALL = {
     "killed": ("killed", "stopped"),
 }
 NATIVE = ("aggregate", "graphs")
+WAITS = Arm((Tenant(90, 50),), settings={"hold_launches": False}, native=False)
+"""Launches that do not fit wait for the end of the grant, which comes no more when it is moved."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,7 @@ def results(
     base = tmp_path_factory.mktemp("suites")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quota, "SUITES", SMALL)
+        patch.setitem(quota.ARMS, "alone-waits", WAITS)
         patch.setattr(quota, "SETTLE_S", 0.3)
         patch.setattr(quota, "SPARE_S", 0.4)
         patch.setattr(events, "PHASE_S", 0.8)
@@ -88,6 +92,11 @@ def test_everybody_worked(results: dict[str, dict[str, Any]], suite: str) -> Non
             assert share > 1, name
         for tenant in arm["tenants"]:
             assert tenant["governor"]["launches"] > 0, name
+
+
+def test_who_is_alone_below_his_cap_works_on(results: dict[str, dict[str, Any]]) -> None:
+    """A grant that became longer woke nobody: 3.7 of 90 %, and 3 to 5 on an H200."""
+    assert results["sweep"]["summary"]["alone-waits"]["delivered"][0] > 60
 
 
 @pytest.mark.parametrize("name", SMALL["shapes"])

@@ -115,15 +115,16 @@ static inline const struct grant_device *pages_grant_device(unsigned index)
     return (const struct grant_device *)((const char *)pages_now.grant + GRANT_DEVICES) + index;
 }
 
+/* The ledger changes where a process comes back to its governor, whatever other threads do. */
 static inline struct ledger_header *pages_ledger(void)
 {
-    return pages_now.ledger;
+    return atomic_load_relaxed(&pages_now.ledger);
 }
 
 /* This process's part of the ledger; NULL while it has none: then nothing is governed. */
 static inline struct ledger_slot *pages_slot(void)
 {
-    return pages_now.slot;
+    return atomic_load_relaxed(&pages_now.slot);
 }
 
 /* The books of the process in a slot of the container's ledger. */
@@ -136,7 +137,7 @@ static inline struct ledger_device *pages_slot_device(uint32_t slot, unsigned in
 
 static inline struct ledger_device *pages_ledger_device(unsigned index)
 {
-    return (struct ledger_device *)((char *)pages_now.slot + LEDGER_SLOT_DEVICES) + index;
+    return (struct ledger_device *)((char *)pages_slot() + LEDGER_SLOT_DEVICES) + index;
 }
 
 static inline unsigned pages_n_devices(void)

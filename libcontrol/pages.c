@@ -602,7 +602,7 @@ CUdevice pages_device(unsigned index)
 
 int pages_index_of(CUdevice dev)
 {
-    if (!pages_now.slot || dev < 0 || dev >= (int)(sizeof device_index / sizeof(int)))
+    if (!pages_slot() || dev < 0 || dev >= (int)(sizeof device_index / sizeof(int)))
         return -1;
     return device_index[dev] - 1;
 }
@@ -611,7 +611,7 @@ int pages_index_current(void)
 {
     CUdevice dev;
 
-    if (unlikely(!pages_now.slot))
+    if (unlikely(!pages_slot()))
         return -1;
     if (driver->cuCtxGetDevice(&dev) != CUDA_SUCCESS)
         return -1;

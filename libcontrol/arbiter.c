@@ -55,6 +55,7 @@ struct arbiter {
     double lent_clock;
     int32_t n;      /* highest tenant ever, plus one */
     uint64_t align; /* a container with several GPUs will have its turn then; UINT64_MAX: none */
+    uint64_t kept;  /* until then the GPU is granted to nobody who has no turn */
 };
 
 struct arbiter *arbiter_new(const struct arbiter_config *config)
@@ -398,7 +399,8 @@ static int32_t choose(const struct arbiter *arbiter, double now, int32_t except,
             *lentp = is_elastic(t) && t->owed_at > now;
             return i;
         }
-        if (!t->want || (t->absent && present) || t->turn.role == ARBITER_CALLED)
+        if (!t->want || (t->absent && present) || t->turn.role == ARBITER_CALLED ||
+            now < (double)arbiter->kept)
             continue;
         if (t->owed_at <= now) {
             double due = due_at(arbiter, t);
@@ -685,6 +687,8 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
             grant(arbiter, next, lent, now);
         else
             viewp->wake_ns = next_eligible(arbiter, now, ARBITER_NOBODY);
+        if (viewp->wake_ns < arbiter->kept)
+            viewp->wake_ns = arbiter->kept;
     }
     if (arbiter->holder != ARBITER_NOBODY)
         step_holder(arbiter, now, viewp);
@@ -813,6 +817,13 @@ bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant)
 void arbiter_align(struct arbiter *arbiter, uint64_t at)
 {
     arbiter->align = at;
+}
+
+/* A container with several GPUs may need the GPU again in a moment, and waits for that on another.
+ */
+void arbiter_keep(struct arbiter *arbiter, uint64_t until)
+{
+    arbiter->kept = until;
 }
 
 /* The holder waits for somebody who waits for him: he is not waited for. */

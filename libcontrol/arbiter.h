@@ -119,6 +119,7 @@ void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_
                   uint64_t now);
 bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant);
 void arbiter_align(struct arbiter *arbiter, uint64_t at);
+void arbiter_keep(struct arbiter *arbiter, uint64_t until);
 void arbiter_take(struct arbiter *arbiter, uint64_t now);
 ARBITER_EXPORT void arbiter_stats(const struct arbiter *arbiter, int32_t tenant,
                                   struct arbiter_stats *statsp);

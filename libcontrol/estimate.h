@@ -45,4 +45,4 @@ void estimate_add(const struct estimate *e, struct estimate_interval *interval, 
                   uint32_t count);
 uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval);
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
-                    uint64_t measured_ns);
+                    uint64_t measured_ns, bool waits);

@@ -254,18 +254,27 @@ static bool is_over(const struct gangs *gangs, const struct gang *g, const struc
     return m->done || (g->end != ARBITER_NEVER && gangs->now >= g->end);
 }
 
-/* What has been given back while the rest of the gang still holds its GPUs: the other half of what
- * runs there may be waiting for this one. It gets a short grant, for 20 ms at most. */
+/* Whether it has been given back while the rest of the gang still holds its GPUs, and more is to
+ * be done: the other half of what runs there may be waiting for this one. */
+static bool is_split(const struct gangs *gangs, const struct gang *g, const struct member *m)
+{
+    return g->turn && holds(g) && !is_given_up(gangs, g) && m->split_ns <= gangs->now &&
+           m->standing.want && !m->standing.holds && is_over(gangs, g, m);
+}
+
+static uint64_t split_since(const struct gang *g, const struct member *m)
+{
+    return m->done ? m->changed_ns : g->end;
+}
+
+/* If the rest does not come to an end either it gets a short grant, for 20 ms at most. */
 static void mend_split(struct gangs *gangs, struct gang *g)
 {
-    if (!holds(g) || is_given_up(gangs, g))
-        return;
     for (uint32_t i = 0; i < g->n; i++) {
         struct member *m = &g->members[i];
-        uint64_t since = m->done ? m->changed_ns : g->end;
+        uint64_t since = split_since(g, m);
 
-        if (m->split_ns > gangs->now || !m->standing.want || m->standing.holds ||
-            !is_over(gangs, g, m))
+        if (!is_split(gangs, g, m))
             continue;
         if (gangs->now < since + SPLIT_NS) {
             wake_at(gangs, since + SPLIT_NS);
@@ -444,6 +453,7 @@ static void look(struct gangs *gangs, struct gang *g, struct member *m,
     m->granted = m->granted || m->standing.holds;
     if (held && !m->standing.holds) {
         m->changed_ns = gangs->now;
+        gangs->poked |= gpus_of(g); /* others are kept until all is over */
         m->done = m->standing.want ||
                   (g->end != ARBITER_NEVER && gangs->now + gangs->config.lead_ns >= g->end);
         m->split_ns = 0;
@@ -513,6 +523,20 @@ static uint64_t expected(const struct gangs *gangs, uint32_t gpu)
     return first;
 }
 
+/* Until when a GPU is granted to nobody else, because a gang may need it for a half of something:
+ * who is let in there runs for as long as a grant, and the other half spins meanwhile. */
+static uint64_t kept(const struct gangs *gangs, uint32_t gpu)
+{
+    for (uint32_t i = 0; i < gangs->n; i++) {
+        const struct gang *g = &gangs->gangs[i];
+
+        for (uint32_t m = 0; g->used && m < g->n; m++)
+            if (g->members[m].gpu == gpu && is_split(gangs, g, &g->members[m]))
+                return split_since(g, &g->members[m]) + SPLIT_NS;
+    }
+    return 0;
+}
+
 /* Steps one GPU's arbiter. Returns the other GPUs that have to be stepped because of it, as bits.
  */
 uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, uint64_t now,
@@ -553,6 +577,7 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
                 order(gangs, g, &g->members[m], arbiter);
             }
         arbiter_align(arbiter, expected(gangs, gpu));
+        arbiter_keep(arbiter, kept(gangs, gpu));
         arbiter_step(arbiter, now, viewp);
     }
     if (gangs->wake < viewp->wake_ns)

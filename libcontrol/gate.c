@@ -191,6 +191,7 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->released = false;
     g->drained = false;
     g->tried = 0;
+    g->queue.together = atomic_load_relaxed(&grant->together);
     if (g->n_spins)
         g->n_spins--;
     if (g->n_long)

@@ -355,7 +355,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
         if ((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until)
-            estimate_learn(e, &m->interval, measured);
+            estimate_learn(e, &m->interval, measured, q->together);
     }
     event_put(q, m->before);
     event_put(q, m->event);

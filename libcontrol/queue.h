@@ -74,6 +74,7 @@ struct queue {
     uint32_t given_up;    /* no marker up to this one is waited for */
     uint64_t given_up_until;
     uint64_t progress_ns; /* when a marker was reached last, or the first was put into the queue */
+    bool together;        /* what runs may wait for another GPU */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
     struct queue_stream streams[QUEUE_N_STREAMS];

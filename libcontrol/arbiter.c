@@ -703,8 +703,9 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
 
 /* ---- containers with several GPUs ---- */
 
-/* When `t` goes before who waits and who holds the GPU. His grant is charged at its end: until then
- * what he has used of it counts by the clock. */
+/* When `t` goes before who waits, and who holds the GPU is done: what he has launched runs until
+ * the end of his grant, whatever is decided. On each of its GPUs the gang would wait for that for
+ * another time, and what it runs on the first spins. */
 static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double now)
 {
     const struct tenant *t = &arbiter->tenants[tenant];
@@ -713,21 +714,12 @@ static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double n
 
     for (int32_t i = 0; i < arbiter->n; i++) {
         const struct tenant *other = &arbiter->tenants[i];
-        bool other_lent = i == arbiter->holder ? arbiter->lent : other->owed_at > now;
-        double ahead, used;
+        bool other_lent = other->owed_at > now;
 
         if (!other->used || i == tenant || other->turn.role != ARBITER_ALONE || arbiter->open)
             continue;
         if (i == arbiter->holder) {
-            used = max(0, now - (double)arbiter->start);
-            if (lent != other_lent)
-                ahead = lent ? (double)arbiter->deadline - now : 0;
-            else if (lent)
-                ahead = 0;
-            else
-                ahead = (due_at(arbiter, t) - due_at(arbiter, other)) * other->guarantee - used;
-            ahead = clamp(ahead, 0, max(0, (double)arbiter->deadline - now));
-            at = max(at, now + ahead);
+            at = max(at, (double)arbiter->deadline);
         } else if (wants(other) && eligible_at(other) <= now) {
             if (lent != other_lent ? lent
                 : lent             ? max(other->lent_tag, arbiter->lent_clock) <

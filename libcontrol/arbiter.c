@@ -750,7 +750,6 @@ void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
     standingp->ready_ns = ready > 0 ? (uint64_t)ready + 1 : 0;
     standingp->first_ns = first_at(arbiter, tenant, (double)now);
     standingp->deadline_ns = arbiter->open ? ARBITER_NEVER : arbiter->deadline;
-    standingp->length_ns = (uint64_t)grant_length(arbiter, t, now);
     standingp->may_continue =
         !standingp->holds || may_continue(arbiter, max((double)now, (double)arbiter->deadline));
     standingp->stuck = !standingp->free && !standingp->holds && !arbiter->open &&

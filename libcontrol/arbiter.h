@@ -91,7 +91,6 @@ struct arbiter_standing {
     uint64_t ready_ns;    /* when it may have GPU time */
     uint64_t first_ns;    /* when nobody waits, or holds the GPU, whose turn is before its own */
     uint64_t deadline_ns; /* of who holds the GPU; ARBITER_NEVER: open */
-    uint64_t length_ns;   /* of a grant */
 };
 
 struct arbiter;

@@ -219,19 +219,14 @@ static bool has_rival(const struct gangs *gangs, const struct gang *g, uint64_t 
 
 static void begin_turn(struct gangs *gangs, struct gang *g)
 {
-    uint64_t length = 0;
-
     for (uint32_t i = 0; i < g->n; i++) {
-        struct member *m = &g->members[i];
-
-        m->granted = m->done = false;
-        m->split_ns = 0;
-        if (is_played(gangs, m) && m->standing.length_ns > length)
-            length = m->standing.length_ns;
+        g->members[i].granted = g->members[i].done = false;
+        g->members[i].split_ns = 0;
     }
     g->turn = true;
     g->contended = true;
-    g->end = gangs->now + length + gangs->config.switch_ns;
+    /* What begins and ends on several GPUs costs more: it is as long as a grant may be. */
+    g->end = gangs->now + gangs->config.most_ns + gangs->config.switch_ns;
     g->quiet_ns = gangs->now;
     gangs->poked |= gpus_of(g);
 }

@@ -6,7 +6,6 @@ Real containers are in tests/container/test_violations.py.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import os

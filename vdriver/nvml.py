@@ -321,10 +321,13 @@ def _call(what: str, function: Callable[[], T]) -> T:
         raise NvmlError(f"{what}: {e}", hint=_remedy(pynvml, e)) from e
 
 
-def _optional(nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = ()) -> T | None:
+def _optional(
+    nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = (), again: int = 3
+) -> T | None:
     """Return what `function` returns, None where this GPU or driver does not tell.
 
-    `also` are further errors that mean that there is nothing to tell.
+    `also` are further errors that mean that there is nothing to tell. pynvml asks how much there is
+    and then for so much: when there is more by then it is called `again`.
     """
     absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, *also)
     try:
@@ -335,6 +338,8 @@ def _optional(nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = (
     except nvml.NVMLError as e:
         if e.value in absent:
             return None
+        if e.value == nvml.NVML_ERROR_INSUFFICIENT_SIZE and again:
+            return _optional(nvml, function, also=also, again=again - 1)
         raise NvmlError(str(e), hint=_remedy(nvml, e)) from e
 
 

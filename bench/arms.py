@@ -132,6 +132,7 @@ def _arms() -> dict[str, Arm]:
         "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
         "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
         "many": strict(*[3] * 32),
+        "sixty-four": Arm((Tenant(1, memory="640Mi"),) * 64, 12, native=False),
         "long": Arm((Tenant(50, 20_000), Tenant(50, 200)), 10),
         "long-30": Arm((Tenant(30, 20_000), Tenant(70, 200)), 10),
         "decode": Arm(

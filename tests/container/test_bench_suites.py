@@ -14,6 +14,7 @@ import pytest
 
 from bench import events, quota, report_docs, run
 from bench.arms import Arm, Tenant
+from bench.machine import Simulated
 
 SMALL = {
     "table7": ("thirds",),
@@ -30,6 +31,29 @@ SMALL = {
 NATIVE = ("aggregate", "graphs")
 WAITS = Arm((Tenant(90, 50),), settings={"hold_launches": False}, native=False)
 """Launches that do not fit wait for the end of the grant, which comes no more when it is moved."""
+
+
+@pytest.mark.slow
+def test_sixty_four_containers_share_a_gpu(
+    tmp_path: Path,
+    require: Callable[..., None],
+    build_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has 1 %, all of them want more, and nobody is left out."""
+    require("runc")
+    memory = ["--memory", "64GiB"]
+    monkeypatch.setattr(
+        quota, "find_machine", lambda _, work, build: Simulated(work, build, options=memory)
+    )
+    common = ["--simulated", "--seconds", "8", "--solo", "1.3", "--build", str(build_dir)]
+    assert quota.main([*common, "--output", str(tmp_path / "out"), "sixty-four"]) == 0
+    report = json.loads((tmp_path / "out" / "quota.json").read_text())
+    tenants = report["arms"]["sixty-four"]["tenants"]
+    assert len(tenants) == 64
+    for tenant, share in zip(tenants, report["summary"]["sixty-four"]["delivered"], strict=True):
+        assert 0.5 < share < 1.5
+        assert tenant["governor"]["held_ns"] < 0.02 * 8e9
 
 
 @pytest.fixture(scope="module")

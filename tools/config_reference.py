@@ -30,7 +30,8 @@ default holds. An option that is unknown or has a value that is not accepted is 
 ([`config`, status 78](errors.md)) that names the option; `tidegate check FILE` says whether a file
 is accepted. The governor reads the file when it starts.
 
-Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`.
+Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an option
+below another: `defaults.memory` is `memory:` below `defaults:`, as in the [example](#example).
 
 | option | accepted | default | meaning |
 | --- | --- | --- | --- |
@@ -45,6 +46,8 @@ memory_reserve: 1Gi
 defaults:
   memory: 4Gi
   compute: 10
+metrics:
+  listen: unix
 ```
 """
 

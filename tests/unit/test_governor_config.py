@@ -114,6 +114,37 @@ def test_a_wrong_file_is_one_line_that_names_the_option(text: str, names_: str) 
     assert names_ in line(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("placements: pack", "node.yaml: placements is no option; did you mean placement?"),
+        (
+            "metrics.listen: unix",
+            "node.yaml: metrics.listen is no option; write metrics: and listen: below it, indented",
+        ),
+        (
+            "defaults: {mem: 1Gi, compute: 5}",
+            "node.yaml: defaults.mem is no option; did you mean defaults.memory?",
+        ),
+        (
+            "weather: fine",
+            "node.yaml: weather is no option; docs/reference/configuration.md lists the options",
+        ),
+        (
+            "memory_reserve: 1G",
+            (
+                "node.yaml: memory_reserve is '1G', accepted are bytes or a whole number with Ki,"
+                " Mi, Gi or Ti; write it like 512Mi"
+            ),
+        ),
+    ],
+)
+def test_what_is_no_option_is_answered_with_what_was_meant(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "node.yaml")
+    assert line(caught.value) == says
+
+
 def test_a_whole_number_may_be_written_with_a_point() -> None:
     config = parse_config("spin_us: 20.0\ndefaults: {compute: 5.0}\nquantum_ms: 4.0\n")
     assert isinstance(config.spin_us, int)

@@ -482,7 +482,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.quota", description=__doc__.split("\n", maxsplit=1)[0]
     )
     parser.add_argument(
-        "names", nargs="*", metavar="SUITE|ARM", choices=[*SUITES, *ARMS, []], default=[]
+        "names", nargs="*", metavar="SUITE|ARM", help="those that --list names; all, without any"
     )
     parser.add_argument("--suite", action="append", choices=SUITES, help="the same as its name")
     parser.add_argument("--list", action="store_true", help="name the suites and arms, and end")
@@ -495,6 +495,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")
     args = parser.parse_args(argv)
     args.compile = False
+    unknown = [name for name in args.names if name not in SUITES and name not in ARMS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is neither a suite nor an arm; --list names them")
     if args.list:
         for suite, names in SUITES.items():
             print(f"{suite}: {' '.join(names)}")

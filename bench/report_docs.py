@@ -28,7 +28,8 @@ HEAD = """\
 # Benchmarks
 
 Every figure on this page comes from a file in `bench/results`, which holds the raw data, the
-command, the commit and the machine. `python -m bench.run` makes such a file,
+command, the commit and the machine. `python -m bench.run --suite NAME --from DIR` makes such a
+file of what a run (`python -m bench.demo`, `bench.quota`, ...) left in DIR, and
 `python -m bench.report_docs` makes this page.
 """
 

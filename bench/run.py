@@ -41,15 +41,28 @@ class ResultError(ValueError):
     """A run cannot be kept as a result."""
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object in a JSON file that a run left behind."""
+def read_json(path: pathlib.Path, runner: str = "bench.demo") -> dict[str, Any]:
+    """The object in a JSON file that a run of `runner` left behind."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ResultError(f"{path} is missing: --from names the directory of a demo run") from None
+        raise ResultError(
+            f"{path} is missing: run `python -m {runner}`, and name with --from the directory"
+            f" that its {path.name} is in"
+        ) from None
     if not isinstance(found, dict):
         raise ResultError(f"{path} holds no JSON object")
     return found
+
+
+def read_run(path: pathlib.Path, runner: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What read_json() does, and apart from it where the run was made."""
+    report = read_json(path, runner)
+    if not isinstance(report.get("run"), dict):
+        raise ResultError(
+            f"{path} is not from `python -m {runner}`: name its directory with --from"
+        )
+    return report, report.pop("run")
 
 
 def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
@@ -102,8 +115,7 @@ def shares(options: argparse.Namespace) -> dict[str, Any]:
 
 def mirror(options: argparse.Namespace) -> dict[str, Any]:
     """A driver mirrored, verified and used, from the directory of a run of bench.mirror."""
-    report = read_json(options.source / "report.json")
-    run = report.pop("run")
+    report, run = read_run(options.source / "report.json", "bench.mirror")
     name_commit(run, options.commit)
     wrong = faults(report)
     if wrong:
@@ -138,8 +150,8 @@ def mirror(options: argparse.Namespace) -> dict[str, Any]:
 
 def overhead(options: argparse.Namespace) -> dict[str, Any]:
     """What a call costs, from the directory of a run of bench.overhead."""
-    report = read_json(options.source / "overhead.json")
-    run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("summary")
+    report, run = read_run(options.source / "overhead.json", "bench.overhead")
+    gpu, claimed = report.pop("gpu"), report.pop("summary")
     settings = report.pop("options")
     name_commit(run, options.commit)
     if claimed != summarise_report(report):
@@ -156,8 +168,7 @@ def overhead(options: argparse.Namespace) -> dict[str, Any]:
 
 def programs(options: argparse.Namespace) -> dict[str, Any]:
     """Programs alone and governed, from the directory of a run of bench.programs."""
-    report = read_json(options.source / "programs.json")
-    run = report.pop("run")
+    report, run = read_run(options.source / "programs.json", "bench.programs")
     name_commit(run, options.commit)
     ran = report.pop("programs", None)
     if not ran:
@@ -186,8 +197,8 @@ def programs(options: argparse.Namespace) -> dict[str, Any]:
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """A memory quota under attack, from the directory of a run of bench.memory."""
-    report = read_json(options.source / "memory.json")
-    run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("wrong")
+    report, run = read_run(options.source / "memory.json", "bench.memory")
+    gpu, claimed = report.pop("gpu"), report.pop("wrong")
     name_commit(run, options.commit)
     if claimed != judge_memory(report):
         raise ResultError("the samples do not give what the report says is wrong")
@@ -222,8 +233,7 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
     """Every function of cuda.h, from the directory of a run of tests.gpu.judge."""
     from tests.gpu.judge import judge_call, summarise
 
-    report = read_json(options.source / "report.json")
-    run = report.pop("run")
+    report, run = read_run(options.source / "report.json", "tests.gpu.judge")
     name_commit(run, options.commit)
     # By the rules as they are now: a verdict is worth no more than what it can be made from again.
     verdicts = [
@@ -259,8 +269,8 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
 
 def quota(options: argparse.Namespace) -> dict[str, Any]:
     """GPU time in many arrangements, from the directory of a run of bench.quota."""
-    report = read_json(options.source / "quota.json")
-    run, gpu, claimed = report.pop("run"), report.pop("gpu"), report.pop("summary")
+    report, run = read_run(options.source / "quota.json", "bench.quota")
+    gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)
     arms = report["arms"]
     if not arms or claimed != {name: summarise_arm(arm) for name, arm in arms.items()}:
@@ -281,8 +291,8 @@ def quota(options: argparse.Namespace) -> dict[str, Any]:
 
 def gangs(options: argparse.Namespace) -> dict[str, Any]:
     """Containers with several GPUs, from the directory of a run of bench.gangs."""
-    report = read_json(options.source / "gangs.json")
-    run, parts = report.pop("run"), report["parts"]
+    report, run = read_run(options.source / "gangs.json", "bench.gangs")
+    parts = report["parts"]
     name_commit(run, options.commit)
     if report["summary"] != summarise_gangs(parts):
         raise ResultError("the samples do not give the figures that the report claims")
@@ -346,11 +356,15 @@ def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run a suite and keep its result."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
-    parser.add_argument("--suite", choices=sorted(SUITES), required=True)
-    parser.add_argument("--out", type=pathlib.Path, help="default: bench/results/<...>.json")
+    parser.add_argument("--suite", choices=sorted(SUITES), required=True, help="what was run")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="the file to write (bench/results/<date>-<suite>-<gpu>.json)",
+    )
     parser.add_argument(
         "--from", dest="source", type=pathlib.Path, default=ROOT / "build" / "demo",
-        metavar="DIR", help="the directory that the run wrote",
+        metavar="DIR", help="the directory that the run wrote (build/demo); nothing is run anew",
     )  # fmt: skip
     parser.add_argument("--commit", help="where a run on a copy of the tree does not know it")
     options = parser.parse_args(arguments)

@@ -73,7 +73,21 @@ def test_samples_of_another_run_are_refused(demo, tmp_path, capsys):
 
 def test_a_directory_without_a_run_says_what_was_expected(tmp_path, capsys):
     assert keep(tmp_path, tmp_path / "r.json") == 1
-    assert "--from names the directory of a demo run" in capsys.readouterr().err
+    assert "run `python -m bench.demo`, and name with --from" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("suite", "runner"),
+    [("quota", "bench.quota"), ("gangs", "bench.gangs"), ("mirror", "bench.mirror")],
+)
+def test_each_suite_says_which_run_it_is_made_of(suite, runner, tmp_path, capsys):
+    assert run.main(["--suite", suite, "--from", str(tmp_path)]) == 1
+    assert f"run `python -m {runner}`, and name with --from" in capsys.readouterr().err
+
+
+def test_a_report_of_another_suite_is_refused(demo, tmp_path, capsys):
+    assert run.main(["--suite", "mirror", "--from", str(demo), "--out", str(tmp_path / "r")]) == 1
+    assert "is not from `python -m bench.mirror`" in capsys.readouterr().err
 
 
 def test_a_result_that_outgrows_the_repository_is_refused(demo, tmp_path, capsys, monkeypatch):

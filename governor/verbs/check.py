@@ -14,7 +14,7 @@ from oci_hook.errors import HookError
 
 MIB = 1 << 20
 
-SUMMARY = "check a configuration file, or this node"
+SUMMARY = "Check a configuration file, or this node"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from governor.client import ask
 from governor.config import read_config
 
-SUMMARY = "list the containers that share this node's GPUs"
+SUMMARY = "List the containers that share this node's GPUs"
 
 COLUMNS = (
     "CONTAINER",

@@ -10,7 +10,7 @@ from governor.client import ask
 from governor.config import parse_quantity, read_config
 from governor.errors import RequestError
 
-SUMMARY = "change the quota of a container while it runs"
+SUMMARY = "Change the quota of a container while it runs"
 
 MIB = 1 << 20
 

@@ -3,15 +3,14 @@
 import json
 import subprocess
 
-import pytest
-
 from bench.provenance import ROOT
+from tests.conftest import lack
 
 
 def test_the_example_of_three_containers_runs_to_its_end(require, build_dir):
     require("runc")
     if not (ROOT / ".venv/bin/python").exists() or build_dir != ROOT / "build/meson":
-        pytest.skip("the example is for a checkout where `make build` has run")
+        lack("the example is for a checkout where `make build` has run")
     done = subprocess.run(
         [ROOT / "examples/three-containers/run"], capture_output=True, text=True, timeout=120,
         check=False,

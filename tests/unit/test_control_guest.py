@@ -701,12 +701,26 @@ def grant_contended(node: Node, agent: Agent, epoch: int) -> None:
             time.sleep(0.001)
 
 
+def quick_agent(node: Node) -> Agent:
+    """An agent that gives back early, with little left, and soon when it is idle."""
+    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
+        pages.write(node.grant, 0, "grant_header", field, value)
+    return node.agent()
+
+
+def hold_up_ms(node: Node, agent: Agent, work: str, epoch: int) -> float:
+    """How long after its grant of 4 ms, in which others wait, an agent gives back that launches `work`."""
+    agent.send(work)
+    until_field(agent, "want", 1)
+    grant_contended(node, agent, epoch)
+    agent.answer()
+    return give_back_ms(node, agent, epoch)
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measured: bool) -> None:
     """After 20 ms the first time, after 100 if the work is new, and soon when it is known to wait."""
-    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
-        pages.write(node.grant, 0, "grant_header", field, value)
-    agent = node.agent()
+    agent = quick_agent(node)
     agent.run(LAUNCH)
     agent.run(MEET)
     agent.run("s = out('cuStreamCreate', 1)")
@@ -720,11 +734,7 @@ def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measu
     grant(node, 0, 3)
     took = []
     for i in range(4):
-        agent.send(f"launch_meet(1_000_000, {i + 2}, s)")
-        until_field(agent, "want", 1)
-        grant_contended(node, agent, 2 * i + 4)
-        agent.answer()
-        took.append(give_back_ms(node, agent, 2 * i + 4))
+        took.append(hold_up_ms(node, agent, f"launch_meet(1_000_000, {i + 2}, s)", 2 * i + 4))
         grant(node, 0, 2 * i + 5)
         agent.run(f"words[1] = {i + 2}; driver.call('cuStreamSynchronize', s)")
         time.sleep(0.2)  # until it has looked what came of it
@@ -736,9 +746,7 @@ def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measu
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
     """What did not end when others had the GPU does not wait for them: then it is waited for."""
-    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
-        pages.write(node.grant, 0, "grant_header", field, value)
-    agent = node.agent()
+    agent = quick_agent(node)
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
     agent.run("s = out('cuStreamCreate', 1)")
@@ -746,11 +754,7 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
     grant(node, 0, 3)
     took = []
     for i in range(3):
-        agent.send("launch(300_000_000, s)")
-        until_field(agent, "want", 1)
-        grant_contended(node, agent, 2 * i + 4)
-        agent.answer()
-        took.append(give_back_ms(node, agent, 2 * i + 4))
+        took.append(hold_up_ms(node, agent, "launch(300_000_000, s)", 2 * i + 4))
         grant(node, 0, 2 * i + 5)
         agent.run("driver.call('cuStreamSynchronize', s)")
         node.write("contended", 0)
@@ -763,26 +767,18 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
 
 def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
     """What takes as long as it always does is not taken for stuck."""
-    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
-        pages.write(node.grant, 0, "grant_header", field, value)
-    agent = node.agent()
+    agent = quick_agent(node)
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
     agent.run("s = out('cuStreamCreate', 1)")
     agent.run("for i in range(3): launch(260_000_000, s); driver.call('cuStreamSynchronize', s)")
     grant(node, 0, 3)
-    agent.send("launch(260_000_000, s)")
-    until_field(agent, "want", 1)
-    agent.answer()
-    grant_contended(node, agent, 4)
-    assert give_back_ms(node, agent, 4) > 250
+    assert hold_up_ms(node, agent, "launch(260_000_000, s)", 4) > 250
 
 
 def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(node: Node) -> None:
     """It was given up as if it waited for them, and never measured: units of 50 ms so had 56 of 30 %."""
-    for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
-        pages.write(node.grant, 0, "grant_header", field, value)
-    agent = node.agent()
+    agent = quick_agent(node)
     agent.run(LAUNCH)
     agent.run(MEET)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
@@ -791,11 +787,7 @@ def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(nod
     grant(node, 0, 3)
     took = []
     for i in range(4):
-        agent.send("launch(140_000_000, s)")
-        until_field(agent, "want", 1)
-        grant_contended(node, agent, 2 * i + 4)
-        agent.answer()
-        took.append(give_back_ms(node, agent, 2 * i + 4))
+        took.append(hold_up_ms(node, agent, "launch(140_000_000, s)", 2 * i + 4))
         grant(node, 0, 2 * i + 5)
         agent.run("driver.call('cuStreamSynchronize', s)")
         time.sleep(0.2)  # until it has looked what came of it

@@ -177,6 +177,17 @@ bool gate_capturing(CUstream stream)
 
 /* ---- grants ---- */
 
+/* Until when the last of another container's work runs beside ours; 0: it does not. */
+static uint64_t gate_begins(const struct grant_device *grant)
+{
+    uint64_t latest = prim_now() + atomic_load_relaxed(&pages_grant()->lookahead_ns);
+    uint64_t start = atomic_load_relaxed(&grant->start_ns);
+
+    if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS)
+        return 0;
+    return start < latest ? start : latest;
+}
+
 /* A new grant begins: the books of the last one are closed. */
 void gate_adopt(struct gate *g, const struct grant_device *grant)
 {
@@ -190,8 +201,10 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->active = false;
     g->released = false;
     g->drained = false;
+    g->full = false;
     g->tried = 0;
     g->queue.together = atomic_load_relaxed(&grant->together);
+    g->queue.begins_ns = gate_begins(grant);
     if (g->n_spins)
         g->n_spins--;
     if (g->n_long)
@@ -476,6 +489,23 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
     return GATE_GO;
 }
 
+/* Before a wait in which the queue may run dry: no interval is to reach across that. The lock is
+ * held before and after; returns whether it was given up, and things may be different. */
+static bool gate_mark_end(struct gate *g, const struct queue_stream *s,
+                          struct ledger_device *ledger)
+{
+    struct gate_visit visit;
+    uint32_t serial = s->serial;
+
+    if (g->holding || !s->unmarked)
+        return false;
+    gate_visit_begin(&visit);
+    if (gate_may_mark(g, s->stream) && s->used && s->serial == serial)
+        gate_mark(g, queue_find(&g->queue, s->ctx, s->stream), s->era, prim_now(), ledger);
+    gate_visit_end(&visit);
+    return !s->unmarked;
+}
+
 /* Waits for the queue, or until the grant may have changed. The lock is held before and after. */
 static cold void gate_wait(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, enum gate_answer answer, uint32_t seen,
@@ -555,10 +585,15 @@ static uint64_t gate_hold_ns(const struct gate *g)
     return g->granted_ns > least ? g->granted_ns : least;
 }
 
-/* Whether work may be put into the stream to be held: a grant's worth, and of work of which it is
+/*
+ * Whether work may be put into the stream to be held: a grant's worth, and of work of which it is
  * not known how long it takes one piece. None where several GPUs are granted together: what is held
- * on one of them would all run when the other half of a collective has to, and spin in its turn. */
-static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind)
+ * on one of them would all run when the other half of a collective has to, and spin in its turn.
+ *
+ * Where containers run in one context of the GPU only who is next may: streams that wait delay each
+ * launch of the one that runs (H200, kernels of 25 us: 2 us by three streams, nothing by one).
+ */
+static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind, uint64_t now)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)(g - gate_devices));
     uint64_t predicted = estimate_ns(&g->estimate, kind);
@@ -568,6 +603,8 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t
         g->crossed = false;
     return !g->no_holds && !g->crossed && !atomic_load_relaxed(&grant->together) &&
            atomic_load_relaxed(&pages_grant()->holds) && hold_find(g, s->ctx) &&
+           (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS ||
+            atomic_load_acquire(&grant->standby_ns) > now) &&
            g->n_held < GATE_N_HELD &&
            (!ahead ||
             (estimate_samples(&g->estimate, kind) && ahead + predicted <= gate_hold_ns(g)));
@@ -659,7 +696,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     struct gate_visit visit;
     CUcontext ctx = NULL;
     bool held = false, first = false, wait = false, learn = false, mark = false, wanting = false;
-    bool looked = false;
+    bool looked = false, dry = false;
     uint64_t began = 0, now, predicted;
     uint32_t kind;
     bool current;
@@ -755,7 +792,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
                 break;
             continue;
         }
-        if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, kind)) {
+        if (answer == GATE_CLOSED && !work->together && gate_may_hold(g, s, kind, now)) {
             /* The helper records events, which block behind a queue that is full of held work. */
             if (!g->holding && g->n_marking) {
                 prim_unlock(&g->lock);
@@ -775,10 +812,20 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             }
             break;
         }
+        if (answer == GATE_CLOSED && gate_mark_end(g, s, ledger))
+            continue;
         if (!began)
             began = now;
+        g->full = answer == GATE_CLOSED && g->active;
         gate_wait(g, grant, ledger, answer, seen, &wanting);
+        gate_visit_begin(&visit);
+        gate_retire(g, ledger, prim_now(), true);
+        gate_visit_end(&visit);
+        s = queue_find(&g->queue, ctx, work->stream);
+        dry = !queue_runs(&g->queue);
+        s->gap = s->gap || dry;
     }
+    g->full = false;
     predicted = estimate_ns(&g->estimate, kind);
     if (wanting) {
         atomic_sub_seq_cst(&ledger->want, 1);
@@ -793,7 +840,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     ticket->mark = false;
     learn = learn || estimate_samples(&g->estimate, kind) < ESTIMATE_N_LEARN;
     /* While the grant is open the last marker will do, however long ago it was reached. */
-    mark = (!g->passing || learn) && queue_wants_mark_before(&g->queue, s, ticket->era, learn);
+    mark = (!g->passing || learn) &&
+           (dry || queue_wants_mark_before(&g->queue, s, ticket->era, learn));
     if (first || wait || mark) {
         bool poke = first && (!g->active || g->released);
 
@@ -809,7 +857,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     }
     /* While the grant is open no marker is put before work that comes late; and in no grant before
      * work that follows other work behind the last marker, after a pause. */
-    s->gap = s->gap || (!mark && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
+    s->gap =
+        s->gap || (!mark && !held && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
     queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
     ticket->mark = learn || queue_wants_mark_behind(
                                 s, g->passing ? GATE_OPEN_MARKER_NS

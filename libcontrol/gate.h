@@ -52,6 +52,7 @@ struct gate {
     uint64_t tried_late;     /* how late that one was at the last look */
     uint64_t local_deadline; /* while the governor is away */
     uint64_t local_next;
+    bool full;                       /* what comes next does not fit into the grant */
     bool holding;                    /* streams wait for `ticket` */
     unsigned n_held;                 /* launches that do */
     bool crossed;                    /* streams depended on each other: see gate_cross() */

@@ -278,8 +278,8 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         return left - lookahead < HELPER_LOOK_NS ? left - lookahead : HELPER_LOOK_NS;
     if (left > lookahead)
         return left - lookahead < HELPER_SIGN_NS ? left - lookahead : HELPER_SIGN_NS;
-    /* Once something is held nothing more comes in this grant. */
-    if (g->holding || now + left + 10 * NS_PER_US >= deadline) {
+    /* Once something is held nothing more comes in this grant, or where that does not fit. */
+    if (g->holding || g->full || now + left + 10 * NS_PER_US >= deadline) {
         struct queue_marker *oldest = q->n_markers ? &q->markers[q->head] : NULL;
 
         /* It should have been reached unless it is one of those that are left. */
@@ -333,7 +333,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (!g->active)
         return helper_unused(g, grant, ledger, now, end);
     /* With something held the grant ends when the queue does. */
-    if (g->holding && queue_left(&g->queue, now) < end + lookahead)
+    if ((g->holding || g->full) && queue_left(&g->queue, now) < end + lookahead)
         return helper_end(g, grant, ledger, now, deadline);
     if (end)
         return helper_middle(g, grant, ledger, now, end);

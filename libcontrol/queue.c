@@ -3,6 +3,10 @@
 
 #include <string.h>
 
+#define QUEUE_SHARED                                                                               \
+    4 /* what was shared is at most one of so many parts of what is learned from                   \
+       */
+
 bool queue_capturing(CUstream stream)
 {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -139,6 +143,20 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
     return true;
 }
 
+/*
+ * When work begins that finds the queue empty at `now`. Where containers run in one context of the
+ * GPU it starts beside the last of the one before, who is charged for the time until then. Events
+ * do not wait for that, and the work between the first two seems to take longer.
+ */
+static uint64_t queue_begin(struct queue *q, uint64_t now)
+{
+    if (q->begins_ns <= now)
+        return now;
+    q->shared_ns = q->begins_ns - now;
+    q->shared_era = q->era;
+    return q->begins_ns;
+}
+
 /* So many launches of `kind` are about to be made in the stream, or were. */
 void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
                uint32_t kind, uint32_t count, uint64_t now)
@@ -159,6 +177,8 @@ void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
     if (held) {
         q->ahead_ns += predicted;
     } else {
+        if (q->busy_until <= now)
+            now = queue_begin(q, now);
         q->busy_until = (q->busy_until > now ? q->busy_until : now) + predicted;
         q->submitted += predicted;
     }
@@ -184,8 +204,8 @@ unsigned queue_unknown(const struct queue *q, uint64_t now)
 
 /*
  * What was launched since the last event in the stream is the interval between. It can be measured
- * if the GPU had work from its beginning to its end: both events in one era, and this one recorded
- * before the queue runs dry.
+ * if both events are in one era. If the GPU may have had nothing to do in between, because the
+ * queue ran dry before this one was recorded, that is the most that the work can have taken.
  */
 bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
                       struct queue_mark *mark)
@@ -208,9 +228,11 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     mark->handle_of_stream = s->stream;
     m->event = event;
     m->before = QUEUE_NO_EVENT;
-    if (s->interval.n_parts && s->era == era && s->last_era == era && !s->gap &&
-        (held || q->busy_until > now))
+    m->loose = false;
+    if (s->interval.n_parts && s->era == era && s->last_era == era) {
         m->before = s->last;
+        m->loose = s->gap || !(held || q->busy_until > now);
+    }
     if (m->before == QUEUE_NO_EVENT)
         event_put(q, s->last);
     s->last = QUEUE_NO_EVENT;
@@ -302,7 +324,7 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
  * second of two streams is a second of the GPU. Events of one context share a clock.
  */
 static bool marker_measure(struct queue *q, const struct queue_marker *m,
-                           const struct queue_look *look, uint64_t *addedp)
+                           const struct queue_look *look, uint64_t shared, uint64_t *addedp)
 {
     double end, begin;
 
@@ -319,7 +341,7 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     q->reference_ns = end;
     if (!look->measured)
         return false;
-    begin = end - (double)look->length * 1e6;
+    begin = end - (double)look->length * 1e6 + (double)shared;
     if (begin < q->covered_until)
         begin = q->covered_until;
     *addedp = end > begin ? (uint64_t)(end - begin) : 0;
@@ -333,7 +355,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
                     struct ledger_device *ledger, uint64_t now)
 {
     struct queue_marker *m = &q->markers[q->head];
-    uint64_t behind, measured;
+    uint64_t behind, measured, shared = 0;
 
     if (!q->n_markers || m->serial != look->serial)
         return false;
@@ -348,13 +370,21 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     q->progress_ns = now;
     if (q->busy_until > now + behind)
         q->busy_until = now + behind;
-    if (marker_measure(q, m, look, &measured)) {
+    if (q->shared_ns && m->era == q->shared_era && m->interval.n_parts) {
+        shared = q->shared_ns;
+        q->shared_ns = 0;
+    }
+    if (marker_measure(q, m, look, shared, &measured)) {
         uint64_t predicted = estimate_interval_ns(e, &m->interval);
 
+        if (m->loose && measured > predicted)
+            measured = predicted;
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        if ((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until)
+        /* What another left is known from his model only: little is learned beside it. */
+        if (((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until) && !m->loose &&
+            (m->unknown || shared < measured / QUEUE_SHARED))
             estimate_learn(e, &m->interval, measured, q->together);
     }
     event_put(q, m->before);
@@ -393,9 +423,12 @@ void queue_give_up(struct queue *q, uint64_t until)
 /* What was held runs from `now` on. */
 void queue_open(struct queue *q, uint64_t now)
 {
+    uint64_t begin;
+
     q->era++;
     q->progress_ns = now; /* what was held could not come to an end */
-    q->busy_until = (q->busy_until > now ? q->busy_until : now) + q->ahead_ns;
+    begin = queue_begin(q, now);
+    q->busy_until = (q->busy_until > begin ? q->busy_until : begin) + q->ahead_ns;
     q->submitted += q->ahead_ns;
     q->ahead_ns = 0;
     for (unsigned i = 0; i < q->n_markers; i++) {

@@ -55,6 +55,7 @@ struct queue_marker {
     uint32_t era;
     uint32_t serial;    /* which marker it is */
     bool unknown;       /* how long some of it takes was not known */
+    bool loose;         /* the GPU may have had nothing to do meanwhile */
     uint64_t submitted; /* predicted work up to here, ever */
     uint64_t expected;  /* when the model says that it will be reached */
     uint64_t look_at;   /* no query before */
@@ -74,7 +75,10 @@ struct queue {
     uint32_t given_up;    /* no marker up to this one is waited for */
     uint64_t given_up_until;
     uint64_t progress_ns; /* when a marker was reached last, or the first was put into the queue */
-    bool together;        /* what runs may wait for another GPU */
+    uint64_t begins_ns; /* until then the GPU runs what another container left on it beside ours */
+    uint64_t shared_ns; /* how much of the first interval of this era that is */
+    uint32_t shared_era;
+    bool together; /* what runs may wait for another GPU */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
     struct queue_stream streams[QUEUE_N_STREAMS];

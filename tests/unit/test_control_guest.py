@@ -793,3 +793,92 @@ def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(nod
         time.sleep(0.2)  # until it has looked what came of it
     assert took[0] < 130
     assert max(took[1:]) > 130
+
+
+def test_short_work_after_pauses_is_charged_for_what_it_takes(node: Node) -> None:
+    """Between two markers the GPU had nothing to do for most of the time."""
+    agent = node.agent()
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("for i in range(20): launch(100_000, s); driver.call('cuStreamSynchronize', s)")
+    before = agent.field("busy_ns")
+    agent.run(
+        "for i in range(60):\n"
+        "    launch(100_000, s); driver.call('cuStreamSynchronize', s); time.sleep(0.003)"
+    )
+    assert 4_000_000 < agent.field("busy_ns") - before < 20_000_000  # 6 ms of 200
+
+
+def test_who_waits_for_the_next_grant_keeps_this_one_no_longer_than_his_work_runs(
+    node: Node,
+) -> None:
+    """Of units of 300 ms one fits into a grant of 400 ms."""
+    agent = quick_agent(node)
+    for field, value in (("holds", 0), ("inflight_ns", SECOND), ("idle_release_ns", SECOND)):
+        pages.write(node.grant, 0, "grant_header", field, value)
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("for i in range(3): launch(300_000_000, s); driver.call('cuStreamSynchronize', s)")
+    node.write("contended", 1)
+    early_ms = []
+    for epoch in (3, 4, 5):
+        deadline = time.monotonic_ns() + 400_000_000
+        grant(node, deadline, epoch)
+        agent.send("for i in range(2): launch(300_000_000, s)")
+        until_field(agent, "released_epoch", epoch)
+        early_ms.append((deadline - agent.field("release_ns")) / 1e6)
+        grant(node, time.monotonic_ns() + 3600 * SECOND, 10 * epoch)
+        agent.answer()
+        agent.run("driver.call('cuStreamSynchronize', s)")
+    assert max(early_ms) > 50  # a machine that is busy answers late, but not always
+
+
+STRATEGY_MPS = 1
+
+
+def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> None:
+    """With mps both run at the same time; from when on the next is charged his grant says."""
+    agent = node.agent()
+    pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
+    node.write("strategy", STRATEGY_MPS)
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("for i in range(4): launch(40_000_000, s); driver.call('cuStreamSynchronize', s)")
+    charged_ms = []
+    for epoch, start in ((3, 0), (4, 20_000_000), (5, 3600 * SECOND)):
+        before = agent.field("busy_ns")
+        now = time.monotonic_ns()
+        node.write("start_ns", now + start)
+        grant(node, now + 7200 * SECOND, epoch)
+        agent.run("launch(40_000_000, s); driver.call('cuStreamSynchronize', s)")
+        agent.run("launch(1000, s); driver.call('cuStreamSynchronize', s)")
+        charged_ms.append((agent.field("busy_ns") - before) / 1e6)
+    assert charged_ms[0] > 39
+    assert 19 < charged_ms[1] < 39
+    assert 19 < charged_ms[2] < 39  # never more than the holder before may have left
+
+
+def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: Node) -> None:
+    agent = node.agent(context=False)
+    agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
+    node.look()
+    node.write("strategy", STRATEGY_MPS)
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1); launch(1000, s); driver.call('cuCtxSynchronize')")
+    grant(node, 0, 2)
+    launched = agent.field("launches")
+    agent.send("launch(1_000_000, s)")
+    until_field(agent, "want", 1)
+    time.sleep(0.1)
+    assert agent.field("launches") == launched
+    node.write("standby_ns", time.monotonic_ns() + 10 * SECOND)
+    node.write("signal", 3)
+    agent.answer()
+    assert agent.field("launches") == launched + 1
+    assert agent.run("driver.try_call('cuStreamQuery', s)") == NOT_READY
+    node.write("standby_ns", 0)
+    grant(node, 2**64 - 1, 4)
+    agent.run("driver.call('cuStreamSynchronize', s)")

@@ -285,6 +285,8 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         /* It should have been reached unless it is one of those that are left. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
             return helper_patience(deadline, now);
+        if (atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS)
+            queue_share(q);
         helper_release(g, grant, ledger, now, queue_left(&g->queue, now));
         return NS_PER_S;
     }

@@ -383,8 +383,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
         /* What another left is known from his model only: little is learned beside it. */
-        if (((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until) && !m->loose &&
-            (m->unknown || shared < measured / QUEUE_SHARED))
+        if (((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until) &&
+            (!m->loose || measured < predicted) && (m->unknown || shared < measured / QUEUE_SHARED))
             estimate_learn(e, &m->interval, measured, q->together);
     }
     event_put(q, m->before);
@@ -418,6 +418,21 @@ void queue_give_up(struct queue *q, uint64_t until)
 {
     q->given_up = q->serials;
     q->given_up_until = until;
+}
+
+/* From now on others' work runs beside what is left: it may take longer than it is charged for. */
+void queue_share(struct queue *q)
+{
+    for (unsigned i = 0; i < q->n_markers; i++) {
+        struct queue_marker *m = &q->markers[(q->head + i) % QUEUE_N_MARKERS];
+
+        m->loose = m->loose || m->era == q->era;
+    }
+    for (unsigned i = 0; i < QUEUE_N_STREAMS; i++) {
+        struct queue_stream *s = &q->streams[i];
+
+        s->gap = s->gap || (s->unmarked && s->era == q->era);
+    }
 }
 
 /* What was held runs from `now` on. */

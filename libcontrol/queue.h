@@ -32,7 +32,7 @@ struct queue_stream {
     bool used;
     bool unmarked; /* work was launched after the last marker */
     bool unknown;  /* how long some of it takes is not known yet */
-    bool gap;      /* the GPU had nothing to do meanwhile: time is not work */
+    bool gap;      /* the GPU had nothing to do, or others' work beside: time is not work */
     CUcontext ctx;
     CUstream stream;
     const void *thread; /* whose per-thread stream it is; NULL for all others */
@@ -55,7 +55,7 @@ struct queue_marker {
     uint32_t era;
     uint32_t serial;    /* which marker it is */
     bool unknown;       /* how long some of it takes was not known */
-    bool loose;         /* the GPU may have had nothing to do meanwhile */
+    bool loose;         /* the GPU may have had nothing to do meanwhile, or others' work beside */
     uint64_t submitted; /* predicted work up to here, ever */
     uint64_t expected;  /* when the model says that it will be reached */
     uint64_t look_at;   /* no query before */
@@ -128,6 +128,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
 uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
                     uint64_t *lengthp, bool *knownp);
 void queue_give_up(struct queue *q, uint64_t until);
+void queue_share(struct queue *q);
 void queue_open(struct queue *q, uint64_t now);
 void queue_forget_stream(struct queue *q, CUstream stream);
 void queue_forget_context(struct queue *q, CUcontext ctx);

@@ -684,16 +684,21 @@ def give_back_ms(node: Node, agent: Agent, epoch: int) -> float:
     return (agent.field("release_ns") - deadline) / 1e6
 
 
-def grant_contended(node: Node, agent: Agent, epoch: int) -> None:
-    """Open a grant of 4 ms, and wake who waits for it; once more where he woke too late for it."""
+def wake(node: Node) -> None:
+    """Wake who waits for a grant."""
     page = ctypes.c_char.from_buffer(node.grant)
     signal = layout.grant_device(0) + layout.offsets(layout.GRANT_DEVICE)["signal"]
     address = ctypes.c_void_p(ctypes.addressof(page) + signal)
+    ctypes.CDLL(None).syscall(SYS_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0)
+
+
+def grant_contended(node: Node, agent: Agent, epoch: int) -> None:
+    """Open a grant of 4 ms, and wake who waits for it; once more where he woke too late for it."""
     node.write("contended", 1)
     for _ in range(20):
         node.write("start_ns", time.monotonic_ns())
         grant(node, time.monotonic_ns() + 4_000_000, epoch)
-        ctypes.CDLL(None).syscall(SYS_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0)
+        wake(node)
         end = time.monotonic() + 0.05
         while time.monotonic() < end:
             if agent.field("active_epoch") == epoch:
@@ -859,6 +864,33 @@ def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> Non
     assert charged_ms[0] > 39
     assert 19 < charged_ms[1] < 39
     assert 19 < charged_ms[2] < 39  # never more than the holder before may have left
+
+
+def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(node: Node) -> None:
+    """Kernels of two containers that run at the same time take longer, each of them."""
+    agent = quick_agent(node)
+    pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
+    node.write("strategy", STRATEGY_MPS)
+    agent.run(LAUNCH)
+    agent.run(MEET)
+    agent.run("s = out('cuStreamCreate', 1); words[1] = 1")
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
+    before = agent.field("busy_ns")
+    node.write("contended", 1)
+    grant(node, 0, 2)
+    agent.send("launch_meet(50_000_000, 2, s)")
+    until_field(agent, "want", 1)
+    grant(node, time.monotonic_ns() + 30_000_000, 3)
+    wake(node)
+    agent.answer()
+    until_field(agent, "released_epoch", 3)
+    time.sleep(0.15)
+    agent.run("words[1] = 2; driver.call('cuStreamSynchronize', s)")
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 4)
+    agent.run("launch_meet(1000, 1, s); driver.call('cuStreamSynchronize', s)")
+    # Of 200 ms; the last of the four before may have been counted late.
+    assert 45 < (agent.field("busy_ns") - before) / 1e6 < 125
 
 
 def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: Node) -> None:

@@ -33,6 +33,7 @@
 #define GATE_N_CAPTURES     64
 #define GATE_JOIN_NS        (100 * NS_PER_MS)
 #define GATE_SPIN_NS        (2 * NS_PER_MS)  /* no core is kept busy for longer */
+#define GATE_BESIDE_NS      (20 * NS_PER_MS) /* what the holder before may have left, at most */
 #define GATE_REST_NS        (50 * NS_PER_MS) /* a pause that is longer tells nothing of the next */
 #define CU_MEMHOSTALLOC_PORTABLE  1
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
@@ -177,10 +178,12 @@ bool gate_capturing(CUstream stream)
 
 /* ---- grants ---- */
 
-/* Until when the last of another container's work runs beside ours; 0: it does not. */
+/* Until when the last of another container's work runs beside ours, never long, whatever the page
+ * says; 0: it does not. */
 static uint64_t gate_begins(const struct grant_device *grant)
 {
-    uint64_t latest = prim_now() + atomic_load_relaxed(&pages_grant()->lookahead_ns);
+    uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
+    uint64_t latest = prim_now() + (lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS);
     uint64_t start = atomic_load_relaxed(&grant->start_ns);
 
     if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS)

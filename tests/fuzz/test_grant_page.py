@@ -191,6 +191,11 @@ AWAY = {
     "nothing in flight": [("grant_header", "inflight_ns", 0), ("grant_device", "deadline_ns", 0)],
     "markers for ever": [("grant_header", "marker_ns", 0), ("grant_device", "deadline_ns", 0)],
     "never a marker": [("grant_header", "marker_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)],
+    "another's work beside it for ever": [
+        ("grant_header", "lookahead_ns", 2**62), ("grant_device", "strategy", 1),
+        ("grant_device", "start_ns", FAR), ("grant_device", "epoch", 4711),
+        ("grant_device", "deadline_ns", FAR),
+    ],
     "a lookahead for ever": [
         ("grant_header", "lookahead_ns", 2**64 - 1), ("grant_device", "deadline_ns", 0)
     ],

@@ -370,7 +370,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     q->progress_ns = now;
     if (q->busy_until > now + behind)
         q->busy_until = now + behind;
-    if (q->shared_ns && m->era == q->shared_era && m->interval.n_parts) {
+    if (q->shared_ns && m->era == q->shared_era && m->before != QUEUE_NO_EVENT) {
         shared = q->shared_ns;
         q->shared_ns = 0;
     }

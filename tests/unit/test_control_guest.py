@@ -843,27 +843,43 @@ def test_who_waits_for_the_next_grant_keeps_this_one_no_longer_than_his_work_run
 STRATEGY_MPS = 1
 
 
+def charged_after(
+    agent: Agent, before: int, least: int = 10_000_000, other: str = "launch_meet(1000, 1, s)"
+) -> int:
+    """What units are charged for, once they are: at a marker, which somebody has to look at."""
+    end = time.monotonic() + 20
+    while agent.field("busy_ns") - before < least:
+        assert time.monotonic() < end, "it is not charged"
+        # Another kernel, whose length says nothing of the unit's.
+        agent.run(f"{other}; driver.call('cuStreamSynchronize', s)")
+    return agent.field("busy_ns") - before
+
+
 def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> None:
     """With mps both run at the same time; from when on the next is charged his grant says."""
     agent = node.agent()
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
     node.write("strategy", STRATEGY_MPS)
     agent.run(LAUNCH)
-    agent.run("s = out('cuStreamCreate', 1)")
+    agent.run(MEET)
+    agent.run("s = out('cuStreamCreate', 1); words[1] = 1")
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
     agent.run("for i in range(4): launch(40_000_000, s); driver.call('cuStreamSynchronize', s)")
-    charged_ms = []
-    for epoch, start in ((3, 0), (4, 20_000_000), (5, 3600 * SECOND)):
+    charged_after(agent, 0, 155_000_000)
+    charged_ms: dict[int, list[float]] = {0: [], 20_000_000: [], 3600 * SECOND: []}
+    for epoch in range(3, 15):
+        start = list(charged_ms)[epoch % 3]
         before = agent.field("busy_ns")
         now = time.monotonic_ns()
         node.write("start_ns", now + start)
         grant(node, now + 7200 * SECOND, epoch)
         agent.run("launch(40_000_000, s); driver.call('cuStreamSynchronize', s)")
-        agent.run("launch(1000, s); driver.call('cuStreamSynchronize', s)")
-        charged_ms.append((agent.field("busy_ns") - before) / 1e6)
-    assert charged_ms[0] > 39
-    assert 19 < charged_ms[1] < 39
-    assert 19 < charged_ms[2] < 39  # never more than the holder before may have left
+        charged_ms[start].append(charged_after(agent, before) / 1e6)
+    none, some, much = charged_ms.values()
+    assert min(none) > 39
+    # A machine that is busy launches late, but not always.
+    assert 19 < min(some) < 39
+    assert 19 < min(much) < 39  # never more than the holder before may have left
 
 
 def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(node: Node) -> None:
@@ -876,7 +892,7 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(nod
     agent.run("s = out('cuStreamCreate', 1); words[1] = 1")
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
     agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
-    before = agent.field("busy_ns")
+    before = charged_after(agent, 0, 195_000_000, "launch(1000, s)")
     node.write("contended", 1)
     grant(node, 0, 2)
     agent.send("launch_meet(50_000_000, 2, s)")
@@ -888,9 +904,11 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(nod
     time.sleep(0.15)
     agent.run("words[1] = 2; driver.call('cuStreamSynchronize', s)")
     grant(node, time.monotonic_ns() + 3600 * SECOND, 4)
-    agent.run("launch_meet(1000, 1, s); driver.call('cuStreamSynchronize', s)")
-    # Of 200 ms; the last of the four before may have been counted late.
-    assert 45 < (agent.field("busy_ns") - before) / 1e6 < 125
+    agent.run(LAUNCH)
+    while agent.field("busy_ns") - before < 45_000_000:
+        agent.run("launch(1000, s); driver.call('cuStreamSynchronize', s)")
+        time.sleep(0.02)
+    assert 45 < (agent.field("busy_ns") - before) / 1e6 < 75  # of 200 ms
 
 
 def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: Node) -> None:

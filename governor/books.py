@@ -39,6 +39,26 @@ class Device:
     uuid: str
     name: str
     memory: int
+    minor: int | None = None  # of its device node, where it has one
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The device nodes of GPUs that a container has, by their minor numbers.
+
+    None are known of where the engine was not told to make any, and on a node without them.
+    `exact`: these GPUs were chosen by name, so the container is meant to have each of them.
+    """
+
+    minors: frozenset[int] = frozenset()
+    exact: bool = False
+
+    def has(self, device: Device) -> bool:
+        """Return whether the container can reach a GPU, as far as that is known."""
+        return not self.minors or device.minor is None or device.minor in self.minors
+
+    def __str__(self) -> str:
+        return ", ".join(f"/dev/nvidia{minor}" for minor in sorted(self.minors))
 
 
 @dataclass
@@ -122,17 +142,29 @@ class Books:
         """The GPUs in NVML's order."""
         return tuple(gpu.device for gpu in self._gpus)
 
-    def admit(self, key: str, request: Request) -> tuple[Quota, tuple[Device, ...]]:
+    def admit(
+        self, key: str, request: Request, nodes: Nodes | None = None
+    ) -> tuple[Quota, tuple[Device, ...]]:
         """Enter a container and return its quota and GPUs; RefusedError changes nothing.
 
-        The GPUs are in the order in which they were named, otherwise in NVML's.
+        The GPUs are in the order in which they were named, otherwise in NVML's. They are among
+        those whose device nodes the container has, as far as that is known.
         """
+        nodes = nodes or Nodes()
         quota = complete_quota(request, self._config)
         if not self._gpus:
             reasons = "".join(f", {i} is not shared: {why}" for i, why in self._left_out.items())
             raise RefusedError(
                 f"this node has no GPU{reasons}", hint="run tidegate check on the node"
             )
+        reached = tuple(gpu.device.uuid for gpu in self._gpus if nodes.has(gpu.device))
+        if not reached:
+            raise RefusedError(
+                f"the container has {nodes}, which is no GPU that this node shares",
+                hint="tidegate check lists them",
+            )
+        if nodes.exact and nodes.minors and not request.devices and request.gpus is None:
+            request = request._replace(devices=reached)
         count = len(request.devices) or request.gpus or 1
         if count > N_DEVICES:
             raise RefusedError(
@@ -151,10 +183,17 @@ class Books:
                 raise RefusedError(
                     "annotation tidegate.gpu/devices names a GPU twice", hint="name each once"
                 )
+            for gpu in chosen:
+                if not nodes.has(gpu.device):
+                    raise RefusedError(
+                        f"annotation tidegate.gpu/devices names GPU {gpu.device.index}, whose node"
+                        f" /dev/nvidia{gpu.device.minor} the container does not have",
+                        hint="give it that node, or name a GPU that it has",
+                    )
             self._check_strategy(chosen, request)
             self._check(chosen, quota)
         else:
-            chosen = self._place(quota, count, request)
+            chosen = self._place(quota, count, request, nodes)
         for gpu in chosen:
             gpu.quotas[key] = quota
         return quota, tuple(gpu.device for gpu in chosen)
@@ -314,11 +353,17 @@ class Books:
         if not all(room.holds(quota) for room in rooms):
             raise refuse_named(rooms, quota, self._config.context_memory)
 
-    def _place(self, quota: Quota, count: int, request: Request) -> list[_Gpu]:
-        answering = [gpu for gpu in self._gpus if gpu.lost is None]
+    def _place(self, quota: Quota, count: int, request: Request, nodes: Nodes) -> list[_Gpu]:
+        within = [gpu for gpu in self._gpus if nodes.has(gpu.device)]
+        if nodes.minors and len(within) < count:
+            raise RefusedError(
+                f"annotation tidegate.gpu/count is {count}, the container has {nodes}",
+                hint="give it more nodes, or ask for fewer GPUs",
+            )
+        answering = [gpu for gpu in within if gpu.lost is None]
         if not answering:
             raise RefusedError(
-                f"none of {len(self._gpus)} GPUs answers: {self._gpus[0].lost}",
+                f"none of {len(within)} GPUs answers: {within[0].lost}",
                 hint="see the kernel log",
             )
         fitting = [gpu for gpu in answering if self._takes(gpu, request)]
@@ -341,7 +386,7 @@ class Books:
         standings = [
             Standing(
                 fits=gpu.device.uuid in rooms and rooms[gpu.device.uuid].holds(quota),
-                empty=gpu.lost is None and gpu.closed is None and not gpu.quotas,
+                empty=gpu in within and gpu.lost is None and gpu.closed is None and not gpu.quotas,
                 compute_used=min(gpu.compute_used, 100),
                 memory_used=gpu.memory_used,
             )

@@ -60,7 +60,9 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
         elif found.memory_total is None:
             left_out[index] = "NVML does not tell its memory"
         else:
-            devices.append(Device(found.index, found.uuid, found.name, found.memory_total))
+            devices.append(
+                Device(found.index, found.uuid, found.name, found.memory_total, found.minor)
+            )
     return devices, left_out
 
 

@@ -11,8 +11,10 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import socket
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ import jsonschema
 import structlog
 
 from governor.arbiter import Runner
-from governor.books import MIB, Books, Quota
+from governor.books import MIB, Books, Device, Nodes, Quota
 from governor.config import Config
 from governor.container import Container, container_key
 from governor.counters import Tally
@@ -30,13 +32,16 @@ from governor.mps import Event, Mps
 from governor.recover import Found, find_containers
 from governor.state import State
 from oci_hook.errors import HookError
-from oci_hook.request import check_request, parse_annotations
+from oci_hook.request import Request, check_request, parse_annotations
 
 log = structlog.get_logger()
 
 LINE_LIMIT = 64 << 10
 VERSION = "0.1.0"
 SHORT_S = 0.1
+RESERVED_S = 30.0
+"""How long GPUs are kept for a container whose devices were written down and that starts not."""
+MOST_RESERVED = 1024
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Somebody has taken what a connection needs; who governs waits until there is some again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
@@ -61,6 +66,7 @@ class Server:
             json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
         )
         self.containers: dict[str, Container] = {}
+        self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
         self.tally = Tally()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -182,6 +188,8 @@ class Server:
                     return await self._admit(request, descriptors, pending)
                 case "confirm":
                     return self._confirm(pending)
+                case "reserve":
+                    return self._reserve(request)
                 case "release":
                     return self._release(request["id"])
                 case "set":
@@ -199,7 +207,7 @@ class Server:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
             log.info("request-refused", code=e.code, message=e.message)
-            if request.get("op") == "admit":
+            if request.get("op") in ("admit", "reserve"):
                 self.tally.refused[e.code] += 1
             return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}
 
@@ -233,7 +241,8 @@ class Server:
             )
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
-        quota, devices = self._books.admit(key, parsed)
+        parsed = self._redeem(request, parsed)
+        quota, devices = self._books.admit(key, parsed, _nodes(request))
         pidfd = descriptors.pop(0)
         container: Container | None = None
         try:
@@ -280,12 +289,55 @@ class Server:
             "ok": True,
             "key": container.key,
             "directory": str(container.directory),
-            "devices": [{"uuid": d.uuid, "index": d.index} for d in devices],
+            "devices": _describe(devices),
             "memory": quota.memory,
             "compute": quota.compute,
             "compute_limit": quota.compute_limit,
             "strategy": container.strategy,
         }
+
+    def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Keep GPUs for a container whose devices are being written down, for a while."""
+        parsed = parse_annotations(request["annotations"])
+        check_request(parsed, request["annotations"])
+        self._strike(request.get("replaces", ""))
+        if len(self._reserved) >= MOST_RESERVED:
+            raise RefusedError(
+                f"{MOST_RESERVED} reservations wait for their containers",
+                hint=f"try again in {RESERVED_S:g} s",
+            )
+        token = secrets.token_hex(16)
+        quota, devices = self._books.admit(_reservation(token), parsed)
+        expiry = asyncio.get_running_loop().call_later(RESERVED_S, self._expire, token)
+        self._reserved[token] = (devices, expiry)
+        return {
+            "ok": True,
+            "reservation": token,
+            "expires_s": RESERVED_S,
+            "devices": _describe(devices),
+            **asdict(quota),
+        }
+
+    def _strike(self, token: str) -> tuple[Device, ...]:
+        """Take a reservation out of the books; one that is not known, or no more, is no error."""
+        devices, expiry = self._reserved.pop(token, ((), None))
+        if expiry is not None:
+            expiry.cancel()
+            self._books.leave(_reservation(token))
+        return devices
+
+    def _expire(self, token: str) -> None:
+        log.warning("reservation-expired", devices=[d.index for d in self._strike(token)])
+
+    def _redeem(self, request: dict[str, Any], parsed: Request) -> Request:
+        """Give a container the GPUs that were reserved for it.
+
+        Whose reservation is gone gets what its nodes allow: they were written down with it.
+        """
+        devices = self._strike(request.get("reservation", ""))
+        if not devices:
+            return parsed
+        return parsed._replace(devices=tuple(device.uuid for device in devices), gpus=None)
 
     def _confirm(self, pending: list[Container]) -> dict[str, Any]:
         if not pending or self.containers.get(pending[-1].key) is not pending[-1]:
@@ -392,6 +444,19 @@ class Server:
                 container.close(keep=True)
             else:
                 self._end(container, "stopping")
+
+
+def _reservation(token: str) -> str:
+    """Return the name of a reservation in the books, which is no container's key."""
+    return f"reservation {token}"
+
+
+def _nodes(request: dict[str, Any]) -> Nodes:
+    return Nodes(frozenset(request.get("nodes", ())), request.get("exact", False))
+
+
+def _describe(devices: Sequence[Device]) -> list[dict[str, Any]]:
+    return [{"uuid": d.uuid, "index": d.index, "minor": d.minor} for d in devices]
 
 
 def _limit_after(request: dict[str, Any], old: Quota) -> int:

@@ -21,6 +21,18 @@ class Grant(NamedTuple):
     memory: int
     compute: int
     strategy: str = "timeslice"
+    minors: tuple[int, ...] = ()  # of the GPUs' device nodes, as far as they have any
+
+
+class Reservation(NamedTuple):
+    """GPUs that the governor keeps for a container for a while."""
+
+    reservation: str
+    minors: tuple[int, ...]
+
+
+def _minors(answer: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(int(d["minor"]) for d in answer["devices"] if d.get("minor") is not None)
 
 
 class Client:
@@ -102,6 +114,7 @@ class Client:
         bundle: str,
         annotations: dict[str, str],
         identity: dict[str, str],
+        **more: object,
     ) -> Grant:
         """Ask for a place on a GPU; `directory` exists afterwards."""
         answer = self._request(
@@ -112,6 +125,7 @@ class Client:
             bundle=bundle,
             annotations=annotations,
             identity=identity,
+            **more,
         )
         try:
             grant = Grant(
@@ -121,6 +135,7 @@ class Client:
                 memory=int(answer["memory"] or 0),
                 compute=int(answer["compute"] or 0),
                 strategy=str(answer.get("strategy", "timeslice")),
+                minors=_minors(answer),
             )
         except (KeyError, TypeError, ValueError) as e:
             raise self._bad("admit", answer) from e
@@ -131,6 +146,18 @@ class Client:
         ):
             raise self._bad("admit", answer)
         return grant
+
+    def reserve(
+        self, annotations: dict[str, str], identity: dict[str, str], replaces: str
+    ) -> Reservation:
+        """Have GPUs kept for a container that is about to be made."""
+        answer = self._request(
+            "reserve", annotations=annotations, identity=identity, replaces=replaces[:64]
+        )
+        try:
+            return Reservation(str(answer["reservation"]), _minors(answer))
+        except (KeyError, TypeError, ValueError) as e:
+            raise self._bad("reserve", answer) from e
 
     def confirm(self) -> None:
         """Say that the container is ready: the admission stays when this connection ends."""

@@ -92,6 +92,13 @@ class ImageError(HookError):
     status = 76
 
 
+class DeviceError(HookError):
+    """A device node that the container needs is not there."""
+
+    code = "device"
+    status = 73
+
+
 class UnservedImageError(ImageError):
     """No driver can serve the image: `tidegate.gpu/driver: optional` starts it without."""
 

@@ -11,6 +11,7 @@ import signal
 import sys
 
 from oci_hook.errors import (
+    BundleError,
     DriverError,
     HookError,
     InternalError,
@@ -35,10 +36,19 @@ TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from types import FrameType
 
-STAGES = ("prestart", "createRuntime", "poststop")
+STAGES = ("prestart", "createRuntime", "precreate", "poststop")
 USAGE = (
-    "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--module-version FILE] "
-    "[--log FILE] [--timeout SECONDS] {prestart|createRuntime|poststop}"
+    "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--dev-dir DIR] "
+    "[--module-version FILE] [--log FILE] [--timeout SECONDS] [--governed] "
+    "{prestart|createRuntime|precreate|poststop}"
+)
+WITH_VALUE = (
+    "--runtime-dir",
+    "--driver-dir",
+    "--dev-dir",
+    "--module-version",
+    "--log",
+    "--timeout",
 )
 DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
 UNDO_DEADLINE = 5.0
@@ -53,7 +63,10 @@ class Options:
         self.module_version = "/proc/driver/nvidia/version"
         self.log: str | None = None
         self.timeout = DEADLINE
+        self.dev_dir = "/dev"
+        self.governed = False  # who entered the hook says so, whatever the annotations say
         self.stage = ""
+        self.given: tuple[str, ...] = ()  # the options, to be written into config.json
 
 
 def parse_arguments(arguments: list[str]) -> Options:
@@ -62,7 +75,7 @@ def parse_arguments(arguments: list[str]) -> Options:
     rest = iter(arguments)
     for argument in rest:
         name, equals, value = argument.partition("=")
-        if name in ("--runtime-dir", "--driver-dir", "--module-version", "--log", "--timeout"):
+        if name in WITH_VALUE:
             if not equals:
                 value = next(rest, "")
             try:
@@ -75,6 +88,9 @@ def parse_arguments(arguments: list[str]) -> Options:
                 value = ""
             if not value or not 0 < options.timeout <= 3600:
                 raise InternalError(f"option {show(name)} is '{show(value)}'", hint=USAGE)
+            options.given += (name, value)
+        elif argument == "--governed":
+            options.governed = True
         elif argument in STAGES and not options.stage:
             options.stage = argument
         else:
@@ -99,19 +115,22 @@ def arm(seconds: float) -> None:
 def prepare(options: Options, state: State, event: Event) -> str:
     """Prepare one container; gives the outcome."""
     config = read_config(state.bundle)
-    if not may_mention_us(config) and not any(
-        name.startswith(PREFIX) for name in state.annotations
+    if (
+        not options.governed
+        and not may_mention_us(config)
+        and not any(name.startswith(PREFIX) for name in state.annotations)
     ):
         return "no-request"
     bundle = parse_config(config, state.bundle)
     annotations = our_annotations(state, bundle)
-    if not annotations:
+    if not annotations and not options.governed:
         return "no-request"
     event.phase("state")
 
     from oci_hook import kernel
     from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
     from oci_hook.client import Client
+    from oci_hook.edits import RESERVATION, check_devices, foreign_driver, gpu_nodes
     from oci_hook.image import inspect_image, look_at_places
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
     from oci_hook.plan import plan_container
@@ -119,6 +138,15 @@ def prepare(options: Options, state: State, event: Event) -> str:
 
     event.phase("import")
     kernel.set_undumpable()
+    reservation = annotations.pop(RESERVATION, "")
+    foreign = foreign_driver(bundle.document)
+    if foreign:
+        raise BundleError(
+            f"config.json has a {foreign}, which brings a driver of its own",
+            hint="start the container without --gpus and nvidia.com devices, by a runtime that"
+            " is not NVIDIA's",
+        )
+    nodes = gpu_nodes(bundle.document)
     request = parse_annotations(annotations)
     check_request(request, annotations)
     event.phase("request")
@@ -158,8 +186,12 @@ def prepare(options: Options, state: State, event: Event) -> str:
             bundle=state.bundle,
             annotations=annotations,
             identity=bundle.identity,
+            reservation=reservation[:64],
+            nodes=nodes,
+            exact=options.governed,
         )
         event.phase("admit")
+        check_devices(options.dev_dir, grant.minors, nodes)
         plan = plan_container(manifest, share, grant, image)
         event.fields |= {
             "key": grant.key,
@@ -189,6 +221,35 @@ def prepare(options: Options, state: State, event: Event) -> str:
     return "prepared"
 
 
+def precreate(options: Options, event: Event) -> str:
+    """Podman's own stage: config.json comes on stdin, and goes on stdout as it is to be."""
+    from oci_hook.state import CONFIG_LIMIT
+
+    data = read_bounded(0, CONFIG_LIMIT)
+    if data is None:
+        raise BundleError(
+            f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
+        )
+    edited = None
+    if may_mention_us(data):
+        from oci_hook.edits import Entry
+        from oci_hook.reserve import Settings, edit_config
+
+        settings = Settings(
+            # Under no other name than it has: a file of the engine's enters it by that, too.
+            entry=Entry(os.path.abspath(sys.argv[0]), options.given),
+            runtime_dir=options.runtime_dir,
+            dev_dir=options.dev_dir,
+            timeout=options.timeout / 2,
+        )
+        edited = edit_config(data, "config.json on stdin", settings)
+    event.phase("edit")
+    view = memoryview(data if edited is None else edited)
+    while view:
+        view = view[os.write(1, view) :]
+    return "no-request" if edited is None else "edited"
+
+
 def release(options: Options, state: State) -> str:
     """Tell the governor that a container is gone; it finds out by itself too."""
     if not any(name.startswith(PREFIX) for name in state.annotations):
@@ -210,9 +271,14 @@ def run(arguments: list[str]) -> int:
         stage = options.stage
         event = Event(stage, options.log)
         arm(options.timeout)
-        state = parse_state(read_bounded(0, STATE_LIMIT), needs_pid=stage != "poststop")
-        event.fields["id"] = show(state.id, 128)
-        outcome = release(options, state) if stage == "poststop" else prepare(options, state, event)
+        if stage == "precreate":
+            outcome = precreate(options, event)
+        else:
+            state = parse_state(read_bounded(0, STATE_LIMIT), needs_pid=stage != "poststop")
+            event.fields["id"] = show(state.id, 128)
+            outcome = (
+                release(options, state) if stage == "poststop" else prepare(options, state, event)
+            )
         signal.setitimer(signal.ITIMER_REAL, 0)
     except Exception as e:  # noqa: BLE001
         signal.setitimer(signal.ITIMER_REAL, 0)

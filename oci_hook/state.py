@@ -11,6 +11,10 @@ import stat
 
 from oci_hook.errors import AnnotationError, BundleError, HookError, StateError, show
 
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import Any
+
 PREFIX = "tidegate.gpu/"
 STATE_LIMIT = 4 << 20
 CONFIG_LIMIT = 8 << 20
@@ -33,12 +37,20 @@ class State:
 class Bundle:
     """What config.json says that the hook needs."""
 
-    __slots__ = ("annotations", "identity", "root")
+    __slots__ = ("annotations", "document", "identity", "root")
 
-    def __init__(self, *, root: str, annotations: dict[str, str], identity: dict[str, str]) -> None:
+    def __init__(
+        self,
+        *,
+        root: str,
+        annotations: dict[str, str],
+        identity: dict[str, str],
+        document: dict[str, Any],
+    ) -> None:
         self.root = root
         self.annotations = annotations
         self.identity = identity
+        self.document = document
 
 
 # Who the container belongs to, as the node's components wrote it: containerd, CRI-O.
@@ -146,7 +158,11 @@ def read_config(
     bundle: str, hint: str = "the runtime that started the hook keeps config.json in the bundle"
 ) -> bytes:
     """Read config.json, all of it; BundleError with `hint` when it is not there to be read."""
-    path = f"{bundle}/config.json"
+    return read_file(f"{bundle}/config.json", hint)
+
+
+def read_file(path: str, hint: str) -> bytes:
+    """Read a file of the runtime's or engine's, all of it; BundleError with `hint` otherwise."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
@@ -176,10 +192,7 @@ def may_mention_us(config: bytes) -> bool:
 def parse_config(data: bytes, bundle: str) -> Bundle:
     """Check config.json; `root` is absolute afterwards and is not the host's own."""
     path = f"{show(bundle)}/config.json"
-    document = _parse_object(
-        data, BundleError, path, "the runtime has to write a valid config.json"
-    )
-    annotations = _annotations(document, BundleError, path)
+    document, annotations, identity = parse_document(data, path)
     section = document.get("root")
     root = section.get("path") if type(section) is dict else None
     hint = "root.path names the container's root file system, below the bundle or absolute"
@@ -188,11 +201,20 @@ def parse_config(data: bytes, bundle: str) -> Bundle:
     root = os.path.normpath(os.path.join(bundle, root))
     if root.strip("/") == "":
         raise BundleError(f"root.path in {path} is the host's own root", hint=hint)
+    return Bundle(root=root, annotations=annotations, identity=identity, document=document)
+
+
+def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Give config.json, its annotations, and whose container it is; `name` is for the reader."""
+    document = _parse_object(
+        data, BundleError, name, "the runtime has to write a valid config.json"
+    )
+    annotations = _annotations(document, BundleError, name)
     identity: dict[str, str] = {}
-    for name, field in IDENTITY.items():
-        if name in annotations and len(annotations[name]) <= ID_LIMIT:
-            identity.setdefault(field, annotations[name])
-    return Bundle(root=root, annotations=annotations, identity=identity)
+    for annotation, field in IDENTITY.items():
+        if annotation in annotations and len(annotations[annotation]) <= ID_LIMIT:
+            identity.setdefault(field, annotations[annotation])
+    return document, annotations, identity
 
 
 def our_annotations(state: State, bundle: Bundle) -> dict[str, str]:

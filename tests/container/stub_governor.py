@@ -26,6 +26,7 @@ class StubGovernor:
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
         self.mode = "grant"
+        self.minor: int | None = None  # of its GPU's device node
         self.before_admit: Callable[[], None] = lambda: None
         self.schema = json.loads((ROOT / "governor" / "protocol.schema.json").read_text())
         self.requests: list[dict[str, Any]] = []
@@ -115,7 +116,7 @@ class StubGovernor:
             return b'["what?"]\n'
         answer: dict[str, Any] = {"ok": True}
         with self.lock:
-            if request["op"] == "admit" and self.mode == "refuse":
+            if request["op"] in ("admit", "reserve") and self.mode == "refuse":
                 message = "GPU memory: 8Gi asked, 2Gi free on every GPU"
                 answer = {
                     "ok": False,
@@ -130,10 +131,16 @@ class StubGovernor:
                 answer |= {
                     "key": directory.name,
                     "directory": str(directory),
-                    "devices": [{"uuid": GPU, "index": 0}],
+                    "devices": [{"uuid": GPU, "index": 0, "minor": self.minor}],
                     "memory": 8 << 30,
                     "compute": 50,
                     "compute_limit": 50,
+                }
+            elif request["op"] == "reserve":
+                answer |= {
+                    "reservation": f"token{len(self.requests)}",
+                    "expires_s": 30,
+                    "devices": [{"uuid": GPU, "index": 0, "minor": self.minor}],
                 }
             elif request["op"] == "confirm" and self.mode == "deny-confirm":
                 answer = {

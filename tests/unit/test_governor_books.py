@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from governor.books import MIB, Books, Device, Quota, complete_quota
+from governor.books import MIB, Books, Device, Nodes, Quota, complete_quota
 from governor.config import Config, Defaults
 from governor.errors import RefusedError
 from oci_hook.request import Request, parse_annotations
@@ -255,3 +257,48 @@ def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
     assert chosen(books, "c", memory="2Gi") == [0]
     books.set_closed(gpus(3)[1].uuid, None)
     assert chosen(books, "b", memory="2Gi", strategy="mps") == [1]
+
+
+def with_nodes(n: int) -> Books:
+    """Return books of GPUs whose nodes are numbered from behind."""
+    devices = [replace(device, minor=n - 1 - device.index) for device in gpus(n)]
+    return Books(devices, Config())
+
+
+def test_a_gpu_is_chosen_among_those_whose_nodes_a_container_has() -> None:
+    books = with_nodes(3)
+    _, devices = books.admit("a", ask(memory="1Gi"), Nodes(frozenset({0})))
+    assert [device.index for device in devices] == [2]
+    _, devices = books.admit("b", ask(memory="1Gi", count=2), Nodes(frozenset({0, 1})))
+    assert [device.index for device in devices] == [1, 2]
+
+
+def test_who_was_given_gpus_by_name_gets_each_of_them() -> None:
+    books = with_nodes(3)
+    nodes = Nodes(frozenset({0, 2}), exact=True)
+    _, devices = books.admit("a", ask(memory="1Gi"), nodes)
+    assert [device.index for device in devices] == [0, 2]
+    _, devices = books.admit("b", ask(memory="1Gi", count=1), nodes)
+    assert len(devices) == 1
+
+
+@pytest.mark.parametrize(
+    ("annotations", "minors", "line"),
+    [
+        ({"devices": "0"}, {0, 1}, "names GPU 0, whose node /dev/nvidia2 the container does"),
+        ({"count": 2}, {1}, "count is 2, the container has /dev/nvidia1"),
+        ({}, {7, 9}, "the container has /dev/nvidia7, /dev/nvidia9, which is no GPU"),
+    ],
+)
+def test_a_gpu_without_its_node_is_refused(
+    annotations: dict[str, object], minors: set[int], line: str
+) -> None:
+    books = with_nodes(3)
+    with pytest.raises(RefusedError, match=line):
+        books.admit("a", ask(memory="1Gi", **annotations), Nodes(frozenset(minors)))
+    assert all(gpu["containers"] == 0 for gpu in books.describe()["gpus"])
+
+
+def test_nodes_that_nobody_knows_forbid_nothing() -> None:
+    books = Books(gpus(2), Config())
+    assert books.admit("a", ask(memory="1Gi", devices="1"), Nodes(frozenset({0})))[1][0].index == 1

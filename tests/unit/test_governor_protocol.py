@@ -26,7 +26,7 @@ from governor.arbiter import WHOLE, Runner, load_library
 from governor.books import Books, Device
 from governor.config import Config
 from governor.container import container_key
-from governor.server import LINE_LIMIT, SCHEMA_FILE, Server
+from governor.server import LINE_LIMIT, RESERVED_S, SCHEMA_FILE, Server
 from libcontrol import layout, pages
 
 GIB = 1 << 30
@@ -40,6 +40,12 @@ ADMIT: dict[str, Any] = {
     "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "60"},
     "identity": {"user": "root"},
 }
+RESERVE = {
+    "v": 1,
+    "op": "reserve",
+    "annotations": ADMIT["annotations"],
+    "identity": {},
+}
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
 
 
@@ -50,7 +56,7 @@ class Governor:
         self.directory = directory
         config = Config(runtime_dir=str(directory), library_dir=str(library_dir))
         self.runner = Runner(load_library(library_dir), config)
-        devices = [Device(0, UUID, "simulated", 16 * GIB)]
+        devices = [Device(0, UUID, "simulated", 16 * GIB, 0)]
         self.server = Server(config, Books(devices, config), {UUID: self.runner})
         self.path = str(directory / "governor.sock")
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -170,6 +176,9 @@ def listed(governor: Governor) -> list[str]:
     [
         ADMIT,
         {**ADMIT, "annotations": {}, "identity": {}},
+        {**ADMIT, "reservation": "x", "nodes": [0, 1], "exact": True},
+        RESERVE,
+        {**RESERVE, "replaces": "x" * 64},
         {"v": 1, "op": "confirm"},
         {"v": 1, "op": "list"},
         {"v": 1, "op": "gpus"},
@@ -214,6 +223,12 @@ BAD: list[Any] = [
     {**ADMIT, "identity": {"uid": 0}},
     {**ADMIT, "bundle": "x" * 4097},
     {**ADMIT, "more": 1},
+    {**ADMIT, "nodes": [-1]},
+    {**ADMIT, "nodes": [0] * 257},
+    {**ADMIT, "exact": 1},
+    {**RESERVE, "id": "one"},
+    {**RESERVE, "replaces": "x" * 65},
+    {"v": 1, "op": "reserve"},
 ]
 
 
@@ -262,7 +277,7 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
             "ok": True,
             "key": container_key("one"),
             "directory": str(directory),
-            "devices": [{"uuid": UUID, "index": 0}],
+            "devices": [{"uuid": UUID, "index": 0, "minor": 0}],
             "memory": 4 * GIB,
             "compute": 60,
             "compute_limit": 60,
@@ -285,6 +300,46 @@ def test_an_admission_that_is_not_confirmed_is_taken_back(governor: Governor, pi
             assert governor.directories() == [container_key("one")]
         wait_for(lambda: listed(governor) == [])
         assert governor.directories() == []
+
+
+def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        answer = client.ask(RESERVE)
+        assert answer["devices"] == [{"uuid": UUID, "index": 0, "minor": 0}]
+        assert answer["expires_s"] == RESERVED_S
+        token = answer["reservation"]
+        assert client.error(RESERVE)[0] == "refused"  # each takes more than half
+        assert client.error(ADMIT, pidfd)[0] == "refused"
+        assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
+        assert client.error({**ADMIT, "id": "two", "reservation": token}, pidfd)[0] == "refused"
+        assert listed(governor) == ["one"]
+
+
+def test_a_reservation_that_is_replaced_is_gone(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        first = client.ask(RESERVE)["reservation"]
+        second = client.ask({**RESERVE, "replaces": first})["reservation"]
+        assert first != second
+        assert client.error({**ADMIT, "reservation": first}, pidfd)[0] == "refused"
+        assert client.ask({**ADMIT, "reservation": second}, pidfd)["ok"]
+
+
+def test_a_reservation_that_nobody_confirms_expires(
+    governor: Governor, pidfd: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("governor.server.RESERVED_S", 0.2)
+    with Client(governor) as client:
+        token = client.ask(RESERVE)["reservation"]
+        wait_for(lambda: client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100)
+        # Who comes late gets what there is.
+        assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
+
+
+def test_a_refused_reservation_leaves_nothing(governor: Governor) -> None:
+    with Client(governor) as client:
+        wrong = {**RESERVE, "annotations": {"tidegate.gpu/memory": "1Ti"}}
+        assert client.error(wrong)[0] == "refused"
+        assert client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100
 
 
 def test_release(governor: Governor, pidfd: int) -> None:

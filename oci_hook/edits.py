@@ -1,0 +1,251 @@
+"""What config.json needs for a container that shares a GPU: one model for every way in.
+
+The wrapper runtime and Podman's `precreate` edit with it before the container is made, because only
+device nodes that config.json names outlast a reload of systemd. The mounts are the hook's, later.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any, NamedTuple
+
+from oci_hook.errors import BundleError, DeviceError, show
+from oci_hook.state import PREFIX
+
+RESERVATION = PREFIX + "reservation"
+GPU_MAJOR = 195  # Linux's devices.txt: nvidia
+GPU_MINORS = 254  # modeset and control are behind
+CONTROL = ("nvidiactl", "nvidia-uvm")
+HOOK_ENV = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin",)
+HOOK_TIMEOUT = 30
+STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
+# What puts NVIDIA's driver into a container by itself, after our hook or before.
+FOREIGN = (
+    "nvidia-container-runtime-hook",
+    "nvidia-container-toolkit",
+    "nvidia-container-cli",
+    "nvidia-cdi-hook",
+    "nvidia-ctk",
+)
+
+
+class Node(NamedTuple):
+    """A device node: the path that it has in the container."""
+
+    path: str
+    major: int
+    minor: int
+
+
+class Entry(NamedTuple):
+    """How the hook is entered into config.json."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+
+
+def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
+    """Give a member that is an object; one that is absent or null is made."""
+    value = parent.get(name)
+    if value is None:
+        value = parent[name] = {}
+    if type(value) is not dict:
+        raise BundleError(
+            f"{name} in config.json is {type(value).__name__}, not an object",
+            hint="whatever wrote config.json has to write it as the OCI specification says",
+        )
+    return value
+
+
+def _list(parent: dict[str, Any], name: str) -> list[Any]:
+    """Give a member that is a list; one that is absent or null is made."""
+    value = parent.get(name)
+    if value is None:
+        value = parent[name] = []
+    if type(value) is not list:
+        raise BundleError(
+            f"{name} in config.json is {type(value).__name__}, not a list",
+            hint="whatever wrote config.json has to write it as the OCI specification says",
+        )
+    return value
+
+
+def _members(document: dict[str, Any], outer: str, name: str) -> list[dict[str, Any]]:
+    """Give the objects in a list of config.json, for reading: what is not as it should be is left.
+
+    The runtime has checked it, or will.
+    """
+    section = document.get(outer) if outer else document
+    value = section.get(name) if type(section) is dict else None
+    return [item for item in value if type(item) is dict] if type(value) is list else []
+
+
+def gpu_nodes(document: dict[str, Any]) -> tuple[int, ...]:
+    """Give the minor numbers of the GPUs whose nodes config.json makes."""
+    return tuple(
+        sorted(
+            {
+                device["minor"]
+                for device in _members(document, "linux", "devices")
+                if device.get("major") == GPU_MAJOR
+                and type(device.get("minor")) is int
+                and 0 <= device["minor"] < GPU_MINORS
+            }
+        )
+    )
+
+
+def foreign_driver(document: dict[str, Any]) -> str:
+    """Give what else puts a driver into the container, or nothing."""
+    for stage in STAGES:
+        for hook in _members(document, "hooks", stage):
+            name = os.path.basename(str(hook.get("path")))
+            if name in FOREIGN:
+                return f"hook {name}"
+    for mount in _members(document, "", "mounts"):
+        where = str(mount.get("destination"))
+        if os.path.basename(where).startswith("libcuda.so."):
+            return f"mount on {show(where)}"
+    return ""
+
+
+def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
+    """Give the nodes that a container with these GPUs needs, as the host has them.
+
+    A node without NVIDIA's control device has simulated GPUs, which are no devices.
+    """
+    if not os.path.exists(f"{directory}/nvidiactl"):
+        return ()
+    nodes = []
+    for name in (*CONTROL, *(f"nvidia{minor}" for minor in minors)):
+        path = f"{directory}/{name}"
+        try:
+            status = os.stat(path)
+        except OSError as e:
+            raise DeviceError(
+                f"device node {path}: {e.strerror}",
+                hint="make it with `nvidia-modprobe -u -c 0`, or see whether the driver runs",
+            ) from e
+        if not stat.S_ISCHR(status.st_mode):
+            raise DeviceError(
+                f"device node {path} is no character device",
+                hint="remove it, and make it with `nvidia-modprobe -u -c 0`",
+            )
+        nodes.append(Node(f"/dev/{name}", os.major(status.st_rdev), os.minor(status.st_rdev)))
+    return tuple(nodes)
+
+
+def check_devices(directory: str, minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
+    """Refuse a container without the nodes of GPUs that it was granted: programs find none."""
+    if not os.path.exists(f"{directory}/nvidiactl"):
+        return
+    missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
+    if missing:
+        raise DeviceError(
+            f"the container has no {', '.join(missing)}, the node of a GPU that it was granted",
+            hint="start it by tidegate-runtime, with a device of tidegate.gpu/shared, or with"
+            f" --device {missing[0]}",
+        )
+
+
+def _edit_devices(document: dict[str, Any], nodes: tuple[Node, ...]) -> None:
+    """Let a container have these nodes, and no other GPU's."""
+    linux = _object(document, "linux")
+    devices = _list(linux, "devices")
+    paths = {node.path for node in nodes}
+    numbers = {(node.major, node.minor) for node in nodes}
+    devices[:] = [
+        device
+        for device in devices
+        if type(device) is not dict
+        or not (device.get("path") in paths or _is_gpu(device.get("major"), device.get("minor")))
+    ]
+    rules = _list(_object(linux, "resources"), "devices")
+    rules[:] = [
+        rule
+        for rule in rules
+        if type(rule) is not dict
+        or rule.get("allow") is not True
+        or not (
+            (rule.get("major"), rule.get("minor")) in numbers
+            or _is_gpu(rule.get("major"), rule.get("minor"))
+        )
+    ]
+    for node in nodes:
+        devices.append(
+            {
+                "path": node.path,
+                "type": "c",
+                "major": node.major,
+                "minor": node.minor,
+                "fileMode": 0o666,
+                "uid": 0,
+                "gid": 0,
+            }
+        )
+        rules.append(
+            {
+                "allow": True,
+                "type": "c",
+                "major": node.major,
+                "minor": node.minor,
+                "access": "rw",
+            }
+        )
+
+
+def _is_gpu(major: object, minor: object) -> bool:
+    return major == GPU_MAJOR and (type(minor) is not int or 0 <= minor < GPU_MINORS)
+
+
+def _edit_hooks(document: dict[str, Any], entry: Entry) -> None:
+    """Enter the hook once, whoever entered it before."""
+    hooks = _object(document, "hooks")
+    for stage in list(hooks):
+        if type(hooks[stage]) is list:
+            kept = [h for h in hooks[stage] if type(h) is not dict or h.get("path") != entry.path]
+            if kept:
+                hooks[stage] = kept
+            else:
+                del hooks[stage]
+    for stage in ("createRuntime", "poststop"):
+        _list(hooks, stage).append(
+            {
+                "path": entry.path,
+                "args": [os.path.basename(entry.path), *entry.arguments, stage],
+                "env": list(HOOK_ENV),
+                "timeout": HOOK_TIMEOUT,
+            }
+        )
+
+
+def _edit_environment(document: dict[str, Any]) -> None:
+    """Tell NVIDIA's own runtime and hook, which images ask by their environment, to stay away."""
+    process = document.get("process")
+    environment = process.get("env") if type(process) is dict else None
+    if type(environment) is list:
+        environment[:] = [
+            "NVIDIA_VISIBLE_DEVICES=void"
+            if type(variable) is str and variable.startswith("NVIDIA_VISIBLE_DEVICES=")
+            else variable
+            for variable in environment
+        ]
+
+
+def edit(
+    document: dict[str, Any],
+    *,
+    annotations: dict[str, str],
+    reservation: str,
+    nodes: tuple[Node, ...],
+    entry: Entry,
+) -> None:
+    """Edit config.json, which stays as it is besides; to do it twice changes nothing more."""
+    own = _object(document, "annotations")
+    own |= annotations
+    own[RESERVATION] = reservation
+    if nodes:
+        _edit_devices(document, nodes)
+    _edit_hooks(document, entry)
+    _edit_environment(document)

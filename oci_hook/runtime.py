@@ -1,0 +1,241 @@
+"""The wrapper runtime: takes the place of runc or crun, and edits config.json before them.
+
+Every command of an engine goes through here, so what is not about a new container costs the
+interpreter's start and an execve.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+CONFIG = "/etc/tidegate/runtime"
+RUNTIMES = ("/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc", "/usr/bin/crun")
+HOOK = "/usr/bin/tidegate-hook"
+COMMANDS = frozenset(
+    (
+        *("checkpoint", "create", "delete", "events", "exec", "features", "help", "init", "kill"),
+        *("list", "mounts", "pause", "ps", "restore", "resume", "run", "spec", "start", "state"),
+        *("update", "version"),
+    )
+)
+MAKING = ("create", "run", "restore")
+
+
+class Call:
+    """What the engine asks for."""
+
+    __slots__ = ("bundle", "command", "config", "ident", "log", "log_format")
+
+    def __init__(self) -> None:
+        self.command = self.bundle = self.config = self.ident = self.log = self.log_format = ""
+
+
+def parse_call(arguments: list[str]) -> Call:
+    """Find what matters in a command line of runc's or crun's.
+
+    The command is the first word that is one: which options take a value differs between them.
+    """
+    call = Call()
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if not call.command and argument in COMMANDS:
+            call.command = argument
+        elif name in ("--log", "--log-format", "-b", "--bundle", "-bundle", "-f", "--config"):
+            if name in ("-f", "--config") and not call.command:
+                continue  # crun's, of the command only
+            if not equals:
+                value = next(rest, "")
+            field = {"--log": "log", "--log-format": "log_format"}.get(
+                name, "config" if name in ("-f", "--config") else "bundle"
+            )
+            # crun says where a log is: file:PATH, journald:NAME.
+            setattr(call, field, value.removeprefix("file:") if field == "log" else value)
+        elif call.command and not argument.startswith("-"):
+            call.ident = argument
+    return call
+
+
+class Node:
+    """The node's settings, one a line: a name, a blank, a value."""
+
+    __slots__ = (
+        "dev_dir",
+        "environment",
+        "hook",
+        "hook_arguments",
+        "log",
+        "runtime",
+        "runtime_dir",
+    )
+
+    def __init__(self) -> None:
+        self.runtime = ""
+        self.environment = ""
+        self.hook = HOOK
+        self.hook_arguments = ""
+        self.runtime_dir = "/run/tidegate"
+        self.dev_dir = "/dev"
+        self.log = ""
+
+
+def read_node(path: str) -> Node:
+    """Read the settings; no file says nothing, one that is wrong ends the start."""
+    node = Node()
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read(1 << 16).splitlines()
+    except FileNotFoundError:
+        lines = []
+    except (OSError, ValueError) as e:
+        raise SystemExit(_fail(f"{path}: {e}; make it readable text")) from e
+    for number, line in enumerate(lines, 1):
+        name, _, value = line.strip().partition(" ")
+        field = name.replace("-", "_")
+        if not name or name.startswith("#"):
+            continue
+        if field not in Node.__slots__ or not value.strip():
+            known = ", ".join(slot.replace("_", "-") for slot in Node.__slots__)
+            raise SystemExit(
+                _fail(f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value")
+            )
+        setattr(node, field, value.strip())
+    if node.environment not in ("", "allow", "ignore"):
+        raise SystemExit(
+            _fail(f"{path}: environment is '{node.environment[:80]}'; write allow or ignore")
+        )
+    if not node.runtime:
+        node.runtime = next((r for r in RUNTIMES if os.access(r, os.X_OK)), "")
+    if not node.runtime.startswith("/"):
+        raise SystemExit(
+            _fail(
+                "no runtime to execute; install runc or crun, or write `runtime /its/path`"
+                f" to {path}"
+            )
+        )
+    return node
+
+
+def _fail(line: str) -> int:
+    from oci_hook.log import complain
+
+    complain(f"tidegate-runtime: {line}")
+    return 78
+
+
+def _tell_engine(call: Call, line: str) -> None:
+    """Write the line where the engine looks for it: containerd's shim reads the runtime's log."""
+    if not call.log or call.log.startswith(("journald:", "syslog:")):
+        return
+    import json
+    import time
+
+    if call.log_format == "json":
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        text = json.dumps({"level": "error", "msg": line, "time": now})
+    else:
+        text = f"level=error msg={json.dumps(line)}"
+    try:
+        flags = (
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        )
+        fd = os.open(call.log, flags, 0o640)
+        os.write(fd, text.encode() + b"\n")
+        os.close(fd)
+    except OSError:
+        pass
+
+
+def replace_file(path: str, data: bytes) -> None:
+    """Put `data` in a file's place: whoever reads it finds all of the old or all of the new."""
+    directory, name = os.path.split(path)
+    dirfd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    temporary = f".{name}.tidegate-{os.getpid()}"
+    try:
+        old = os.stat(name, dir_fd=dirfd, follow_symlinks=False)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600, dir_fd=dirfd)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(fd, old.st_uid, old.st_gid)
+            os.fchmod(fd, old.st_mode & 0o7777)
+            os.rename(temporary, name, src_dir_fd=dirfd, dst_dir_fd=dirfd)
+        except BaseException:
+            os.unlink(temporary, dir_fd=dirfd)
+            raise
+        finally:
+            os.close(fd)
+    finally:
+        os.close(dirfd)
+
+
+def prepare(call: Call, node: Node) -> None:
+    """Edit config.json where the container asks for a GPU; HookError says why it cannot start."""
+    from oci_hook.state import may_mention_us, read_file
+
+    bundle = os.path.abspath(call.bundle or ".")
+    path = os.path.join(bundle, call.config) if call.config else f"{bundle}/config.json"
+    data = read_file(path, "the engine keeps config.json in the bundle")
+    allowed = node.environment == "allow"
+    if not may_mention_us(data) and not (allowed and b"TIDEGATE_" in data):
+        return
+    from oci_hook.edits import Entry
+    from oci_hook.errors import BundleError, show
+    from oci_hook.reserve import Settings, edit_config
+
+    settings = Settings(
+        entry=Entry(node.hook, tuple(node.hook_arguments.split())),
+        runtime_dir=node.runtime_dir,
+        dev_dir=node.dev_dir,
+        environment=allowed,
+    )
+    edited = edit_config(data, path, settings)
+    if edited is None:
+        return
+    try:
+        replace_file(path, edited)
+    except OSError as e:
+        raise BundleError(
+            f"{show(path)} cannot be replaced: {e.strerror}",
+            hint="the engine has to keep its bundles in a directory that root can write to",
+        ) from e
+
+
+def main() -> None:
+    """Edit where it is due, and become the real runtime."""
+    arguments = sys.argv[1:]
+    config = CONFIG
+    if arguments[:1] == ["--tidegate-config"]:
+        config = arguments[1] if len(arguments) > 1 else ""
+        arguments = arguments[2:]
+    node = read_node(config)
+    call = parse_call(arguments)
+    if call.command in MAKING:
+        from oci_hook.errors import HookError, InternalError, show
+        from oci_hook.log import Event, complain
+
+        try:
+            prepare(call, node)
+        except Exception as e:  # noqa: BLE001 - an engine gets one line, whatever happened
+            error = (
+                e
+                if isinstance(e, HookError)
+                else InternalError(
+                    f"{type(e).__name__}: {show(e)}",
+                    hint="report this at the project's issue tracker",
+                )
+            )
+            event = Event("runtime", node.log or None)
+            event.fields["id"] = show(call.ident, 128)
+            complain(error.line())
+            _tell_engine(call, error.line())
+            event.emit("failed", code=error.code, message=error.message, hint=error.hint)
+            sys.exit(error.status)
+    try:
+        os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - that is what we are for
+    except OSError as e:
+        sys.exit(_fail(f"{node.runtime}: {e.strerror}; write `runtime /its/path` to {config}"))

@@ -1,0 +1,281 @@
+"""The wrapper runtime and Podman's precreate: config.json is edited, then the real runtime runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container.bundles import GPU, HOOK, Bundle, Ran, Runtime, base_config
+from tests.container.conftest import Node
+
+WRAPPER = HOOK.with_name("tidegate-runtime")
+OURS = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
+NODES = (("nvidiactl", 195, 255), ("nvidia-uvm", 507, 0), ("nvidia0", 195, 0), ("nvidia1", 195, 1))
+
+
+class Wrapped(Runtime):
+    """runc or crun behind the wrapper."""
+
+    settings: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        """Give a command line."""
+        command = super().command(*arguments)
+        at = command.index(self.name)
+        return [
+            *command[:at],
+            str(WRAPPER),
+            "--tidegate-config",
+            str(self.settings),
+            *command[at + 1 :],
+        ]
+
+
+def path_of(name: str) -> str:
+    """Where a runtime is."""
+    return next(p for p in (f"/usr/sbin/{name}", f"/usr/bin/{name}") if os.access(p, os.X_OK))
+
+
+@pytest.fixture
+def dev(node: Node) -> Path:
+    """Device nodes as a host with two GPUs has them; nobody opens them."""
+    directory = node.base / "dev"
+    directory.mkdir()
+    for name, major, minor in NODES:
+        os.mknod(directory / name, stat.S_IFCHR | 0o666, os.makedev(major, minor))
+    node.governor.minor = 0
+    return directory
+
+
+@pytest.fixture
+def wrapped(node: Node, dev: Path, runtime: Runtime) -> Wrapped:
+    wrapper = Wrapped(runtime.name, runtime.state)
+    wrapper.settings = node.base / "runtime.conf"
+    write_settings(wrapper.settings, node, dev, path_of(runtime.name))
+    return wrapper
+
+
+def write_settings(path: Path, node: Node, dev: Path, real: str, *more: str) -> None:
+    """Write what /etc/tidegate/runtime says on a node."""
+    arguments = " ".join((*node.hook[1:], "--dev-dir", str(dev)))
+    lines = [
+        "# the node's settings",
+        f"runtime {real}",
+        f"hook {node.hook[0]}",
+        f"hook-arguments {arguments}",
+        f"runtime-dir {node.base / 'run'}",
+        f"dev-dir {dev}",
+        f"log {node.base / 'runtime.log'}",
+        *more,
+    ]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def plain(node: Node, command: str, annotations: dict[str, str] | None = None) -> Bundle:
+    """Give a bundle as an engine makes one: nobody has entered the hook."""
+    bundle = node.bundle(command)
+    bundle.config = base_config(command, annotations=OURS if annotations is None else annotations)
+    bundle.config["process"]["env"] += ["NVIDIA_VISIBLE_DEVICES=all"]
+    return bundle
+
+
+def written(bundle: Bundle) -> dict[str, Any]:
+    """Give config.json as it is now."""
+    config: dict[str, Any] = json.loads((bundle.path / "config.json").read_text())
+    return config
+
+
+def test_a_container_gets_its_gpu_s_nodes_and_the_hook(node: Node, wrapped: Wrapped) -> None:
+    bundle = plain(node, "ls /dev; ls -A /run/tidegate; echo $NVIDIA_VISIBLE_DEVICES")
+    bundle.config["x-unknown"] = {"kept": [1, 2.5, "ü"]}
+    bundle.config["linux"]["devices"] = [
+        {"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1},
+        {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
+    ]
+    ran = wrapped.run(bundle)
+    assert (ran.status, ran.stderr) == (0, "")
+    words = ran.stdout.split()
+    assert {"nvidia0", "nvidiactl", "nvidia-uvm", "fuse", "grant", "void"} <= set(words)
+    assert "nvidia1" not in words
+    node.governor.wait_idle()
+    reserve, admit, confirm, _ = node.governor.requests
+    assert [reserve["op"], admit["op"], confirm["op"]] == ["reserve", "admit", "confirm"]
+    assert admit["reservation"] == "token1"
+    assert (admit["annotations"], admit["nodes"], admit["exact"]) == (OURS, [0], False)
+    config = written(bundle)
+    assert config["x-unknown"] == {"kept": [1, 2.5, "ü"]}
+    rules = [(r["major"], r["minor"], r["allow"]) for r in config["linux"]["resources"]["devices"]]
+    assert sorted(rules) == [(195, 0, True), (195, 255, True), (507, 0, True)]
+    assert all(entry["env"] for stage in config["hooks"].values() for entry in stage)
+
+
+def test_a_bundle_that_was_edited_is_edited_again(node: Node, wrapped: Wrapped) -> None:
+    """A restart: the reservation that was written down is replaced, nothing is entered twice."""
+    bundle = plain(node, "true")
+    assert wrapped.run(bundle).status == 0
+    first = written(bundle)
+    bundle.config = first
+    assert wrapped.run(bundle).status == 0
+    second = written(bundle)
+    assert second["annotations"].pop("tidegate.gpu/reservation") == "token5"
+    assert first["annotations"].pop("tidegate.gpu/reservation") == "token1"
+    assert second == first
+    assert node.governor.requests[4]["replaces"] == "token1"
+
+
+def test_a_container_that_asks_for_nothing_is_untouched(node: Node, wrapped: Wrapped) -> None:
+    bundle = plain(node, "ls /dev; echo $NVIDIA_VISIBLE_DEVICES", annotations={"other/name": "x"})
+    ran = wrapped.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert "nvidia" not in ran.stdout
+    assert "all" in ran.stdout.split()
+    assert written(bundle) == bundle.config
+    assert node.governor.requests == []
+
+
+@pytest.mark.parametrize(
+    ("annotations", "line"),
+    [
+        ({"tidegate.gpu/memry": "8Gi"}, "annotation tidegate.gpu/memry is unknown"),
+        ({"tidegate.gpu/memory": "8 GB"}, "annotation tidegate.gpu/memory is '8 GB'"),
+    ],
+)
+def test_what_is_wrong_is_said_where_the_engine_looks(
+    node: Node, wrapped: Wrapped, annotations: dict[str, str], line: str
+) -> None:
+    bundle = plain(node, "true", annotations=annotations)
+    bundle.write()
+    before = (bundle.path / "config.json").read_bytes()
+    log = node.base / "log.json"
+    done = subprocess.run(
+        wrapped.command(
+            "--log", str(log), "--log-format", "json", "run", "-b", str(bundle.path), "wrong"
+        ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 64
+    assert line in done.stderr
+    assert line in json.loads(log.read_text().splitlines()[-1])["msg"]
+    assert (bundle.path / "config.json").read_bytes() == before
+    assert node.governor.requests == []
+    event = json.loads((node.base / "runtime.log").read_text())
+    assert (event["stage"], event["outcome"], event["id"]) == ("runtime", "failed", "wrong")
+
+
+def test_a_refusal_starts_nothing(node: Node, wrapped: Wrapped) -> None:
+    node.governor.mode = "refuse"
+    bundle = plain(node, "touch /started")
+    ran = wrapped.run(bundle)
+    assert ran.status == 77
+    assert "8Gi asked, 2Gi free" in ran.stderr
+    assert not (bundle.rootfs / "started").exists()
+    assert written(bundle) == bundle.config
+
+
+def test_a_missing_node_is_named(node: Node, wrapped: Wrapped, dev: Path) -> None:
+    (dev / "nvidia-uvm").unlink()
+    ran = wrapped.run(plain(node, "true"))
+    assert ran.status == 73
+    assert "nvidia-uvm: No such file or directory" in ran.stderr
+    assert "nvidia-modprobe" in ran.stderr
+
+
+def test_the_environment_counts_only_where_the_node_says_so(
+    node: Node, wrapped: Wrapped, dev: Path
+) -> None:
+    bundle = plain(node, "ls -A /run", annotations={})
+    bundle.config["process"]["env"] += ["TIDEGATE_MEMORY=8Gi", "TIDEGATE_COMPUTE=50"]
+    assert "tidegate" not in wrapped.run(bundle).stdout
+    write_settings(wrapped.settings, node, dev, path_of(wrapped.name), "environment allow")
+    ran = wrapped.run(bundle)
+    assert "tidegate" in ran.stdout, ran.stderr
+    assert node.governor.requests[0]["annotations"] == OURS
+
+
+def test_nvidia_s_own_injection_is_refused(node: Node, wrapped: Wrapped) -> None:
+    """Both would bring a driver, and whose is found would be chance."""
+    bundle = plain(node, "true")
+    bundle.config["hooks"] = {"prestart": [{"path": "/usr/bin/nvidia-container-runtime-hook"}]}
+    ran = wrapped.run(bundle)
+    assert ran.status == 66
+    assert "nvidia-container-runtime-hook" in ran.stderr
+
+
+def test_other_commands_are_the_real_runtime_s(node: Node, wrapped: Wrapped) -> None:
+    done = subprocess.run(wrapped.command("--version"), capture_output=True, text=True, check=True)
+    command = [wrapped.name, "--root", str(wrapped.state), "--version"]
+    real = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == real.stdout
+    assert node.governor.requests == []
+
+
+def precreate(node: Node, dev: Path, data: bytes) -> Ran:
+    """Run the stage as Podman does."""
+    done = subprocess.run(
+        [*node.hook, "--dev-dir", str(dev), "precreate"],
+        input=data,
+        capture_output=True,
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def test_precreate_edits_what_comes_on_stdin(node: Node, dev: Path, runc: Runtime) -> None:
+    bundle = plain(node, "ls /dev; ls -A /run/tidegate")
+    answer = precreate(node, dev, json.dumps(bundle.config).encode())
+    assert (answer.status, answer.stderr) == (0, "")
+    bundle.config = json.loads(answer.stdout)
+    ran = runc.run(bundle)
+    assert {"nvidia0", "nvidiactl", "grant"} <= set(ran.stdout.split()), ran.stderr
+    assert [r["op"] for r in node.governor.requests[:3]] == ["reserve", "admit", "confirm"]
+
+
+def test_precreate_gives_back_what_asks_for_nothing(node: Node, dev: Path) -> None:
+    data = b'{"annotations": {"a": "b"},\n "process": {}}\n'
+    answer = precreate(node, dev, data)
+    assert (answer.status, answer.stdout) == (0, data.decode())
+    assert node.governor.requests == []
+
+
+def test_precreate_says_nothing_but_the_line_when_it_fails(node: Node, dev: Path) -> None:
+    answer = precreate(node, dev, b'{"annotations": {"tidegate.gpu/x": "y"}}')
+    assert (answer.status, answer.stdout) == (64, "")
+    assert answer.stderr.startswith("tidegate: annotation tidegate.gpu/x is unknown")
+
+
+def test_a_granted_gpu_without_its_node_is_refused(node: Node, dev: Path, runc: Runtime) -> None:
+    """Nobody has edited config.json: programs would find no GPU and say something obscure."""
+    bundle = node.bundle("true")
+    for entries in bundle.config["hooks"].values():
+        for entry in entries:
+            entry["args"][1:1] = ["--dev-dir", str(dev)]
+    ran = runc.run(bundle)
+    assert ran.status != 0
+    assert "the container has no /dev/nvidia0" in ran.stderr
+    assert GPU not in node.governor.admitted
+
+
+def test_nobody_can_skip_the_edits_by_an_annotation(node: Node, wrapped: Wrapped) -> None:
+    bundle = plain(node, "ls -A /run/tidegate", OURS | {"tidegate.gpu/reservation": "guess"})
+    ran = wrapped.run(bundle)
+    assert "grant" in ran.stdout, ran.stderr
+    assert node.governor.requests[0]["replaces"] == "guess"
+    assert node.governor.requests[1]["reservation"] == "token1"
+
+
+def test_a_configuration_that_is_wrong_is_said(
+    node: Node, wrapped: Wrapped, require: Callable[..., None]
+) -> None:
+    wrapped.settings.write_text("runtim /usr/bin/runc\n")
+    ran = wrapped.run(plain(node, "true"))
+    assert ran.status == 78
+    assert f"{wrapped.settings}:1: 'runtim /usr/bin/runc'; accepted are" in ran.stderr

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-VERBS = ("refresh", "verify", "gc", "check", "explain", "ps", "set")
+VERBS = ("refresh", "verify", "gc", "check", "explain", "ps", "set", "cdi")
 
 
 class Verb(Protocol):

@@ -432,6 +432,11 @@ class Container:
         except OSError as e:
             log.warning("container-not-told", container=self.identifier, error=e.strerror)
 
+    def is_process(self, pidfd: int) -> bool:
+        """Return whether a pidfd is of the container's first process, which lives."""
+        process = identify(pidfd)
+        return process.pid > 0 and process == self.row.process
+
     def pids(self) -> frozenset[int]:
         """Return the registered processes, by their pids on the host."""
         return frozenset(process.pid for process in self._processes.values())

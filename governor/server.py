@@ -234,7 +234,11 @@ class Server:
         if not descriptors:
             raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
         key = container_key(identifier)
-        if key in self.containers:
+        known = self.containers.get(key)
+        if known is not None and known.confirmed and known.is_process(descriptors[0]):
+            # The hook is entered twice, by two who each make sure that it is.
+            return {**self._grant(known), "already": True}
+        if known is not None:
             raise RefusedError(
                 f"a container {identifier[:64]!r} is registered already",
                 hint="delete it first, or give this one another name",
@@ -285,14 +289,15 @@ class Server:
             compute_limit=quota.compute_limit,
             strategy=container.strategy,
         )
+        return self._grant(container)
+
+    def _grant(self, container: Container) -> dict[str, Any]:
         return {
             "ok": True,
             "key": container.key,
             "directory": str(container.directory),
-            "devices": _describe(devices),
-            "memory": quota.memory,
-            "compute": quota.compute,
-            "compute_limit": quota.compute_limit,
+            "devices": _describe(container.devices),
+            **asdict(container.quota),
             "strategy": container.strategy,
         }
 
@@ -307,7 +312,7 @@ class Server:
                 hint=f"try again in {RESERVED_S:g} s",
             )
         token = secrets.token_hex(16)
-        quota, devices = self._books.admit(_reservation(token), parsed)
+        quota, devices = self._books.admit(_reservation(token), parsed, _nodes(request))
         expiry = asyncio.get_running_loop().call_later(RESERVED_S, self._expire, token)
         self._reserved[token] = (devices, expiry)
         return {

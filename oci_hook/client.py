@@ -22,6 +22,7 @@ class Grant(NamedTuple):
     compute: int
     strategy: str = "timeslice"
     minors: tuple[int, ...] = ()  # of the GPUs' device nodes, as far as they have any
+    already: bool = False  # the hook has run for this container
 
 
 class Reservation(NamedTuple):
@@ -136,6 +137,7 @@ class Client:
                 compute=int(answer["compute"] or 0),
                 strategy=str(answer.get("strategy", "timeslice")),
                 minors=_minors(answer),
+                already=answer.get("already") is True,
             )
         except (KeyError, TypeError, ValueError) as e:
             raise self._bad("admit", answer) from e
@@ -148,12 +150,10 @@ class Client:
         return grant
 
     def reserve(
-        self, annotations: dict[str, str], identity: dict[str, str], replaces: str
+        self, annotations: dict[str, str], identity: dict[str, str], **more: object
     ) -> Reservation:
         """Have GPUs kept for a container that is about to be made."""
-        answer = self._request(
-            "reserve", annotations=annotations, identity=identity, replaces=replaces[:64]
-        )
+        answer = self._request("reserve", annotations=annotations, identity=identity, **more)
         try:
             return Reservation(str(answer["reservation"]), _minors(answer))
         except (KeyError, TypeError, ValueError) as e:

@@ -110,6 +110,14 @@ def foreign_driver(document: dict[str, Any]) -> str:
     return ""
 
 
+def governed_by(document: dict[str, Any], path: str) -> bool:
+    """Tell whether a device of ours was asked for by name: CDI enters the hook so."""
+    return any(
+        hook.get("path") == path and type(hook.get("args")) is list and "--governed" in hook["args"]
+        for hook in _members(document, "hooks", "createRuntime")
+    )
+
+
 def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
     """Give the nodes that a container with these GPUs needs, as the host has them.
 

@@ -191,6 +191,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
             exact=options.governed,
         )
         event.phase("admit")
+        if grant.already:
+            return "prepared-already"
         check_devices(options.dev_dir, grant.minors, nodes)
         plan = plan_container(manifest, share, grant, image)
         event.fields |= {

@@ -9,7 +9,15 @@ import json
 from typing import Any, NamedTuple
 
 from oci_hook.client import Client
-from oci_hook.edits import RESERVATION, Entry, edit, foreign_driver, host_nodes
+from oci_hook.edits import (
+    RESERVATION,
+    Entry,
+    edit,
+    foreign_driver,
+    governed_by,
+    gpu_nodes,
+    host_nodes,
+)
 from oci_hook.errors import BundleError, show
 from oci_hook.request import check_request, parse_annotations
 from oci_hook.state import PREFIX, parse_document
@@ -75,7 +83,14 @@ def edit_config(data: bytes, name: str, settings: Settings) -> bytes | None:
     check_request(request, ours)
     client = Client(settings.runtime_dir, settings.timeout)
     try:
-        answer = client.reserve(ours, identity, replaces)
+        answer = client.reserve(
+            ours,
+            identity,
+            replaces=replaces[:64],
+            # Those of a reservation were our own choice, and may be another now.
+            nodes=() if replaces else gpu_nodes(document),
+            exact=governed_by(document, settings.entry.path),
+        )
     finally:
         client.close()
     nodes = host_nodes(settings.dev_dir, answer.minors)

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +271,7 @@ def test_nobody_can_skip_the_edits_by_an_annotation(node: Node, wrapped: Wrapped
     assert node.governor.requests[1]["reservation"] == "token1"
 
 
-def test_a_configuration_that_is_wrong_is_said(
-    node: Node, wrapped: Wrapped, require: Callable[..., None]
-) -> None:
+def test_a_configuration_that_is_wrong_is_said(node: Node, wrapped: Wrapped) -> None:
     wrapped.settings.write_text("runtim /usr/bin/runc\n")
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 78

@@ -365,6 +365,26 @@ def test_an_id_is_admitted_once(governor: Governor, pidfd: int) -> None:
     assert listed(governor) == ["one"]
 
 
+def test_a_hook_that_is_entered_twice_finds_its_container_prepared(
+    governor: Governor, pidfd: int
+) -> None:
+    with Client(governor) as client, Client(governor) as other:
+        answer = client.ask(ADMIT, pidfd)
+        assert other.error(ADMIT, pidfd)[0] == "refused"  # the first is still at it
+        assert client.ask({"v": 1, "op": "confirm"})["ok"]
+        assert other.ask(ADMIT, pidfd) == {**answer, "already": True}
+    assert listed(governor) == ["one"]
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        fd = os.pidfd_open(stranger.pid)
+        with Client(governor) as client:
+            assert client.error(ADMIT, fd)[0] == "refused"
+        os.close(fd)
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 def test_an_admission_without_a_pidfd_is_refused(governor: Governor) -> None:
     with Client(governor) as client:
         assert client.error(ADMIT) == ("request", "admit came without a pidfd")

@@ -1,0 +1,95 @@
+"""`tidegate cdi`: the node's GPUs as CDI devices, for engines that know CDI."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from governor.cdi import HOOK, KIND, make_spec
+from governor.errors import GovernorError
+
+SUMMARY = "Describe the node's GPUs to engines that know CDI"
+FILE = "/var/run/cdi/tidegate.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what can be done, and its options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    generate = actions.add_parser(
+        "generate",
+        help="write the specification",
+        description="Write the specification of the GPUs that the driver tells of.",
+    )
+    generate.add_argument(
+        "--output",
+        metavar="FILE",
+        help=f"write it there, in one step; engines read {FILE} and /etc/cdi (default: print it)",
+    )
+    generate.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
+    generate.add_argument(
+        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
+    )
+    generate.add_argument(
+        "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"
+    )
+    for action in (
+        generate,
+        actions.add_parser(
+            "list",
+            help="name the devices",
+            description="Name the devices as engines are to be asked for them.",
+        ),
+    ):
+        action.add_argument(
+            "--driver-dir",
+            default="/var/lib/tidegate/driver",
+            metavar="DIR",
+            help="the driver's mirror (%(default)s)",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it, and return the exit status."""
+    from governor.daemon import find_devices, original_nvml
+    from vdriver.nvml import Nvml
+
+    with Nvml(original_nvml(args.driver_dir)) as nvml:
+        devices, _ = find_devices(nvml)
+    if args.action == "list":
+        for device in devices:
+            print(f"{KIND}={device.index}  {KIND}={device.uuid}  {device.name}")
+        return 0
+    spec = make_spec(devices, hook=args.hook, arguments=args.hook_argument, dev_dir=args.dev_dir)
+    if args.output:
+        write(Path(args.output), spec)
+    else:
+        print(json.dumps(spec, indent=2))
+    return 0
+
+
+def write(path: Path, spec: dict[str, Any]) -> None:
+    """Put the specification in its place: an engine reads the whole of it, or what was before."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        # Engines read files that end with .json or .yaml.
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            json.dump(spec, file, indent=2)
+            file.write("\n")
+            os.fchmod(file.fileno(), 0o644)
+        temporary.replace(path)
+    except OSError as e:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        raise GovernorError(
+            f"{path} cannot be written: {e.strerror}", hint="run as root, or name another --output"
+        ) from e

@@ -1,0 +1,217 @@
+"""The edits of config.json, the wrapper runtime's reading of its arguments, and CDI's specification."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from governor.books import Device
+from governor.cdi import make_spec
+from governor.errors import GovernorError
+from governor.verbs.cdi import write
+from oci_hook.edits import Entry, Node, edit, foreign_driver, gpu_nodes, host_nodes
+from oci_hook.errors import BundleError, DeviceError, HookError
+from oci_hook.runtime import parse_call, replace_file
+from tests.conftest import lack
+
+NODES = (Node("/dev/nvidiactl", 195, 255), Node("/dev/nvidia0", 195, 0))
+ENTRY = Entry("/usr/bin/tidegate-hook", ("--driver-dir", "/d"))
+
+
+def edited(document: dict[str, Any]) -> dict[str, Any]:
+    document = copy.deepcopy(document)
+    edit(document, annotations={"a": "b"}, reservation="r", nodes=NODES, entry=ENTRY)
+    return document
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+PARTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "annotations": st.dictionaries(st.text(max_size=8), st.text(max_size=8), max_size=3) | JSON,
+        "hooks": st.dictionaries(st.sampled_from(["prestart", "poststop"]), JSON, max_size=2)
+        | JSON,
+        "linux": st.fixed_dictionaries({}, optional={"devices": JSON, "resources": JSON}) | JSON,
+        "process": st.fixed_dictionaries({}, optional={"env": JSON}) | JSON,
+        "mounts": JSON,
+        "x": JSON,
+    },
+)
+
+
+@given(PARTS)
+def test_edits_done_twice_are_done_once(document: dict[str, Any]) -> None:
+    """Whatever config.json is; what it says besides stays, or one line says what is wrong."""
+    try:
+        once = edited(document)
+    except HookError as e:
+        assert isinstance(e, BundleError)  # noqa: PT017
+        return
+    assert edited(once) == once
+    assert once.get("x") == document.get("x")
+    assert once.get("mounts") == document.get("mounts")
+    assert gpu_nodes(once) == (0,)
+    foreign_driver(once)
+
+
+def test_the_hook_is_entered_once_whoever_entered_it() -> None:
+    ours = {"path": ENTRY.path, "args": ["x", "--governed", "prestart"]}
+    other = {"path": "/usr/bin/other"}
+    hooks = edited({"hooks": {"prestart": [ours], "createRuntime": [other, ours]}})["hooks"]
+    assert set(hooks) == {"createRuntime", "poststop"}
+    assert [hook["path"] for hook in hooks["createRuntime"]] == [other["path"], ENTRY.path]
+    assert hooks["createRuntime"][1]["args"] == [
+        "tidegate-hook",
+        "--driver-dir",
+        "/d",
+        "createRuntime",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("create --bundle /b id", ("create", "/b", "id", "")),
+        ("--root /r --log /l --log-format json create -b /b id", ("create", "/b", "id", "/l")),
+        ("--log=file:/l run --bundle=/b --pid-file create id", ("run", "/b", "id", "/l")),
+        (
+            "--systemd-cgroup create --console-socket /s -b /b --pid-file /p id",
+            ("create", "/b", "id", ""),
+        ),
+        ("state id", ("state", "", "id", "")),
+        ("--version", ("", "", "", "")),
+        ("", ("", "", "", "")),
+        ("--log", ("", "", "", "")),
+    ],
+)
+def test_command_lines(arguments: str, found: tuple[str, str, str, str]) -> None:
+    call = parse_call(arguments.split())
+    assert (call.command, call.bundle, call.ident, call.log) == found
+
+
+@given(st.lists(st.text(max_size=12), max_size=8))
+def test_no_command_line_is_too_strange(arguments: list[str]) -> None:
+    parse_call(arguments)
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    replace_file(str(path), b"new" * 100_000)
+    assert path.read_bytes() == b"new" * 100_000
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_file_that_cannot_be_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("old")
+
+    def full(_fd: int, _data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        replace_file(str(path), b"new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.fixture
+def dev(tmp_path: Path) -> Path:
+    if os.geteuid() != 0:
+        lack("device nodes need root")
+    for name, major, minor in (
+        ("nvidiactl", 195, 255),
+        ("nvidia-uvm", 507, 0),
+        ("nvidia0", 195, 0),
+        ("nvidia3", 195, 3),
+    ):
+        os.mknod(tmp_path / name, stat.S_IFCHR | 0o666, os.makedev(major, minor))
+    return tmp_path
+
+
+def test_the_host_s_nodes(dev: Path) -> None:
+    assert host_nodes(str(dev), (3,)) == (
+        ("/dev/nvidiactl", 195, 255),
+        ("/dev/nvidia-uvm", 507, 0),
+        ("/dev/nvidia3", 195, 3),
+    )
+    with pytest.raises(DeviceError, match="nvidia7: No such file"):
+        host_nodes(str(dev), (7,))
+    (dev / "nvidia7").touch()
+    with pytest.raises(DeviceError, match="nvidia7 is no character device"):
+        host_nodes(str(dev), (7,))
+
+
+def test_simulated_gpus_have_no_nodes(tmp_path: Path) -> None:
+    assert host_nodes(str(tmp_path), (0,)) == ()
+
+
+GPUS = [Device(0, "GPU-a", "one", 1 << 34, 3), Device(1, "GPU-b", "other", 1 << 34, 0)]
+
+
+def test_the_gpus_are_cdi_devices_by_index_uuid_and_all(dev: Path) -> None:
+    spec = make_spec(GPUS, arguments=["--driver-dir", "/d"], dev_dir=str(dev))
+    assert (spec["cdiVersion"], spec["kind"]) == ("0.5.0", "tidegate.gpu/shared")
+    nodes = {
+        device["name"]: [node["path"] for node in device["containerEdits"]["deviceNodes"]]
+        for device in spec["devices"]
+    }
+    assert nodes == {
+        "0": ["/dev/nvidia3"],
+        "1": ["/dev/nvidia0"],
+        "GPU-a": ["/dev/nvidia3"],
+        "GPU-b": ["/dev/nvidia0"],
+        "all": ["/dev/nvidia3", "/dev/nvidia0"],
+    }
+    assert [n["path"] for n in spec["containerEdits"]["deviceNodes"]] == [
+        "/dev/nvidiactl",
+        "/dev/nvidia-uvm",
+    ]
+    create, stop = spec["containerEdits"]["hooks"]
+    assert create["args"] == ["tidegate-hook", "--driver-dir", "/d", "--governed", "createRuntime"]
+    assert stop["args"][-1] == "poststop"
+    assert create["env"]
+    assert stop["env"]
+
+
+def test_a_gpu_whose_node_is_missing_is_said(dev: Path) -> None:
+    (dev / "nvidia3").unlink()
+    with pytest.raises(GovernorError, match="nvidia3: No such file"):
+        make_spec(GPUS, dev_dir=str(dev))
+
+
+def test_no_device_of_cdi_is_without_edits(tmp_path: Path) -> None:
+    """Engines refuse such a specification, and with it all of it."""
+    spec = make_spec(GPUS, dev_dir=str(tmp_path))
+    assert all(device["containerEdits"] for device in spec["devices"])
+
+
+def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "cdi" / "tidegate.json"
+    write(path, {"kind": "x"})
+    write(path, {"kind": "y"})
+    assert json.loads(path.read_text()) == {"kind": "y"}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert [p.name for p in path.parent.iterdir()] == ["tidegate.json"]
+    (tmp_path / "file").touch()
+    with pytest.raises(GovernorError, match="cannot be written"):
+        write(tmp_path / "file" / "tidegate.json", {})

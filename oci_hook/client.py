@@ -150,7 +150,7 @@ class Client:
         return grant
 
     def reserve(
-        self, annotations: dict[str, str], identity: dict[str, str], **more: object
+        self, annotations: dict[str, str], identity: dict[str, str], **more: Any
     ) -> Reservation:
         """Have GPUs kept for a container that is about to be made."""
         answer = self._request("reserve", annotations=annotations, identity=identity, **more)

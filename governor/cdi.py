@@ -35,27 +35,26 @@ def make_spec(
 
     A GPU without a device node, which is a simulated one, has none in it.
     """
-    real = Path(dev_dir, "nvidiactl").exists()
-    nodes = {d.uuid: [_node(dev_dir, f"nvidia{d.minor}")] if real else [] for d in devices}
+    nodes = {
+        d.uuid: [] if d.minor is None else [_node(dev_dir, f"nvidia{d.minor}")] for d in devices
+    }
     named = [
         *((str(device.index), nodes[device.uuid]) for device in devices),
         *((device.uuid, nodes[device.uuid]) for device in devices),
         ("all", [node for own in nodes.values() for node in own]),
     ]
-    base = Path(hook).name
     edits: dict[str, Any] = {
         "hooks": [
             {
-                "hookName": stage,
+                "hookName": "createRuntime",
                 "path": hook,
-                "args": [base, *arguments, *governed, stage],
+                "args": [Path(hook).name, *arguments, "--governed", "createRuntime"],
                 "env": list(HOOK_ENV),
                 "timeout": HOOK_TIMEOUT,
             }
-            for stage, governed in (("createRuntime", ["--governed"]), ("poststop", []))
         ],
     }
-    if real:
+    if any(nodes.values()):
         edits["deviceNodes"] = [_node(dev_dir, name) for name in CONTROL]
     return {
         "cdiVersion": VERSION,

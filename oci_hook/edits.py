@@ -121,9 +121,9 @@ def governed_by(document: dict[str, Any], path: str) -> bool:
 def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
     """Give the nodes that a container with these GPUs needs, as the host has them.
 
-    A node without NVIDIA's control device has simulated GPUs, which are no devices.
+    Without GPUs that have one there are none: simulated GPUs are no devices.
     """
-    if not os.path.exists(f"{directory}/nvidiactl"):
+    if not minors:
         return ()
     nodes = []
     for name in (*CONTROL, *(f"nvidia{minor}" for minor in minors)):
@@ -144,10 +144,8 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def check_devices(directory: str, minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
+def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
     """Refuse a container without the nodes of GPUs that it was granted: programs find none."""
-    if not os.path.exists(f"{directory}/nvidiactl"):
-        return
     missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
     if missing:
         raise DeviceError(
@@ -208,7 +206,10 @@ def _is_gpu(major: object, minor: object) -> bool:
 
 
 def _edit_hooks(document: dict[str, Any], entry: Entry) -> None:
-    """Enter the hook once, whoever entered it before."""
+    """Enter the hook once, whoever entered it before.
+
+    No `poststop`: the governor sees the container's process end, and a start is a process less.
+    """
     hooks = _object(document, "hooks")
     for stage in list(hooks):
         if type(hooks[stage]) is list:
@@ -217,15 +218,14 @@ def _edit_hooks(document: dict[str, Any], entry: Entry) -> None:
                 hooks[stage] = kept
             else:
                 del hooks[stage]
-    for stage in ("createRuntime", "poststop"):
-        _list(hooks, stage).append(
-            {
-                "path": entry.path,
-                "args": [os.path.basename(entry.path), *entry.arguments, stage],
-                "env": list(HOOK_ENV),
-                "timeout": HOOK_TIMEOUT,
-            }
-        )
+    _list(hooks, "createRuntime").append(
+        {
+            "path": entry.path,
+            "args": [os.path.basename(entry.path), *entry.arguments, "createRuntime"],
+            "env": list(HOOK_ENV),
+            "timeout": HOOK_TIMEOUT,
+        }
+    )
 
 
 def _edit_environment(document: dict[str, Any]) -> None:

@@ -193,7 +193,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.phase("admit")
         if grant.already:
             return "prepared-already"
-        check_devices(options.dev_dir, grant.minors, nodes)
+        check_devices(grant.minors, nodes)
         plan = plan_container(manifest, share, grant, image)
         event.fields |= {
             "key": grant.key,

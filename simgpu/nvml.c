@@ -357,9 +357,8 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMinorNumber, nvmlDevice_t device, unsigned int 
 {
     nvmlReturn_t r = ready_device(device, minor);
 
-    if (!r)
-        *minor = device->gpu->config.minor;
-    return r;
+    /* It has no device node that a container could be given. */
+    return r ? r : NVML_ERROR_NOT_SUPPORTED;
 }
 
 ENTRY(nvmlReturn_t, nvmlDeviceGetName, nvmlDevice_t device, char *name, unsigned int length)

@@ -1,0 +1,244 @@
+"""`python -m bench.hook`: what a start of a container costs with the hook and the wrapper runtime.
+
+Under runc and crun a static program is run in each of these ways, in turn, N times, and what each
+costs more than the first in the same round is what counts:
+
+    bare       no hook
+    trivial    a hook in C that does nothing, which is the least that a hook can cost
+    asks-not   our hook, in a container that asks for nothing
+    governed   our hook, in a container that asks for a share
+    wrapper-asks-not, wrapper-governed   the same by tidegate-runtime, which enters the hook
+
+Then N containers are started 8 at a time: how long each takes, and what they leave of descriptors
+and mounts. The GPU is simulated: no part of a start asks one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bench.machine import ROOT, MachineError, Simulated, make_bundle
+from bench.node import Node
+from bench.provenance import describe_run
+from governor.client import ask
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+
+HOOK = ROOT / "oci_hook/tidegate-hook"
+WRAPPER = ROOT / "oci_hook/tidegate-runtime"
+ASKED = {"tidegate.gpu/memory": "600Mi", "tidegate.gpu/compute": "1"}
+WAYS = ("bare", "trivial", "asks-not", "governed", "wrapper-asks-not", "wrapper-governed")
+TOGETHER = 8
+
+
+def say(line: str) -> None:
+    """Show progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Starts:
+    """Bundles for each way, and how to run them."""
+
+    def __init__(self, node: Node, work: Path) -> None:
+        self.node = node
+        self.work = work
+        self.static = self._compile("static", "int main(void) { return 0; }")
+        self.trivial = self._compile("trivial", "int main(void) { return 0; }")
+        self.count = 0
+
+    def _compile(self, name: str, source: str) -> Path:
+        path = self.work / name
+        command = ["gcc", "-O2", "-static", "-x", "c", "-", "-o", str(path)]
+        subprocess.run(command, input=source.encode(), check=True)
+        return path
+
+    def bundle(self, way: str, name: str = "") -> Path:
+        """Make the bundle of one way."""
+        directory = self.work / "bundles" / (name or way)
+        asks = way.endswith("governed")
+        make_bundle(
+            directory,
+            machine=self.node.machine,
+            name="start",
+            arguments=["/usr/bin/static"],
+            annotations=ASKED if asks else {},
+            hook=self.node.hook_arguments(),
+        )
+        shutil.copy(self.static, directory / "rootfs/usr/bin/static")
+        path = directory / "config.json"
+        config = json.loads(path.read_text())
+        if way == "bare" or way.startswith("wrapper"):
+            del config["hooks"]
+        elif way == "trivial":
+            entry = {"path": str(self.trivial), "env": ["PATH=/usr/bin"], "timeout": 60}
+            config["hooks"] = {"createRuntime": [entry]}
+        path.write_text(json.dumps(config))
+        return directory
+
+    def settings(self, runtime: str) -> Path:
+        """Write the wrapper's settings."""
+        path = self.work / f"{runtime}.conf"
+        real = shutil.which(runtime)
+        lines = (
+            f"runtime {real}",
+            f"hook {HOOK}",
+            f"hook-arguments {' '.join(self.node.hook_arguments())}",
+            f"runtime-dir {self.node.runtime_dir}",
+            # Without nodes: the GPU is simulated.
+            f"dev-dir {self.work}",
+        )
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def run(self, runtime: str, way: str, bundle: Path) -> float:
+        """Run a container to its end; return how many milliseconds that took."""
+        self.count += 1
+        first = [runtime]
+        if way.startswith("wrapper"):
+            first = [str(WRAPPER), "--tidegate-config", str(self.settings(runtime))]
+        command = [*first, "--root", str(self.work / f"state-{runtime}"), "run", "-b", str(bundle)]
+        began = time.monotonic()
+        done = subprocess.run(
+            [*command, f"start-{os.getpid()}-{self.count}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        took = (time.monotonic() - began) * 1000
+        if done.returncode:
+            raise MachineError(f"{way} under {runtime}: {' '.join(done.stderr.split())[-300:]}")
+        return took
+
+
+def measure_ways(starts: Starts, runtime: str, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each way, round by round."""
+    bundles = {way: starts.bundle(way, f"{runtime}-{way}") for way in WAYS}
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    for way in WAYS:
+        starts.run(runtime, way, bundles[way])  # what is read for the first time
+    for i in range(rounds):
+        for way in WAYS if i % 2 else reversed(WAYS):
+            taken[way].append(round(starts.run(runtime, way, bundles[way]), 3))
+        if i % 10 == 9:
+            say(f"{runtime}: {i + 1} of {rounds} rounds")
+    return taken
+
+
+def held(pid: int) -> dict[str, int]:
+    """Return what the governor and this host have open: descriptors and mounts."""
+    return {
+        "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+    }
+
+
+def measure_crowd(starts: Starts, runtime: str, n: int) -> dict[str, Any]:
+    """Start many containers that ask for a share, 8 at a time."""
+    pid = starts.node.governor_pid
+    before = held(pid)
+    bundles = [starts.bundle("governed", f"{runtime}-crowd-{i}") for i in range(n)]
+
+    def one(bundle: Path) -> float | str:
+        try:
+            return round(starts.run(runtime, "governed", bundle), 3)
+        except MachineError as e:
+            return str(e)
+
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        results = list(pool.map(one, bundles))
+    deadline = time.monotonic() + 10
+    while ask(starts.node.config, "list")["containers"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {
+        "ms": [r for r in results if not isinstance(r, str)],
+        "failures": [r for r in results if isinstance(r, str)],
+        "before": before,
+        "after": held(pid),
+        "containers_left": len(ask(starts.node.config, "list")["containers"]),
+    }
+
+
+def summarise(report: dict[str, Any]) -> dict[str, Any]:
+    """Return, of each runtime, what each way adds in the median, and the crowd's figures."""
+    summary: dict[str, Any] = {}
+    for runtime, taken in report["ways"].items():
+        bare = taken["bare"]
+        added = {
+            way: round(statistics.median(a - b for a, b in zip(taken[way], bare, strict=True)), 2)
+            for way in WAYS[1:]
+        }
+        crowd = report["crowd"][runtime]
+        ordered = sorted(crowd["ms"])
+        summary[runtime] = {
+            "bare_ms": round(statistics.median(bare), 2),
+            "added_ms": added,
+            "crowd_p50_ms": round(statistics.median(ordered), 1),
+            "crowd_p99_ms": round(ordered[max(0, -(-99 * len(ordered) // 100) - 1)], 1),
+            "failures": len(crowd["failures"]),
+        }
+    return summary
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write hook.json."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.hook", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "build/hook")
+    parser.add_argument("--rounds", type=int, default=50, help="starts in each way (50)")
+    parser.add_argument("--crowd", type=int, default=100, help="containers 8 at a time (100)")
+    parser.add_argument("--runtime", action="append", choices=("runc", "crun"))
+    args = parser.parse_args(argv)
+    if os.geteuid() != 0:
+        print("hook: mounts and containers need root", file=sys.stderr)
+        return 77
+    if Path("/sys/fs/cgroup/unified").exists() and "TIDEGATE_BENCH_HOOK" not in os.environ:
+        # crun refuses a hybrid hierarchy; without the unified part it is an ordinary version 1.
+        script = 'umount /sys/fs/cgroup/unified; exec "$@"'
+        words = [sys.executable, "-m", "bench.hook", *(sys.argv[1:] if argv is None else argv)]
+        command = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh", *words]
+        return subprocess.run(
+            command, check=False, env={**os.environ, "TIDEGATE_BENCH_HOOK": "1"}
+        ).returncode
+    shutil.rmtree(args.output, ignore_errors=True)
+    report: dict[str, Any] = {"ways": {}, "crowd": {}, "run": describe_run()}
+    runtimes = args.runtime or ["runc", "crun"]
+    try:
+        measure(args, runtimes, report)
+    except (MachineError, TidegateError, VdriverError) as e:
+        print(f"hook: {e}", file=sys.stderr)
+        return 1
+    report["summary"] = summarise(report)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "hook.json").write_text(json.dumps(report) + "\n")
+    print(json.dumps(report["summary"], indent=1))
+    return 0 if not any(c["failures"] for c in report["crowd"].values()) else 1
+
+
+def measure(args: argparse.Namespace, runtimes: Sequence[str], report: dict[str, Any]) -> None:
+    """Measure under each runtime, on a node of its own."""
+    with tempfile.TemporaryDirectory(prefix="tidegate-hook-") as name:
+        work = Path(name)
+        machine = Simulated(work / "node", ROOT / "build/meson")
+        with Node(machine) as node:
+            starts = Starts(node, work)
+            for runtime in runtimes:
+                report["ways"][runtime] = measure_ways(starts, runtime, args.rounds)
+                report["crowd"][runtime] = measure_crowd(starts, runtime, args.crowd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -221,6 +221,7 @@ def test_codes_and_statuses_are_stable_and_documented() -> None:
         "internal": 70,
         "mount": 71,
         "mirror": 72,
+        "device": 73,
         "governor": 75,
         "image": 76,
         "refused": 77,

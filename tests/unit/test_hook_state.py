@@ -142,7 +142,7 @@ def test_an_annotation_that_is_no_string_is_refused() -> None:
 def both(config: dict[str, str], seen: dict[str, str]) -> dict[str, str]:
     return our_annotations(
         State(ident="c", pid=1, bundle="/b", annotations=seen),
-        Bundle(root="/r", annotations=config, identity={}),
+        Bundle(root="/r", annotations=config, identity={}, document={}),
     )
 
 

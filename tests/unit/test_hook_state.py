@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from oci_hook import state
 from oci_hook.errors import AnnotationError, BundleError, HookError, StateError
-from oci_hook.state import Bundle, State, may_mention_us, our_annotations, parse_config, parse_state
+from oci_hook.main import asks_nothing
+from oci_hook.state import (
+    PREFIX,
+    Bundle,
+    State,
+    may_mention_us,
+    our_annotations,
+    parse_config,
+    parse_state,
+)
 
 GOOD = {
     "ociVersion": "1.0.2",
@@ -197,3 +206,51 @@ def test_any_bytes_give_a_state_or_an_error_of_ours(data: bytes) -> None:
         line = e.line()
     assert line.isascii()
     assert line.isprintable()
+
+
+TEXTS = st.text(max_size=6) | st.sampled_from(
+    ["bundle", '"bundle":"/other"', "tidegate.gpu/memory", "tidegate.gpu/", "/other", "\\"]
+)
+
+
+@given(
+    st.dictionaries(TEXTS, TEXTS, max_size=4),
+    st.dictionaries(TEXTS, TEXTS, max_size=4),
+    st.booleans(),
+    st.sampled_from([None, (",", ":"), (" , ", " : ")]),
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_who_is_taken_to_ask_for_nothing_does_not(
+    tmp_path: Path,
+    config: dict[str, str],
+    annotations: dict[str, str],
+    ascii_only: bool,  # noqa: FBT001
+    separators: tuple[str, str] | None,
+) -> None:
+    """What is decided without parsing is what parsing would say."""
+    bundle = tmp_path / "b"
+    bundle.mkdir(exist_ok=True)
+    document = {"root": {"path": "r"}, "annotations": config}
+    (bundle / "config.json").write_text(json.dumps(document, ensure_ascii=ascii_only))
+    said = {
+        "id": "x",
+        "pid": 1,
+        "annotations": annotations,
+        "bundle": str(bundle),
+        "status": "creating",
+    }
+    data = json.dumps(said, ensure_ascii=ascii_only, separators=separators).encode(
+        errors="surrogatepass"
+    )
+    if asks_nothing(data):
+        assert [name for name in (*config, *annotations) if name.startswith(PREFIX)] == []
+
+
+def test_an_ordinary_container_is_decided_on_without_parsing(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"annotations": {"a": "b"}}')
+    assert asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path)}).encode())
+    # These are parsed, and then the line says what is wrong.
+    assert not asks_nothing(None)
+    assert not asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path / "none")}).encode())
+    assert not asks_nothing(b'{"id": "x"}')
+    assert not asks_nothing(b'{"bundle": 3}')

@@ -44,10 +44,13 @@ def digest(manifest: Manifest) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def check_content(generation: Path, manifest: Manifest) -> Iterator[Fault]:
-    """Yield every difference between a generation's files and its manifest, names included."""
+def check_content(generation: Path, manifest: Manifest, *, read: bool = True) -> Iterator[Fault]:
+    """Yield every difference between a generation's files and its manifest, names included.
+
+    Without `read` nothing is opened: kinds, links, modes and sizes count.
+    """
     yield from _check_name(generation, manifest)
-    tree = _Tree(generation)
+    tree = _Tree(generation, read=read)
     yield from tree.unreadable
     files: dict[str, File] = {}
     for file in manifest.files:
@@ -78,8 +81,9 @@ def check_content(generation: Path, manifest: Manifest) -> Iterator[Fault]:
 class _Tree:
     """What is in a generation: every name with its status, links not followed."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, read: bool) -> None:
         self.root = root
+        self.read = read  # into files, too
         self.entries: dict[str, os.stat_result] = {".": root.lstat()}
         self.unreadable: list[Fault] = []
         todo = ["."]
@@ -157,6 +161,8 @@ def _check_file(tree: _Tree, file: File, manifest: Manifest) -> Iterator[Fault]:
     if status.st_size != file.size:
         yield Fault(file.path, f"has {status.st_size} bytes, the manifest {file.size}")
         return
+    if not tree.read:
+        return
     try:
         found = tree.sha256(file.path)
     except OSError as e:
@@ -231,6 +237,10 @@ def _check_same(tree: _Tree, path: str, like: str, file: File) -> Iterator[Fault
         elif reason := tree.leads_nowhere(path):
             yield Fault(path, reason)
     elif (status.st_dev, status.st_ino) != (other.st_dev, other.st_ino):
+        if not tree.read:
+            if status.st_size != other.st_size:
+                yield Fault(path, f"has {status.st_size} bytes, {like} {other.st_size}")
+            return
         try:
             if tree.sha256(path) != file.sha256:
                 yield Fault(path, f"has another content than {like}")

@@ -250,6 +250,26 @@ def test_a_copy_in_a_set_is_as_good_as_a_hard_link(generation):
     assert faults(generation) == set()
 
 
+def test_unread_files_are_held_against_their_sizes(generation):
+    def unread():
+        report = verify.verify(generation, load=False, read=False)
+        return {f"{f.path}: {f.reason}" for f in report.faults}
+
+    library = generation / f"lib64/libnvcuvid.so.{V}"
+    size = library.stat().st_size
+    replaced(library, b"\0" * size)
+    in_set = generation / "sets/utility/lib64/libnvidia-ml.so.1"
+    replaced(in_set, b"\0" * in_set.stat().st_size)
+    assert unread() == set()
+    replaced(library, b"\0" * (size - 1))
+    replaced(in_set, b"other")
+    whole = (generation / "lib64/libnvidia-ml.so.1").stat().st_size
+    assert unread() == {
+        f"lib64/libnvcuvid.so.{V}: has {size - 1} bytes, the manifest {size}",
+        f"sets/utility/lib64/libnvidia-ml.so.1: has 5 bytes, lib64/libnvidia-ml.so.1 {whole}",
+    }
+
+
 def test_a_manifest_whose_entries_do_not_make_its_name_is_told(generation):
     manifest = read_manifest(generation)
     (generation / "data/vulkan/nvidia_icd.json").write_bytes(b"[]")

@@ -206,7 +206,9 @@ class Server:
                 case _:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
-            log.info("request-refused", code=e.code, message=e.message)
+            # `tidegate events` finds it by the container, and says what to do.
+            about = {"container": request["id"]} if "id" in request else {}
+            log.info("request-refused", **about, code=e.code, message=e.message, hint=e.hint)
             if request.get("op") in ("admit", "reserve"):
                 self.tally.refused[e.code] += 1
             return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}

@@ -30,7 +30,9 @@ class Event:
         """Write the line, once."""
         import json
 
-        self.fields |= {"outcome": outcome, **fields, "ms": self.phases}
+        # As the governor writes it: a file of its own has no other.
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self.fields |= {"timestamp": stamp, "outcome": outcome, **fields, "ms": self.phases}
         self.fields["total_ms"] = round((time.monotonic() - self.begin) * 1000, 2)
         line = json.dumps(self.fields)
         try:

@@ -1,0 +1,94 @@
+"""`tidegate events`: what hook and governor said of starts that failed, found in the node's log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from governor.errors import RequestError
+
+if TYPE_CHECKING:
+    from governor.events import Event
+
+SUMMARY = "Show why containers did not start, from the node's log"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options."""
+    parser.add_argument(
+        "--container", metavar="ID", help="of this container: its id, or the beginning of that"
+    )
+    parser.add_argument("--all", action="store_true", help="what went well, too")
+    parser.add_argument(
+        "--since", metavar="WHEN", help="as journalctl has it: --since=today, --since=-1h"
+    )
+    parser.add_argument("--follow", action="store_true", help="wait for more")
+    parser.add_argument(
+        "--log",
+        action="append",
+        metavar="FILE",
+        help="read this file: the hook's own (its --log), the governor's output, or a syslog's; "
+        "may be repeated (default: the journal, or else /var/log/syslog or messages)",
+    )
+    parser.add_argument("--json", action="store_true", help="print each event as it was written")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each; none is no failure."""
+    from governor.events import select
+
+    shown = 0
+    events = _source(args)
+    for event in select(events, args.container, everything=args.all):
+        shown += 1
+        print(json.dumps(event.fields) if args.json else _line(event), flush=args.follow)
+    if not shown and not args.json:
+        about = f" of {args.container}" if args.container else ""
+        what = "nothing" if args.all else "no failure"
+        print(f"{what}{about} in {_where(args)}", file=sys.stderr)
+    return 0
+
+
+def _files(args: argparse.Namespace) -> list[Path]:
+    from governor.events import SYSLOG_FILES, has_journal
+
+    if args.log:
+        return [Path(name) for name in args.log]
+    if has_journal():
+        return []
+    found = [Path(name) for name in SYSLOG_FILES if Path(name).exists()]
+    if not found:
+        raise RequestError(
+            f"this node has no journal, and none of {', '.join(SYSLOG_FILES)}",
+            hint="run a syslog daemon, or give the hook --log FILE and name that here",
+        )
+    return found
+
+
+def _source(args: argparse.Namespace) -> Iterator[Event]:
+    from governor.events import read_files, read_journal
+
+    files = _files(args)
+    if not files:
+        return read_journal(args.since, follow=args.follow)
+    if args.since:
+        raise RequestError(
+            f"--since is the journal's, and {files[0]} is a file", hint="leave it out"
+        )
+    return read_files(files, follow=args.follow)
+
+
+def _where(args: argparse.Namespace) -> str:
+    return " or ".join(map(str, _files(args))) or "the journal"
+
+
+def _line(event: Event) -> str:
+    words = [f"{event.time:24}", f"{event.source:8}", event.name, event.container[:40]]
+    line = " ".join(word for word in words if word)
+    text = event.text()
+    line = f"{line}: {text}" if text else line
+    return "".join(c if c.isprintable() else "?" for c in line)

@@ -80,39 +80,46 @@ class Node:
         self.log = ""
 
 
-def read_node(path: str) -> Node:
-    """Read the settings; no file says nothing, one that is wrong ends the start."""
+class SettingsError(Exception):
+    """The node's settings are wrong; the message is the line that says so."""
+
+
+def parse_node(text: str, path: str) -> Node:
+    """Take the settings from a file's text; `path` is for the error."""
     node = Node()
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read(1 << 16).splitlines()
-    except FileNotFoundError:
-        lines = []
-    except (OSError, ValueError) as e:
-        raise SystemExit(_fail(f"{path}: {e}; make it readable text")) from e
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.splitlines(), 1):
         name, _, value = line.strip().partition(" ")
         field = name.replace("-", "_")
         if not name or name.startswith("#"):
             continue
         if field not in Node.__slots__ or not value.strip():
             known = ", ".join(slot.replace("_", "-") for slot in Node.__slots__)
-            raise SystemExit(
-                _fail(f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value")
+            raise SettingsError(
+                f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value"
             )
         setattr(node, field, value.strip())
     if node.environment not in ("", "allow", "ignore"):
-        raise SystemExit(
-            _fail(f"{path}: environment is '{node.environment[:80]}'; write allow or ignore")
+        raise SettingsError(
+            f"{path}: environment is '{node.environment[:80]}'; write allow or ignore"
         )
+    return node
+
+
+def read_node(path: str) -> Node:
+    """Read the settings; SettingsError for what is wrong, or where there is no runtime."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(1 << 16)
+    except FileNotFoundError:
+        text = ""
+    except (OSError, ValueError) as e:
+        raise SettingsError(f"{path}: {e}; make it readable text") from e
+    node = parse_node(text, path)
     if not node.runtime:
         node.runtime = next((r for r in RUNTIMES if os.access(r, os.X_OK)), "")
     if not node.runtime.startswith("/"):
-        raise SystemExit(
-            _fail(
-                "no runtime to execute; install runc or crun, or write `runtime /its/path`"
-                f" to {path}"
-            )
+        raise SettingsError(
+            f"no runtime to execute; install runc or crun, or write `runtime /its/path` to {path}"
         )
     return node
 
@@ -212,7 +219,10 @@ def main() -> None:
     if arguments[:1] == ["--tidegate-config"]:
         config = arguments[1] if len(arguments) > 1 else ""
         arguments = arguments[2:]
-    node = read_node(config)
+    try:
+        node = read_node(config)
+    except SettingsError as e:
+        sys.exit(_fail(str(e)))
     call = parse_call(arguments)
     if call.command in MAKING:
         from oci_hook.errors import HookError, InternalError, show

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-VERBS = ("refresh", "verify", "gc", "check", "explain", "ps", "set", "events", "cdi")
+VERBS = ("refresh", "verify", "gc", "check", "doctor", "explain", "ps", "set", "events", "cdi")
 
 
 class Verb(Protocol):

@@ -1,16 +1,24 @@
-"""`tidegate check`: is the configuration right, and is the node ready for containers."""
+"""`tidegate check`: is the configuration right, and is the node ready for containers.
+
+What is in force and what is left of each GPU, in a moment. `tidegate doctor` looks at all that a
+node consists of, and calls `look_at_mirror`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from governor.client import ask
 from governor.config import Config, describe, read_config
 from governor.errors import TidegateError
 from oci_hook.errors import HookError
+
+if TYPE_CHECKING:
+    from oci_hook.manifest import Manifest
 
 MIB = 1 << 20
 
@@ -60,14 +68,33 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _look_at_mirror(config: Config) -> str:
-    """Ask what the hook asks before it serves a container from the mirror."""
-    from oci_hook.manifest import changed_files, check_fresh, module_version, read_manifest
+def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[Manifest, str | None]:
+    """Ask what the hook asks before it serves a container from the mirror.
 
-    manifest = read_manifest(config.driver_dir)
-    check_fresh(manifest, module_version())
+    Gives the manifest of the generation in force, and what has changed since it was made that stops
+    no container. HookError says what stops them. `root` is where the node's files are.
+    """
+    from oci_hook.manifest import (
+        MODULE_VERSION,
+        changed_files,
+        check_fresh,
+        module_version,
+        read_manifest,
+    )
+
+    below = root.rstrip("/")
+    manifest = read_manifest(driver_dir)
+    os.close(manifest.hold)
+    watch = tuple(file._replace(path=below + file.path) for file in manifest.watch)
+    manifest = manifest._replace(hold=-1, watch=watch)
+    check_fresh(manifest, module_version(below + MODULE_VERSION))
+    return manifest, next((changed for _, changed in changed_files(manifest)), None)
+
+
+def _look_at_mirror(config: Config) -> str:
+    manifest, changed = look_at_mirror(config.driver_dir)
     text = f"driver {manifest.version} ({manifest.kind}), generation {manifest.generation}"
-    for _, changed in changed_files(manifest):
+    if changed is not None:
         return f"{text}; it serves containers, but {changed}: run tidegate refresh"
     return text
 

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--control-dir",
-        default=_control_dir(),
+        default=control_dir(),
         metavar="DIR",
         help="holds the control libraries libcuda.so.1 and libnvidia-ml.so.1 (default %(default)s)",
     )
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
-def _control_dir() -> str:
+def control_dir() -> str:
     """Return where the package has the control libraries, or a checkout that was built."""
     installed = Path(f"/usr/lib/tidegate/{platform.machine()}-linux-gnu")
     built = Path(__file__).parents[2] / "build/meson/libcontrol"

@@ -1,0 +1,127 @@
+"""CDI: files that say what a device of a name is, ours and NVIDIA's, and whether they hold."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from governor.doctor.driver import gpus, needs_none
+from governor.doctor.engines import NAME
+from governor.doctor.finding import Finding, note, ok, warning, wrong
+from governor.doctor.node import BrokenError, Node, objects, read_json, table
+from governor.doctor.programs import examine_program
+
+DIRECTORIES = ("/etc/cdi", "/run/cdi")  # /var/run is a link
+GENERATE = "tidegate cdi generate --output /var/run/cdi/tidegate.json"
+
+
+@dataclass(frozen=True)
+class CdiFile:
+    """A CDI file; `fault` says why it counts for nothing."""
+
+    path: str
+    kind: str
+    document: dict[str, Any]
+    fault: str | None = None
+
+    def edits(self) -> Iterator[dict[str, Any]]:
+        """Yield what it does to containers: to all, and for each device."""
+        yield table(self.document, "containerEdits")
+        for device in objects(self.document, "devices"):
+            yield table(device, "containerEdits")
+
+
+def files(node: Node) -> tuple[CdiFile, ...]:
+    """Return the CDI files of the node."""
+    return tuple(
+        _read(node, f"{directory}/{name}")
+        for directory in DIRECTORIES
+        for name in node.names(directory)
+        if name.endswith((".json", ".yaml"))
+    )
+
+
+def _read(node: Node, path: str) -> CdiFile:
+    document: Any
+    try:
+        if path.endswith(".json"):
+            document = read_json(node, path)
+        else:
+            import yaml
+
+            try:
+                document = yaml.safe_load(node.read(path) or "")
+            except (yaml.YAMLError, RecursionError) as e:
+                raise BrokenError(f"{path} is not YAML: {' '.join(str(e).split())[:120]}") from e
+    except BrokenError as e:
+        return CdiFile(path, "", {}, str(e))
+    kind = document.get("kind") if isinstance(document, dict) else None
+    if not isinstance(kind, str) or "/" not in kind:
+        return CdiFile(path, "", {}, f"{path} has no kind, VENDOR/CLASS")
+    return CdiFile(path, kind, document)
+
+
+def is_ours(file: CdiFile) -> bool:
+    """Whether a file describes Tidegate's devices."""
+    return file.kind.partition("/")[0].split(".")[0] == NAME
+
+
+def our_files(node: Node) -> tuple[CdiFile, ...]:
+    """Return Tidegate's CDI files, none where they cannot be read."""
+    return tuple(file for file in files(node) if is_ours(file))
+
+
+def fresh(node: Node) -> Iterator[Finding]:
+    """Whether Tidegate's CDI files name devices and programs that are there, and all GPUs."""
+    found = files(node)
+    for file in found:
+        if file.fault is not None:
+            yield warning(f"{file.fault}: engines leave it out", f"rm {file.path}")
+        elif is_ours(file):
+            yield from _examine(node, file)
+    if not any(is_ours(file) for file in found):
+        yield note(f"no CDI file of Tidegate's in {' or '.join(DIRECTORIES)}", GENERATE)
+
+
+def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
+    named: set[str] = set()
+    programs: set[str] = set()
+    for edits in file.edits():
+        for device in objects(edits, "deviceNodes"):
+            path = str(device.get("hostPath") or device.get("path"))
+            named.add(path)
+            if reason := _stale(node, path, device):
+                yield wrong(f"{file.path} is stale: {reason}", GENERATE)
+        for hook in objects(edits, "hooks"):
+            programs.add(str(hook.get("path")))
+            if not hook.get("env"):
+                yield wrong(
+                    f"{file.path}: a hook has no env: an image's environment may reach it", GENERATE
+                )
+    for path in sorted(programs):
+        yield examine_program(node, path, f"{file.path} has")
+    lacking = (
+        []
+        if needs_none(node)
+        else [f"/dev/nvidia{g.minor}" for g in gpus(node) if f"/dev/nvidia{g.minor}" not in named]
+    )
+    if lacking and named:
+        yield warning(f"{file.path} is stale: it lacks {', '.join(lacking)}", GENERATE)
+    else:
+        yield ok(f"{file.path} ({file.kind}) names {len(named)} device nodes")
+
+
+def _stale(node: Node, path: str, device: dict[str, Any]) -> str | None:
+    """Return why a device node of a file is not the node's any more."""
+    status = node.stat(path)
+    if status is None:
+        return f"{path} is missing"
+    wanted = device.get("major"), device.get("minor")
+    if stat.S_ISCHR(status.st_mode) and all(isinstance(number, int) for number in wanted):
+        number = os.major(status.st_rdev), os.minor(status.st_rdev)
+        if number != wanted:
+            return f"{path} is {number[0]}:{number[1]}, it says {wanted[0]}:{wanted[1]}"
+    return None

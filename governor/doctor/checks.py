@@ -1,0 +1,94 @@
+"""All that `tidegate doctor` looks at, in the order in which it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from governor.doctor import cdi, driver, engines, hooks, mirror, nvidia, programs, service, system
+from governor.doctor.finding import Finding, State, UnseenError, unseen, wrong
+from governor.doctor.node import BrokenError, Node
+
+Check = Callable[[Node], Iterator[Finding]]
+
+CHECKS: dict[str, Check] = {
+    "kernel.calls": system.calls,
+    "cgroup.version": system.cgroups,
+    "cgroup.freezer": system.throttling,
+    "security.modules": system.security,
+    "driver.module": driver.module,
+    "driver.libraries": driver.libraries,
+    "driver.nodes": driver.nodes,
+    "driver.links": driver.links,
+    "driver.mig": driver.mig,
+    "driver.compute-mode": driver.compute_mode,
+    "driver.persistence": driver.persistence,
+    "driver.mps": driver.mps,
+    "mirror.in-force": mirror.in_force,
+    "mirror.content": mirror.content,
+    "mirror.room": mirror.room,
+    "governor.configuration": service.configuration,
+    "governor.answers": service.answers,
+    "governor.gpus": service.gpus,
+    "governor.database": service.database,
+    "files.programs": programs.programs,
+    "files.python": programs.python,
+    "files.runtime": programs.low_level,
+    "files.control": programs.control,
+    "files.owners": programs.owners,
+    "engine.any": engines.any_engine,
+    "docker.version": engines.docker_version,
+    "docker.runtime": engines.docker_runtime,
+    "podman.version": engines.podman_version,
+    "podman.hooks": hooks.podman,
+    "containerd.version": engines.containerd_version,
+    "containerd.handler": engines.containerd_handler,
+    "crio.version": engines.crio_version,
+    "crio.handler": engines.crio_handler,
+    "nerdctl.version": engines.nerdctl,
+    "runc.version": engines.runc,
+    "crun.version": engines.crun,
+    "hooks.in-force": hooks.in_force,
+    "hooks.doubled": hooks.doubled,
+    "cdi.fresh": cdi.fresh,
+    "nvidia.default-runtime": nvidia.default_runtime,
+    "nvidia.hook": nvidia.hook,
+    "nvidia.cdi": nvidia.cdi,
+    "nvidia.operator": nvidia.operator,
+}
+"""By their ids, which stay the same over releases."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A finding, and the id of the check that it comes from."""
+
+    id: str
+    finding: Finding
+
+
+def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
+    """Yield what each check finds; what ends a check is a finding, too."""
+    for name in ids:
+        try:
+            for finding in CHECKS[name](node):
+                yield Examined(name, finding)
+        except UnseenError as e:
+            yield Examined(name, unseen(e.message, e.remedy))
+        except BrokenError as e:
+            yield Examined(
+                name, wrong(str(e), "correct the file: who reads it starts nothing with it")
+            )
+        except Exception as e:  # noqa: BLE001 - one check keeps nobody from the others
+            # A mistake of ours, or a node that is stranger than we thought.
+            text = " ".join(str(e).split())[:200]
+            yield Examined(
+                name,
+                unseen(f"the check failed: {type(e).__name__}: {text}", "report it with this line"),
+            )
+
+
+def status_of(states: Iterable[State], *, strict: bool) -> int:
+    """Return the exit status: 1 when something is wrong, or, if `strict`, could be better."""
+    bad = {State.WRONG, State.WARNING, State.UNSEEN} if strict else {State.WRONG}
+    return int(any(state in bad for state in states))

@@ -1,0 +1,291 @@
+"""NVIDIA's kernel module, its device nodes, and how its GPUs are set up."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
+from governor.doctor.mirror import kind_of_mirror
+from governor.doctor.node import AS_ROOT, Node
+from oci_hook.errors import HookError
+from oci_hook.manifest import MODULE_VERSION, module_version
+
+GPUS = "/proc/driver/nvidia/gpus"
+MAJOR = 195  # Documentation/admin-guide/devices.txt
+CONTROL_MINOR = 255
+QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,mig.mode.current,compute_mode,persistence_mode",
+    "--format=csv,noheader",
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the kernel module says of a GPU, by its PCI address."""
+
+    address: str
+    uuid: str
+    minor: int
+
+
+def gpus(node: Node) -> tuple[Gpu, ...]:
+    """Return the GPUs of the kernel module."""
+    found = []
+    for address in node.names(GPUS):
+        text = node.read(f"{GPUS}/{address}/information") or ""
+        minor = re.search(r"^Device Minor:\s*([0-9]+)", text, re.MULTILINE)
+        uuid = re.search(r"^GPU UUID:\s*(\S+)", text, re.MULTILINE)
+        if minor:
+            found.append(Gpu(address, uuid[1] if uuid else "", int(minor[1])))
+    return tuple(found)
+
+
+def needs_none(node: Node) -> str | None:
+    """Return why this node needs no kernel module of NVIDIA's, None where it does."""
+    kind = kind_of_mirror(node)
+    if kind == "simulated":
+        return "the mirror's driver is the simulated GPU's, which has no kernel module"
+    if kind == "wsl" or node.stat("/dev/dxg") is not None:
+        return "WSL 2: the driver's kernel half is Windows'"
+    return None
+
+
+def _module(node: Node) -> str | None:
+    host = node.host(MODULE_VERSION)
+    try:
+        return module_version(host) if host else None
+    except HookError as e:
+        raise UnseenError(e.message, remedy=e.hint) from e
+
+
+def module(node: Node) -> Iterator[Finding]:
+    """Whether the kernel module runs, and in which version."""
+    version = _module(node)
+    why = needs_none(node)
+    if version is not None:
+        kind = (
+            "open" if "Open Kernel Module" in (node.read(MODULE_VERSION) or "") else "proprietary"
+        )
+        yield ok(f"NVIDIA's {kind} kernel module {version} runs; GPUs: {len(gpus(node))}")
+    elif why is not None:
+        yield ok(why)
+    elif node.stat("/sys/module/nvidia") is not None:
+        yield wrong(
+            f"the kernel module nvidia is loaded, and {MODULE_VERSION} says no version",
+            "journalctl -k --grep NVRM, then reload the module",
+        )
+    else:
+        yield wrong(
+            "no kernel module of NVIDIA's runs",
+            "modprobe nvidia (install the driver first where that finds none)",
+        )
+
+
+def libraries(node: Node) -> Iterator[Finding]:
+    """Whether a refresh would find a driver that fits."""
+    from vdriver.discover import find_driver
+    from vdriver.errors import VdriverError
+
+    if kind_of_mirror(node) == "simulated":
+        yield note("the mirror's driver is the simulated GPU's, whose directory is named by hand")
+        return
+    try:
+        driver = find_driver(node.root)
+    except VdriverError as e:
+        # What is in force goes on serving: after an upgrade that is how it has to be.
+        yield (warning if kind_of_mirror(node) else wrong)(e.message, e.hint)
+        return
+    yield ok(f"driver {driver.version} ({driver.kind}, {driver.machine}) is complete")
+
+
+def nodes(node: Node) -> Iterator[Finding]:
+    """Whether the device nodes are there that programs open."""
+    if needs_none(node) is not None or _module(node) is None:
+        yield note("without a kernel module of NVIDIA's there are no device nodes")
+        return
+    numbers = {
+        fields[1]: int(fields[0])
+        for line in (node.read("/proc/devices") or "").splitlines()
+        if len(fields := line.split()) == 2 and fields[0].isdigit()
+    }
+    wanted: dict[str, tuple[int | None, int]] = {
+        "/dev/nvidiactl": (MAJOR, CONTROL_MINOR),
+        # Its number is given out when the module is loaded.
+        "/dev/nvidia-uvm": (numbers.get("nvidia-uvm"), 0),
+        **{f"/dev/nvidia{gpu.minor}": (MAJOR, gpu.minor) for gpu in gpus(node)},
+    }
+    right = []
+    for path, (major, minor) in wanted.items():
+        make = f"nvidia-modprobe {'-u ' * path.endswith('-uvm')}-c {minor}"
+        status = node.stat(path)
+        if status is None:
+            yield wrong(f"{path} is missing, programs find no GPU", make)
+        elif not stat.S_ISCHR(status.st_mode):
+            yield wrong(f"{path} is no character device", f"rm {path} && {make}")
+        elif major is None:
+            yield wrong(f"{path} is there, and its module nvidia-uvm is not", "modprobe nvidia-uvm")
+        elif (found := _number(status)) != (major, minor):
+            yield wrong(
+                f"{path} is {found[0]}:{found[1]}, the kernel says {major}:{minor}",
+                f"rm {path} && {make}",
+            )
+        elif status.st_mode & 0o006 != 0o006:
+            yield warning(
+                f"{path} has mode {stat.S_IMODE(status.st_mode):03o}: programs that are not root's "
+                "find no GPU",
+                f"chmod 0666 {path}, and NVreg_DeviceFileMode=0666 for the module",
+            )
+        else:
+            right.append(path)
+    if right:
+        yield ok(f"{', '.join(right)}")
+
+
+def _number(status: os.stat_result) -> tuple[int, int]:
+    return os.major(status.st_rdev), os.minor(status.st_rdev)
+
+
+def links(node: Node) -> Iterator[Finding]:
+    """Whether systemd can name the devices: without /dev/char it forgets them on a reload."""
+    if node.stat("/run/systemd/system") is None:
+        yield note("systemd does not run here: nobody asks for links in /dev/char")
+        return
+    if node.stat("/dev/nvidiactl") is None:
+        yield note("without device nodes there is nothing to link to")
+        return
+    lacking = [
+        name
+        for name, minor in (
+            ("nvidiactl", CONTROL_MINOR),
+            *((f"nvidia{g.minor}", g.minor) for g in gpus(node)),
+        )
+        if node.stat(f"/dev/char/{MAJOR}:{minor}") is None
+    ]
+    if lacking:
+        yield warning(
+            f"/dev/char has no links to {', '.join(lacking)}: where runc has systemd make the "
+            "control groups, containers lose their GPU at `systemctl daemon-reload`",
+            f"ln -s ../nvidiactl /dev/char/{MAJOR}:{CONTROL_MINOR} and so on, by a udev rule "
+            "(nvidia-ctk system create-dev-char-symlinks --create-all makes them)",
+        )
+    else:
+        yield ok("/dev/char has links to the device nodes")
+
+
+class NothingToAskError(Exception):
+    """There is no GPU of NVIDIA's to ask about; the message says why."""
+
+
+def _of_gpus(
+    check: Callable[[Node, list[list[str]]], Iterator[Finding]],
+) -> Callable[[Node], Iterator[Finding]]:
+    """Make a check of what nvidia-smi says a check of the node."""
+
+    @functools.wraps(check)
+    def asked(node: Node) -> Iterator[Finding]:
+        try:
+            rows = _smi(node)
+        except NothingToAskError as e:
+            yield note(str(e))
+            return
+        yield from check(node, rows)
+
+    return asked
+
+
+def _smi(node: Node) -> list[list[str]]:
+    """Return what nvidia-smi says of each GPU: index, UUID, MIG, compute mode, persistence."""
+    if (why := needs_none(node)) is not None or _module(node) is None:
+        raise NothingToAskError(why or "without a kernel module of NVIDIA's nothing is asked")
+    # NVML itself could hang with a GPU that fell off the bus: a process can be given up.
+    rows = [[cell.strip() for cell in row.split(",")] for row in node.run(*QUERY).splitlines()]
+    return [row for row in rows if len(row) == QUERY[1].count(",") + 1]
+
+
+@_of_gpus
+def mig(_node: Node, rows: list[list[str]]) -> Iterator[Finding]:
+    """Whether a GPU is cut up by MIG: then it is its instances that programs may use."""
+    cut = [index for index, _, mode, *_ in rows if mode == "Enabled"]
+    for index in cut:
+        yield warning(
+            f"GPU {index} has MIG enabled: Tidegate shares whole GPUs, and gives no instances",
+            f"nvidia-smi -i {index} -mig 0, or leave the GPU to others",
+        )
+    if not cut:
+        yield ok("no GPU is cut up by MIG")
+
+
+@_of_gpus
+def compute_mode(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
+    """Whether the GPUs take processes of several containers."""
+    closed = False
+    for index, uuid, _, mode, _ in rows:
+        strategy = node.config.strategy_of(int(index) if index.isdigit() else -1, uuid)
+        # MPS has one process of its own on the GPU, whoever its clients are.
+        if mode == "Prohibited" or (mode.startswith("Exclusive") and strategy != "mps"):
+            closed = True
+            yield wrong(
+                f"GPU {index} has the compute mode {mode}: it takes "
+                + ("no process" if mode == "Prohibited" else "the processes of one program"),
+                f"nvidia-smi -i {index} -c DEFAULT",
+            )
+    if not closed:
+        yield ok("the GPUs take processes of several containers")
+
+
+@_of_gpus
+def persistence(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
+    """Whether the GPUs stay initialised while nobody uses them."""
+    off = [index for index, *_, mode in rows if mode == "Disabled"]
+    if off and node.stat("/run/nvidia-persistenced/socket") is None:
+        yield note(
+            f"persistence mode is off for GPU {', '.join(off)}: while no governor runs, the first "
+            "program waits for the GPU to be initialised",
+            "systemctl enable --now nvidia-persistenced",
+        )
+    else:
+        yield ok("the GPUs stay initialised while nobody uses them")
+
+
+def mps(node: Node) -> Iterator[Finding]:
+    """Whether somebody else runs an MPS daemon: what its clients do is in no books."""
+    own = f"{node.config.runtime_dir}/mps/"
+    seen, hidden = 0, 0
+    for pid in node.names("/proc"):
+        if not pid.isdigit() or not _is_mps(node, pid):
+            continue
+        try:
+            variables = (node.read(f"/proc/{pid}/environ") or "").split("\0")
+        except UnseenError:
+            hidden += 1
+            continue
+        pipe = next(
+            (v.partition("=")[2] for v in variables if v.startswith("CUDA_MPS_PIPE_DIRECTORY=")),
+            "/tmp/nvidia-mps",  # noqa: S108 - the daemon's own default
+        )
+        if pipe.startswith(own):
+            seen += 1
+        else:
+            yield warning(
+                f"process {pid} is an MPS daemon of somebody else's ({pipe}): its clients use a "
+                "GPU outside of all quotas",
+                f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} nvidia-cuda-mps-control",
+            )
+            return  # the daemon and its server are one
+    if hidden:
+        yield unseen(f"whose {hidden} MPS daemons are", AS_ROOT)
+    else:
+        yield ok("the MPS daemons are the governor's" if seen else "no MPS daemon runs")
+
+
+def _is_mps(node: Node, pid: str) -> bool:
+    try:
+        return (node.read(f"/proc/{pid}/comm") or "").startswith("nvidia-cuda-mps")
+    except UnseenError:
+        return False  # it has ended meanwhile

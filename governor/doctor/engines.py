@@ -1,0 +1,338 @@
+"""The container engines of the node: which there are, and whether each is set up for Tidegate.
+
+Docker and containerd are asked what they have in force, where they answer; otherwise, and for the
+others, their files are read. An engine that is not set up is nobody's fault: only if none is, a
+warning says so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from governor.doctor.finding import Finding, State, UnseenError, note, ok, warning, wrong
+from governor.doctor.node import (
+    BrokenError,
+    Node,
+    objects,
+    parse_toml,
+    read_json,
+    read_toml,
+    strings,
+    table,
+)
+from governor.doctor.programs import examine_program, wrapper_settings
+from oci_hook.runtime import CONFIG
+from oci_hook.state import PREFIX
+
+NAME = "tidegate"
+"""Of the runtime or handler, in every engine's configuration."""
+DAEMON_JSON = "/etc/docker/daemon.json"
+CONTAINERD = (
+    "/etc/containerd/config.toml",
+    "/var/lib/rancher/k3s/agent/etc/containerd/config.toml",
+    "/var/lib/rancher/rke2/agent/etc/containerd/config.toml",
+)
+CRIO = ("/etc/crio/crio.conf", "/etc/crio/crio.conf.d")
+DOCKER_INFO = ("docker", "--host", "unix:///run/docker.sock", "info", "--format", "{{json .}}")
+ANNOTATIONS_SINCE = 24
+EXAMPLE = f"{PREFIX}memory"
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    """Return the first version in what a program says of itself: `Docker version 26.1.5+dfsg1`."""
+    match = re.search(r"\b([0-9]+)\.([0-9]+)(?:\.([0-9]+))?", text)
+    return None if match is None else tuple(int(part) for part in match.groups("0"))
+
+
+def _version(node: Node, program: str) -> Iterator[Finding]:
+    """Which version of a program there is."""
+    path = node.find(program)
+    if path is None:
+        yield note(f"{program} is not installed")
+        return
+    try:
+        said = node.run(path, "--version")
+    except UnseenError as e:
+        raise UnseenError(f"{path} is there; its version is not known: {e.message}") from e
+    version = parse_version(said)
+    yield ok(f"{path}, {'.'.join(map(str, version)) if version else said.strip()[:80]}")
+
+
+runc = partial(_version, program="runc")
+crun = partial(_version, program="crun")
+containerd_version = partial(_version, program="containerd")
+crio_version = partial(_version, program="crio")
+podman_version = partial(_version, program="podman")
+nerdctl = partial(_version, program="nerdctl")
+
+
+def _wrapper(node: Node, path: object, what: str, remedy: str) -> Finding:
+    """Say whether what an engine runs is the wrapper runtime, and can be run."""
+    if not isinstance(path, str) or not path.startswith("/"):
+        return wrong(f"{what} runs {path!r}, accepted is an absolute path", remedy)
+    if not PurePosixPath(path).name.startswith(f"{NAME}-"):
+        return wrong(f"{what} runs {path}, which is not the wrapper tidegate-runtime", remedy)
+    return examine_program(node, path, f"{what},")
+
+
+# Docker
+
+
+def docker_info(node: Node) -> dict[str, Any] | None:
+    """Return what dockerd says of itself, None where it does not answer."""
+    client = node.find("docker")
+    if client is None:
+        return None
+    try:
+        answer = json.loads(node.run(client, *DOCKER_INFO[1:]))
+    except (UnseenError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) and answer.get("ServerVersion") else None
+
+
+def _has_docker(node: Node) -> bool:
+    return node.find("dockerd") is not None or node.stat(DAEMON_JSON) is not None
+
+
+def docker_version(node: Node) -> Iterator[Finding]:
+    """Which Docker there is, and whether its containers can have annotations."""
+    info = docker_info(node)
+    if info is None and not _has_docker(node):
+        yield note("Docker is not installed (dockerd)")
+        return
+    if info is not None:
+        said = f"dockerd {info['ServerVersion']} runs"
+    else:
+        said = node.run(node.find("dockerd") or "dockerd", "--version").strip()
+    version = parse_version(said)
+    if version is None or version[0] >= ANNOTATIONS_SINCE:
+        yield ok(said)
+        return
+    found = f"{said}: docker run --annotation came with {ANNOTATIONS_SINCE}.0"
+    if wrapper_settings(node).environment == "allow":
+        yield note(f"{found}; the environment stands for annotations ({CONFIG})")
+    else:
+        yield warning(
+            found,
+            f"install Docker {ANNOTATIONS_SINCE} or newer, or have `environment allow` in {CONFIG}",
+        )
+
+
+def docker_runtime(node: Node) -> Iterator[Finding]:
+    """Whether Docker has the runtime `tidegate`, in its file and in force."""
+    info = docker_info(node)
+    if info is None and not _has_docker(node):
+        yield note("Docker is not installed (dockerd)")
+        return
+    named = table(read_json(node, DAEMON_JSON), "runtimes", NAME)
+    running = table(info, "Runtimes", NAME)
+    path = running.get("path") or named.get("path")
+    if not path:
+        yield note(f"{DAEMON_JSON} has no runtime {NAME}", "tidegate setup docker")
+    elif info is not None and not running:
+        yield wrong(
+            f"{DAEMON_JSON} has the runtime {NAME}, and dockerd has not read it yet",
+            "systemctl reload docker",
+        )
+    else:
+        yield _wrapper(node, path, f"Docker's runtime {NAME}", "tidegate setup docker")
+        if info is not None and running and not named:
+            yield note(f"dockerd has the runtime {NAME} from elsewhere than {DAEMON_JSON}")
+
+
+# containerd
+
+
+def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Lay one document over another, as containerd does with what it imports."""
+    merged = dict(one)
+    for name, value in other.items():
+        old = merged.get(name)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[name] = _merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+class Containerd(NamedTuple):
+    """A configuration of containerd's; `whole` says that its defaults and all imports are in it."""
+
+    document: dict[str, Any]
+    whole: bool = False
+
+
+def containerd_config(node: Node, path: str) -> Containerd | None:
+    """Return containerd's configuration in force, None where this one is not here."""
+    document = read_toml(node, path)
+    program = node.find("containerd")
+    if path == CONTAINERD[0] and program is not None:
+        try:
+            # As it would start with it; the one that runs is not asked.
+            return Containerd(parse_toml(node.run(program, "config", "dump")), whole=True)
+        except (UnseenError, ValueError):
+            document = document or {}  # containerd 1 fails where there is no file
+    if document is None:
+        return None
+    for pattern in strings(document.get("imports")):
+        directory = str(PurePosixPath(path).parent / PurePosixPath(pattern).parent)
+        for name in node.names(directory):
+            if fnmatchcase(name, PurePosixPath(pattern).name):
+                imported = read_toml(node, f"{directory}/{name}") or {}
+                document = _merge(document, imported)
+    return Containerd(document)
+
+
+def cri_runtimes(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return the handlers of containerd's CRI plugin, of any version, and the default's name."""
+    for name, plugin in table(document, "plugins").items():
+        if "cri" in name.split("."):
+            settings = table(plugin, "containerd")
+            if settings.get("runtimes"):
+                default = settings.get("default_runtime_name")
+                return table(settings, "runtimes"), default if isinstance(default, str) else ""
+    return {}, ""
+
+
+def passes(patterns: tuple[str, ...], name: str) -> bool:
+    """Whether an annotation matches one of containerd's patterns, whose * ends at a slash."""
+    parts = name.split("/")
+    return any(
+        len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
+        for wanted in (pattern.split("/") for pattern in patterns)
+    )
+
+
+def containerd_handler(node: Node) -> Iterator[Finding]:
+    """Whether containerd has the handler `tidegate`, and lets annotations through to it."""
+    here = False
+    for path in CONTAINERD:
+        config = containerd_config(node, path)
+        if config is None:
+            continue
+        here, document = True, config.document
+        if any(
+            name.rpartition(".")[2] == "cri" for name in strings(document.get("disabled_plugins"))
+        ):
+            yield note(
+                f"{path} disables CRI, as Docker's package does: there are no handlers",
+                "take cri out of disabled_plugins if Kubernetes is to use it",
+            )
+            continue
+        handlers, default = cri_runtimes(document)
+        if config.whole and default and handlers and default not in handlers:
+            # containerd 1 takes a plugin's section from one file, defaults and all (issue 5837).
+            yield wrong(
+                f"{path}: the default handler {default} is not among {', '.join(handlers)}: "
+                "containers that name no handler do not start",
+                f"write [plugins.<CRI>.containerd.runtimes.{default}] beside the others",
+            )
+        handler = table(handlers, NAME)
+        if not handler:
+            yield note(f"{path} has no handler {NAME}", "tidegate setup containerd")
+            continue
+        yield from _handler(node, handler, f"{path}: the handler {NAME}")
+        lacking = [
+            key
+            for key in ("pod_annotations", "container_annotations")
+            if not passes(strings(handler.get(key)), EXAMPLE)
+        ]
+        if lacking:
+            yield wrong(
+                f'{path}: {" and ".join(lacking)} of the handler {NAME} lack "{PREFIX}*": '
+                "containers start, and without a GPU",
+                "tidegate setup containerd",
+            )
+    if not here:
+        yield note("containerd is not set up here: it has no configuration")
+
+
+def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding]:
+    """Whether a handler brings the hook: by the wrapper runtime, or by its base spec."""
+    remedy = "tidegate setup containerd"
+    spec = handler.get("base_runtime_spec")
+    if not isinstance(spec, str) or not spec:
+        yield _wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
+        return
+    document = read_json(node, spec)
+    if document is None:
+        yield wrong(f"{what} has the base spec {spec}, which is missing", f"{remedy} --base-spec")
+        return
+    hooks = [
+        hook
+        for stage in ("createRuntime", "prestart")
+        for hook in objects(table(document, "hooks"), stage)
+        if PurePosixPath(str(hook.get("path"))).name.startswith(f"{NAME}-")
+    ]
+    if not hooks:
+        # Then it is the wrapper's to bring it.
+        yield _wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
+    for hook in hooks:
+        yield examine_program(node, str(hook["path"]), f"{what}, by {spec},")
+        if not strings(hook.get("env")):
+            yield wrong(
+                f"{spec}: a hook has no env: an image's environment may reach it",
+                f"{remedy} --base-spec",
+            )
+
+
+# CRI-O
+
+
+def crio_config(node: Node) -> dict[str, Any] | None:
+    """Return CRI-O's configuration as its files have it, None where there are none."""
+    files = [CRIO[0]] if node.stat(CRIO[0]) is not None else []
+    files += [f"{CRIO[1]}/{name}" for name in node.names(CRIO[1]) if name.endswith(".conf")]
+    if not files:
+        return None
+    document: dict[str, Any] = {}
+    for path in files:
+        document = _merge(document, read_toml(node, path) or {})
+    return document
+
+
+def crio_handler(node: Node) -> Iterator[Finding]:
+    """Whether CRI-O has the handler `tidegate`."""
+    document = crio_config(node)
+    if document is None:
+        yield note("CRI-O is not set up here: it has no configuration")
+        return
+    handler = table(document, "crio", "runtime", "runtimes", NAME)
+    path = handler.get("runtime_path")
+    if not handler:
+        yield note(f"CRI-O has no handler {NAME}", "tidegate setup crio")
+    else:
+        yield _wrapper(node, path, f"CRI-O's handler {NAME}", "tidegate setup crio")
+
+
+def any_engine(node: Node) -> Iterator[Finding]:
+    """Whether any engine of the node starts containers with Tidegate."""
+    from governor.doctor.cdi import our_files
+    from governor.doctor.hooks import files, is_ours
+
+    ready = []
+    for name, check in (
+        ("Docker", docker_runtime),
+        ("containerd", containerd_handler),
+        ("CRI-O", crio_handler),
+    ):
+        try:
+            if any(finding.state is not State.NOTE for finding in check(node)):
+                ready.append(name)
+        except (UnseenError, BrokenError):
+            continue  # its own check says so
+    if any(is_ours(hook) for hook in files(node)):
+        ready.append("whoever reads oci-hooks(5)")
+    if our_files(node):
+        ready.append("whoever is asked for a CDI device")
+    if ready:
+        yield ok(f"Tidegate is set up for {', '.join(ready)}")
+    else:
+        yield warning(
+            "no engine is set up for Tidegate: containers get a GPU by a bundle's own hook only",
+            "tidegate setup docker, podman, containerd or crio",
+        )

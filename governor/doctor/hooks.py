@@ -1,0 +1,184 @@
+"""Hooks in force by oci-hooks(5): what Podman and CRI-O run for containers, and whose they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from governor.doctor.engines import CRIO, EXAMPLE, NAME, crio_config
+from governor.doctor.finding import Finding, note, ok, warning, wrong
+from governor.doctor.node import BrokenError, Node, read_json, read_toml, strings, table
+from governor.doctor.programs import examine_program
+
+VENDOR = "/usr/share/containers/oci/hooks.d"
+LOCAL = "/etc/containers/oci/hooks.d"
+CONTAINERS_CONF = (
+    "/usr/share/containers/containers.conf",
+    "/etc/containers/containers.conf",
+    "/etc/containers/containers.conf.d",
+)
+STAGES = {"prestart", "createRuntime"}
+SETUP = "tidegate setup podman"
+
+
+@dataclass(frozen=True)
+class HookFile:
+    """A file in a directory of hooks; `fault` says why it counts for nothing."""
+
+    path: str
+    program: str
+    args: tuple[str, ...]
+    document: dict[str, Any]
+    fault: str | None = None
+
+
+def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
+    """Return where root's Podman looks for hooks, and the file that says so, if one does."""
+    names = [*CONTAINERS_CONF[:2]]
+    directory = CONTAINERS_CONF[2]
+    names += [f"{directory}/{name}" for name in node.names(directory) if name.endswith(".conf")]
+    found: tuple[tuple[str, ...], str | None] = ((VENDOR, LOCAL), None)
+    for path in names:
+        engine = table(read_toml(node, path), "engine")
+        if "hooks_dir" in engine:
+            # A table in the list says that it is added to what was said before.
+            more = isinstance(entries := engine["hooks_dir"], list) and {"append": True} in entries
+            found = (found[0] if more else ()) + strings(entries), path
+    return found
+
+
+def crio_dirs(node: Node) -> tuple[str, ...]:
+    """Return where CRI-O looks for hooks, nowhere where it is not set up."""
+    document = crio_config(node)
+    if document is None:
+        return ()
+    runtime = table(document, "crio", "runtime")
+    return strings(runtime["hooks_dir"]) if "hooks_dir" in runtime else (VENDOR,)
+
+
+def directories(node: Node) -> tuple[str, ...]:
+    """Return every directory in which an engine may look for hooks."""
+    return tuple(dict.fromkeys((VENDOR, LOCAL, *podman_dirs(node)[0], *crio_dirs(node))))
+
+
+def files(node: Node, among: tuple[str, ...] | None = None) -> tuple[HookFile, ...]:
+    """Return the hooks of these directories, of all where none are named."""
+    return tuple(
+        _read(node, f"{directory}/{name}")
+        for directory in (directories(node) if among is None else among)
+        for name in node.names(directory)
+        if name.endswith(".json")
+    )
+
+
+def _read(node: Node, path: str) -> HookFile:
+    try:
+        document = read_json(node, path) or {}
+    except BrokenError as e:
+        return HookFile(path, "", (), {}, str(e))
+    hook = table(document, "hook")
+    program = hook.get("path")
+    fault = None
+    if document.get("version") != "1.0.0":
+        fault = f"{path} is of version {document.get('version')!r}, 1.0.0 is known"
+    elif not isinstance(program, str) or not program.startswith("/"):
+        fault = f"{path}: hook.path is {program!r}, accepted is an absolute path"
+    name = program if isinstance(program, str) else ""
+    return HookFile(path, name, strings(hook.get("args")), document, fault)
+
+
+def is_ours(hook: HookFile) -> bool:
+    """Whether a hook is Tidegate's."""
+    return PurePosixPath(hook.program).name.startswith(f"{NAME}-")
+
+
+def in_force(node: Node) -> Iterator[Finding]:
+    """Whether the hooks of ours can run, and which others run beside them."""
+    found = files(node)
+    for hook in found:
+        if hook.fault is not None:
+            yield wrong(
+                f"{hook.fault}: Podman and CRI-O start no container with it", f"rm {hook.path}"
+            )
+        elif is_ours(hook):
+            yield from _examine(node, hook)
+        elif node.stat(hook.program) is None:
+            yield warning(
+                f"{hook.path} names {hook.program}, which is missing: Podman and CRI-O leave it "
+                "out, or start no container",
+                f"rm {hook.path}",
+            )
+        else:
+            yield note(f"{hook.path} has {hook.program} run")
+    if not found:
+        yield note(f"no hooks in {' or '.join(directories(node))}")
+
+
+def _examine(node: Node, hook: HookFile) -> Iterator[Finding]:
+    yield examine_program(node, hook.program, f"{hook.path} has")
+    stages = set(strings(hook.document.get("stages")))
+    if not stages & {*STAGES, "precreate", "poststop"}:
+        yield wrong(f"{hook.path} names no stage of Tidegate's: {sorted(stages)}", SETUP)
+    if not strings(table(hook.document, "hook").get("env")):
+        # CVE-2025-23266: without it a hook of an older runc inherits what the image says.
+        yield wrong(
+            f"{hook.path}: hook.env is empty: an image's environment may reach the hook", SETUP
+        )
+    when = table(hook.document, "when")
+    if when.get("always") is not True and not any(
+        _matches(pattern, EXAMPLE) for pattern in table(when, "annotations")
+    ):
+        yield wrong(f"{hook.path}: `when` matches no annotation of Tidegate's", SETUP)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return False
+
+
+def podman(node: Node) -> Iterator[Finding]:
+    """Whether root's Podman runs the hook, and adds the devices before."""
+    if node.find("podman") is None:
+        yield note("podman is not installed")
+        return
+    looked, said_by = podman_dirs(node)
+    ours = [hook for hook in files(node, looked) if is_ours(hook) and hook.fault is None]
+    elsewhere = [hook for hook in files(node) if is_ours(hook) and hook.fault is None]
+    stages = {stage for hook in ours for stage in strings(hook.document.get("stages"))}
+    if not ours and elsewhere and said_by:
+        yield wrong(
+            f"{said_by} has Podman look for hooks in {', '.join(looked) or 'no directory'}, and "
+            f"Tidegate's is {elsewhere[0].path}",
+            f"add {PurePosixPath(elsewhere[0].path).parent} to hooks_dir in {said_by}",
+        )
+    elif not ours:
+        yield note("no hook of Tidegate's for Podman", SETUP)
+    elif not stages & STAGES:
+        yield wrong(f"Podman's hook of Tidegate's runs at {sorted(stages)} only", SETUP)
+    elif "precreate" not in stages:
+        yield warning(
+            "Podman runs the hook, and nothing of Tidegate's gives the container devices "
+            "(no stage precreate): name them with --device",
+            SETUP,
+        )
+    else:
+        yield ok(f"root's Podman runs {', '.join(hook.path for hook in ours)}")
+
+
+def doubled(node: Node) -> Iterator[Finding]:
+    """Whether CRI-O would run the hook twice: by its handler and by a file."""
+    handler = table(crio_config(node), "crio", "runtime", "runtimes", NAME)
+    both = [hook.path for hook in files(node, crio_dirs(node)) if is_ours(hook)]
+    if handler and both:
+        yield warning(
+            f"CRI-O has the handler {NAME}, and finds {both[0]} as well",
+            f"move {both[0]} to {LOCAL}, where Podman alone looks, or leave that out of hooks_dir "
+            f"in {CRIO[0]}",
+        )
+    else:
+        yield ok("no engine runs the hook twice")

@@ -1,0 +1,251 @@
+"""The node that is examined: its files below a root, its commands, its configuration.
+
+Below another root than `/` nothing is run: what lies there is another machine's, or a test's. Links
+lead to where they would lead for a process whose root it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import stat
+import subprocess
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from governor.config import PATH, Config, read_config
+from governor.doctor.finding import UnseenError
+from governor.errors import ConfigError
+from vdriver.tree import Tree
+
+CHUNK, CHUNKS = 64 << 10, 64
+"""Of a file that is read; containerd's configuration has 10 KiB. A pipe's pieces are smaller."""
+TIMEOUT = 10.0  # seconds, for a command; an engine that is asked answers in one
+SEARCH = (
+    "/usr/local/sbin",
+    "/usr/local/bin",
+    "/usr/sbin",
+    "/usr/bin",
+    "/sbin",
+    "/bin",
+)
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+AS_ROOT = "run tidegate doctor as root"
+
+Run = Callable[[Sequence[str]], str]
+
+
+def run_command(command: Sequence[str]) -> str:
+    """Return what a command prints; UnseenError where it fails or takes too long."""
+    name = os.path.basename(command[0])  # noqa: PTH119
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            cwd="/",
+            # None of the caller's: it could send an engine's client to another machine.
+            env={"PATH": ":".join(SEARCH), "LC_ALL": "C", "HOME": "/nonexistent"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as e:
+        raise UnseenError(f"{name} did not answer within {TIMEOUT:g} s") from e
+    except OSError as e:
+        raise UnseenError(f"{name} cannot be run: {e.strerror}") from e
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())[:200]
+        raise UnseenError(
+            f"{name} ended with status {done.returncode}" + (f": {said}" * bool(said))
+        )
+    return done.stdout.decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node; paths are those of a process on it.
+
+    `config` is the configuration in force, or the defaults where it is wrong (`config_error`). Its
+    directories are the node's own: `host` says where they are for us.
+    """
+
+    root: str = "/"
+    config: Config = field(default_factory=Config)
+    config_error: ConfigError | None = None
+    runner: Run | None = None  # in place of running commands
+    _answers: dict[tuple[str, ...], str | UnseenError] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    @property
+    def alive(self) -> bool:
+        """Whether this is the machine that we run on."""
+        return self.root == "/"
+
+    @property
+    def owner(self) -> int:
+        """Who owns what is the system's: root, or whoever unpacked the tree."""
+        return 0 if self.alive else os.stat(self.root).st_uid  # noqa: PTH116
+
+    def host(self, path: str) -> str | None:
+        """Return what a path of the node's is called here, None where it leads nowhere."""
+        if self.alive:
+            return path
+        tree = Tree(self.root)
+        real = tree.resolve(path)
+        return None if real is None else tree.host(real)
+
+    def stat(self, path: str) -> os.stat_result | None:
+        """Return a file's status, None where there is none."""
+        host = self.host(path)
+        try:
+            return None if host is None else os.stat(host)  # noqa: PTH116
+        except OSError as e:
+            if e.errno in GONE:
+                return None
+            raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
+
+    def names(self, directory: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory, none where it is not there."""
+        host = self.host(directory)
+        try:
+            return () if host is None else tuple(sorted(os.listdir(host)))  # noqa: PTH208
+        except OSError as e:
+            if e.errno in GONE:
+                return ()
+            raise UnseenError(f"{directory}: {e.strerror}", remedy=AS_ROOT) from e
+
+    def read(self, path: str) -> str | None:
+        """Return a regular file's text, None where there is none."""
+        host = self.host(path)
+        if host is None:
+            return None
+        try:
+            # Not to wait for whoever would write into a FIFO of that name.
+            fd = os.open(host, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise UnseenError(f"{path} is no regular file")
+                # In small pieces: a sysctl answers ENOMEM to who asks for megabytes.
+                data = b"".join(itertools.islice(iter(lambda: os.read(fd, CHUNK), b""), CHUNKS))
+            finally:
+                os.close(fd)
+        except OSError as e:
+            if e.errno in GONE:
+                return None
+            raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
+        if len(data) >= CHUNK * CHUNKS:
+            raise UnseenError(f"{path} has more than {CHUNK * CHUNKS >> 20} MiB")
+        return data.decode(errors="replace")
+
+    def find(self, program: str) -> str | None:
+        """Return the path of a program in the system's directories."""
+        for directory in SEARCH:
+            path = f"{directory}/{program}"
+            try:
+                status = self.stat(path)
+            except UnseenError:
+                continue
+            if status is not None and stat.S_ISREG(status.st_mode) and status.st_mode & 0o111:
+                return path
+        return None
+
+    def run(self, *command: str) -> str:
+        """Return what a command prints, UnseenError why it does not. Each is run once."""
+        if command not in self._answers:
+            try:
+                self._answers[command] = self._run(command)
+            except UnseenError as e:
+                self._answers[command] = e
+        answer = self._answers[command]
+        if isinstance(answer, UnseenError):
+            raise answer
+        return answer
+
+    def _run(self, command: Sequence[str]) -> str:
+        if self.runner is not None:
+            return self.runner(command)
+        if not self.alive:
+            raise UnseenError(f"below {self.root} nothing is run")
+        return run_command(command)
+
+
+class BrokenError(Exception):
+    """A file is not in the format that whoever reads it expects; the message names it."""
+
+
+def read_json(node: Node, path: str) -> dict[str, Any] | None:
+    """Return a JSON object, None where there is no file; BrokenError for anything else."""
+    text = node.read(path)
+    if text is None:
+        return None
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise BrokenError(f"{path} is not JSON: {e}") from e
+    if not isinstance(document, dict):
+        raise BrokenError(f"{path} is no JSON object")
+    return document
+
+
+def read_toml(node: Node, path: str) -> dict[str, Any] | None:
+    """Return a TOML document, None where there is no file; BrokenError for anything else."""
+    text = node.read(path)
+    try:
+        return None if text is None else parse_toml(text)
+    except ValueError as e:
+        raise BrokenError(f"{path} is not TOML: {e}") from e
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML; ValueError for what is none, however deep it is nested."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as e:
+        raise ValueError("nested too deep") from e
+
+
+def table(document: object, *path: str) -> dict[str, Any]:
+    """Return an inner object, empty where there is none: what others write may have any shape."""
+    for name in path:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def strings(value: object) -> tuple[str, ...]:
+    """Return the strings of a list, none where it is no list."""
+    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
+
+
+def objects(document: object, name: str) -> list[dict[str, Any]]:
+    """Return the objects of a list in an object, none where there is no such list."""
+    entries = document.get(name) if isinstance(document, dict) else None
+    return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+
+
+def open_node(
+    root: str = "/",
+    config_file: str | None = None,
+    runtime_dir: str | None = None,
+    driver_dir: str | None = None,
+) -> Node:
+    """Return the node below `root`; a configuration that is wrong is one of its findings."""
+    # Absolute, or what is printed would mean another file elsewhere.
+    root = os.path.abspath(root)  # noqa: PTH100
+    node = Node(root)
+    config, error = Config(), None
+    try:
+        file = node.host(config_file or str(PATH))
+        if config_file or (file and os.path.lexists(file)):
+            config = read_config(file or config_file)
+    except ConfigError as e:
+        error = e
+    if runtime_dir:
+        config = replace(config, runtime_dir=runtime_dir)
+    if driver_dir:
+        config = replace(config, driver_dir=driver_dir)
+    return Node(root, config, error)

@@ -1,0 +1,95 @@
+"""NVIDIA's own toolkit, operator and device plugin: what they give out, nobody governs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from governor.doctor.cdi import files as cdi_files
+from governor.doctor.engines import (
+    CONTAINERD,
+    DAEMON_JSON,
+    containerd_config,
+    cri_runtimes,
+    crio_config,
+    docker_info,
+)
+from governor.doctor.finding import Finding, note, ok, warning
+from governor.doctor.hooks import files as hook_files
+from governor.doctor.node import Node, read_json, table
+from oci_hook.edits import FOREIGN
+
+PLUGIN = "/var/lib/kubelet/device-plugins/nvidia-gpu.sock"
+OPERATOR = "/run/nvidia"
+UNGOVERNED = "an image that sets NVIDIA_VISIBLE_DEVICES gets GPUs outside of all quotas"
+
+
+def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
+    """Yield engine, default runtime and what chooses another, as far as each says one."""
+    docker = (docker_info(node) or {}).get("DefaultRuntime") or (
+        read_json(node, DAEMON_JSON) or {}
+    ).get("default-runtime")
+    yield "Docker", str(docker or ""), f"take default-runtime out of {DAEMON_JSON}, reload docker"
+    for path in CONTAINERD:
+        config = containerd_config(node, path)
+        if config is not None:
+            name = cri_runtimes(config.document)[1]
+            yield path, name, f'set default_runtime_name = "runc" there ({path}), restart it'
+    default = table(crio_config(node), "crio", "runtime").get("default_runtime")
+    yield "CRI-O", str(default or ""), "set default_runtime in /etc/crio, systemctl reload crio"
+
+
+def default_runtime(node: Node) -> Iterator[Finding]:
+    """Whether an engine starts every container by NVIDIA's runtime."""
+    found = [d for d in _defaults(node) if d[1].startswith("nvidia")]
+    for engine, name, remedy in found:
+        yield warning(f"{engine} has the default runtime {name}: {UNGOVERNED}", remedy)
+    if not found:
+        yield ok("no engine has NVIDIA's runtime as its default")
+
+
+def hook(node: Node) -> Iterator[Finding]:
+    """Whether NVIDIA's hook is in force for whoever reads oci-hooks(5)."""
+    found = [h.path for h in hook_files(node) if PurePosixPath(h.program).name in FOREIGN]
+    for path in found:
+        yield warning(f"{path} is NVIDIA's hook: {UNGOVERNED}", f"rm {path}")
+    if not found:
+        yield ok("NVIDIA's hook is in no directory of hooks")
+
+
+def cdi(node: Node) -> Iterator[Finding]:
+    """Whether NVIDIA's devices can be asked for by CDI."""
+    found = [file for file in cdi_files(node) if file.kind.partition("/")[0].endswith("nvidia.com")]
+    for file in found:
+        yield note(
+            f"{file.path}: who asks for {file.kind} gets a GPU outside of all quotas",
+            f"systemctl disable --now nvidia-cdi-refresh.path nvidia-cdi-refresh.service, "
+            f"rm {file.path}",
+        )
+    if not found:
+        yield ok("no CDI file of NVIDIA's")
+
+
+def operator(node: Node) -> Iterator[Finding]:
+    """Whether NVIDIA's device plugin or operator hands out GPUs of this node."""
+    quiet = True
+    if node.stat(PLUGIN) is not None:
+        quiet = False
+        yield warning(
+            f"{PLUGIN} is there: the kubelet gives out whole GPUs that the governor shares as well",
+            "label the node nvidia.com/gpu.deploy.device-plugin=false, or take the GPUs apart",
+        )
+    inside = node.names(OPERATOR)
+    if "driver" in inside and node.names(f"{OPERATOR}/driver"):
+        quiet = False
+        yield note(
+            f"{OPERATOR}/driver: the driver comes from a container, and is mirrored from there"
+        )
+    if "toolkit" in inside or node.names("/usr/local/nvidia/toolkit"):
+        quiet = False
+        yield note(
+            "NVIDIA's operator has a toolkit installed on this node; nvidia.default-runtime says "
+            "whether it is in force"
+        )
+    if quiet:
+        yield ok("neither NVIDIA's device plugin nor its operator")

@@ -1,0 +1,226 @@
+"""Tidegate's own files: what engines run as root, what runs that, and who could change it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from governor.config import PATH
+from governor.doctor.finding import Finding, UnseenError, ok, warning, wrong
+from governor.doctor.mirror import kind_of_mirror
+from governor.doctor.node import AS_ROOT, BrokenError, Node
+from oci_hook.runtime import CONFIG, HOOK, RUNTIMES, SettingsError, parse_node
+from oci_hook.runtime import Node as Settings
+from vdriver.tree import MAX_LINKS
+
+RUNTIME = "/usr/bin/tidegate-runtime"
+CHECKOUT = Path(__file__).parents[2]
+PACKAGE = "install the package tidegate"
+OLDEST = (3, 11)
+
+IMPORTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import oci_hook.main, oci_hook.apply, oci_hook.client, oci_hook.image, oci_hook.manifest
+import oci_hook.plan, oci_hook.request
+print(*sys.version_info[:3], sep=".")
+"""
+
+
+def _way(node: Node, path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield everything that is looked up on the way to `path`, links and what they lead through."""
+    below = "" if node.alive else node.root
+    yield "/", os.lstat(below or "/")
+    todo, done, links = path.split("/")[::-1], list[str](), 0
+    while todo:
+        part = todo.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            done = done[:-1]
+            continue
+        done.append(part)
+        name = "/" + "/".join(done)
+        status = os.lstat(below + name)
+        yield name, status
+        if stat.S_ISLNK(status.st_mode):
+            links += 1
+            if links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            target = os.readlink(below + name)  # noqa: PTH115
+            done = [] if target.startswith("/") else done[:-1]
+            todo += target.split("/")[::-1]
+
+
+def not_trusted(node: Node, path: str) -> str | None:
+    """Return who else than root could change what is at `path`, None if nobody.
+
+    Looked at are the file, every directory on the way, and the same behind each link.
+    """
+    try:
+        for name, status in _way(node, path):
+            if reason := _writable(node, status):
+                return f"{name} {reason}"
+    except OSError as e:
+        raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
+    return None
+
+
+def _writable(node: Node, status: os.stat_result) -> str | None:
+    if status.st_uid != node.owner:
+        return f"belongs to user {status.st_uid}"
+    mode = status.st_mode
+    # A link's mode says nothing. In a sticky directory nobody can replace what is another's.
+    if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+        return None
+    if mode & 0o002:
+        return f"has mode {stat.S_IMODE(mode):04o}: everybody may write it"
+    if mode & 0o020 and status.st_gid != 0 and node.alive:
+        return f"has mode {stat.S_IMODE(mode):04o}: group {status.st_gid} may write it"
+    return None
+
+
+def examine_program(node: Node, path: str, what: str) -> Finding:
+    """Say whether root can run the program at `path`, and nobody else can change it."""
+    status = node.stat(path)
+    if status is None:
+        return wrong(f"{what} {path} is missing", PACKAGE)
+    if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o111 != 0o111:
+        return wrong(
+            f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}, it cannot be run",
+            f"chmod 0755 {path}",
+        )
+    if reason := not_trusted(node, path):
+        return wrong(
+            f"{what} {path} runs as root, and {reason}", "chown root: and chmod go-w what it names"
+        )
+    return ok(f"{what} {path}")
+
+
+def _installed(node: Node, path: str) -> str | None:
+    """Return where a program of ours is: installed, or in this checkout."""
+    if node.stat(path) is not None:
+        return path
+    own = CHECKOUT / "oci_hook" / os.path.basename(path)  # noqa: PTH119
+    return str(own) if node.alive and own.exists() else None
+
+
+def programs(node: Node) -> Iterator[Finding]:
+    """Whether the hook and the wrapper runtime are there, root's, and nobody else's to change."""
+    for path, what in ((HOOK, "the hook"), (RUNTIME, "the wrapper runtime")):
+        found = _installed(node, path)
+        if found is None:
+            yield wrong(f"{what} {path} is missing", PACKAGE)
+        elif found == path:
+            yield examine_program(node, path, what)
+        else:
+            yield warning(f"{what} is not installed; this checkout has {found}", PACKAGE)
+
+
+def python(node: Node) -> Iterator[Finding]:
+    """Whether the interpreter that line one of the hook names can run it."""
+    hook = _installed(node, HOOK)
+    text = node.read(hook) if hook else None
+    if hook is None or text is None:
+        raise UnseenError(f"{HOOK} is missing, so nobody says which python3 runs it")
+    line = re.match(r"#! *(/\S+)", text)
+    if line is None:
+        yield wrong(f"{hook} has no line #!, the kernel does not run it", PACKAGE)
+        return
+    interpreter = line[1]
+    if node.stat(interpreter) is None:
+        yield wrong(f"{interpreter}, which runs {hook}, is missing", "install python3")
+        return
+    # What anybody could have changed is not run.
+    if reason := not_trusted(node, interpreter):
+        yield wrong(f"{interpreter} runs as root, and {reason}", "reinstall python3")
+        return
+    if hook == HOOK and (reason := not_trusted(node, hook)):
+        raise UnseenError(f"{hook} is not run: {reason}")
+    directory = os.path.dirname(os.path.dirname(os.path.realpath(node.host(hook) or hook)))  # noqa: PTH120
+    try:
+        answer = node.run(interpreter, "-ISEB", "-c", IMPORTS, directory).strip()
+    except UnseenError as e:
+        if not node.alive and node.runner is None:
+            raise
+        yield wrong(
+            f"{interpreter} does not run the hook: {e.message}",
+            "install all of python3's own modules (python3, not python3-minimal)",
+        )
+        return
+    number = tuple(int(part) for part in re.findall(r"[0-9]+", answer)[:2])
+    if number < OLDEST:
+        yield wrong(
+            f"{interpreter} is Python {answer}, the hook needs {OLDEST[0]}.{OLDEST[1]}",
+            "install a newer python3",
+        )
+    else:
+        yield ok(f"{interpreter} is Python {answer}, and has what the hook needs")
+
+
+def wrapper_settings(node: Node) -> Settings:
+    """Return what the wrapper's file says; BrokenError where the wrapper would not take it."""
+    try:
+        return parse_node(node.read(CONFIG) or "", CONFIG)
+    except SettingsError as e:
+        raise BrokenError(str(e)) from e
+
+
+def low_level(node: Node) -> Iterator[Finding]:
+    """What the wrapper runs, and the hook that it enters."""
+    settings = wrapper_settings(node)
+    if settings.hook != HOOK:
+        yield examine_program(node, settings.hook, f"the hook of {CONFIG},")
+    if settings.runtime:
+        yield examine_program(node, settings.runtime, f"the runtime of {CONFIG},")
+        return
+    for path in RUNTIMES:
+        if node.stat(path) is not None:
+            yield examine_program(node, path, "the wrapper runs")
+            return
+    yield warning(
+        f"there is none of {', '.join(RUNTIMES)}: the wrapper has nothing to run",
+        f"install runc, or write `runtime /its/path` to {CONFIG}",
+    )
+
+
+def owners(node: Node) -> Iterator[Finding]:
+    """Whether others than root could change what Tidegate is told."""
+    bad = False
+    for path in (str(PATH), CONFIG, node.config.state_dir, node.config.driver_dir):
+        if node.stat(path) is not None and (reason := not_trusted(node, path)):
+            bad = True
+            yield wrong(
+                f"root acts on {path}, and {reason}", "chown root: and chmod go-w what it names"
+            )
+    if not bad:
+        yield ok("configuration and state are root's alone to change")
+
+
+def control(node: Node) -> Iterator[Finding]:
+    """Whether a refresh would find the control libraries."""
+    if not node.alive:
+        machine = platform.machine()
+        directory = f"/usr/lib/tidegate/{machine}-linux-gnu"
+    else:
+        from governor.verbs.refresh import control_dir
+
+        directory = control_dir()
+    lacking = [
+        name
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1")
+        if node.stat(f"{directory}/{name}") is None
+    ]
+    if lacking:
+        # A mirror that is in force has its own.
+        yield (warning if kind_of_mirror(node) else wrong)(
+            f"{directory} has no {' and no '.join(lacking)}: tidegate refresh makes no mirror",
+            "install the package tidegate-control, or make build in a checkout",
+        )
+    else:
+        yield ok(f"the control libraries are in {directory}")

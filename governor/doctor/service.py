@@ -1,0 +1,120 @@
+"""The configuration, and the governor: does it answer, what has it lost, what did it set aside."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from governor.cli import version
+from governor.client import ask
+from governor.config import PATH, Config
+from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
+from governor.doctor.node import AS_ROOT, Node
+from governor.errors import GovernorError, TidegateError
+from governor.state import NAME
+
+UNIT = "/usr/lib/systemd/system/tidegate-governor.service"
+LATELY_S = 7 * 86400
+
+
+def configuration(node: Node) -> Iterator[Finding]:
+    """Whether the governor would take the configuration."""
+    if node.config_error is not None:
+        yield wrong(node.config_error.message, node.config_error.hint)
+    elif node.stat(str(PATH)) is None:
+        yield ok(f"{PATH} is not there: the defaults are in force")
+    else:
+        yield ok(f"{PATH} is accepted")
+
+
+def _ask(node: Node, op: str) -> dict[str, Any]:
+    """Ask the governor; UnseenError where we may not."""
+    directory = node.host(node.config.runtime_dir)
+    if directory is None:
+        directory = node.root.rstrip("/") + node.config.runtime_dir
+    config: Config = replace(node.config, runtime_dir=directory)
+    try:
+        return ask(config, op)
+    except GovernorError as e:
+        if isinstance(e.__cause__, PermissionError):
+            raise UnseenError(e.message, remedy=AS_ROOT) from e
+        raise
+
+
+def answers(node: Node) -> Iterator[Finding]:
+    """Whether the governor answers, and is of our version."""
+    try:
+        answer = _ask(node, "ping")
+    except TidegateError as e:
+        unit = node.stat(UNIT) is not None
+        start = "systemctl start tidegate-governor, then journalctl -u tidegate-governor"
+        yield wrong(e.message, start if unit else "start tidegate-governor as root")
+        return
+    ours, found = version(), str(answer.get("version"))
+    if found == ours:
+        yield ok(f"version {found}, process {answer.get('pid')}")
+    else:
+        yield warning(
+            f"the governor is of version {found}, this command of {ours}",
+            "install one version of both, then systemctl restart tidegate-governor",
+        )
+
+
+def gpus(node: Node) -> Iterator[Finding]:
+    """Whether the governor has lost a GPU, keeps one closed, or could not read one."""
+    try:
+        answer = _ask(node, "gpus")
+    except TidegateError:
+        yield note("the governor does not answer, so nobody tells of its GPUs")
+        return
+    shared, open_ = answer["gpus"], []
+    for gpu in shared:
+        if gpu["lost"] is not None:
+            yield warning(
+                f"GPU {gpu['index']} is lost: {gpu['lost']}",
+                "journalctl -k --grep NVRM, then reboot",
+            )
+        elif gpu["closed"] is not None:
+            yield warning(
+                f"GPU {gpu['index']} takes no container now: {gpu['closed']}",
+                "tidegate events --all shows what its MPS server did",
+            )
+        else:
+            open_.append(gpu["index"])
+    for gpu in answer["left_out"]:
+        yield warning(
+            f"GPU {gpu['index']} is not shared: {gpu['reason']}",
+            "mend what it names, then systemctl restart tidegate-governor",
+        )
+    if open_:
+        yield ok(f"GPU {', '.join(map(str, open_))} is shared")
+    else:
+        yield wrong("no GPU takes containers", "see the lines above; nvidia-smi -L lists the GPUs")
+
+
+def database(node: Node) -> Iterator[Finding]:
+    """Whether a governor set its database aside lately."""
+    directory = node.config.state_dir
+    aside = [
+        name
+        for name in node.names(directory)
+        if name.startswith((f"{NAME}.damaged-", f"{NAME}.newer-"))
+        and not name.endswith(("-wal", "-shm"))
+    ]
+    late = 0
+    for name in aside:
+        status = node.stat(f"{directory}/{name}")
+        age = time.time() - status.st_ctime if status else 0
+        if age < LATELY_S:
+            late += 1
+            what = "damaged" if ".damaged-" in name else "of a newer version"
+            yield warning(
+                f"{directory}/{name}: the governor found its database {what}, "
+                f"{age / 3600:.0f} hours ago",
+                f"look after the disk, then rm {directory}/{name}*",
+            )
+    if not late:
+        old = f", {len(aside)} longer ago" if aside else ""
+        yield ok(f"no database was set aside within {LATELY_S // 86400} days{old}")

@@ -1,0 +1,181 @@
+"""The kernel, its control groups, and its security modules."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+
+from governor.cgroups import find_mounts
+from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
+from governor.doctor.node import Node
+from oci_hook import kernel
+
+CALLS = (
+    ("open_tree and move_mount", (5, 2)),
+    ("openat2", (5, 6)),
+    ("mount_setattr", (5, 12)),
+)
+"""What the hook cannot do without, and the Linux that brought it."""
+NEWER = "boot Linux 5.12 or newer (Debian 11: linux-image-amd64 of bullseye-backports)"
+RELABEL = (
+    "semanage fcontext -a -t container_file_t '{path}(/.*)?' && restorecon -R {path}, "
+    "or start the container with --security-opt label=disable"
+)
+CAP_SYS_ADMIN = 21
+LABELS = ("container_file_t", "container_ro_file_t", "container_share_t")
+
+
+def calls(node: Node) -> Iterator[Finding]:
+    """Whether the kernel has what the hook walks and mounts by: there is no way around them."""
+    release = (node.read("/proc/sys/kernel/osrelease") or "").strip()
+    match = re.match(r"([0-9]+)\.([0-9]+)", release)
+    if match is None:
+        yield unseen(f"/proc/sys/kernel/osrelease says {release!r}, which is no version")
+        return
+    version = (int(match[1]), int(match[2]))
+    lacking = [f"{name} ({a}.{b})" for name, (a, b) in CALLS if version < (a, b)]
+    # A distribution may have taken a call back into an older kernel, or a filter keep it away.
+    if node.alive:
+        refused = dict(_refused())
+        if not refused:
+            yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
+            return
+        if set(refused.values()) != {errno.ENOSYS}:
+            yield wrong(
+                f"Linux {release}: {_listed(list(refused))} refused: "
+                f"{os.strerror(next(iter(refused.values())))}",
+                "take the seccomp filter off whatever starts containers here",
+            )
+            return
+        lacking = list(refused)
+    if lacking:
+        yield wrong(
+            f"Linux {release} lacks {_listed(lacking)}: the hook starts no container", NEWER
+        )
+    else:
+        yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
+
+
+def _refused() -> Iterator[tuple[str, int]]:
+    """Ask for each call with arguments that it refuses; say which the kernel does not have.
+
+    Without CAP_SYS_ADMIN the mount calls answer EPERM, as a filter would: then they are there.
+    """
+    there = {errno.EBADF, errno.ENOENT, errno.EINVAL}
+    if not _has_sys_admin():
+        there.add(errno.EPERM)
+
+    # An empty path without AT_EMPTY_PATH, or no descriptor: nothing is opened, mounted or changed.
+    asked: dict[str, Callable[[], object]] = {
+        "open_tree": lambda: kernel.open_tree("", dirfd=-1),
+        "move_mount": lambda: kernel.move_mount(-1, -1, ""),
+        "openat2": lambda: kernel.openat2(-1, "", os.O_PATH, kernel.RESOLVE_IN_ROOT),
+        "mount_setattr": lambda: kernel.mount_setattr(-1, kernel.MOUNT_ATTR_RDONLY, 0, ""),
+    }
+    for name, ask in asked.items():
+        try:
+            ask()
+        except OSError as e:
+            if e.errno not in there:
+                yield name, e.errno or 0
+
+
+def _has_sys_admin() -> bool:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as file:  # noqa: PTH123
+        found = re.search(r"^CapEff:\s*([0-9a-f]+)", file.read(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> CAP_SYS_ADMIN & 1)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def cgroups(node: Node) -> Iterator[Finding]:
+    """Which control groups there are, and who of the runtimes cannot use them."""
+    mounts = node.read("/proc/self/mounts")
+    if mounts is None:
+        raise UnseenError("/proc/self/mounts is not there")
+    rows = [line.split() for line in mounts.splitlines()]
+    kinds = {row[2]: row[1] for row in rows if len(row) > 2 and row[2] in ("cgroup", "cgroup2")}
+    match kinds:
+        case {"cgroup": _, "cgroup2": unified}:
+            yield from _hybrid(node, unified)
+        case {"cgroup2": _}:
+            yield ok("control groups of version 2")
+        case {"cgroup": _}:
+            yield ok("control groups of version 1")
+        case _:
+            yield wrong(
+                "no control groups are mounted, runtimes start no container",
+                "mount -t cgroup2 none /sys/fs/cgroup",
+            )
+
+
+def _hybrid(node: Node, unified: str) -> Iterator[Finding]:
+    found = f"control groups of version 1, with version 2 at {unified} (hybrid)"
+    crun = node.find("crun")
+    if not crun:
+        yield ok(found)
+    elif not (node.read(f"{unified}/cgroup.controllers") or "").strip():
+        yield ok(f"{found}, without controllers in version 2")
+    else:
+        yield warning(
+            f"{found}: {crun} refuses that (cgroups in hybrid mode not supported)",
+            "use runc, or boot with systemd.unified_cgroup_hierarchy=1",
+        )
+
+
+def throttling(node: Node) -> Iterator[Finding]:
+    """Whether containers can be frozen, where the configuration wants that."""
+    if node.config.on_violation != "throttle":
+        yield ok(f"on_violation is {node.config.on_violation}: nothing has to be frozen")
+        return
+    if not node.alive:
+        raise UnseenError(f"below {node.root} nobody is frozen")
+    mounts = find_mounts()
+    if mounts:
+        yield ok(f"on_violation is throttle, by {', '.join(map(str, mounts.values()))}")
+    else:
+        yield warning(
+            "on_violation is throttle, and neither version 2 nor the freezer is mounted",
+            "mount -t cgroup -o freezer none /sys/fs/cgroup/freezer, or set on_violation: report",
+        )
+
+
+def security(node: Node) -> Iterator[Finding]:
+    """Whether SELinux or AppArmor stand between a container and what Tidegate mounts in it."""
+    enforce = node.read("/sys/fs/selinux/enforce")
+    apparmor = (node.read("/sys/module/apparmor/parameters/enabled") or "").startswith("Y")
+    if enforce is not None and enforce.strip() == "1":
+        yield from _labels(node)
+    elif enforce is not None:
+        yield ok("SELinux is permissive")
+    if apparmor:
+        yield note(
+            "AppArmor is on: a container's profile has to let it read /run/tidegate and the "
+            "driver's libraries, and connect to the socket there"
+        )
+    if enforce is None and not apparmor:
+        yield ok("neither SELinux nor AppArmor is on")
+
+
+def _labels(node: Node) -> Iterator[Finding]:
+    for path in (f"{node.config.runtime_dir}/containers", f"{node.config.driver_dir}/current"):
+        host = node.host(path)
+        if host is None or node.stat(path) is None:
+            continue  # other checks say that it is not there
+        try:
+            context = os.getxattr(host, "security.selinux").decode(errors="replace")
+        except OSError as e:
+            raise UnseenError(f"the SELinux label of {path}: {e.strerror}") from e
+        kind = (context.strip("\0").split(":") + [""] * 3)[2]
+        if kind in LABELS:
+            yield ok(f"SELinux enforces, {path} is {kind}")
+        else:
+            yield warning(
+                f"SELinux enforces, and {path} is {kind or 'without a label'}: containers may not "
+                "read it (not tried with Tidegate)",
+                RELABEL.format(path=path.removesuffix("/containers").removesuffix("/current")),
+            )

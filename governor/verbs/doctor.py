@@ -1,0 +1,94 @@
+"""`tidegate doctor`: look at all that a node consists of, and say what is wrong and what mends it.
+
+It changes nothing, and needs nothing: what it cannot see, without root say, it names. `tidegate
+check` is the short question before it: what is in force, and what is left of each GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+
+SUMMARY = "Examine this node: driver, mirror, governor, engines, and what else could be wrong"
+EPILOG = """\
+states: ok; note, neither right nor wrong; unseen, could not be looked at; warning, stops no
+container; wrong, stops containers, leaves them ungoverned or hands the node to others.
+exit status: 0 when nothing is wrong, 1 when something is; with --strict 1 for warnings and for what
+could not be seen, too; 2 when the command line is wrong. docs/reference/doctor.md has each check.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--root",
+        default="/",
+        metavar="DIR",
+        help="the node's files are below this directory; then nothing is run (default /)",
+    )
+    parser.add_argument("--config", help="the node's configuration (/etc/tidegate/config.yaml)")
+    parser.add_argument("--runtime-dir", help="the governor's directory (/run/tidegate)")
+    parser.add_argument("--driver-dir", help="the mirror's directory (/var/lib/tidegate/driver)")
+    parser.add_argument(
+        "--problems", action="store_true", help="leave out what is right, and notes"
+    )
+    parser.add_argument(
+        "--strict", action="store_true", help="end with 1 for warnings and what is not seen, too"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a line for each finding, the remedy below it, and at the end how many are what."""
+    from governor.cli import version
+    from governor.doctor.checks import examine, status_of
+    from governor.doctor.finding import State
+    from governor.doctor.node import open_node
+
+    node = open_node(args.root, args.config, args.runtime_dir, args.driver_dir)
+    counts: Counter[State] = Counter()
+    document = []
+    for examined in examine(node):
+        finding = examined.finding
+        counts[finding.state] += 1
+        if args.problems and finding.state in (State.OK, State.NOTE):
+            continue
+        if args.json:
+            document.append(
+                {
+                    "id": examined.id,
+                    "state": finding.state,
+                    "found": finding.found,
+                    "remedy": finding.remedy,
+                }
+            )
+            continue
+        print(f"{finding.state:8} {examined.id:23} {_safe(finding.found)}")
+        if finding.remedy is not None:
+            print(f"{'':8} {'':23} -> {_safe(finding.remedy)}")
+        sys.stdout.flush()  # an engine that is asked may take a while
+    status = status_of(counts, strict=args.strict)
+    if args.json:
+        answer = {
+            "schema": 1,
+            "version": version(),
+            "root": node.root,
+            "status": status,
+            "findings": document,
+        }
+        print(json.dumps(answer, indent=1))
+    else:
+        print(
+            f"{counts[State.WRONG]} wrong, {counts[State.WARNING]} warnings, "
+            f"{counts[State.UNSEEN]} not seen, {counts[State.OK]} right"
+        )
+    return status
+
+
+def _safe(text: str) -> str:
+    """Keep what files and programs say on one line of a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

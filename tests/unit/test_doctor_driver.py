@@ -1,0 +1,154 @@
+"""What `tidegate doctor` says of NVIDIA's driver. Device nodes take root: tests/container/test_doctor.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.doctor_nodes import LIBRARIES, SMI, UUID, Host, V
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path / "root")
+    host.put_driver()
+    host.commands["nvidia-smi"] = SMI
+    return host
+
+
+def test_the_module_that_runs_is_told(host: Host) -> None:
+    assert host.look("driver.module") == [f"ok: NVIDIA's open kernel module {V} runs; GPUs: 1"]
+
+
+def test_a_module_that_is_not_loaded_is_wrong(host: Host) -> None:
+    host.remove("proc/driver/nvidia/version")
+    assert host.look("driver.module") == [
+        (
+            "wrong: no kernel module of NVIDIA's runs"
+            " -> modprobe nvidia (install the driver first where that finds none)"
+        )
+    ]
+    host.put("sys/module/nvidia/refcnt", "0")
+    [found] = host.look("driver.module")
+    assert found.startswith(
+        "wrong: the kernel module nvidia is loaded, and /proc/driver/nvidia/version says"
+    )
+
+
+def test_wsl_needs_no_module(host: Host) -> None:
+    host.remove("proc/driver/nvidia/version")
+    host.put("dev/dxg")
+    assert host.look("driver.module") == ["ok: WSL 2: the driver's kernel half is Windows'"]
+
+
+def test_a_driver_that_a_refresh_would_find_is_right(host: Host) -> None:
+    assert host.look("driver.libraries") == [f"ok: driver {V} (nvidia, x86_64) is complete"]
+
+
+def test_libraries_of_another_version_than_the_module_are_wrong(host: Host) -> None:
+    for path in (host.root / LIBRARIES).iterdir():
+        path.rename(path.with_name(path.name.replace(V, "580.95.05")))
+    [found] = host.look("driver.libraries")
+    assert found.startswith(f"wrong: the kernel module is {V}, but the libraries are 580.95.05 in ")
+    # What a mirror in force has goes on serving.
+    host.put_mirror()
+    [found] = host.look("driver.libraries")
+    assert found.startswith(f"warning: the kernel module is {V}, ")
+
+
+def test_device_nodes_that_are_missing_or_none_are_wrong(host: Host) -> None:
+    host.put("dev/nvidia0")
+    assert host.look("driver.nodes") == [
+        "wrong: /dev/nvidiactl is missing, programs find no GPU -> nvidia-modprobe -c 255",
+        "wrong: /dev/nvidia-uvm is missing, programs find no GPU -> nvidia-modprobe -u -c 0",
+        "wrong: /dev/nvidia0 is no character device -> rm /dev/nvidia0 && nvidia-modprobe -c 0",
+    ]
+
+
+def test_without_a_module_there_are_no_nodes(host: Host) -> None:
+    host.remove("proc/driver/nvidia/version")
+    assert host.look("driver.nodes") == [
+        "note: without a kernel module of NVIDIA's there are no device nodes"
+    ]
+
+
+def test_links_in_dev_char_matter_to_systemd(host: Host) -> None:
+    assert host.look("driver.links")[0].startswith("note: systemd does not run here")
+    (host.root / "run/systemd/system").mkdir(parents=True)
+    assert host.look("driver.links") == ["note: without device nodes there is nothing to link to"]
+    host.put("dev/nvidiactl")
+    host.put("dev/char/195:255")
+    assert host.look("driver.links")[0].startswith("warning: /dev/char has no links to nvidia0: ")
+    host.put("dev/char/195:0")
+    assert host.look("driver.links") == ["ok: /dev/char has links to the device nodes"]
+
+
+CLOSED = "wrong: GPU 0 has the compute mode"
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "said"),
+    [
+        ("driver.mig", SMI, "ok: no GPU is cut up by MIG"),
+        ("driver.mig", SMI.replace("Disabled", "[N/A]"), "ok: no GPU is cut up by MIG"),
+        ("driver.mig", SMI.replace("Disabled", "Enabled"), "warning: GPU 0 has MIG enabled: "),
+        ("driver.compute-mode", SMI, "ok: the GPUs take processes of several containers"),
+        (
+            "driver.compute-mode",
+            SMI.replace("Default", "Exclusive_Process"),
+            f"{CLOSED} Exclusive_Process",
+        ),
+        (
+            "driver.compute-mode",
+            SMI.replace("Default", "Prohibited"),
+            f"{CLOSED} Prohibited: it takes no process",
+        ),
+        ("driver.persistence", SMI, "ok: the GPUs stay initialised while nobody uses them"),
+        (
+            "driver.persistence",
+            f"0, {UUID}, Disabled, Default, Disabled\n",
+            "note: persistence mode is off for GPU 0: ",
+        ),
+    ],
+)
+def test_what_nvidia_smi_says_is_judged(host: Host, check: str, answer: str, said: str) -> None:
+    host.commands["nvidia-smi"] = answer
+    [found] = host.look(check)
+    assert found.startswith(said)
+
+
+def test_mps_has_a_gpu_of_its_own_in_exclusive_mode(host: Host) -> None:
+    host.commands["nvidia-smi"] = SMI.replace("Default", "Exclusive_Process")
+    mps = ("mps", "timeslice")
+    assert host.look("driver.compute-mode", strategies=mps)[0].startswith("ok: ")
+    host.commands["nvidia-smi"] = SMI.replace("Default", "Prohibited")
+    assert host.look("driver.compute-mode", strategies=mps)[0].startswith("wrong: ")
+
+
+@pytest.mark.parametrize("check", ["driver.mig", "driver.compute-mode", "driver.persistence"])
+def test_what_nvidia_smi_does_not_say_is_not_seen(host: Host, check: str) -> None:
+    del host.commands["nvidia-smi"]
+    assert host.look(check) == ["unseen: nvidia-smi cannot be run: No such file or directory"]
+    host.remove("proc/driver/nvidia/version")
+    assert host.look(check) == ["note: without a kernel module of NVIDIA's nothing is asked"]
+
+
+def put_mps(host: Host, pid: int, pipe: str | None) -> None:
+    host.put(f"proc/{pid}/comm", "nvidia-cuda-mps\n")
+    variable = "" if pipe is None else f"CUDA_MPS_PIPE_DIRECTORY={pipe}\0"
+    host.put(f"proc/{pid}/environ", f"PATH=/bin\0{variable}")
+
+
+def test_somebody_elses_mps_daemon_is_warned_of(host: Host) -> None:
+    host.put("proc/1/comm", "systemd\n")
+    assert host.look("driver.mps") == ["ok: no MPS daemon runs"]
+    put_mps(host, 812, f"/run/tidegate/mps/{UUID}/pipe")
+    assert host.look("driver.mps") == ["ok: the MPS daemons are the governor's"]
+    put_mps(host, 900, None)
+    assert host.look("driver.mps") == [
+        (
+            "warning: process 900 is an MPS daemon of somebody else's (/tmp/nvidia-mps): its clients use a GPU outside of"
+            " all quotas -> echo quit | CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps nvidia-cuda-mps-control"
+        )
+    ]

@@ -1,0 +1,546 @@
+"""What `tidegate doctor` says of engines, hooks in force, CDI, and what NVIDIA has on the node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from governor.books import Device
+from governor.cdi import make_spec
+from governor.doctor.engines import parse_version, passes
+from tests.unit.doctor_nodes import Host
+
+RUNTIME = "/usr/bin/tidegate-runtime"
+HOOK = "/usr/bin/tidegate-hook"
+LOCAL = "etc/containers/oci/hooks.d/tidegate.json"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path / "root")
+    for program in (RUNTIME, HOOK):
+        host.put(program, "#!/usr/bin/python3 -ISE\n", 0o755)
+    return host
+
+
+def state(lines: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("said", "version"),
+    [
+        ("Docker version 20.10.24+dfsg1, build 297e128", (20, 10, 24)),
+        ("podman version 4.3.1\n", (4, 3, 1)),
+        ("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1", (1, 6, 20)),
+        ("crio version 1.31.0\nVersion: 1.31.0", (1, 31, 0)),
+        ("nerdctl version 2.0.3", (2, 0, 3)),
+        ("runc version 1.1.5+ds1\ncommit: 1.1.5+ds1-1+deb12u1\nspec: 1.0.2-dev", (1, 1, 5)),
+        ("crun version 1.8.1\ncommit: f8a096b", (1, 8, 1)),
+        ("unknown", None),
+    ],
+)
+def test_versions_are_read_as_programs_write_them(
+    said: str, version: tuple[int, ...] | None
+) -> None:
+    assert parse_version(said) == version
+
+
+@pytest.mark.parametrize("program", ["podman", "containerd", "crio", "nerdctl", "runc", "crun"])
+def test_the_version_of_an_engine_is_told(host: Host, program: str) -> None:
+    check = f"{program}.version"
+    assert host.look(check) == [f"note: {program} is not installed"]
+    host.program(f"usr/bin/{program}", f"{program} version 1.2.3\n")
+    assert host.look(check) == [f"ok: /usr/bin/{program}, 1.2.3"]
+    del host.commands[program]
+    assert host.look(check)[0].startswith(
+        f"unseen: /usr/bin/{program} is there; its version is not known: "
+    )
+
+
+def set_docker(host: Host, document: object) -> None:
+    host.program("usr/bin/dockerd", "Docker version 26.1.5+dfsg1, build a72d7cd\n")
+    host.json("etc/docker/daemon.json", document)
+
+
+def set_running(host: Host, version: str = "26.1.5", **info: Any) -> None:
+    host.program("usr/bin/docker", json.dumps({"ServerVersion": version, **info}))
+
+
+DOCKER = {"runtimes": {"tidegate": {"path": RUNTIME}}}
+
+
+def test_docker_that_has_the_runtime_is_right(host: Host) -> None:
+    assert state(host.look("docker.runtime")) == ["note"]
+    assert state(host.look("docker.version")) == ["note"]
+    set_docker(host, DOCKER)
+    right = [f"ok: Docker's runtime tidegate, {RUNTIME}"]
+    assert host.look("docker.runtime") == right
+    assert host.look("docker.version") == ["ok: Docker version 26.1.5+dfsg1, build a72d7cd"]
+    set_running(host, Runtimes={"runc": {"path": "runc"}, "tidegate": {"path": RUNTIME}})
+    assert host.look("docker.runtime") == right
+    assert host.look("docker.version") == ["ok: dockerd 26.1.5 runs"]
+    host.json("etc/docker/daemon.json", {})
+    assert host.look("docker.runtime") == [
+        *right,
+        "note: dockerd has the runtime tidegate from elsewhere than /etc/docker/daemon.json",
+    ]
+
+
+def test_docker_that_is_not_set_up_is_told_how(host: Host) -> None:
+    set_docker(host, {"runtimes": {"other": {"path": "/usr/bin/other"}}})
+    assert host.look("docker.runtime") == [
+        "note: /etc/docker/daemon.json has no runtime tidegate -> tidegate setup docker"
+    ]
+
+
+def test_docker_that_has_not_read_its_file_again_is_wrong(host: Host) -> None:
+    set_docker(host, DOCKER)
+    set_running(host, Runtimes={"runc": {"path": "runc"}})
+    assert host.look("docker.runtime") == [
+        (
+            "wrong: /etc/docker/daemon.json has the runtime tidegate, and dockerd has not read it yet"
+            " -> systemctl reload docker"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        (
+            {"runtimes": {"tidegate": {"path": "tidegate-runtime"}}},
+            "wrong: Docker's runtime tidegate runs 'tidegate-runtime', accepted is an absolute path",
+        ),
+        (
+            {"runtimes": {"tidegate": {"path": "/opt/tidegate-gone"}}},
+            "wrong: Docker's runtime tidegate, /opt/tidegate-gone is missing",
+        ),
+        (
+            {"runtimes": {"tidegate": {"path": 7}}},
+            "wrong: Docker's runtime tidegate runs 7, accepted is an absolute path",
+        ),
+        ({"runtimes": []}, "note: /etc/docker/daemon.json has no runtime tidegate"),
+        ([], "wrong: /etc/docker/daemon.json is no JSON object"),
+    ],
+)
+def test_dockers_file_may_say_anything(host: Host, document: object, said: str) -> None:
+    set_docker(host, document)
+    assert host.look("docker.runtime")[0].startswith(said)
+    host.put("etc/docker/daemon.json", "{" * 100_000)
+    assert host.look("docker.runtime")[0].startswith("wrong: /etc/docker/daemon.json is not JSON: ")
+
+
+def test_annotations_came_with_docker_24(host: Host) -> None:
+    set_docker(host, DOCKER)
+    host.commands["dockerd"] = "Docker version 20.10.24+dfsg1, build 297e128\n"
+    assert host.look("docker.version") == [
+        (
+            "warning: Docker version 20.10.24+dfsg1, build 297e128: docker run --annotation came with 24.0"
+            " -> install Docker 24 or newer, or have `environment allow` in /etc/tidegate/runtime"
+        )
+    ]
+    host.put("etc/tidegate/runtime", "environment allow\n")
+    assert host.look("docker.version")[0].startswith("note: Docker version 20.10.24")
+    host.remove("etc/tidegate/runtime")
+    set_running(host, "23.0.6")
+    assert host.look("docker.version")[0].startswith("warning: dockerd 23.0.6 runs: ")
+    set_running(host, "24.0.0")
+    assert state(host.look("docker.version")) == ["ok"]
+
+
+V2 = """
+version = 2
+{imports}
+[plugins."io.containerd.grpc.v1.cri".containerd]
+default_runtime_name = "runc"
+"""
+V3 = V2.replace("version = 2", "version = 3").replace(
+    "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
+)
+HANDLER = """
+[plugins."{plugin}".containerd.runtimes.tidegate]
+runtime_type = "io.containerd.runc.v2"
+pod_annotations = ["tidegate.gpu/*"]
+container_annotations = ["tidegate.gpu/*"]
+[plugins."{plugin}".containerd.runtimes.tidegate.options]
+BinaryName = "/usr/bin/tidegate-runtime"
+"""
+CONFIG = "etc/containerd/config.toml"
+RIGHT = [f"ok: /etc/containerd/config.toml: the handler tidegate, {RUNTIME}"]
+
+
+@pytest.mark.parametrize(
+    ("main", "plugin"), [(V2, "io.containerd.grpc.v1.cri"), (V3, "io.containerd.cri.v1.runtime")]
+)
+def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin: str) -> None:
+    assert state(host.look("containerd.handler")) == ["note"]
+    host.put(CONFIG, main.format(imports=""))
+    assert host.look("containerd.handler") == [
+        "note: /etc/containerd/config.toml has no handler tidegate -> tidegate setup containerd"
+    ]
+    handler = HANDLER.format(plugin=plugin)
+    host.put(CONFIG, main.format(imports="") + handler)
+    assert host.look("containerd.handler") == RIGHT
+    # In a file that the main one imports, by a relative pattern or an absolute one.
+    for imports in (
+        'imports = ["conf.d/*.toml"]',
+        'imports = ["/etc/containerd/conf.d/tide*.toml"]',
+    ):
+        host.put(CONFIG, main.format(imports=imports))
+        host.put("etc/containerd/conf.d/tidegate.toml", handler)
+        assert host.look("containerd.handler") == RIGHT
+    # What containerd itself says counts before what we read.
+    host.program("usr/bin/containerd", main.format(imports=""))
+    assert state(host.look("containerd.handler")) == ["note"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            'BinaryName = "/usr/bin/tidegate-runtime"',
+            "",
+            "wrong: {path}: the handler tidegate runs None, accepted is an absolute path",
+        ),
+        (
+            "/usr/bin/tidegate-runtime",
+            "/opt/tidegate-gone",
+            "wrong: {path}: the handler tidegate, /opt/tidegate-gone is missing",
+        ),
+        (
+            'pod_annotations = ["tidegate.gpu/*"]',
+            "",
+            'wrong: {path}: pod_annotations of the handler tidegate lack "tidegate.gpu/*": containers start, and without',
+        ),
+        (
+            '"tidegate.gpu/*"',
+            '"*"',
+            "wrong: {path}: pod_annotations and container_annotations of the handler tidegate lack",
+        ),
+    ],
+)
+def test_a_handler_that_does_not_reach_the_hook_is_wrong(
+    host: Host, old: str, new: str, said: str
+) -> None:
+    text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
+    host.put(CONFIG, text.replace(old, new))
+    assert host.look("containerd.handler")[-1].startswith(said.format(path=f"/{CONFIG}"))
+
+
+def test_a_default_handler_that_an_import_took_away_is_wrong(host: Host) -> None:
+    """As containerd 1.6.20 dumps a drop-in with our handler alone."""
+    text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
+    host.put(CONFIG, text)
+    assert (
+        host.look("containerd.handler") == RIGHT
+    )  # a file alone does not say what the defaults are
+    host.program("usr/bin/containerd", text)
+    assert host.look("containerd.handler")[0].startswith(
+        f"wrong: /{CONFIG}: the default handler runc is not among tidegate: containers that name no"
+    )
+    runc = '\n[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]\n'
+    host.program("usr/bin/containerd", text + runc)
+    assert host.look("containerd.handler") == RIGHT
+
+
+def test_a_base_spec_brings_the_hook_without_the_wrapper(host: Host) -> None:
+    spec = "etc/containerd/tidegate-base-spec.json"
+    handler = HANDLER.format(plugin="io.containerd.grpc.v1.cri").replace(
+        'BinaryName = "/usr/bin/tidegate-runtime"', ""
+    )
+    line = f'runtime_type = "io.containerd.runc.v2"\nbase_runtime_spec = "/{spec}"'
+    host.put(
+        CONFIG,
+        V2.format(imports="") + handler.replace('runtime_type = "io.containerd.runc.v2"', line),
+    )
+    what = f"/{CONFIG}: the handler tidegate"
+    assert host.look("containerd.handler")[0].startswith(
+        f"wrong: {what} has the base spec /{spec}, which is missing"
+    )
+    hook = {"path": HOOK, "args": ["tidegate-hook", "createRuntime"], "env": ["PATH=/usr/bin"]}
+    host.json(spec, {"hooks": {"createRuntime": [hook]}})
+    assert host.look("containerd.handler") == [f"ok: {what}, by /{spec}, {HOOK}"]
+    host.json(spec, {"hooks": {"createRuntime": [{**hook, "env": []}]}})
+    assert "a hook has no env" in host.look("containerd.handler")[1]
+    host.json(spec, {"hooks": {"createRuntime": [{"path": "/usr/bin/other"}]}})
+    assert host.look("containerd.handler")[0].startswith(f"wrong: {what} runs None")
+
+
+def test_a_runtime_of_our_name_that_is_not_ours_is_wrong(host: Host) -> None:
+    host.program("usr/sbin/runc")
+    set_docker(host, {"runtimes": {"tidegate": {"path": "/usr/sbin/runc"}}})
+    assert host.look("docker.runtime")[0].startswith(
+        "wrong: Docker's runtime tidegate runs /usr/sbin/runc, which is not the wrapper tidegate-runtime"
+    )
+
+
+def test_a_containerd_without_cri_has_no_handlers(host: Host) -> None:
+    """As Docker's own package installs it."""
+    host.put(CONFIG, 'disabled_plugins = ["cri"]\n')
+    assert host.look("containerd.handler")[0].startswith(
+        "note: /etc/containerd/config.toml disables CRI"
+    )
+    host.put(CONFIG, "version = [")
+    assert host.look("containerd.handler")[0].startswith(
+        "wrong: /etc/containerd/config.toml is not TOML: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "through"),
+    [
+        (("tidegate.gpu/*",), True),
+        (("tidegate.gpu/memory",), True),
+        (("*/*",), True),
+        (("*",), False),  # path.Match: a star ends at a slash
+        (("tidegate.gpu*",), False),
+        (("other/*",), False),
+        ((), False),
+    ],
+)
+def test_a_star_of_containerds_ends_at_a_slash(patterns: tuple[str, ...], *, through: bool) -> None:
+    assert passes(patterns, "tidegate.gpu/memory") is through
+
+
+def test_crio_that_has_the_handler_is_right(host: Host) -> None:
+    assert state(host.look("crio.handler")) == ["note"]
+    host.put("etc/crio/crio.conf", "[crio.runtime]\n")
+    assert host.look("crio.handler") == [
+        "note: CRI-O has no handler tidegate -> tidegate setup crio"
+    ]
+    drop_in = "etc/crio/crio.conf.d/50-tidegate.conf"
+    host.put(drop_in, f'[crio.runtime.runtimes.tidegate]\nruntime_path = "{RUNTIME}"\n')
+    assert host.look("crio.handler") == [f"ok: CRI-O's handler tidegate, {RUNTIME}"]
+    host.put(drop_in, '[crio.runtime.runtimes.tidegate]\nruntime_path = "/opt/tidegate-gone"\n')
+    assert host.look("crio.handler")[0].startswith(
+        "wrong: CRI-O's handler tidegate, /opt/tidegate-gone is missing"
+    )
+    host.put(drop_in, "[crio.runtime.runtimes.tidegate]\nruntime_type = 'vm'\n")
+    assert host.look("crio.handler")[0].startswith(
+        "wrong: CRI-O's handler tidegate runs None, accepted is an absolute path"
+    )
+
+
+def hook_file(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "version": "1.0.0",
+        "hook": {
+            "path": HOOK,
+            "args": ["tidegate-hook", "createRuntime"],
+            "env": ["PATH=/usr/bin"],
+        },
+        "when": {"annotations": {r"^tidegate\.gpu/": ".*"}},
+        "stages": ["createRuntime", "precreate"],
+    }
+    return {**document, **changes}
+
+
+def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
+    assert state(host.look("hooks.in-force")) == ["note"]
+    host.json(LOCAL, hook_file())
+    assert host.look("hooks.in-force") == [f"ok: /{LOCAL} has {HOOK}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": "0.1.0"}, f"wrong: /{LOCAL} is of version '0.1.0', 1.0.0 is known"),
+        ({"hook": {"path": "tidegate-hook"}}, f"wrong: /{LOCAL}: hook.path is 'tidegate-hook'"),
+        (
+            {"hook": {"path": "/opt/tidegate-hook", "env": ["A=b"]}},
+            f"wrong: /{LOCAL} has /opt/tidegate-hook is missing",
+        ),
+        ({"hook": {"path": HOOK}}, f"wrong: /{LOCAL}: hook.env is empty"),
+        ({"stages": ["poststart"]}, f"wrong: /{LOCAL} names no stage of Tidegate's"),
+        (
+            {"when": {"annotations": {"^other/": ".*"}}},
+            f"wrong: /{LOCAL}: `when` matches no annotation",
+        ),
+        ({"when": {"annotations": {"(": ".*"}}}, f"wrong: /{LOCAL}: `when` matches no annotation"),
+    ],
+)
+def test_hooks_of_ours_that_do_not_run_are_wrong(
+    host: Host, changes: dict[str, Any], said: str
+) -> None:
+    host.json(LOCAL, hook_file(**changes))
+    assert host.look("hooks.in-force")[-1].startswith(said)
+
+
+def test_hooks_of_others_are_named(host: Host) -> None:
+    host.json(
+        "usr/share/containers/oci/hooks.d/50-other.json", hook_file(hook={"path": "/usr/bin/other"})
+    )
+    assert state(host.look("hooks.in-force")) == ["warning"]
+    host.program("usr/bin/other")
+    assert host.look("hooks.in-force") == [
+        "note: /usr/share/containers/oci/hooks.d/50-other.json has /usr/bin/other run"
+    ]
+    host.put("etc/containers/oci/hooks.d/broken.json", "{")
+    assert "wrong" in state(host.look("hooks.in-force"))
+
+
+def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
+    assert host.look("podman.hooks") == ["note: podman is not installed"]
+    host.program("usr/bin/podman")
+    assert host.look("podman.hooks") == [
+        "note: no hook of Tidegate's for Podman -> tidegate setup podman"
+    ]
+    host.json(LOCAL, hook_file())
+    assert host.look("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
+    host.json(LOCAL, hook_file(stages=["createRuntime"]))
+    assert host.look("podman.hooks")[0].startswith(
+        "warning: Podman runs the hook, and nothing of Tidegate's"
+    )
+    host.json(LOCAL, hook_file(stages=["precreate"]))
+    assert state(host.look("podman.hooks")) == ["wrong"]
+
+
+def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
+    host.program("usr/bin/podman")
+    host.json(LOCAL, hook_file())
+    host.put("etc/containers/containers.conf", '[engine]\nhooks_dir = ["/opt/hooks"]\n')
+    assert host.look("podman.hooks")[0].startswith(
+        "wrong: /etc/containers/containers.conf has Podman look for hooks in /opt/hooks, and Tidegate's is "
+    )
+    host.put(
+        "etc/containers/containers.conf.d/a.conf",
+        '[engine]\nhooks_dir = ["/etc/containers/oci/hooks.d", {append = true}]\n',
+    )
+    assert state(host.look("podman.hooks")) == ["ok"]
+    host.put("etc/containers/containers.conf.d/b.conf", '[engine]\nhooks_dir = ["/opt/more"]\n')
+    assert state(host.look("podman.hooks")) == ["wrong"]
+    host.put(
+        "etc/containers/containers.conf.d/z.conf",
+        '[engine]\nhooks_dir = ["/etc/containers/oci/hooks.d"]\n',
+    )
+    assert state(host.look("podman.hooks")) == ["ok"]
+
+
+def test_crio_that_would_run_the_hook_twice_is_warned_of(host: Host) -> None:
+    host.put(
+        "etc/crio/crio.conf", f'[crio.runtime.runtimes.tidegate]\nruntime_path = "{RUNTIME}"\n'
+    )
+    host.json(LOCAL, hook_file())
+    assert host.look("hooks.doubled") == ["ok: no engine runs the hook twice"]
+    host.json("usr/share/containers/oci/hooks.d/tidegate.json", hook_file())
+    assert host.look("hooks.doubled")[0].startswith(
+        "warning: CRI-O has the handler tidegate, and finds /usr/share/"
+    )
+
+
+def cdi(
+    kind: str = "tidegate.gpu/shared", node: str = "/dev/nvidia0", *, env: bool = True
+) -> dict[str, Any]:
+    hook = {
+        "hookName": "createRuntime",
+        "path": HOOK,
+        "args": [],
+        **({"env": ["A=b"]} if env else {}),
+    }
+    device = {"name": "0", "containerEdits": {"deviceNodes": [{"path": node}]}}
+    return {
+        "cdiVersion": "0.5.0",
+        "kind": kind,
+        "devices": [device],
+        "containerEdits": {"hooks": [hook]},
+    }
+
+
+def test_a_cdi_file_is_stale_where_its_devices_are_gone(host: Host) -> None:
+    assert state(host.look("cdi.fresh")) == ["note"]
+    host.json("etc/cdi/tidegate.json", cdi())
+    assert host.look("cdi.fresh")[0] == (
+        "wrong: /etc/cdi/tidegate.json is stale: /dev/nvidia0 is missing -> tidegate cdi generate --output /var/run/cdi/tidegate.json"
+    )
+    host.put("dev/nvidia0")
+    assert host.look("cdi.fresh") == [
+        f"ok: /etc/cdi/tidegate.json has {HOOK}",
+        "ok: /etc/cdi/tidegate.json (tidegate.gpu/shared) names 1 device nodes",
+    ]
+    host.json("etc/cdi/tidegate.json", cdi(env=False))
+    assert "a hook has no env" in host.look("cdi.fresh")[0]
+
+
+def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:
+    host.put("run/cdi/tidegate.yaml", json.dumps(cdi()))  # JSON is YAML
+    host.put("dev/nvidia0")
+    for minor in (0, 1):
+        host.put(
+            f"proc/driver/nvidia/gpus/0000:{minor}b:00.0/information", f"Device Minor: \t {minor}\n"
+        )
+    assert host.look("cdi.fresh")[-1] == (
+        "warning: /run/cdi/tidegate.yaml is stale: it lacks /dev/nvidia1 -> tidegate cdi generate --output /var/run/cdi/tidegate.json"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "kind: 7", "a: [", ""])
+def test_a_cdi_file_that_is_none_is_warned_of(host: Host, text: str) -> None:
+    host.put("etc/cdi/other.yaml", text)
+    host.put("etc/cdi/other.json", text)
+    assert state(host.look("cdi.fresh"))[:2] == ["warning", "warning"]
+    assert state(host.look("nvidia.cdi")) == ["ok"]
+
+
+def test_nvidias_runtime_as_a_default_is_warned_of(host: Host) -> None:
+    right = ["ok: no engine has NVIDIA's runtime as its default"]
+    assert host.look("nvidia.default-runtime") == right
+    set_docker(host, {"default-runtime": "nvidia"})
+    assert host.look("nvidia.default-runtime")[0].startswith(
+        "warning: Docker has the default runtime nvidia: "
+    )
+    set_running(host, DefaultRuntime="runc")
+    assert host.look("nvidia.default-runtime") == right
+    table = '[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]\n'
+    host.put(CONFIG, V2.format(imports="").replace('"runc"', '"nvidia"') + table)
+    host.put("etc/crio/crio.conf", '[crio.runtime]\ndefault_runtime = "nvidia"\n')
+    assert state(host.look("nvidia.default-runtime")) == ["warning", "warning"]
+
+
+def test_nvidias_hook_is_warned_of(host: Host) -> None:
+    assert host.look("nvidia.hook") == ["ok: NVIDIA's hook is in no directory of hooks"]
+    path = "usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
+    host.json(path, hook_file(hook={"path": "/usr/bin/nvidia-container-runtime-hook"}))
+    assert host.look("nvidia.hook")[0].startswith(f"warning: /{path} is NVIDIA's hook: ")
+
+
+def test_nvidias_devices_by_cdi_are_named(host: Host) -> None:
+    assert host.look("nvidia.cdi") == ["ok: no CDI file of NVIDIA's"]
+    host.put("run/cdi/nvidia.yaml", "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n")
+    assert host.look("nvidia.cdi")[0].startswith(
+        "note: /run/cdi/nvidia.yaml: who asks for nvidia.com/gpu gets a GPU outside of all quotas"
+    )
+
+
+def test_nvidias_operator_and_device_plugin_are_told(host: Host) -> None:
+    assert host.look("nvidia.operator") == ["ok: neither NVIDIA's device plugin nor its operator"]
+    host.put("run/nvidia/driver/usr/bin/nvidia-smi")
+    host.put("run/nvidia/toolkit/toolkit.pid")
+    assert state(host.look("nvidia.operator")) == ["note", "note"]
+    host.put("var/lib/kubelet/device-plugins/nvidia-gpu.sock")
+    assert state(host.look("nvidia.operator")) == ["warning", "note", "note"]
+
+
+def test_one_engine_that_is_set_up_is_enough(host: Host) -> None:
+    assert host.look("engine.any")[0].startswith("warning: no engine is set up for Tidegate: ")
+    set_docker(host, DOCKER)
+    assert host.look("engine.any") == ["ok: Tidegate is set up for Docker"]
+    host.json(LOCAL, hook_file())
+    host.json("etc/cdi/tidegate.json", cdi())
+    assert host.look("engine.any") == [
+        "ok: Tidegate is set up for Docker, whoever reads oci-hooks(5), whoever is asked for a CDI device"
+    ]
+    host.put("etc/docker/daemon.json", "{")  # docker.runtime says so
+    assert state(host.look("engine.any")) == ["ok"]
+
+
+def test_what_cdi_generate_writes_is_right(host: Host) -> None:
+    simulated = Device(0, "GPU-a", "Tidegate Simulated GPU", 16 << 30)  # which has no device node
+    host.json("run/cdi/tidegate.json", make_spec([simulated]))
+    assert host.look("cdi.fresh") == [
+        f"ok: /run/cdi/tidegate.json has {HOOK}",
+        "ok: /run/cdi/tidegate.json (tidegate.gpu/shared) names 0 device nodes",
+    ]

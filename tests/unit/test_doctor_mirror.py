@@ -1,0 +1,182 @@
+"""What `tidegate doctor` says of the mirror, of the governor and of its database."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.doctor_nodes import GPU, Host, V, governor
+from tests.unit.vdriver_trees import put_kernel
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path / "root")
+
+
+def test_a_mirror_in_force_is_right(host: Host) -> None:
+    host.put_driver()
+    generation = host.put_mirror()
+    assert host.look("mirror.in-force") == [
+        f"ok: generation {generation.name}, driver {V} (nvidia)"
+    ]
+    [found] = host.look("mirror.content")
+    assert found.startswith("ok: ")
+
+
+def test_no_mirror_is_wrong(host: Host) -> None:
+    assert host.look("mirror.in-force") == [
+        f"wrong: no driver mirror at {host.root}/var/lib/tidegate/driver/current -> run `tidegate refresh`"
+    ]
+    assert host.look("mirror.content") == ["note: no generation is in force"]
+
+
+def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> None:
+    host.put_driver()
+    generation = host.put_mirror()
+    put_kernel(host.root, "580.95.05")
+    [found] = host.look("mirror.in-force")
+    assert found.startswith(
+        f"wrong: mirror {generation.name} is of driver {V}, the kernel module is 580.95.05 -> reboot"
+    )
+
+
+def test_a_driver_that_has_changed_since_is_a_warning(host: Host) -> None:
+    host.put_driver()
+    host.put_mirror()
+    os.utime(host.root / "nowhere", ns=(1, 1))
+    [found] = host.look("mirror.in-force")
+    assert found.startswith("warning: generation ")
+    assert found.endswith("nowhere has changed since it was made -> tidegate refresh")
+    # Where no module says a version, the files are all that can be held against it.
+    host.remove("proc/driver/nvidia/version")
+    [found] = host.look("mirror.in-force")
+    assert found.startswith("wrong: mirror ")
+
+
+@pytest.mark.parametrize("damage", ["shorter", "gone", "stranger", "no manifest"])
+def test_a_generation_that_somebody_changed_is_wrong(host: Host, damage: str) -> None:
+    host.put_driver()
+    generation = host.put_mirror()
+    library = generation / f"lib64/libnvcuvid.so.{V}"
+    match damage:
+        case "shorter":
+            library.write_bytes(library.read_bytes()[:-1])
+        case "gone":
+            library.unlink()
+        case "stranger":
+            (generation / "lib64/libstranger.so.1").touch()
+        case _:
+            (generation / "manifest.json").write_text("{}")
+    [found] = host.look("mirror.content")
+    assert found.startswith("wrong: ")
+    assert "tidegate refresh" in found
+
+
+def test_content_is_not_read(host: Host) -> None:
+    """What has the same size is `tidegate verify`'s: a driver has a gigabyte."""
+    host.put_driver()
+    generation = host.put_mirror()
+    library = generation / f"lib64/libnvcuvid.so.{V}"
+    library.write_bytes(b"\0" * library.stat().st_size)
+    assert host.look("mirror.content")[0].startswith("ok: ")
+
+
+class Room:
+    """A file system with so much room; nothing but `statvfs` is not the real one's."""
+
+    def __init__(self, free: int, *, inodes: int = 1 << 20, read_only: bool = False) -> None:
+        self.f_bavail, self.f_frsize = free // 4096, 4096
+        self.f_files, self.f_favail = 1 << 20, inodes
+        self.f_flag = os.ST_RDONLY if read_only else 0
+
+
+@pytest.mark.parametrize(
+    ("room", "states"),
+    [
+        (Room(4096 * MIB), ["ok", "ok"]),
+        (Room(500 * MIB), ["warning", "ok"]),
+        (Room(1 * MIB), ["warning", "wrong"]),
+        (Room(4096 * MIB, inodes=3), ["warning", "wrong"]),
+        (Room(4096 * MIB, read_only=True), ["wrong", "wrong"]),
+    ],
+)
+def test_room_is_wanted_for_a_generation_and_for_the_database(
+    host: Host, monkeypatch: pytest.MonkeyPatch, room: Room, states: list[str]
+) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    assert [line.partition(":")[0] for line in host.look("mirror.room")] == states
+
+
+def test_the_configuration_is_the_governors(host: Host) -> None:
+    assert host.look("governor.configuration") == [
+        "ok: /etc/tidegate/config.yaml is not there: the defaults are in force"
+    ]
+    host.put("etc/tidegate/config.yaml", "placement: pack\n")
+    assert host.look("governor.configuration") == ["ok: /etc/tidegate/config.yaml is accepted"]
+    host.put("etc/tidegate/config.yaml", "quantum_msec: 4\n")
+    [found] = host.look("governor.configuration")
+    assert found.startswith("wrong: ")
+    assert found.endswith("quantum_msec is no option -> did you mean quantum_ms?")
+
+
+def test_a_governor_that_answers_is_right(tmp_path: Path) -> None:
+    host = Host(tmp_path / "n")
+    with governor(host) as told:
+        assert host.look("governor.answers") == [
+            f"ok: version {told['ping']['version']}, process 4711"
+        ]
+        assert host.look("governor.gpus") == ["ok: GPU 0 is shared"]
+        told["ping"]["version"] = "0.0.9"
+        assert host.look("governor.answers")[0].startswith(
+            "warning: the governor is of version 0.0.9, "
+        )
+
+
+def test_a_governor_that_is_away_is_wrong(host: Host) -> None:
+    [found] = host.look("governor.answers")
+    assert found.startswith("wrong: the governor does not answer at ")
+    assert found.endswith("-> start tidegate-governor as root")
+    host.put("usr/lib/systemd/system/tidegate-governor.service")
+    [found] = host.look("governor.answers")
+    assert "-> systemctl start tidegate-governor" in found
+    assert host.look("governor.gpus")[0].startswith("note: the governor does not answer")
+
+
+def test_gpus_that_are_lost_closed_or_left_out_are_told(tmp_path: Path) -> None:
+    host = Host(tmp_path / "n")
+    with governor(host) as told:
+        lost = {**GPU, "index": 1, "lost": "GPU is lost"}
+        closed = {**GPU, "index": 2, "closed": "its MPS server is being started"}
+        told["gpus"]["gpus"] += [lost, closed]
+        told["gpus"]["left_out"] = [{"index": 3, "reason": "NVML does not tell its memory"}]
+        assert [line.partition(" ->")[0] for line in host.look("governor.gpus")] == [
+            "warning: GPU 1 is lost: GPU is lost",
+            "warning: GPU 2 takes no container now: its MPS server is being started",
+            "warning: GPU 3 is not shared: NVML does not tell its memory",
+            "ok: GPU 0 is shared",
+        ]
+        told["gpus"]["gpus"] = [lost]
+        assert host.look("governor.gpus")[-1].startswith("wrong: no GPU takes containers")
+
+
+def test_a_database_that_was_set_aside_lately_is_warned_of(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.put("var/lib/tidegate/state.db")
+    quiet = "ok: no database was set aside within 7 days"
+    assert host.look("governor.database") == [quiet]
+    host.put("var/lib/tidegate/state.db.damaged-1")
+    host.put("var/lib/tidegate/state.db.damaged-1-wal")
+    [found] = host.look("governor.database")
+    assert found.startswith(
+        "warning: /var/lib/tidegate/state.db.damaged-1: the governor found its database damaged, 0 hours ago"
+    )
+    later = time.time() + 8 * 86400
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert host.look("governor.database") == [f"{quiet}, 1 longer ago"]

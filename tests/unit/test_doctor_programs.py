@@ -1,0 +1,186 @@
+"""What `tidegate doctor` says of Tidegate's own files, and of who could change them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.doctor_nodes import Host
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path / "root")
+    host.program("usr/bin/python3", "3.11.2\n")
+    host.put("usr/bin/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
+    host.put("usr/bin/tidegate-runtime", "#!/usr/bin/python3 -ISE\n", 0o755)
+    host.program("usr/sbin/runc")
+    return host
+
+
+RIGHT = ["ok: the hook /usr/bin/tidegate-hook", "ok: the wrapper runtime /usr/bin/tidegate-runtime"]
+EVERYBODY = "wrong: the hook /usr/bin/tidegate-hook runs as root, and "
+
+
+def test_programs_that_are_roots_alone_are_right(host: Host) -> None:
+    assert host.look("files.programs") == RIGHT
+
+
+def test_programs_that_are_missing_are_wrong(host: Host) -> None:
+    host.remove("usr/bin/tidegate-hook")
+    host.remove("usr/bin/tidegate-runtime")
+    assert host.look("files.programs") == [
+        "wrong: the hook /usr/bin/tidegate-hook is missing -> install the package tidegate",
+        "wrong: the wrapper runtime /usr/bin/tidegate-runtime is missing -> install the package tidegate",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "mode", "said"),
+    [
+        (
+            "usr/bin/tidegate-hook",
+            0o757,
+            f"{EVERYBODY}/usr/bin/tidegate-hook has mode 0757: everybody may write it",
+        ),
+        ("usr/bin", 0o777, f"{EVERYBODY}/usr/bin has mode 0777: everybody may write it"),
+        ("usr", 0o777, f"{EVERYBODY}/usr has mode 0777: everybody may write it"),
+        (".", 0o777, f"{EVERYBODY}/ has mode 0777: everybody may write it"),
+        (
+            "usr/bin/tidegate-hook",
+            0o644,
+            "wrong: the hook /usr/bin/tidegate-hook has mode 0644, it cannot be run",
+        ),
+        (
+            "usr/bin/tidegate-hook",
+            0o744,
+            "wrong: the hook /usr/bin/tidegate-hook has mode 0744, it cannot be run",
+        ),
+    ],
+)
+def test_programs_that_others_could_change_or_nobody_run_are_wrong(
+    host: Host, path: str, mode: int, said: str
+) -> None:
+    (host.root / path).chmod(mode)
+    assert host.look("files.programs")[0].startswith(said)
+
+
+def test_a_sticky_directory_lets_nobody_replace_a_file(host: Host) -> None:
+    (host.root / "usr").chmod(0o1777)
+    assert host.look("files.programs") == RIGHT
+
+
+def test_where_a_link_leads_counts_with_its_directories(host: Host) -> None:
+    host.put("opt/tidegate/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
+    host.remove("usr/bin/tidegate-hook")
+    (host.root / "usr/bin/tidegate-hook").symlink_to("/opt/tidegate/tidegate-hook")
+    assert host.look("files.programs") == RIGHT
+    (host.root / "opt").chmod(0o777)
+    assert host.look("files.programs")[0].startswith(f"{EVERYBODY}/opt has mode 0777")
+
+
+def test_every_link_of_a_chain_counts(host: Host) -> None:
+    host.put("opt/tidegate-hook", "#!/usr/bin/python3 -ISE\n", 0o755)
+    host.remove("usr/bin/tidegate-hook")
+    (host.root / "usr/bin/tidegate-hook").symlink_to("../../srv/alternatives/hook")
+    (host.root / "srv/alternatives").mkdir(parents=True, mode=0o755)
+    (host.root / "srv/alternatives/hook").symlink_to("/opt/tidegate-hook")
+    assert host.look("files.programs") == RIGHT
+    (host.root / "srv/alternatives").chmod(0o777)
+    assert host.look("files.programs")[0].startswith(f"{EVERYBODY}/srv/alternatives has mode 0777")
+
+
+def test_the_interpreter_of_line_one_is_asked_what_it_has(host: Host) -> None:
+    assert host.look("files.python") == [
+        "ok: /usr/bin/python3 is Python 3.11.2, and has what the hook needs"
+    ]
+    [command] = host.ran
+    # Nothing of the environment's, and nothing written: not even a cache of bytecode.
+    assert command[:3] == ("/usr/bin/python3", "-ISEB", "-c")
+    assert command[-1] == f"{host.root}/usr"
+
+
+def test_an_interpreter_that_does_not_run_the_hook_is_wrong(host: Host) -> None:
+    host.commands["python3"] = "3.9.2\n"
+    assert host.look("files.python") == [
+        "wrong: /usr/bin/python3 is Python 3.9.2, the hook needs 3.11 -> install a newer python3"
+    ]
+    del host.commands["python3"]
+    assert host.look("files.python")[0].startswith(
+        "wrong: /usr/bin/python3 does not run the hook: "
+    )
+    host.remove("usr/bin/python3")
+    assert host.look("files.python")[0].startswith(
+        "wrong: /usr/bin/python3, which runs /usr/bin/tidegate-hook, is missing"
+    )
+    host.put("usr/bin/tidegate-hook", "import os\n", 0o755)
+    assert host.look("files.python")[0].startswith("wrong: /usr/bin/tidegate-hook has no line #!")
+    host.remove("usr/bin/tidegate-hook")
+    assert host.look("files.python")[0].startswith("unseen: /usr/bin/tidegate-hook is missing")
+
+
+@pytest.mark.parametrize("path", ["usr/bin/python3", "usr/bin/tidegate-hook"])
+def test_what_anybody_could_have_changed_is_not_run(host: Host, path: str) -> None:
+    (host.root / path).chmod(0o777)
+    [found] = host.look("files.python")
+    assert found.startswith(("wrong: ", "unseen: "))
+    assert not host.ran
+
+
+def test_the_runtime_that_the_wrapper_runs_is_told(host: Host) -> None:
+    assert host.look("files.runtime") == ["ok: the wrapper runs /usr/sbin/runc"]
+    host.program("usr/bin/runc")
+    assert host.look("files.runtime") == ["ok: the wrapper runs /usr/bin/runc"]
+    host.put("etc/tidegate/runtime", "# by hand\nruntime /usr/bin/crun\n")
+    assert host.look("files.runtime")[0].startswith(
+        "wrong: the runtime of /etc/tidegate/runtime, /usr/bin/crun is missing"
+    )
+    host.program("usr/bin/crun")
+    assert host.look("files.runtime") == ["ok: the runtime of /etc/tidegate/runtime, /usr/bin/crun"]
+
+
+@pytest.mark.parametrize(
+    "text", ["/usr/bin/crun", "runtime", "runtme /usr/bin/crun", "environment maybe"]
+)
+def test_settings_that_the_wrapper_would_not_take_are_wrong(host: Host, text: str) -> None:
+    host.put("etc/tidegate/runtime", text)
+    assert host.look("files.runtime")[0].startswith("wrong: /etc/tidegate/runtime:")
+
+
+def test_another_hook_of_the_wrappers_is_examined(host: Host) -> None:
+    host.put("etc/tidegate/runtime", "hook /opt/tidegate-hook\n")
+    assert host.look("files.runtime")[0].startswith(
+        "wrong: the hook of /etc/tidegate/runtime, /opt/tidegate-hook is missing"
+    )
+    host.program("opt/tidegate-hook")
+    assert (
+        host.look("files.runtime")[0] == "ok: the hook of /etc/tidegate/runtime, /opt/tidegate-hook"
+    )
+
+
+def test_no_runtime_at_all_is_a_warning(host: Host) -> None:
+    host.remove("usr/sbin/runc")
+    assert host.look("files.runtime")[0].startswith("warning: there is none of /usr/bin/runc, ")
+
+
+def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
+    assert host.look("files.control")[0].startswith(
+        "wrong: /usr/lib/tidegate/x86_64-linux-gnu has no libcuda.so.1 and no "
+    )
+    host.put_driver()
+    host.put_mirror()
+    assert host.look("files.control") == [
+        "ok: the control libraries are in /usr/lib/tidegate/x86_64-linux-gnu"
+    ]
+    host.remove("usr/lib/tidegate/x86_64-linux-gnu/libnvidia-ml.so.1")
+    assert host.look("files.control")[0].startswith("warning: ")  # the mirror in force has its own
+
+
+def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
+    host.put("etc/tidegate/config.yaml")
+    assert host.look("files.owners") == ["ok: configuration and state are root's alone to change"]
+    (host.root / "etc/tidegate/config.yaml").chmod(0o666)
+    assert host.look("files.owners")[0].startswith(
+        "wrong: root acts on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"
+    )

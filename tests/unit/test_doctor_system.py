@@ -1,0 +1,176 @@
+"""What `tidegate doctor` says of kernel, control groups and security modules."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from governor.config import Config
+from governor.doctor import system
+from governor.doctor.checks import examine
+from governor.doctor.node import Node
+from tests.unit.doctor_nodes import Host, words
+
+V1 = "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n"
+V2 = "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n"
+UNIFIED = "cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path / "root")
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        (
+            "6.1.0-28-amd64",
+            "ok: Linux 6.1.0-28-amd64 has open_tree and move_mount, openat2 and mount_setattr",
+        ),
+        ("5.14.0-427.el9.x86_64", "ok: Linux 5.14.0-427.el9.x86_64 has open_tree and move_mount, "),
+        ("5.12", "ok: Linux 5.12 has open_tree and move_mount, "),
+        (
+            "5.10.0-30-amd64",
+            "wrong: Linux 5.10.0-30-amd64 lacks mount_setattr (5.12): the hook starts no container -> boot Linux 5.12",
+        ),
+        (
+            "5.4.0-200-generic",
+            "wrong: Linux 5.4.0-200-generic lacks openat2 (5.6) and mount_setattr (5.12): ",
+        ),
+        (
+            "4.18.0-553.el8.x86_64",
+            "wrong: Linux 4.18.0-553.el8.x86_64 lacks open_tree and move_mount (5.2), openat2 (5.6) and mount_setattr",
+        ),
+        ("", "unseen: /proc/sys/kernel/osrelease says '', which is no version"),
+        ("six", "unseen: /proc/sys/kernel/osrelease says 'six', which is no version"),
+    ],
+)
+def test_a_kernel_has_the_calls_of_its_version(host: Host, release: str, said: str) -> None:
+    host.put("proc/sys/kernel/osrelease", f"{release}\n")
+    [found] = host.look("kernel.calls")
+    assert found.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "said"),
+    [
+        (V2, "ok: control groups of version 2"),
+        (V1, "ok: control groups of version 1"),
+        (
+            V1 + UNIFIED,
+            "ok: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid)",
+        ),
+        (
+            "proc /proc proc rw 0 0\n",
+            (
+                "wrong: no control groups are mounted, runtimes start no container"
+                " -> mount -t cgroup2 none /sys/fs/cgroup"
+            ),
+        ),
+    ],
+)
+def test_the_version_of_control_groups_is_told(host: Host, mounts: str, said: str) -> None:
+    host.put("proc/self/mounts", mounts)
+    assert host.look("cgroup.version") == [said]
+
+
+def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host: Host) -> None:
+    host.put("proc/self/mounts", V1 + UNIFIED)
+    host.program("usr/bin/crun")
+    assert host.look("cgroup.version") == [
+        (
+            "ok: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid), "
+            "without controllers in version 2"
+        )
+    ]
+    host.put("sys/fs/cgroup/unified/cgroup.controllers", "cpu io\n")
+    assert host.look("cgroup.version") == [
+        (
+            "warning: control groups of version 1, with version 2 at /sys/fs/cgroup/unified (hybrid): "
+            "/usr/bin/crun refuses that (cgroups in hybrid mode not supported)"
+            " -> use runc, or boot with systemd.unified_cgroup_hierarchy=1"
+        )
+    ]
+
+
+def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:
+    assert host.look("cgroup.version") == ["unseen: /proc/self/mounts is not there"]
+
+
+def test_freezing_matters_where_the_configuration_wants_it(host: Host) -> None:
+    assert host.look("cgroup.freezer") == ["ok: on_violation is report: nothing has to be frozen"]
+    assert host.look("cgroup.freezer", on_violation="throttle") == [
+        f"unseen: below {host.root} nobody is frozen"
+    ]
+
+
+def test_selinux_and_apparmor_are_told(host: Host) -> None:
+    assert host.look("security.modules") == ["ok: neither SELinux nor AppArmor is on"]
+    host.put("sys/fs/selinux/enforce", "0")
+    assert host.look("security.modules") == ["ok: SELinux is permissive"]
+    host.put("sys/module/apparmor/parameters/enabled", "Y\n")
+    assert [line.partition(":")[0] for line in host.look("security.modules")] == ["ok", "note"]
+
+
+def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) -> None:
+    host.put("sys/fs/selinux/enforce", "1")
+    host.put("run/tidegate/containers/key/grant")
+    [found] = host.look("security.modules")
+    # The file system of a test may have no labels at all.
+    assert found.startswith(
+        (
+            "unseen: the SELinux label of /run/tidegate/containers: ",
+            "warning: SELinux enforces, and /run/tidegate/containers is ",
+        )
+    )
+
+
+def look_here(check: str, **changes: Any) -> list[str]:
+    """What a check says of this machine."""
+    return [words(found) for found in examine(Node(config=Config(**changes)), [check])]
+
+
+def test_the_kernel_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert look_here("kernel.calls")[0].startswith(
+        "ok: Linux "
+    )  # or no test of the hook would pass
+    monkeypatch.setattr(system, "_refused", lambda: [("openat2", errno.EPERM)])
+    assert "openat2 refused: Operation not permitted" in look_here("kernel.calls")[0]
+    assert look_here("kernel.calls")[0].startswith("wrong: ")
+    monkeypatch.setattr(system, "_refused", lambda: [("mount_setattr", errno.ENOSYS)])
+    assert " lacks mount_setattr: the hook starts no container" in look_here("kernel.calls")[0]
+
+
+def test_what_freezes_has_to_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path("/sys/fs/cgroup/freezer")})
+    assert look_here("cgroup.freezer", on_violation="throttle") == [
+        "ok: on_violation is throttle, by /sys/fs/cgroup/freezer"
+    ]
+    monkeypatch.setattr(system, "find_mounts", dict)
+    [found] = look_here("cgroup.freezer", on_violation="throttle")
+    assert found.startswith(
+        "warning: on_violation is throttle, and neither version 2 nor the freezer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("container_file_t", "ok: SELinux enforces, /run/tidegate/containers is container_file_t"),
+        ("var_run_t", "warning: SELinux enforces, and /run/tidegate/containers is var_run_t: "),
+    ],
+)
+def test_labels_are_those_that_containers_may_read(
+    host: Host, monkeypatch: pytest.MonkeyPatch, kind: str, said: str
+) -> None:
+    host.put("sys/fs/selinux/enforce", "1")
+    host.put("run/tidegate/containers/key/grant")
+    label = f"system_u:object_r:{kind}:s0\0".encode()
+    monkeypatch.setattr(os, "getxattr", lambda *_: label)
+    [found] = host.look("security.modules")
+    assert found.startswith(said)

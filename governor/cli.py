@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-VERBS = ("refresh", "verify", "gc", "check", "doctor", "explain", "ps", "set", "events", "cdi")
+VERBS = (
+    *("refresh", "verify", "gc", "check", "doctor", "explain", "ps", "set", "events", "cdi"),
+    "setup",
+)
 
 
 class Verb(Protocol):

@@ -57,3 +57,10 @@ class StateError(TidegateError):
 
     code = "database"
     status = 74  # EX_IOERR
+
+
+class SetupError(TidegateError):
+    """A container engine's configuration cannot be read, or not be changed as asked."""
+
+    code = "setup"
+    status = 73  # EX_CANTCREAT

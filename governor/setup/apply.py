@@ -1,0 +1,183 @@
+"""Writes what a plan says, and undoes it by the journal: all of it, or nothing."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+from governor.errors import SetupError
+from governor.setup import journal as journals
+from governor.setup.files import Root
+from governor.setup.journal import DIRECTORY, Entry, Part
+from governor.setup.plan import Plan
+from governor.setup.takeout import take_out
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A file's bytes before and after; None where there is no file."""
+
+    path: str
+    before: bytes | None
+    after: bytes | None
+    parts: tuple[Part, ...] = ()
+
+    def diff(self, root: Root) -> str:
+        """Return the unified difference, safe for a terminal."""
+        name = root.shown(self.path)
+        lines = difflib.unified_diff(
+            _lines(self.before),
+            _lines(self.after),
+            "/dev/null" if self.before is None else name,
+            "/dev/null" if self.after is None else name,
+        )
+        return "".join(_printable(line) for line in lines)
+
+
+@dataclass
+class Undo:
+    """What has to be written to take an engine's setup back, and what an operator should know."""
+
+    edits: list[Edit] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def edits(root: Root, plan: Plan) -> list[Edit]:
+    """Return what a plan changes, in order; nothing where the files are so already."""
+    found = []
+    for change in plan.changes:
+        file = root.read(change.path)
+        before, after = file.data if file else None, change.text.encode()
+        if before != after:
+            found.append(Edit(change.path, before, after, change.parts))
+    return found
+
+
+def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
+    """Make these changes; the journal is written first. What fails half-way is taken back."""
+    made = root.missing(DIRECTORY)
+    former = journals.read(root)
+    try:
+        root.make_directory(DIRECTORY, 0o700)
+        with journals.exclusive(root):
+            _require_unchanged(root, changes)
+            former, journal = journals.read(root), journals.read(root)
+            for change in changes:
+                journal.record(engine, change.path, change.before, change.after, list(change.parts))
+                made += [d for d in root.missing(_parent(change.path)) if d not in made]
+            journal.directories |= dict.fromkeys(made, engine)
+            try:
+                journals.write(root, journal)
+                for change in changes:
+                    root.make_directory(_parent(change.path))
+                    _put(root, change.path, change.after)
+            except BaseException:
+                for change in reversed(changes):
+                    file = root.read(change.path)
+                    if file is not None and file.data == change.after:
+                        _put(root, change.path, change.before)
+                journals.write(root, former)
+                raise
+    except BaseException:
+        for directory in sorted(made, key=len, reverse=True):
+            if directory not in former.directories:
+                root.remove_directory(directory)
+        raise
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def plan_undo(root: Root, engine: str) -> Undo:
+    """Say what takes an engine's setup back: to the byte, where nobody edited a file since."""
+    undo = Undo()
+    for entry in reversed(journals.read(root).engines.get(engine, [])):
+        file = root.read(entry.path)
+        before = file.data if file else None
+        after, edited = _back(entry, before)
+        if edited and after is not None:
+            after = _take_out(root, entry, after, undo)
+        if after != before:
+            undo.edits.append(Edit(entry.path, before, after))
+    return undo
+
+
+def undo(root: Root, engine: str, changes: list[Edit]) -> None:
+    """Make the changes of `plan_undo`, forget the engine, and remove the directories we made."""
+    if engine not in journals.read(root).engines:
+        return
+    with journals.exclusive(root):
+        _require_unchanged(root, changes)
+        for change in changes:
+            _put(root, change.path, change.after)
+        journal = journals.read(root)
+        del journal.engines[engine]
+        journals.write(root, journal)
+        for directory in sorted(journal.directories, key=len, reverse=True):
+            if journal.engines and journal.directories[directory] != engine:
+                continue
+            if root.remove_directory(directory):
+                del journal.directories[directory]
+            elif journal.engines:
+                # Another engine's files are in it: it goes with the last of them.
+                journal.directories[directory] = next(iter(journal.engines))
+        if journal.engines:
+            journals.write(root, journal)
+
+
+def _back(entry: Entry, now: bytes | None) -> tuple[bytes | None, bool]:
+    """Go back step by step; the second is whether somebody edited the file on the way."""
+    for step in reversed(entry.steps):
+        if now == step.after:
+            now = step.before
+        elif now != step.before:
+            return now, True
+    return now, False
+
+
+def _take_out(root: Root, entry: Entry, data: bytes, undo: Undo) -> bytes | None:
+    """Take our part out of a file that was edited since; a file that is ours whole is set aside."""
+    shown = root.shown(entry.path)
+    if any("whole" in part for part in entry.parts):
+        aside = f"{entry.path}.edited"
+        if root.read(aside) is not None:
+            raise SetupError(f"{root.shown(aside)} is there already", hint="move it away")
+        undo.edits.append(Edit(aside, None, data))
+        undo.notes.append(f"{shown} was edited since: it is kept as {root.shown(aside)}")
+        return None
+    try:
+        rest = take_out(data.decode(), entry.parts, made=entry.steps[0].before is None)
+    except ValueError as e:
+        raise SetupError(
+            f"{shown} was edited since, and what is ours cannot be told from the rest: {e}",
+            hint="correct it, or take it out by hand, and run it again",
+        ) from e
+    undo.notes.append(f"{shown} was edited since: only what is ours is taken out")
+    return None if rest is None else rest.encode()
+
+
+def _require_unchanged(root: Root, changes: list[Edit]) -> None:
+    for change in changes:
+        file = root.read(change.path)
+        if (file.data if file else None) != change.before:
+            raise SetupError(
+                f"{root.shown(change.path)} has just been changed by somebody else",
+                hint="run it again",
+            )
+
+
+def _put(root: Root, path: str, data: bytes | None) -> None:
+    if data is None:
+        root.remove(path)
+    else:
+        root.write(path, data)
+
+
+def _lines(data: bytes | None) -> list[str]:
+    text = (data or b"").decode(errors="replace").replace("\r\n", "\n")
+    return [line + "\n" for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _printable(line: str) -> str:
+    return "".join(c if c.isprintable() or c in "\t\n" else "?" for c in line)

@@ -1,0 +1,390 @@
+"""containerd: a handler for its CRI plugin, by a drop-in or in its own file.
+
+containerd 2 merges the tables of files that it imports. containerd 1 takes each plugin's section
+whole from the last file that has one (containerd issue 5837), so a drop-in there would undo what
+config.toml says of CRI: the handler is added to config.toml itself, behind what is there. That
+works with both, and is what is done where the version is not known.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import posixpath
+from dataclasses import dataclass
+from typing import Any
+
+from governor.errors import SetupError
+from governor.setup import tomltext
+from governor.setup.files import Root
+from governor.setup.journal import Journal, Part
+from governor.setup.plan import (
+    ANNOTATIONS,
+    HANDLER,
+    WRITTEN,
+    Change,
+    Options,
+    Plan,
+    output,
+    packaged,
+    read_toml,
+    strings,
+    table,
+    untouched,
+    version,
+)
+from oci_hook.runtime import CONFIG as WRAPPER
+
+CONFIG = "/etc/containerd/config.toml"
+DROP_IN = "conf.d/tidegate.toml"
+# A pattern, because a file that is named and then removed keeps containerd from starting. Of ours
+# alone, because files that nothing imported so far may lie beside it.
+IMPORT = "conf.d/tidegate*.toml"
+UNDONE = "systemctl restart containerd    # containers go on"
+BASE_SPEC = "tidegate-base-spec.json"
+PLUGIN2 = "io.containerd.grpc.v1.cri"
+PLUGIN3 = "io.containerd.cri.v1.runtime"
+RUNC = "io.containerd.runc.v2"
+COMMENT = WRITTEN.format("containerd")
+RUNC_COMMENT = "# Without it containerd 1 would know no other handler than tidegate."
+# What the default handler says of these is not so of ours.
+OWN = ("runtime_type", "runtime_path", "pod_annotations", "container_annotations", "options")
+
+
+@dataclass(frozen=True)
+class Node:
+    """containerd's configuration as far as it matters here."""
+
+    path: str
+    text: str | None  # None where there is no file
+    version: int
+    merges: bool  # whether tables of imported files are merged
+    files: dict[str, dict[str, Any]]  # what each file says, the main one first
+    dump: dict[str, Any]  # what containerd says is in force, where it could be asked
+    release: tuple[int, int] | None  # containerd's own version, if it is known
+
+    @property
+    def plugin(self) -> str:
+        """The name of the plugin whose handlers these are."""
+        return PLUGIN2 if self.version == 2 else PLUGIN3
+
+    @property
+    def directory(self) -> str:
+        """Where the file lies, and drop-ins below it."""
+        return self.path.rpartition("/")[0]
+
+    def cri(self, where: dict[str, Any]) -> dict[str, Any]:
+        """Return what a document says of CRI's handlers, whichever version it is of."""
+        found: dict[str, Any] = {}
+        for plugin in (PLUGIN2, PLUGIN3):
+            found = tomltext.merged(found, table(where, "plugins", plugin, "containerd"))
+        return found
+
+    def handlers(self) -> dict[str, Any]:
+        """Return the handlers that files name, the later ones over the earlier."""
+        found: dict[str, Any] = {}
+        for document in self.files.values():
+            found = tomltext.merged(found, table(self.cri(document), "runtimes"))
+        return found
+
+    def default(self) -> str:
+        """Return the name of the default handler."""
+        names = [self.cri(d).get("default_runtime_name") for d in (*self.files.values(), self.dump)]
+        return str(next((n for n in reversed(names) if n), "runc"))
+
+
+def plan(root: Root, journal: Journal, options: Options) -> Plan:
+    """Say what config.toml and the drop-in shall be; SetupError where that is not to be had."""
+    node = _look(root, options)
+    result = Plan()
+    spec = f"{node.directory}/{BASE_SPEC}" if options.base_spec else None
+    program = options.program("tidegate-hook" if spec else "tidegate-runtime")
+    if spec:
+        result.missing(root, program)
+    else:
+        result.look_at_wrapper(root, options)
+    drop_in = f"{node.directory}/{DROP_IN}"
+    there = _existing(root, node, drop_in, program, spec)
+    if spec is not None and (
+        root.read(spec) is None or untouched(root, journal, "containerd", spec)
+    ):
+        result.changes.append(Change(spec, _base_spec(root, options), ({"whole": True},)))
+    result.todo = [
+        UNDONE,
+        "tidegate setup containerd --runtime-class | kubectl apply -f -    # once a cluster",
+    ]
+    if there is not None and there != drop_in:
+        return result
+    handler = _handler(node, program, spec, result)
+    if not node.merges:
+        result.changes.append(_with_handler(root, node, handler))
+    else:
+        if there is None:
+            text = f"{COMMENT}\nversion = {node.version}\n\n{handler}"
+            result.changes.append(Change(drop_in, text, (_part(node, HANDLER),)))
+        if not _imports(node, drop_in):
+            result.changes.append(_with_import(root, node, result))
+    disabled = strings(node.files[node.path].get("disabled_plugins"))
+    if {"cri", PLUGIN2, PLUGIN3} & set(disabled):
+        result.notes.append(
+            f"CRI is among disabled_plugins in {root.shown(node.path)}: Kubernetes cannot use this"
+        )
+    return result
+
+
+def _look(root: Root, options: Options) -> Node:
+    """Read the files, and ask containerd where it is there."""
+    path = options.config or CONFIG
+    file = root.read(path)
+    main = read_toml(root, path, file)
+    says = options.containerd_version or output(root, "containerd", "--version")
+    found = version(says)
+    if options.containerd_version and found is None:
+        raise SetupError(
+            f"--containerd-version is {options.containerd_version}", hint="write it as 1.7 or 2.1"
+        )
+    number = main.get("version")
+    if number is None and not main:
+        number = 3 if found and found >= (2, 0) else 2
+    if not isinstance(number, int) or not 2 <= number <= 4:
+        shown = "no version, which is 1" if number is None else f"version {number!r}"
+        raise SetupError(
+            f"{root.shown(path)} has {shown}; 2, 3 and 4 are understood",
+            hint="let `containerd config migrate` print it anew; "
+            "a file that only disables CRI is Docker's: see tidegate setup docker",
+        )
+    files = _with_imports(root, path, main)
+    merges = number >= 3 or bool(found and found >= (2, 0))
+    dump = {}
+    if file is not None and (
+        text := output(root, "containerd", "--config", path, "config", "dump")
+    ):
+        try:
+            dump = tomltext.parse(text)
+        except ValueError as e:
+            raise SetupError(
+                f"containerd config dump is no TOML: {e}", hint="see what containerd prints"
+            ) from e
+    if not merges:
+        for name, document in list(files.items())[1:]:
+            if PLUGIN2 in table(document, "plugins"):
+                raise SetupError(
+                    f"{root.shown(name)} has a section of CRI, which containerd 1 takes in place "
+                    f"of all that {root.shown(path)} says of CRI",
+                    hint=f"move its tables to {root.shown(path)}; or say "
+                    "--containerd-version 2.0 if it is that or newer",
+                )
+    return Node(path, file.text() if file else None, number, merges, files, dump, found)
+
+
+def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what the main file and those that it imports say, in containerd's order."""
+    files = {main: document}
+    todo = _patterns(main, document)
+    while todo and len(files) < 100:
+        for path in _matching(root, todo.pop(0)):
+            if path not in files:
+                files[path] = read_toml(root, path)
+                todo += _patterns(path, files[path])
+    return files
+
+
+def _patterns(path: str, document: dict[str, Any]) -> list[str]:
+    """Return a file's imports; one that is not absolute begins where the file lies."""
+    directory = path.rpartition("/")[0]
+    imports = strings(document.get("imports"))
+    return [posixpath.normpath(p if p.startswith("/") else f"{directory}/{p}") for p in imports]
+
+
+def _matching(root: Root, pattern: str) -> list[str]:
+    """Return the files that a pattern names; its directories are taken literally."""
+    directory, _, name = pattern.rpartition("/")
+    if "*" not in name:
+        return [pattern] if root.read(pattern) is not None else []
+    return [f"{directory}/{n}" for n in root.names(directory) if fnmatch.fnmatchcase(n, name)]
+
+
+def _imports(node: Node, path: str) -> bool:
+    """Return whether a file below the main one's directory is imported."""
+    return any(
+        pattern.rpartition("/")[0] == path.rpartition("/")[0]
+        and fnmatch.fnmatchcase(path.rpartition("/")[2], pattern.rpartition("/")[2])
+        for name, document in node.files.items()
+        for pattern in _patterns(name, document)
+    )
+
+
+def _existing(root: Root, node: Node, drop_in: str, program: str, spec: str | None) -> str | None:
+    """Return where the handler is already; SetupError if it is somebody else's, or not as asked.
+
+    A drop-in that is not imported counts: it only has to be imported.
+    """
+    sources = dict(node.files)
+    if node.merges and drop_in not in sources:
+        sources[drop_in] = read_toml(root, drop_in)
+    for path, document in {**sources, "containerd config dump": node.dump}.items():
+        found = table(node.cri(document), "runtimes").get(HANDLER)
+        if found is None:
+            continue
+        shown = root.shown(path) if path in sources else path
+        binary = table(found, "options").get("BinaryName")
+        if spec is None and binary != program:
+            raise SetupError(
+                f"handler {HANDLER} in {shown} runs {str(binary)[:80]}, not {program}",
+                hint="remove it, or name its directory with --bin-dir; "
+                "--undo first, if it was set up with --base-spec",
+            )
+        if spec is not None and table(found).get("base_runtime_spec") != spec:
+            raise SetupError(
+                f"handler {HANDLER} in {shown} has another base_runtime_spec than {spec}",
+                hint="run it with --undo first, or remove the handler",
+            )
+        for name in ("pod_annotations", "container_annotations"):
+            if ANNOTATIONS not in strings(found.get(name)):
+                raise SetupError(
+                    f"handler {HANDLER} in {shown} has no {ANNOTATIONS} among its {name}",
+                    hint="add it, or remove the handler",
+                )
+        return path
+    return None
+
+
+def _key(path: tuple[str, ...]) -> str:
+    """Write a header's keys as containerd does."""
+    bare = [k if k.replace("-", "").replace("_", "").isalnum() else json.dumps(k) for k in path]
+    return ".".join(bare)
+
+
+def _part(node: Node, handler: str) -> Part:
+    return {
+        "tables": ["plugins", node.plugin, "containerd", "runtimes", handler],
+        "comments": [COMMENT, RUNC_COMMENT],
+    }
+
+
+def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
+    """Return the handler's tables: as the default one's, but for the runtime and annotations."""
+    default = node.default()
+    like = table(node.handlers(), default)
+    if like.get("runtime_type", RUNC) != RUNC:
+        result.notes.append(
+            f"the default handler {default} is {like['runtime_type']}: nothing is taken from it"
+        )
+        like = {}
+    values: dict[str, Any] = {"runtime_type": RUNC}
+    for name in ("pod_annotations", "container_annotations"):
+        values[name] = list(dict.fromkeys([*strings(like.get(name)), ANNOTATIONS]))
+    values |= {k: v for k, v in like.items() if k not in OWN and _is_plain(v)}
+    if spec is not None:
+        values["base_runtime_spec"] = spec
+    elif "base_runtime_spec" in values:
+        result.notes.append(f"the handler has the base_runtime_spec of {default}")
+    given = {k: v for k, v in table(like, "options").items() if _is_plain(v)}
+    inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}
+    inner |= {k: v for k, v in given.items() if k != "BinaryName"}
+    dumped = table(node.cri(node.dump), "runtimes", default, "options")
+    # The kubelet's driver of cgroups counts: a handler with another one starts no pod.
+    if dumped.get("SystemdCgroup") is True:
+        inner["SystemdCgroup"] = True
+    binary = given.get("BinaryName")
+    if binary and spec is None and "nvidia" not in str(binary):
+        result.notes.append(
+            f"the default handler {default} runs {binary}: for {HANDLER} to run it as well, "
+            f"write `runtime {binary}` to {WRAPPER}"
+        )
+    elif binary and spec is not None:
+        inner["BinaryName"] = binary
+    keys = ("plugins", node.plugin, "containerd", "runtimes", HANDLER)
+    lines = [f"[{_key(keys)}]", *(f"  {_key((k,))} = {_value(v)}" for k, v in values.items())]
+    if inner:
+        lines += ["", f"  [{_key((*keys, 'options'))}]"]
+        lines += [f"    {_key((k,))} = {_value(v)}" for k, v in inner.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether `_value` can write it."""
+    if isinstance(value, list):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def _value(value: Any) -> str:
+    """Write a boolean, a number, a string or an array of such, as TOML and JSON both do."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, bool | int | str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)
+
+
+def _with_import(root: Root, node: Node, result: Plan) -> Change:
+    """Return config.toml with an import of the drop-in."""
+    shown = root.shown(node.path)
+    if node.text is None:
+        value = f"{node.directory}/{IMPORT}"
+        if node.release is None or node.release >= (2, 2):
+            # Its default is to import the whole directory: with a file it goes on doing so.
+            value = f"{node.directory}/conf.d/*.toml"
+            others = [n for n in root.names(f"{node.directory}/conf.d") if n.endswith(".toml")]
+            result.notes += [f"{root.shown(node.directory)}/conf.d/{n} is imported" for n in others]
+        text = f"{COMMENT}\nversion = {node.version}\n"
+    else:
+        value, text = f"{node.directory}/{IMPORT}", node.text
+        if "version" not in node.files[node.path]:
+            text = f"version = {node.version}{tomltext.newline(text)}{text}"
+    try:
+        text = tomltext.add_element(text, "imports", value)
+    except ValueError as e:
+        raise SetupError(f"{shown}: {e}", hint=f'add "{value}" to its imports by hand') from e
+    part = {"element": ["imports", value]}
+    mark = {"tables": ["plugins", node.plugin, "containerd", "runtimes", HANDLER]}
+    return Change(node.path, text, (part, {**mark, "comments": [COMMENT]}))
+
+
+def _with_handler(root: Root, node: Node, handler: str) -> Change:
+    """Return config.toml with the handler behind what is there."""
+    parts, block = [_part(node, HANDLER)], f"{COMMENT}\n{handler}"
+    default = node.default()
+    if not node.handlers() and default == "runc":
+        keys = ("plugins", node.plugin, "containerd", "runtimes", "runc")
+        block += f'\n{RUNC_COMMENT}\n[{_key(keys)}]\n  runtime_type = "{RUNC}"\n'
+        parts.append({**_part(node, "runc"), "spare": True})
+    text = node.text or ""
+    if "version" not in node.files[node.path]:
+        text = f"version = {node.version}{tomltext.newline(text)}{text}"
+    try:
+        text = tomltext.append(text, block)
+    except ValueError as e:
+        raise SetupError(
+            f"{root.shown(node.path)} cannot take another table behind it: {e}",
+            hint=f"write plugins.{node.plugin}.containerd.runtimes as tables with headers",
+        ) from e
+    return Change(node.path, text, tuple(parts))
+
+
+def _base_spec(root: Root, options: Options) -> str:
+    """Return containerd's own default, with the hook and without what CRI takes out of it.
+
+    For a handler without base spec CRI removes AppArmor's profile, seccomp's and the limits from
+    that default before it adds a container's own (WithoutDefaultSecuritySettings); for one with a
+    base spec it does not. A limit of 1024 files and a profile would stay in unconfined containers.
+    """
+    text = output(root, "ctr", "oci", "spec")
+    if text is None:
+        raise SetupError("--base-spec needs ctr, on this node", hint="install it with containerd")
+    try:
+        spec = json.loads(text)
+        process, linux = spec["process"], spec["linux"]
+        hooks = spec.setdefault("hooks", {}).setdefault("createRuntime", [])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise SetupError(
+            f"ctr oci spec prints no runtime configuration: {type(e).__name__}: {e}",
+            hint="see what it prints",
+        ) from e
+    process.pop("rlimits", None)
+    process.pop("apparmorProfile", None)
+    linux.pop("seccomp", None)
+    hook = json.loads(packaged("hooks.d/50-tidegate.json"))["hook"]
+    hooks.append({**hook, "path": options.program("tidegate-hook")})
+    return json.dumps(spec, indent=1) + "\n"

@@ -1,0 +1,104 @@
+"""Docker: a runtime in daemon.json, which has no drop-ins."""
+
+from __future__ import annotations
+
+import json
+
+from governor.errors import SetupError
+from governor.setup import jsontext
+from governor.setup.files import Root
+from governor.setup.journal import Journal, Part
+from governor.setup.plan import HANDLER, Change, Options, Plan, output, version
+
+CONFIG = "/etc/docker/daemon.json"
+UNDONE = (
+    "systemctl restart docker    # a reload forgets no runtime; containers end, "
+    "unless live-restore is on"
+)
+# Where dockerd's options are, when its own file does not have them.
+STARTERS = (
+    "/etc/systemd/system/docker.service",
+    "/etc/systemd/system/docker.service.d",
+    "/usr/lib/systemd/system/docker.service",
+    "/usr/lib/systemd/system/docker.service.d",
+    "/etc/default/docker",
+    "/etc/sysconfig/docker",
+)
+
+
+def plan(root: Root, _journal: Journal, options: Options) -> Plan:
+    """Say what daemon.json shall be; SetupError where it says otherwise of us already."""
+    path, program = options.config or CONFIG, options.program("tidegate-runtime")
+    file = root.read(path)
+    shown, text = root.shown(path), file.text() if file else ""
+    try:
+        document = jsontext.parse(text)
+    except ValueError as e:
+        raise SetupError(f"{shown} is no JSON: {e}", hint="correct it first") from e
+    runtimes = document.get("runtimes", {})
+    if not isinstance(runtimes, dict):
+        raise SetupError(
+            f'"runtimes" in {shown} is {json.dumps(runtimes)[:40]}', hint="make it an object"
+        )
+    ours = runtimes.get(HANDLER)
+    if ours is not None and (not isinstance(ours, dict) or ours.get("path") != program):
+        raise SetupError(
+            f"runtime {HANDLER} in {shown} is {json.dumps(ours)[:80]}, not {program}",
+            hint="remove it, or name its directory with --bin-dir",
+        )
+    result, parts = Plan(), list[Part]()
+    if ours is None:
+        parts.append({"member": ["runtimes", HANDLER]})
+        if "runtimes" not in document:
+            parts.append({"member": ["runtimes"], "only": {}})
+        text = _put(shown, text, ("runtimes", HANDLER), {"path": program})
+    former = document.get("default-runtime")
+    if options.default and former != HANDLER:
+        if not root.runs(program):
+            raise SetupError(
+                f"{root.shown(program)} is not there: with --default no container would start",
+                hint="install it first",
+            )
+        _look_at_flags(root, path)
+        parts.append({"member": ["default-runtime"], "only": HANDLER, "former": former})
+        text = _put(shown, text, ("default-runtime",), HANDLER)
+    if parts:
+        result.changes.append(Change(path, text, tuple(parts)))
+    result.look_at_wrapper(root, options)
+    found = version(output(root, "dockerd", "--version"))
+    if found and found < (24, 0):
+        result.notes.append(
+            f"Docker {found[0]}.{found[1]} has no annotations (24.0 is the first): "
+            "see docs/howto/engines.md"
+        )
+    result.todo = [
+        "systemctl reload docker    # dockerd reads its runtimes anew; containers go on",
+    ]
+    return result
+
+
+def _put(shown: str, text: str, path: tuple[str, ...], value: object) -> str:
+    try:
+        return jsontext.put(text, path, value)
+    except ValueError as e:
+        raise SetupError(f"{shown}: {e}", hint="add the runtime by hand") from e
+
+
+def _look_at_flags(root: Root, config: str) -> None:
+    """Refuse what dockerd would not start with: an option in its file and on its command line.
+
+    Runtimes may be in both: dockerd knows them all then (26.1 and 28.5, by --validate).
+    """
+    flag = "--default-runtime"
+    if config != CONFIG:
+        return
+    for starter in STARTERS:
+        inside = [f"{starter}/{name}" for name in root.names(starter) if name.endswith(".conf")]
+        for path in inside or [starter]:
+            lines = root.peek(path).splitlines()
+            if any(flag in line for line in lines if not line.lstrip().startswith(("#", ";"))):
+                raise SetupError(
+                    f"{root.shown(path)} starts dockerd with {flag}, and it does not start "
+                    "with that and the same in daemon.json",
+                    hint=f"move what {flag} says to {root.shown(config)} first",
+                )

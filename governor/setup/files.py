@@ -1,0 +1,243 @@
+"""Configuration files below a root: read with their mode and owner, and replaced in one step.
+
+A symbolic link is followed as by a process whose root it is, so nothing outside of the root is
+read or written. The trees are root's own: nobody swaps a directory meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from governor.errors import SetupError
+from vdriver.tree import Tree
+
+LIMIT = 4 << 20  # bytes of a configuration file
+TEMPORARY = ".tidegate-tmp"  # a suffix that no engine takes for a configuration file of its own
+
+
+@dataclass(frozen=True)
+class File:
+    """A regular file as it was read: where it really is, its bytes, and whose it is."""
+
+    path: str
+    real: str
+    data: bytes
+    mode: int
+    uid: int
+    gid: int
+
+    def text(self) -> str:
+        """Return the content; SetupError if it is not UTF-8."""
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError as e:
+            raise SetupError(
+                f"{self.path} is not UTF-8 at byte {e.start}", hint="save it as UTF-8"
+            ) from e
+
+
+class Root:
+    """The tree at `root`; paths given to its methods are absolute below that root."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(root)  # noqa: PTH100 - strings throughout
+        if not os.path.isdir(self.root):  # noqa: PTH112
+            raise SetupError(f"{root} is not a directory", hint="name another one with --root")
+
+    def shown(self, path: str) -> str:
+        """Return a path as the operator sees it, with the root before it."""
+        return path if self.root == "/" else self.root + path
+
+    def find(self, path: str) -> str | None:
+        """Return where a file is or would be, without links; None if a directory is missing.
+
+        SetupError for a link that leads nowhere: what it was meant for is not ours to guess.
+        """
+        parent, _, name = path.rpartition("/")
+        where = Tree(self.root).resolve(parent or "/")
+        if where is None:
+            return None
+        here = f"{where.rstrip('/')}/{name}"
+        if not os.path.islink(self._host(here)):  # noqa: PTH114
+            return here
+        real = Tree(self.root).resolve(here)
+        if real is None:
+            raise SetupError(
+                f"{self.shown(path)} is a symbolic link that leads to no file below {self.root}",
+                hint="mend or remove the link",
+            )
+        return real
+
+    def read(self, path: str) -> File | None:
+        """Return the regular file at `path`, None if there is none; SetupError for others."""
+        shown = self.shown(path)
+        try:
+            real = self.find(path)
+            if real is None:
+                return None
+            fd = os.open(
+                self._host(real), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise explain(e, shown) from e
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise SetupError(f"{shown} is not a regular file", hint="move it away")
+        with os.fdopen(fd, "rb") as file:
+            data = file.read(LIMIT + 1)
+        if len(data) > LIMIT:
+            raise SetupError(
+                f"{shown} has more than {LIMIT >> 20} MiB", hint="that is no configuration file"
+            )
+        return File(shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
+
+    def peek(self, path: str) -> str:
+        """Return the text of a file that need not be there or be one: "" then."""
+        return (Tree(self.root).read(path, LIMIT) or b"").decode(errors="replace")
+
+    def names(self, directory: str) -> tuple[str, ...]:
+        """Return the sorted names in a directory, none if it is not one."""
+        return Tree(self.root).names(directory)
+
+    def runs(self, path: str) -> bool:
+        """Return whether there is a program at `path`."""
+        real = Tree(self.root).regular(path)
+        return real is not None and bool(os.stat(self._host(real)).st_mode & 0o111)  # noqa: PTH116
+
+    def missing(self, path: str) -> list[str]:
+        """Return which of a directory and those above it are not there, the highest first."""
+        found: list[str] = []
+        parts = [p for p in path.split("/") if p]
+        for n in range(1, len(parts) + 1):
+            here = "/" + "/".join(parts[:n])
+            real = None if found else self.find(here)
+            if real is None or not os.path.lexists(self._host(real)):
+                found.append(here)
+            elif not self.is_dir(real):
+                raise SetupError(f"{self.shown(here)} is not a directory", hint="move it away")
+        return found
+
+    def make_directory(self, path: str, mode: int = 0o755) -> None:
+        """Make a directory with those above it; `mode` is the last one's."""
+        for here in self.missing(path):
+            host = self._host(self.find(here) or here)
+            with explained(self.shown(here)):
+                os.mkdir(host, 0o700)  # noqa: PTH102
+                os.chmod(host, mode if here == path else 0o755)  # noqa: PTH101 - whatever the umask
+
+    def is_dir(self, path: str) -> bool:
+        """Return whether a path, without links, is a directory."""
+        return os.path.isdir(self._host(path))  # noqa: PTH112
+
+    def remove_directory(self, path: str) -> bool:
+        """Remove a directory if it is empty; returns whether it is gone."""
+        real = self.find(path)
+        if real is None or not os.path.lexists(self._host(real)):
+            return True
+        try:
+            os.rmdir(self._host(real))  # noqa: PTH106
+        except OSError as e:
+            if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):
+                return False
+            raise explain(e, self.shown(path)) from e
+        return True
+
+    def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Replace or make a file in one step; one that is there keeps mode, owner and labels."""
+        shown = self.shown(path)
+        old = self.read(path)
+        real = old.real if old else self.find(path)
+        if real is None:
+            raise SetupError(f"{shown}: its directory is missing", hint="make it, and run it again")
+        host = self._host(real)
+        temporary = f"{host}.{os.getpid()}{TEMPORARY}"
+        with explained(shown):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = os.open(temporary, flags, 0o600)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    if old is not None:
+                        os.fchown(fd, old.uid, old.gid)
+                        _copy_labels(host, fd)
+                    os.fchmod(fd, old.mode if old is not None else mode)
+                    os.fsync(fd)
+                os.rename(temporary, host)  # noqa: PTH104
+            except BaseException:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)  # noqa: PTH108
+                raise
+            _sync(os.path.dirname(host))  # noqa: PTH120
+
+    def remove(self, path: str) -> None:
+        """Remove a file; one that is gone is no failure."""
+        real = self.find(path)
+        if real is None:
+            return
+        with explained(self.shown(path)), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._host(real))  # noqa: PTH108
+            _sync(os.path.dirname(self._host(real)))  # noqa: PTH120
+
+    def open_directory(self, path: str) -> int:
+        """Return a descriptor of a directory, to be locked."""
+        real = self.find(path)
+        with explained(self.shown(path)):
+            if real is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            return os.open(self._host(real), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _host(self, path: str) -> str:
+        return os.path.join(self.root, path.lstrip("/"))  # noqa: PTH118
+
+
+@contextlib.contextmanager
+def explained(path: str) -> Iterator[None]:
+    """Turn what the system refuses inside into one line."""
+    try:
+        yield
+    except OSError as e:
+        raise explain(e, path) from e
+
+
+def explain(e: OSError, path: str) -> SetupError:
+    """Say what stands against reading or writing a file, and what mends that."""
+    if e.errno in (errno.EACCES, errno.EPERM):
+        hint = "run it as root; if it is, see whether the file is immutable (lsattr)"
+    elif e.errno == errno.EROFS:
+        hint = "make it where this system is configured: its files are read-only here"
+    elif e.errno == errno.EBUSY:
+        hint = "it is a mount of its own: edit it where it comes from"
+    elif e.errno in (errno.ENOSPC, errno.EDQUOT):
+        hint = "make room, and run it again"
+    else:
+        hint = "see what is in its place"
+    return SetupError(f"{path}: {e.strerror or e}", hint=hint)
+
+
+def _copy_labels(source: str, fd: int) -> None:
+    """Carry SELinux's label and access lists over, as far as the file system has any."""
+    try:
+        names = os.listxattr(source)
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.setxattr(fd, name, os.getxattr(source, name))
+
+
+def _sync(directory: str) -> None:
+    """Make a rename or a removal last."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,147 @@
+"""What was changed, with the bytes before, in /var/lib/tidegate/setup/journal.json.
+
+It is written before the files are, so that an end at any moment leaves a journal by which they can
+be put back. A file has a step for each time it was changed; one that somebody edited in between
+begins a step of its own. The bytes of configuration files may be secrets: the directory is root's.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from governor.errors import SetupError
+from governor.setup.files import Root, explained
+
+DIRECTORY = "/var/lib/tidegate/setup"
+FILE = f"{DIRECTORY}/journal.json"
+VERSION = 1
+
+Part = dict[str, Any]  # what of a file is ours, as `takeout` understands it
+
+
+@dataclass
+class Step:
+    """A file's bytes before and after one change; None where there is no file."""
+
+    before: bytes | None
+    after: bytes | None
+
+
+@dataclass
+class Entry:
+    """A file that was changed: its steps, and what of it is ours."""
+
+    path: str
+    parts: list[Part]
+    steps: list[Step]
+
+
+@dataclass
+class Journal:
+    """What each engine's setup changed, and which directories it made."""
+
+    engines: dict[str, list[Entry]] = field(default_factory=dict)
+    directories: dict[str, str] = field(default_factory=dict)  # path -> engine, in order
+
+    def entry(self, engine: str, path: str) -> Entry | None:
+        """Return what is known of a file."""
+        return next((e for e in self.engines.get(engine, ()) if e.path == path), None)
+
+    def record(
+        self, engine: str, path: str, before: bytes | None, after: bytes | None, parts: list[Part]
+    ) -> None:
+        """Note a change that is about to be made."""
+        entry = self.entry(engine, path)
+        if entry is None:
+            self.engines.setdefault(engine, []).append(Entry(path, parts, [Step(before, after)]))
+            return
+        last = entry.steps[-1]
+        if before in (last.before, last.after):
+            last.after = after
+        else:
+            entry.steps.append(Step(before, after))
+        # What an earlier change made ours still is.
+        entry.parts = parts + [p for p in entry.parts if p not in parts]
+
+
+def read(root: Root) -> Journal:
+    """Return the journal, an empty one if there is none; SetupError if it cannot be understood."""
+    file = root.read(FILE)
+    if file is None:
+        return Journal()
+    try:
+        found = json.loads(file.data)
+        if found["version"] != VERSION:
+            raise SetupError(
+                f"{file.path} is of version {found['version']}",
+                hint="undo with the version of Tidegate that wrote it",
+            )
+        engines = {
+            engine: [
+                Entry(
+                    entry["path"],
+                    list(entry["parts"]),
+                    [Step(_bytes(s["before"]), _bytes(s["after"])) for s in entry["steps"]],
+                )
+                for entry in entries
+            ]
+            for engine, entries in found["engines"].items()
+        }
+        return Journal(engines, dict(found["directories"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise SetupError(
+            f"{file.path} is damaged: {type(e).__name__}: {e}",
+            hint="move it away, and take Tidegate out of the engine's files by hand",
+        ) from e
+
+
+def write(root: Root, journal: Journal) -> None:
+    """Write the journal; one that says nothing is removed."""
+    if not journal.engines:
+        root.remove(FILE)
+        return
+    document = {
+        "version": VERSION,
+        "engines": {
+            engine: [
+                {
+                    "path": entry.path,
+                    "parts": entry.parts,
+                    "steps": [
+                        {"before": _text(s.before), "after": _text(s.after)} for s in entry.steps
+                    ],
+                }
+                for entry in entries
+            ]
+            for engine, entries in journal.engines.items()
+        },
+        "directories": journal.directories,
+    }
+    root.write(FILE, (json.dumps(document, indent=1) + "\n").encode(), mode=0o600)
+
+
+@contextlib.contextmanager
+def exclusive(root: Root) -> Iterator[None]:
+    """Be the only one that changes engines' files by the journal, whose directory is there."""
+    fd = root.open_directory(DIRECTORY)
+    try:
+        with explained(root.shown(DIRECTORY)):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text, validate=True)
+
+
+def _text(data: bytes | None) -> str | None:
+    return None if data is None else base64.b64encode(data).decode()

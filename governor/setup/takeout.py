@@ -1,0 +1,65 @@
+"""Takes what is ours out of a file that somebody edited since, and leaves the rest as it is.
+
+A part of a file is a dictionary with one of these keys:
+
+- `member`: the path of a JSON member; with `only`, it goes only while it has that value, and with
+  `former` it gets that value back
+- `tables`: the path of TOML tables, which go with all that is below them, and with `comments`,
+  lines of ours; with `spare`, a table that stays while others are beside it
+- `key`: a TOML key in a table that has a header, and `comments` as above
+- `element`: the key of a TOML array, and a string in it
+- `whole`: all of the file, which is set aside because the edit is not ours to throw away
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from governor.setup import jsontext, tomltext
+from governor.setup.journal import Part
+
+
+def take_out(text: str, parts: list[Part], *, made: bool) -> str | None:
+    """Return the text without our parts; None if we made the file and nothing else is in it.
+
+    ValueError if the text is no JSON or TOML any more, or our part cannot be told from the rest.
+    """
+    for part in parts:
+        text = _without(text, part)
+    return None if made and _is_empty(text, parts) else text
+
+
+def _without(text: str, part: Part) -> str:
+    if "member" in part:
+        path = tuple(part["member"])
+        if "only" in part and _member(jsontext.parse(text), path) != part["only"]:
+            return text
+        if part.get("former") is not None:
+            return jsontext.put(text, path, part["former"])
+        return jsontext.drop(text, path)
+    if "element" in part:
+        return tomltext.drop_element(text, *part["element"])
+    if "key" in part:
+        *path, key = part["key"]
+        return tomltext.drop_key(text, tuple(path), key, part.get("comments", ()))
+    prefix = tuple(part["tables"])
+    if part.get("spare"):
+        beside = _member(tomltext.parse(text), prefix[:-1])
+        if isinstance(beside, dict) and set(beside) - {prefix[-1]}:
+            return text
+    return tomltext.drop_tables(text, prefix, part.get("comments", ()))
+
+
+def _member(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        if not isinstance(tree, dict) or key not in tree:
+            return None
+        tree = tree[key]
+    return tree
+
+
+def _is_empty(text: str, parts: list[Part]) -> bool:
+    """Return whether nothing is left that would be missed."""
+    if any("member" in part for part in parts):
+        return not jsontext.parse(text)
+    return not set(tomltext.pruned(tomltext.parse(text))) - {"version"} and "#" not in text

@@ -1,0 +1,147 @@
+"""`tidegate setup`: make a container engine use Tidegate, or take it out again."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import TYPE_CHECKING, cast
+
+from governor.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from governor.setup.files import Root
+    from governor.setup.journal import Journal
+    from governor.setup.plan import Options, Plan
+
+SUMMARY = "Make a container engine use Tidegate"
+
+ENGINES = ("docker", "podman", "containerd", "crio")
+# Which engines an option is for.
+FOR = {
+    "default": ("docker",),
+    "hooks_dir": ("podman",),
+    "base_spec": ("containerd",),
+    "containerd_version": ("containerd",),
+    "config": ("docker", "containerd", "crio"),
+    "runtime_class": ("containerd", "crio"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options."""
+    parser.add_argument("engine", choices=ENGINES, help="whose configuration is meant")
+    parser.add_argument("--dry-run", action="store_true", help="write nothing, show the difference")
+    parser.add_argument("--undo", action="store_true", help="put back what was there before")
+    parser.add_argument("--root", default="/", metavar="DIR", help="the node's root (default /)")
+    parser.add_argument(
+        "--bin-dir",
+        default="/usr/bin",
+        metavar="DIR",
+        help="where tidegate-hook and tidegate-runtime are on the node (default %(default)s)",
+    )
+    parser.add_argument("--config", metavar="FILE", help="the engine's own file, if it is another")
+    parser.add_argument(
+        "--default", action="store_true", help="docker: make it the default runtime as well"
+    )
+    parser.add_argument("--hooks-dir", metavar="DIR", help="podman: where it reads hooks")
+    parser.add_argument(
+        "--containerd-version", metavar="1.7", help="containerd: its version, if it cannot be asked"
+    )
+    parser.add_argument(
+        "--base-spec",
+        action="store_true",
+        help="containerd: enter the hook by a base_runtime_spec, without the wrapper runtime",
+    )
+    parser.add_argument(
+        "--runtime-class",
+        action="store_true",
+        help="containerd, crio: only print the RuntimeClass for Kubernetes",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show what changes, and change it."""
+    _check(args)
+    from governor.setup.files import Root
+    from governor.setup.plan import Options, packaged
+
+    if args.runtime_class:
+        print(packaged("containerd/runtimeclass.yaml"), end="")
+        return 0
+    root = Root(args.root)
+    if args.undo:
+        return _undo(root, args)
+    options = Options(
+        bin_dir=args.bin_dir,
+        config=args.config,
+        default=args.default,
+        hooks_dir=args.hooks_dir,
+        base_spec=args.base_spec,
+        containerd_version=args.containerd_version,
+    )
+    return _set_up(root, args, options)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, engines in FOR.items():
+        if getattr(args, name) and args.engine not in engines:
+            raise RequestError(
+                f"--{name.replace('_', '-')} is for {' and '.join(engines)}",
+                hint="leave it out",
+            )
+    for name in ("bin_dir", "config", "hooks_dir"):
+        value = getattr(args, name)
+        if value is not None and (not value.startswith("/") or not value.isprintable()):
+            raise RequestError(
+                f"--{name.replace('_', '-')} is {value!r}", hint="give an absolute path"
+            )
+
+
+def _set_up(root: Root, args: argparse.Namespace, options: Options) -> int:
+    from governor.setup import apply, journal
+
+    module = importlib.import_module(f"governor.setup.{args.engine}")
+    make = cast("Callable[[Root, Journal, Options], Plan]", module.plan)
+    plan = make(root, journal.read(root), options)
+    changes = apply.edits(root, plan)
+    for change in changes:
+        print(change.diff(root), end="")
+    if changes and not args.dry_run:
+        apply.set_up(root, args.engine, changes)
+    for note in plan.notes:
+        print(f"note: {note}")
+    if not changes:
+        print(f"{args.engine}: it is set up already, nothing to do")
+        return 0
+    for change in changes:
+        done = "would be written" if args.dry_run else "written"
+        print(f"{args.engine}: {root.shown(change.path)} {done}")
+    for line in plan.todo:
+        print(f"to do: {line}")
+    return 0
+
+
+def _undo(root: Root, args: argparse.Namespace) -> int:
+    from governor.setup import apply, journal
+
+    known = args.engine in journal.read(root).engines
+    undo = apply.plan_undo(root, args.engine)
+    for change in undo.edits:
+        print(change.diff(root), end="")
+    if not args.dry_run:
+        apply.undo(root, args.engine, undo.edits)
+    for note in undo.notes:
+        print(f"note: {note}")
+    for change in undo.edits:
+        word = "removed" if change.after is None else "written"
+        done = f"would be {word}" if args.dry_run else word
+        print(f"{args.engine}: {root.shown(change.path)} {done}")
+    if not known:
+        print(f"{args.engine}: not set up by this command, nothing to undo")
+    elif not undo.edits:
+        print(f"{args.engine}: nothing of it is left in the engine's files")
+    else:
+        print(f"to do: {importlib.import_module(f'governor.setup.{args.engine}').UNDONE}")
+    return 0

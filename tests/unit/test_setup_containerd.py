@@ -1,0 +1,556 @@
+"""`tidegate setup containerd`: a handler for CRI, by a drop-in where containerd merges them, in config.toml where not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from governor.setup import plan
+from tests.unit.setup_tree import put, put_programs, setup, snapshot, text
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "/etc/containerd/config.toml"
+DROP_IN = "/etc/containerd/conf.d/tidegate.toml"
+SPEC = "/etc/containerd/tidegate-base-spec.json"
+OURS = {
+    "runtime_type": "io.containerd.runc.v2",
+    "pod_annotations": ["tidegate.gpu/*"],
+    "container_annotations": ["tidegate.gpu/*"],
+    "options": {"BinaryName": "/usr/bin/tidegate-runtime"},
+}
+V2, V3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
+
+# As kubeadm's guides have it, with comments.
+NODE2 = """\
+# The node's containerd.
+version = 2   # not 1
+root = '''/var/lib/containerd'''
+
+[grpc]
+  address = "/run/containerd/containerd.sock" # [not a header]
+
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "registry.k8s.io/pause:3.9"
+
+  [plugins."io.containerd.grpc.v1.cri".containerd]
+    default_runtime_name = "runc"
+
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+      runtime_type = "io.containerd.runc.v2"
+      pod_annotations = ["example.org/*"]
+      privileged_without_host_devices = false
+
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+        SystemdCgroup = true
+
+# The end.
+"""
+HANDLER2 = """
+# Written by `tidegate setup containerd`; `tidegate setup containerd --undo` takes it out.
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.tidegate]
+  runtime_type = "io.containerd.runc.v2"
+  pod_annotations = ["example.org/*", "tidegate.gpu/*"]
+  container_annotations = ["tidegate.gpu/*"]
+  privileged_without_host_devices = false
+
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.tidegate.options]
+    BinaryName = "/usr/bin/tidegate-runtime"
+    SystemdCgroup = true
+"""
+
+
+@pytest.fixture
+def root(tmp_path):
+    put_programs(tmp_path)
+    return tmp_path
+
+
+def handlers(content, plugin):
+    return tomllib.loads(content)["plugins"][plugin]["containerd"]["runtimes"]
+
+
+def test_of_an_unknown_version_2_the_handler_goes_behind_what_is_there(root, capsys):
+    """containerd 1 would take a drop-in's section of CRI in place of all that the file says of it."""
+    put(root, CONFIG, NODE2)
+    before = snapshot(root)
+    assert setup(root, "containerd") == 0
+    assert text(root, CONFIG) == NODE2 + HANDLER2
+    assert not (root / "etc/containerd/conf.d").exists()
+    out = capsys.readouterr().out
+    assert "to do: systemctl restart containerd" in out
+    assert "note:" not in out
+    assert setup(root, "containerd") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert text(root, CONFIG) == NODE2 + HANDLER2
+    assert setup(root, "containerd", "--undo") == 0
+    assert snapshot(root) == before
+
+
+def test_crlf_stays_crlf(root):
+    put(root, CONFIG, NODE2.replace("\n", "\r\n"))
+    setup(root, "containerd")
+    assert text(root, CONFIG) == (NODE2 + HANDLER2).replace("\n", "\r\n")
+    setup(root, "containerd", "--undo")
+    assert text(root, CONFIG) == NODE2.replace("\n", "\r\n")
+
+
+def test_containerd_1_without_a_file_keeps_runc(root):
+    """A section of CRI that names one handler is all that containerd 1 knows then: it would not start CRI."""
+    before = snapshot(root)
+    assert setup(root, "containerd", "--containerd-version", "1.6.20") == 0
+    document = tomllib.loads(text(root, CONFIG))
+    assert document["version"] == 2
+    assert handlers(text(root, CONFIG), V2) == {
+        "tidegate": OURS,
+        "runc": {"runtime_type": "io.containerd.runc.v2"},
+    }
+    assert setup(root, "containerd", "--undo") == 0
+    assert snapshot(root) == before
+
+
+def test_a_file_without_handlers_gets_runc_as_well_and_one_with_another_does_not(root):
+    put(root, CONFIG, 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\nsandbox_image = "x"')
+    setup(root, "containerd")
+    assert set(handlers(text(root, CONFIG), V2)) == {"runc", "tidegate"}
+    setup(root, "containerd", "--undo")
+    assert text(root, CONFIG).endswith('sandbox_image = "x"')
+    put(
+        root,
+        CONFIG,
+        f"version = 2\n[plugins.'{V2}'.containerd]\ndefault_runtime_name = 'crun'\n"
+        f"[plugins.'{V2}'.containerd.runtimes.crun]\nruntime_type = 'io.containerd.runc.v2'\n"
+        f"[plugins.'{V2}'.containerd.runtimes.crun.options]\nBinaryName = '/usr/bin/crun'\n",
+    )
+    setup(root, "containerd")
+    assert set(handlers(text(root, CONFIG), V2)) == {"crun", "tidegate"}
+
+
+def test_another_runtime_of_the_default_handler_is_named(root, capsys):
+    content = (
+        f"version = 3\n[plugins.'{V3}'.containerd]\ndefault_runtime_name = 'x'\n"
+        f"[plugins.'{V3}'.containerd.runtimes.x]\nruntime_type = 'io.containerd.runc.v2'\n"
+        f"[plugins.'{V3}'.containerd.runtimes.x.options]\nBinaryName = '/usr/bin/crun'\n"
+    )
+    put(root, CONFIG, content)
+    setup(root, "containerd", "--dry-run")
+    assert "write `runtime /usr/bin/crun` to /etc/tidegate/runtime" in capsys.readouterr().out
+    # NVIDIA's would enter the driver a second time
+    put(root, CONFIG, content.replace("crun", "nvidia-container-runtime"))
+    setup(root, "containerd", "--dry-run")
+    assert "note:" not in capsys.readouterr().out
+    # and a handler of another kind says nothing of ours
+    put(root, CONFIG, content.replace("runc.v2", "kata.v2") + "X = 1\n")
+    setup(root, "containerd")
+    assert "nothing is taken from it" in capsys.readouterr().out
+    assert handlers(text(root, DROP_IN), V3) == {"tidegate": OURS}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(
+            "version = 3\n",
+            'version = 3\nimports = ["/etc/containerd/conf.d/tidegate*.toml"]\n',
+            id="no imports",
+        ),
+        pytest.param(
+            "# mine\n\n[grpc] # x\n  uid = 0\n[a]\nversion = 3",
+            None,
+            id="the version in another table",
+        ),
+        pytest.param(
+            "imports = []   # none\nversion = 3",
+            'imports = ["/etc/containerd/conf.d/tidegate*.toml"]   # none\nversion = 3',
+            id="an empty array",
+        ),
+        pytest.param(
+            "version = 3\nimports = ['/etc/x/*.toml'] # ]\n[grpc]\n",
+            "version = 3\nimports = ['/etc/x/*.toml', \"/etc/containerd/conf.d/tidegate*.toml\"] # ]\n[grpc]\n",
+            id="one line",
+        ),
+        pytest.param(
+            'version = 3\n"imports" = [\n  # first\n  "/a]/*.toml", # the ], of a\n  "b.toml",\n]\n',
+            'version = 3\n"imports" = [\n  # first\n  "/a]/*.toml", # the ], of a\n  "b.toml",\n'
+            '  "/etc/containerd/conf.d/tidegate*.toml",\n]\n',
+            id="a line each",
+        ),
+        pytest.param(
+            'version = 3\r\ntext = """\r\nimports = [\r\n""""\r\n[grpc]\r\n',
+            'version = 3\r\ntext = """\r\nimports = [\r\n""""\r\nimports = ["/etc/containerd/conf.d/tidegate*.toml"]\r\n[grpc]\r\n',
+            id="CRLF, and a string that looks like it",
+        ),
+    ],
+)
+def test_a_drop_in_is_imported_where_tables_are_merged(root, capsys, before, after):
+    put(root, CONFIG, before)
+    whole = snapshot(root)
+    if after is None:
+        assert setup(root, "containerd") == 73
+        assert "has no version, which is 1" in capsys.readouterr().err
+        return
+    assert setup(root, "containerd") == 0
+    assert text(root, CONFIG) == after
+    assert handlers(text(root, DROP_IN), V3) == {"tidegate": OURS}
+    assert tomllib.loads(text(root, DROP_IN))["version"] == 3
+    second = snapshot(root)
+    capsys.readouterr()
+    assert setup(root, "containerd") == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert snapshot(root) == second
+    assert setup(root, "containerd", "--undo") == 0
+    assert snapshot(root) == whole
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["/etc/containerd/conf.d/*.toml", "conf.d/*.toml", "./conf.d/../conf.d/tidegate.toml"],
+)
+def test_a_directory_that_is_imported_needs_no_import(root, imports):
+    content = f'version = 3\nimports = ["{imports}"]\n'
+    put(root, CONFIG, content)
+    setup(root, "containerd")
+    assert text(root, CONFIG) == content
+    setup(root, "containerd", "--undo")
+    assert not (root / "etc/containerd/conf.d").exists()
+
+
+def test_containerd_2_with_a_file_of_version_2_gets_a_drop_in_of_version_2(root):
+    """A drop-in of a higher version than the main file keeps containerd 2 from starting."""
+    put(root, CONFIG, NODE2)
+    assert setup(root, "containerd", "--containerd-version", "2.1.4") == 0
+    assert tomllib.loads(text(root, DROP_IN))["version"] == 2
+    assert handlers(text(root, DROP_IN), V2)["tidegate"]["options"]["SystemdCgroup"] is True
+    assert text(root, CONFIG).startswith(
+        "# The node's containerd.\nversion = 2   # not 1\nroot = '''/var/lib/containerd'''\n"
+        'imports = ["/etc/containerd/conf.d/tidegate*.toml"]\n'
+    )
+
+
+def test_containerd_2_without_a_file_goes_on_reading_its_directory(root, capsys):
+    put(root, "/etc/containerd/conf.d/other.toml", "version = 3\n")
+    before = snapshot(root)
+    assert setup(root, "containerd", "--containerd-version", "2.2") == 0
+    assert tomllib.loads(text(root, CONFIG)) == {
+        "version": 3,
+        "imports": ["/etc/containerd/conf.d/*.toml"],
+    }
+    assert "conf.d/other.toml is imported" in capsys.readouterr().out
+    setup(root, "containerd", "--undo")
+    assert snapshot(root) == before
+    # Before 2.2 nothing was imported: files that nobody read stay unread.
+    assert setup(root, "containerd", "--containerd-version", "2.1") == 0
+    assert tomllib.loads(text(root, CONFIG))["imports"] == ["/etc/containerd/conf.d/tidegate*.toml"]
+    assert "other.toml" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("version = ", "is no TOML: Invalid value"),
+        ("[a]\n[a]\n", "is no TOML: "),
+        ('disabled_plugins = ["cri"]\n', "has no version, which is 1"),
+        ("version = 1\n", "has version 1"),
+        ("version = 9\n", "has version 9"),
+        ('version = "3"\n', "has version '3'"),
+        ("version = 3\nimports = 3\n", "imports is no array"),
+        (b"version = 3 # \xe9\n", "is not UTF-8"),
+        (
+            f"version = 2\nplugins = {{'{V2}' = {{containerd = {{}}}}}}\n",
+            "cannot take another table behind it",
+        ),
+        (
+            f"version = 2\n[plugins.'{V2}'.containerd.runtimes.tidegate.options]\nBinaryName = '/opt/x'\n",
+            "runs /opt/x, not /usr/bin/tidegate-runtime",
+        ),
+        (
+            f"version = 3\n[plugins.'{V3}'.containerd.runtimes.tidegate.options]\nBinaryName = '/usr/bin/tidegate-runtime'\n",
+            "has no tidegate.gpu/* among its pod_annotations",
+        ),
+        (f"version = 3\n[plugins.'{V3}'.containerd.runtimes]\ntidegate = 3\n", "runs None, not"),
+    ],
+)
+def test_what_is_not_understood_is_refused_in_one_line(root, capsys, content, words):
+    put(root, CONFIG, content)
+    before = snapshot(root)
+    assert setup(root, "containerd") == 73
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert words in err
+    assert snapshot(root) == before
+
+
+def test_a_drop_in_that_is_somebody_elses_is_refused(root, capsys):
+    put(root, CONFIG, "version = 3\n")
+    put(
+        root,
+        DROP_IN,
+        f"[plugins.'{V3}'.containerd.runtimes.tidegate.options]\nBinaryName = '/opt/x'\n",
+    )
+    assert setup(root, "containerd") == 73
+    assert "/opt/x" in capsys.readouterr().err
+
+
+def test_an_import_that_replaces_the_section_is_refused_with_containerd_1(root, capsys):
+    put(root, CONFIG, 'version = 2\nimports = ["conf.d/*.toml"]\n')
+    put(
+        root,
+        "/etc/containerd/conf.d/99-nvidia.toml",
+        f"[plugins.'{V2}'.containerd.runtimes.nvidia]\n",
+    )
+    assert setup(root, "containerd") == 73
+    assert "99-nvidia.toml has a section of CRI" in capsys.readouterr().err
+    assert setup(root, "containerd", "--containerd-version", "2.0") == 0
+
+
+def test_a_disabled_cri_is_said(root, capsys):
+    put(root, CONFIG, f'version = 2\ndisabled_plugins = ["{V2}"]\n')
+    assert setup(root, "containerd") == 0
+    assert "note: CRI is among disabled_plugins" in capsys.readouterr().out
+
+
+def test_edits_since_stay_in_config_toml(root, capsys):
+    put(root, CONFIG, NODE2)
+    setup(root, "containerd")
+    edited = (
+        text(root, CONFIG)
+        .replace("pause:3.9", "pause:3.10")
+        .replace("    SystemdCgroup = true\n", "    SystemdCgroup = false\n    Root = '/x'\n")
+    )
+    edited += "# more\n[plugins.'io.containerd.grpc.v1.cri'.registry]\n  config_path = 'certs.d'\n"
+    put(root, CONFIG, edited)
+    assert setup(root, "containerd", "--undo") == 0
+    assert "was edited since: only what is ours is taken out" in capsys.readouterr().out
+    rest = text(root, CONFIG)
+    assert "tidegate" not in rest
+    assert rest.startswith(
+        NODE2.replace("pause:3.9", "pause:3.10").replace(
+            "SystemdCgroup = true", "SystemdCgroup = false\n    Root = '/x'"
+        )
+    )
+    assert rest.endswith(
+        "# more\n[plugins.'io.containerd.grpc.v1.cri'.registry]\n  config_path = 'certs.d'\n"
+    )
+
+
+def test_runc_stays_if_others_came_to_stand_beside_it(root):
+    put(root, CONFIG, "version = 2\n")
+    setup(root, "containerd")
+    put(root, CONFIG, text(root, CONFIG) + f"[plugins.'{V2}'.containerd.runtimes.kata]\n")
+    setup(root, "containerd", "--undo")
+    assert set(handlers(text(root, CONFIG), V2)) == {"runc", "kata"}
+    # and goes with ours if none did
+    put(root, CONFIG, "version = 2\n")
+    setup(root, "containerd")
+    put(root, CONFIG, text(root, CONFIG) + "[grpc]\n")
+    setup(root, "containerd", "--undo")
+    assert tomllib.loads(text(root, CONFIG)) == {"version": 2, "grpc": {}}
+
+
+def test_an_edited_drop_in_and_edited_imports(root):
+    put(root, CONFIG, 'version = 3\nimports = ["/x.toml"]\n')
+    setup(root, "containerd")
+    put(
+        root,
+        DROP_IN,
+        text(root, DROP_IN) + f"[plugins.'{V3}'.containerd.runtimes.other]\n# other's\n",
+    )
+    put(root, CONFIG, text(root, CONFIG).replace('"/x.toml"', '"/y.toml"'))
+    assert setup(root, "containerd") == 0
+    assert setup(root, "containerd", "--undo") == 0
+    assert text(root, CONFIG) == 'version = 3\nimports = ["/y.toml"]\n'
+    assert text(root, DROP_IN) == (
+        f"version = 3\n[plugins.'{V3}'.containerd.runtimes.other]\n# other's\n"
+    )
+    # A drop-in in which nothing else is goes, whatever became of our tables.
+    (root / DROP_IN.lstrip("/")).unlink()
+    setup(root, "containerd")
+    put(root, DROP_IN, text(root, DROP_IN) + "    SystemdCgroup = true\n")
+    setup(root, "containerd", "--undo")
+    assert not (root / DROP_IN.lstrip("/")).exists()
+
+
+def test_a_drop_in_that_is_not_imported_any_more_is_imported_again(root):
+    put(root, CONFIG, "version = 3\n")
+    setup(root, "containerd")
+    put(root, DROP_IN, text(root, DROP_IN) + "    SystemdCgroup = true\n")
+    put(root, CONFIG, "version = 3\n# anew\n")
+    assert setup(root, "containerd") == 0
+    assert "tidegate*.toml" in text(root, CONFIG)
+    assert text(root, DROP_IN).endswith("SystemdCgroup = true\n")
+
+
+def test_containerd_is_asked_where_it_is_there(root, capsys, monkeypatch):
+    """With the machine's own root; here the answers are given, and the root is another."""
+    put(root, CONFIG, "version = 3\n")
+    said = {
+        "--version": "containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b7",
+        "dump": f"version = 3\n[plugins.'{V3}'.containerd]\ndefault_runtime_name = 'runc'\n"
+        f"[plugins.'{V3}'.containerd.runtimes.runc.options]\nBinaryName = ''\nSystemdCgroup = true\n",
+    }
+    asked = []
+
+    def answer(_root, *command):
+        asked.append(command)
+        return said[command[-1]]
+
+    monkeypatch.setattr("governor.setup.containerd.output", answer)
+    assert setup(root, "containerd") == 0
+    assert asked == [
+        ("containerd", "--version"),
+        ("containerd", "--config", CONFIG, "config", "dump"),
+    ]
+    # The kubelet's driver of cgroups, which only the dump knows here.
+    assert handlers(text(root, DROP_IN), V3)["tidegate"]["options"] == {
+        "BinaryName": "/usr/bin/tidegate-runtime",
+        "SystemdCgroup": True,
+    }
+    setup(root, "containerd", "--undo")
+    said["dump"] += (
+        f"[plugins.'{V3}'.containerd.runtimes.tidegate.options]\nBinaryName = '/opt/x'\n"
+    )
+    assert setup(root, "containerd") == 73
+    assert "in containerd config dump runs /opt/x" in capsys.readouterr().err
+
+
+def test_a_base_spec_is_containerds_default_with_the_hook_and_without_what_cri_takes_out(
+    root, capsys, monkeypatch
+):
+    put(root, CONFIG, "version = 3\n")
+    before = snapshot(root)
+    assert setup(root, "containerd", "--base-spec") == 73
+    assert "needs ctr, on this node" in capsys.readouterr().err
+    default = {
+        "ociVersion": "1.1.0",
+        "process": {
+            "cwd": "/",
+            "noNewPrivileges": True,
+            "apparmorProfile": "cri-containerd.apparmor.d",
+            "rlimits": [{"type": "RLIMIT_NOFILE", "hard": 1024, "soft": 1024}],
+        },
+        "linux": {"maskedPaths": ["/proc/kcore"], "seccomp": {"defaultAction": "SCMP_ACT_ERRNO"}},
+    }
+    said = {"ctr": json.dumps(default), "containerd": None}
+    monkeypatch.setattr("governor.setup.containerd.output", lambda _root, *c: said[c[0]])
+    assert setup(root, "containerd", "--base-spec") == 0
+    assert handlers(text(root, DROP_IN), V3)["tidegate"] == {
+        k: v for k, v in OURS.items() if k != "options"
+    } | {"base_runtime_spec": SPEC}
+    spec = json.loads(text(root, SPEC))
+    assert spec["process"] == {"cwd": "/", "noNewPrivileges": True}
+    assert spec["linux"] == {"maskedPaths": ["/proc/kcore"]}
+    (hook,) = spec["hooks"]["createRuntime"]
+    assert hook["args"] == ["tidegate-hook", "createRuntime"]
+    assert hook["env"]
+    done = snapshot(root)
+    assert setup(root, "containerd", "--base-spec") == 0
+    assert snapshot(root) == done
+    # After an upgrade of containerd the spec is made anew, and nothing else.
+    said["ctr"] = json.dumps({**default, "ociVersion": "1.2.0"})
+    assert setup(root, "containerd", "--base-spec") == 0
+    assert json.loads(text(root, SPEC))["ociVersion"] == "1.2.0"
+    assert {k: v for k, v in snapshot(root).items() if "etc" in k and "spec" not in k} == {
+        k: v for k, v in done.items() if "etc" in k and "spec" not in k
+    }
+    assert setup(root, "containerd") == 73
+    assert "--undo first" in capsys.readouterr().err
+    assert setup(root, "containerd", "--undo") == 0
+    assert snapshot(root) == before
+    said["ctr"] = "[]"
+    assert setup(root, "containerd", "--base-spec") == 73
+
+
+def test_the_runtime_class_is_printed(root, capsys):
+    assert setup(root, "containerd", "--runtime-class") == 0
+    out = capsys.readouterr().out
+    assert "kind: RuntimeClass\n" in out
+    assert "\nhandler: tidegate\n" in out
+    assert not (root / "etc").exists()
+
+
+def test_a_program_that_fails_is_quoted(tmp_path, monkeypatch):
+    from governor.errors import SetupError
+    from governor.setup.files import Root
+
+    put(
+        tmp_path,
+        "/containerd",
+        "#!/bin/sh\necho first >&2; echo 'failed to load TOML' >&2; exit 3\n",
+        0o755,
+    )
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(
+        SetupError, match=r"containerd config dump ended with 3: failed to load TOML"
+    ):
+        plan.output(Root("/"), "containerd", "config", "dump")
+    assert plan.output(Root(str(tmp_path)), "containerd", "config", "dump") is None
+    assert plan.output(Root("/"), "no-such-program") is None
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("containerd containerd.io 1.7.24 88bf19b2105c8b17560993bee28a01ddc2f97182", (1, 7)),
+        ("containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b7", (2, 1)),
+        ("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1", (1, 6)),
+        ("Docker version 20.10.24+dfsg1, build 297e128", (20, 10)),
+        ("", None),
+    ],
+)
+def test_versions(said, found):
+    assert plan.version(said) == found
+
+
+def engines():
+    """containerd's programs: the machine's, and those of the roots with engines for container tests."""
+    found = sorted(map(str, (ROOT / "build/engines").glob("*/usr/bin/containerd")))
+    installed = shutil.which("containerd")
+    return [*found, installed] if installed else found
+
+
+NONE = [pytest.param("", marks=pytest.mark.skip(reason="no containerd is here"))]
+
+
+@pytest.mark.parametrize("program", engines() or NONE)
+@pytest.mark.parametrize("content", [None, NODE2, "version = 2\n"])
+def test_containerd_itself_finds_the_handler_and_what_was_there(root, program, content):
+    """Its own reading of its files; no daemon is started."""
+    if content is not None:
+        put(root, CONFIG, content)
+    release = subprocess.run([program, "--version"], check=True, capture_output=True, text=True)
+    put_programs(root)
+    found = plan.version(release.stdout)
+    assert found is not None
+    version = ".".join(map(str, found))
+    for words in ((), ("--containerd-version", version)):
+        if content is None and not words:
+            continue
+        setup(root, "containerd", *words)
+        file = root / CONFIG.lstrip("/")
+        between = file.read_text()
+        # Imports are absolute: they lead into the root here.
+        file.write_text(between.replace('"/etc/', f'"{root}/etc/'))
+        dump = subprocess.run(
+            [program, "--config", file, "config", "dump"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        file.write_text(between)
+        document = tomllib.loads(dump.stdout)
+        plugin = V3 if found >= (2, 0) else V2
+        known = document["plugins"][plugin]["containerd"]["runtimes"]
+        assert set(known) >= {"runc", "tidegate"}
+        assert known["tidegate"]["options"]["BinaryName"] == "/usr/bin/tidegate-runtime"
+        assert known["tidegate"]["pod_annotations"][-1] == "tidegate.gpu/*"
+        assert known["tidegate"]["container_annotations"] == ["tidegate.gpu/*"]
+        if content == NODE2:
+            assert known["tidegate"]["options"]["SystemdCgroup"] is True
+            assert known["runc"]["options"]["SystemdCgroup"] is True
+            assert known["runc"]["pod_annotations"] == ["example.org/*"]
+            assert "registry.k8s.io/pause:3.9" in dump.stdout
+        setup(root, "containerd", "--undo")

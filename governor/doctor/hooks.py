@@ -40,7 +40,8 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
     names = [*CONTAINERS_CONF[:2]]
     directory = CONTAINERS_CONF[2]
     names += [f"{directory}/{name}" for name in node.names(directory) if name.endswith(".conf")]
-    found: tuple[tuple[str, ...], str | None] = ((VENDOR, LOCAL), None)
+    # By itself it looks there alone (4.3 to 5.8, by running it), whatever its manual says of /etc.
+    found: tuple[tuple[str, ...], str | None] = ((VENDOR,), None)
     for path in names:
         engine = table(read_toml(node, path), "engine")
         if "hooks_dir" in engine:
@@ -156,6 +157,8 @@ def podman(node: Node) -> Iterator[Finding]:
             f"Tidegate's is {elsewhere[0].path}",
             f"add {PurePosixPath(elsewhere[0].path).parent} to hooks_dir in {said_by}",
         )
+    elif not ours and any(hook.path.startswith(f"{LOCAL}/") for hook in elsewhere):
+        yield wrong(f"Podman by itself looks for hooks in {VENDOR}, not in {LOCAL}", SETUP)
     elif not ours:
         yield note("no hook of Tidegate's for Podman", SETUP)
     elif not stages & STAGES:

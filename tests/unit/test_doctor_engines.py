@@ -15,6 +15,7 @@ from tests.unit.doctor_nodes import Host
 
 RUNTIME = "/usr/bin/tidegate-runtime"
 HOOK = "/usr/bin/tidegate-hook"
+VENDOR, OWN = "/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"
 LOCAL = "etc/containers/oci/hooks.d/tidegate.json"
 
 
@@ -390,6 +391,13 @@ def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
         "note: no hook of Tidegate's for Podman -> tidegate setup podman"
     ]
     host.json(LOCAL, hook_file())
+    assert host.look("podman.hooks") == [
+        f"wrong: Podman by itself looks for hooks in {VENDOR}, not in {OWN} -> tidegate setup podman"
+    ]
+    host.put(
+        "etc/containers/containers.conf.d/50-tidegate.conf",
+        f'[engine]\nhooks_dir = ["{VENDOR}", "{OWN}"]\n',
+    )
     assert host.look("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
     host.json(LOCAL, hook_file(stages=["createRuntime"]))
     assert host.look("podman.hooks")[0].startswith(

@@ -205,7 +205,7 @@ def _is_gpu(major: object, minor: object) -> bool:
     return major == GPU_MAJOR and (type(minor) is not int or 0 <= minor < GPU_MINORS)
 
 
-def _edit_hooks(document: dict[str, Any], entry: Entry) -> None:
+def enter_hook(document: dict[str, Any], entry: Entry) -> None:
     """Enter the hook once, whoever entered it before.
 
     No `poststop`: the governor sees the container's process end, and a start is a process less.
@@ -255,5 +255,5 @@ def edit(
     own[RESERVATION] = reservation
     if nodes:
         _edit_devices(document, nodes)
-    _edit_hooks(document, entry)
+    enter_hook(document, entry)
     _edit_environment(document)

@@ -253,8 +253,11 @@ def precreate(options: Options, event: Event) -> str:
         )
     edited = None
     if may_mention_us(data):
-        from oci_hook.edits import Entry
+        import json
+
+        from oci_hook.edits import Entry, enter_hook
         from oci_hook.reserve import Settings, edit_config
+        from oci_hook.state import parse_document
 
         settings = Settings(
             # Under no other name than it has: a file of the engine's enters it by that, too.
@@ -263,7 +266,15 @@ def precreate(options: Options, event: Event) -> str:
             dev_dir=options.dev_dir,
             timeout=options.timeout / 2,
         )
-        edited = edit_config(data, "config.json on stdin", settings)
+        name = "config.json on stdin"
+        try:
+            edited = edit_config(data, name, settings)
+        except HookError as e:
+            # Podman shows the status alone. The hook finds the same, and its line is shown.
+            document, _, _ = parse_document(data, name)
+            enter_hook(document, settings.entry)
+            edited = json.dumps(document).encode()
+            event.fields |= {"code": e.code, "message": e.message}
     event.phase("edit")
     view = memoryview(data if edited is None else edited)
     while view:

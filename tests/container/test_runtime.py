@@ -245,10 +245,24 @@ def test_precreate_gives_back_what_asks_for_nothing(node: Node, dev: Path) -> No
     assert node.governor.requests == []
 
 
-def test_precreate_says_nothing_but_the_line_when_it_fails(node: Node, dev: Path) -> None:
-    answer = precreate(node, dev, b'{"annotations": {"tidegate.gpu/x": "y"}}')
-    assert (answer.status, answer.stdout) == (64, "")
-    assert answer.stderr.startswith("tidegate: annotation tidegate.gpu/x is unknown")
+def test_what_precreate_refuses_the_hook_refuses_with_a_line(
+    node: Node, dev: Path, runc: Runtime
+) -> None:
+    """Podman shows no more of a precreate that fails than its status."""
+    bundle = plain(node, "true", annotations={"tidegate.gpu/x": "y"})
+    answer = precreate(node, dev, json.dumps(bundle.config).encode())
+    assert answer.status == 0
+    bundle.config = json.loads(answer.stdout)
+    ran = runc.run(bundle)
+    assert ran.status != 0
+    assert "annotation tidegate.gpu/x is unknown" in ran.stderr
+    assert node.governor.requests == []
+
+
+def test_precreate_ends_with_a_line_where_there_is_no_config(node: Node, dev: Path) -> None:
+    answer = precreate(node, dev, b'{"annotations": {"tidegate.gpu/x"')
+    assert (answer.status, answer.stdout) == (66, "")
+    assert answer.stderr.startswith("tidegate: config.json on stdin is not JSON")
 
 
 def test_a_granted_gpu_without_its_node_is_refused(node: Node, dev: Path, runc: Runtime) -> None:

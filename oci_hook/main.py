@@ -23,6 +23,7 @@ from oci_hook.state import (
     PREFIX,
     STATE_LIMIT,
     State,
+    is_sandbox,
     may_mention_us,
     our_annotations,
     parse_config,
@@ -284,7 +285,9 @@ def precreate(options: Options, event: Event) -> str:
 
 def release(options: Options, state: State) -> str:
     """Tell the governor that a container is gone; it finds out by itself too."""
-    if not any(name.startswith(PREFIX) for name in state.annotations):
+    if is_sandbox(state.annotations) or not any(
+        name.startswith(PREFIX) for name in state.annotations
+    ):
         return "no-request"
     from oci_hook.client import Client
 

@@ -20,7 +20,7 @@ from oci_hook.edits import (
 )
 from oci_hook.errors import BundleError, show
 from oci_hook.request import check_request, parse_annotations
-from oci_hook.state import PREFIX, parse_document
+from oci_hook.state import PREFIX, is_sandbox, parse_document
 
 VARIABLES = {
     "TIDEGATE_MEMORY": "memory",
@@ -66,6 +66,8 @@ def edit_config(data: bytes, name: str, settings: Settings) -> bytes | None:
     HookError says what is wrong; nothing is reserved then, or not for long.
     """
     document, annotations, identity = parse_document(data, show(name))
+    if is_sandbox(annotations):
+        return None
     ours = {k: v for k, v in annotations.items() if k.startswith(PREFIX)}
     replaces = ours.pop(RESERVATION, "")
     if settings.environment:

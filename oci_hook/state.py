@@ -67,6 +67,20 @@ IDENTITY = {
 }
 
 
+# What containerd and CRI-O say of each container: `sandbox` of the one that keeps a pod's
+# namespaces and runs nothing of the user's.  It has the pod's annotations, too.
+KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
+
+
+def is_sandbox(annotations: dict[str, str]) -> bool:
+    """Tell whether a container is a pod's sandbox: it is left alone, whatever it asks for.
+
+    Each engine writes its own word over a user's, but not the other engine's: they have to agree.
+    """
+    said = [annotations[name] for name in KINDS if name in annotations]
+    return bool(said) and all(kind == "sandbox" for kind in said)
+
+
 def read_bounded(fd: int, limit: int) -> bytes | None:
     """Read to the end of `fd`; None when there is more than `limit`."""
     parts: list[bytes] = []
@@ -218,7 +232,12 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
 
 
 def our_annotations(state: State, bundle: Bundle) -> dict[str, str]:
-    """Give the annotations below our prefix: config.json's, which the state may repeat."""
+    """Give the annotations below our prefix: config.json's, which the state may repeat.
+
+    A sandbox has none that count.
+    """
+    if is_sandbox(bundle.annotations):
+        return {}
     ours = {n: v for n, v in bundle.annotations.items() if n.startswith(PREFIX)}
     for name, value in state.annotations.items():
         if name.startswith(PREFIX) and ours.setdefault(name, value) != value:

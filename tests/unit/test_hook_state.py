@@ -163,6 +163,38 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kinds", "wants"),
+    [
+        ({"io.kubernetes.cri.container-type": "sandbox"}, False),
+        ({"io.kubernetes.cri-o.ContainerType": "sandbox"}, False),
+        ({"io.kubernetes.cri.container-type": "container"}, True),
+        ({"io.kubernetes.cri-o.ContainerType": "container"}, True),
+        # A pod's own annotation, in the words of the engine that the node does not have.
+        (
+            {
+                "io.kubernetes.cri.container-type": "sandbox",
+                "io.kubernetes.cri-o.ContainerType": "container",
+            },
+            True,
+        ),
+        (
+            {
+                "io.kubernetes.cri.container-type": "container",
+                "io.kubernetes.cri-o.ContainerType": "sandbox",
+            },
+            True,
+        ),
+    ],
+)
+def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: bool) -> None:
+    """It has the pod's annotations, which are for the pod's containers."""
+    asked = {"tidegate.gpu/memory": "8Gi"}
+    state = State(ident="a", pid=1, bundle="/b", annotations={**asked, **kinds})
+    bundle = Bundle(root="/b/rootfs", annotations={**asked, **kinds}, identity={}, document={})
+    assert our_annotations(state, bundle) == (asked if wants else {})
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"annotations": {"tidegate.gpu/memory": "1Gi"}}',

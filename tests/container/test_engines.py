@@ -1,0 +1,350 @@
+"""Docker, containerd and podman themselves start containers by quota: real engines, the real hook, runtime, governor and mirror.
+
+The engines are those of this machine's release, in a node of their own (engine_host.py); those of newer ones are slow
+tests. One governor serves all of a node's engines, as on a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import Node
+from governor.client import ask
+from tests.conftest import lack
+from tests.container.bundles import ROOT, make_rootfs
+from tests.container.engine_host import EngineHost, machine, what
+from tests.container.engines import (
+    ENGINES,
+    ContainerdCri,
+    Ctr,
+    Docker,
+    Engine,
+    Podman,
+    PodmanCrun,
+    Started,
+    StartError,
+    pack_image,
+    plain,
+    top_layer,
+)
+from tests.container.nodes import wait_for
+
+GOOD = {"memory": "2Gi", "compute": "40"}
+WRONG = {"memory": "much"}
+WORKLOAD = (
+    *("/usr/bin/simgpu-workload", "--unit-us", "500", "--seconds", "600"),
+    *("--out", "/out/progress.bin", "--wait-file", "/out/begin"),
+)
+IDLE = ("/usr/bin/sleep", "infinity")
+CONTROL = "/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2/libcuda.so.1"
+GIB = 1 << 30
+
+
+class OldDocker(Docker):
+    """Before version 24 nobody can give a container annotations; where the node allows it, variables stand for them."""
+
+    annotates = False
+
+    def knows_cdi(self) -> bool:
+        return False
+
+    settings: ClassVar = {
+        "runtimes": {
+            "tidegate": {
+                "path": "/usr/bin/tidegate-runtime",
+                "runtimeArgs": ["--tidegate-config", "/etc/tidegate/runtime-docker"],
+            }
+        }
+    }
+
+    def start(self, image: Path) -> None:
+        self.host.write("/etc/tidegate/runtime-docker", "environment allow\n")
+        super().start(image)
+
+    def _options(self, started: Started, *, ours: bool) -> list[str]:
+        options = ["--runtime", "tidegate" if ours else "runc"]
+        for key, value in started.annotations.items():
+            name = key.rpartition("/")[2].replace("-", "_").upper()
+            options += ["--env", f"TIDEGATE_{name}={value}"]
+        return options
+
+
+@dataclass
+class Site:
+    """A node with a governor, a mirror and engines."""
+
+    node: Node
+    host: EngineHost
+    image: Path
+    engines: dict[str, Engine]
+
+    def books(self) -> dict[str, dict]:
+        """What the governor has, by id."""
+        return {one["id"]: one for one in ask(self.node.config, "list")["containers"]}
+
+    def traces(self) -> set[str]:
+        """What there is of containers: mounts, control groups, the governor's directories."""
+        return {*self.host.mounts(), *self.host.groups(), *self.directories()}
+
+    def directories(self) -> set[str]:
+        """The directories that the governor has for containers."""
+        return {path.name for path in (self.node.runtime_dir / "containers").iterdir()}
+
+
+def unpacked(suite: str) -> Path:
+    """Where the engines of a release are."""
+    done = subprocess.run(
+        [str(ROOT / "tools/engine-root"), suite],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    if done.returncode:
+        lack(f"needs engines of {suite}: {done.stderr.strip()}")
+    return ROOT / "build/engines" / suite
+
+
+SUITES = [
+    pytest.param(suite, marks=[] if suite == machine() else [pytest.mark.slow])
+    for suite in dict.fromkeys((machine(), "bookworm", "trixie", "forky"))
+]
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def site(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    build_dir: Path,
+    require: Callable[..., None],
+) -> Iterator[Site]:
+    require("gcc", "nsenter", "unshare", "setpriv")
+    root = unpacked(request.param)
+    base = tmp_path_factory.mktemp("e")
+    (base / "node").mkdir()
+    machine_ = Simulated(base / "node", build_dir)
+    rootfs = make_rootfs(base / "rootfs", base / "tools")
+    for program in (build_dir / "simgpu/simgpu-workload", build_dir / "burner"):
+        (rootfs / "usr/bin" / program.name).write_bytes(program.read_bytes())
+        (rootfs / "usr/bin" / program.name).chmod(0o755)
+    with Node(machine_) as node:
+        binds = [
+            str(node.runtime_dir),
+            f"{node.runtime_dir}:/run/tidegate",
+            f"{node.driver_dir}:/var/lib/tidegate/driver",
+            str(machine_.directory),
+            str(build_dir),  # the driver's own files: the hook looks whether they are as they were
+        ]
+        with EngineHost(root, base, binds=binds) as host:
+            image = pack_image(rootfs, host.work / "image.tar")
+            for program in ("tidegate-hook", "tidegate-runtime"):
+                host.path(f"/usr/bin/{program}").symlink_to(ROOT / "oci_hook" / program)
+            made = Site(node, host, image, {})
+            yield made
+            for engine in reversed(made.engines.values()):
+                engine.stop()
+        assert not made.books()
+
+
+@pytest.fixture(params=ENGINES, ids=lambda kind: kind.name)
+def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """An engine of the node's, started the first time; its containers are gone after the test."""
+    yield from used(site, request.param)
+
+
+def used(site: Site, kind: type[Engine]) -> Iterator[Engine]:
+    if kind.name not in site.engines:
+        if kind is Docker and old_docker(site.host):
+            kind = OldDocker
+        one = kind(site.host, {str(site.node.machine.directory): "/dev/tidegate-simgpu"})
+        one.start(site.image)
+        site.engines[kind.name] = one
+        print(f"engine: {one.version()}")
+    found = site.engines[kind.name]
+    yield found
+    for started in found.running.copy():
+        found.remove(started)
+    wait_for(lambda: not site.books(), "the books to be empty")
+
+
+def old_docker(host: EngineHost) -> bool:
+    """Whether this is a Docker from before annotations."""
+    return int(host.check("dockerd", "--version").split()[2].partition(".")[0]) < 24
+
+
+def wait_ready(started: Started) -> None:
+    """Wait until the workload is set up."""
+    ready = started.out / "begin.ready"
+    wait_for(lambda: ready.exists() or not Path(f"/proc/{started.pid}").exists(), "the workload")
+    assert ready.exists()
+
+
+def begin(site: Site, started: Started) -> None:
+    """Let the workload begin, and wait until the governor has counted some of it."""
+    (started.out / "begin").touch()
+    wait_for(
+        lambda: site.books()[started.identifier]["devices"][0]["launches"] > 0, "a counted launch"
+    )
+
+
+def mount_points(engine: Engine, started: Started) -> list[str]:
+    """Where something is mounted in a container."""
+    ran = engine.exec(started, "cat", "/proc/1/mountinfo")
+    assert ran.status == 0, ran.text
+    return sorted(line.split()[4] for line in ran.stdout.splitlines())
+
+
+def test_a_container_with_annotations_is_governed(site: Site, engine: Engine) -> None:
+    engine.remove(engine.run(*IDLE))  # what an engine makes for its first container may stay
+    before = site.traces()
+    started = engine.run(*WORKLOAD, annotations=GOOD)
+    wait_ready(started)
+    [seen] = [one for one in site.books().values() if one["id"] == started.identifier]
+    assert seen["confirmed"]
+    assert seen["pid"] == started.pid
+    assert len(seen["processes"]) == 1
+    assert seen["devices"][0]["memory_limit"] == 2 * GIB
+    assert CONTROL in engine.exec(started, "cat", "/proc/1/maps").stdout
+    begin(site, started)
+    engine.remove(started)
+    wait_for(lambda: not site.books(), "the container to leave the books")
+    wait_for(lambda: site.traces() <= before, "every trace of the container to go", 5)
+
+
+def test_a_container_without_annotations_is_what_it_is_without_tidegate(
+    site: Site, engine: Engine
+) -> None:
+    plainly = engine.run(*IDLE, ours=False)
+    beside = engine.run(*IDLE)
+    assert plain(beside.config()) == plain(plainly.config())
+    assert beside.written() == plainly.written()
+    assert mount_points(engine, beside) == mount_points(engine, plainly)
+    assert not site.books()
+
+
+def test_a_wrong_annotation_ends_the_start_with_our_line(site: Site, engine: Engine) -> None:
+    with pytest.raises(StartError) as caught:
+        engine.run(*IDLE, annotations=WRONG)
+    text = str(caught.value)
+    if engine.shows_hook_output:
+        assert text.count("tidegate: ") == 1, text
+        assert "tidegate.gpu/memory is 'much'" in text
+    else:
+        assert "64" in text
+    assert not site.books()
+    assert not site.directories()
+
+
+def test_what_is_executed_in_a_container_is_governed(engine: Engine) -> None:
+    started = engine.run(*IDLE, annotations=GOOD)
+    ran = engine.exec(started, *WORKLOAD[:3], "--allocate", str(3 * GIB))
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in ran.stdout, ran.text
+    ran = engine.exec(started, *WORKLOAD[:3], "--allocate", str(GIB))
+    assert "CUDA_SUCCESS" in ran.stdout, ran.text
+
+
+# A kubelet starts another container instead.
+@pytest.mark.parametrize(
+    "engine", [Docker, Ctr, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
+)
+def test_a_restarted_container_is_governed_again(site: Site, engine: Engine) -> None:
+    started = engine.run(*WORKLOAD, annotations=GOOD)
+    first = started.pid
+    wait_ready(started)
+    kept = started.written()
+    for _ in range(2):
+        (started.out / "begin.ready").unlink()
+        (started.out / "begin").unlink(missing_ok=True)
+        engine.restart(started)
+        wait_ready(started)
+        assert started.pid != first
+        assert site.books()[started.identifier]["pid"] == started.pid
+        begin(site, started)
+        assert started.written() == kept
+
+
+def test_a_device_of_cdi_is_governed_without_our_runtime(
+    site: Site, engine: Engine, tmp_path: Path
+) -> None:
+    """The hook comes with the device; its quota by annotations all the same."""
+    if not engine.knows_cdi():
+        pytest.skip(f"{engine.version()} does not know CDI")
+    file = tmp_path / "tidegate.json"
+    subprocess.run(
+        [sys.executable, "-m", "governor.cli", "cdi", "generate", "--output", str(file),
+         "--driver-dir", str(site.node.driver_dir)],
+        check=True, cwd=ROOT, env={**os.environ, **site.node.machine.environment},
+    )  # fmt: skip
+    site.host.write("/etc/cdi/tidegate.json", file.read_text())
+    started = engine.run(
+        *WORKLOAD, annotations=GOOD, ours=False, devices=("tidegate.gpu/shared=0",)
+    )
+    wait_ready(started)
+    assert set(site.books()) == {started.identifier}
+    assert site.books()[started.identifier]["devices"][0]["memory_limit"] == 2 * GIB
+    begin(site, started)
+
+
+@pytest.mark.parametrize("engine", [Docker, Podman], ids=lambda kind: kind.name, indirect=True)
+def test_a_commit_holds_no_file_of_the_driver_and_runs_without_us(
+    site: Site, engine: Engine
+) -> None:
+    """What it keeps are two empty directories, where mounts were, and the ld.so.cache that we wrote."""
+    plainly = engine.run(*IDLE, ours=False)
+    governed = engine.run(*WORKLOAD, annotations=GOOD)
+    wait_ready(governed)
+    layers = []
+    for n, started in enumerate((plainly, governed)):
+        archive = site.host.work / f"{engine.name}-{n}.tar"
+        engine.commit(started, f"docker.io/library/tidegate-test:commit-{n}", archive)
+        layers.append(set(top_layer(archive)))
+        archive.unlink()
+    again = engine.run(*IDLE, ours=False, image="docker.io/library/tidegate-test:commit-1")
+    ran = engine.exec(again, "probe", "libcuda.so.1")
+    assert ran.stdout == (
+        "libcuda.so.1: libcuda.so.1: cannot open shared object file: No such file or directory\n"
+    )
+    assert layers[1] - layers[0] == {
+        "etc/ld.so.cache",
+        "run/tidegate",
+        CONTROL.strip("/").rpartition("/")[0],
+    }
+    listed = engine.exec(again, "ls", "-A", "/run/tidegate", CONTROL.rpartition("/")[0])
+    assert (listed.status, listed.stdout.split()[2:]) == (0, [])
+
+
+@pytest.mark.parametrize("engine", [ContainerdCri], ids=lambda kind: kind.name, indirect=True)
+def test_the_sandbox_of_a_pod_takes_no_quota(site: Site, engine: Engine) -> None:
+    """A pod's annotations reach its sandbox, too, and it has its container's handler."""
+    started = engine.run(*IDLE, annotations=GOOD)
+    assert set(site.books()) == {started.identifier}
+
+
+def test_what_engines_leave_is_found_and_ended(tmp_path: Path) -> None:
+    """The harness itself: its end says what runs."""
+    host = EngineHost(unpacked(machine()), tmp_path).__enter__()
+    try:
+        daemon = host.start("sleep", "1000", log=tmp_path / "log")
+        host.check("sh", "-c", "sleep 1001 >/dev/null 2>&1 & mount -t tmpfs tmpfs /tmp")
+        [stray] = host.processes() - {daemon.pid}
+        for pid in (daemon.pid, stray):
+            wait_for(lambda pid=pid: "(sleep " in what(pid), "its program to be there")
+        groups = [hierarchy.group for hierarchy in host.hierarchies]
+    finally:
+        left = host.leave(patience=0.1)
+    assert left == [
+        f"a daemon runs: {daemon.pid} (sleep 1000)",
+        f"a process runs: {stray} (sleep 1001)",
+    ]
+    wait_for(lambda: not Path(f"/proc/{stray}").exists(), "the stray process's parent to notice")
+    assert not any(group.exists() for group in groups)
+    assert "place" not in Path("/proc/self/mountinfo").read_text()

@@ -1,0 +1,255 @@
+"""`tidegate setup` on a node with real engines: after it they start our programs, and after --undo they do not.
+
+What it sets up are stubs here, which say that they were started: a runtime that is runc afterwards, and a hook that
+passes config.json on. What the real ones do with a container is in test_engines.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from governor import cli
+from tests.container.bundles import make_rootfs
+from tests.container.cri import Cri, strings
+from tests.container.engine_host import EngineHost
+from tests.container.engines import IMAGE, pack_image
+from tests.container.test_engines import SUITES, unpacked
+
+RUNTIME = '#!/bin/sh\necho runtime >>/tmp/started\nexec runc "$@"\n'
+HOOK = """#!/bin/sh
+echo "$1 $PATH" >>/tmp/started
+[ "$1" != precreate ] || exec cat
+cat >/dev/null
+"""
+PATHS = "/usr/sbin:/usr/bin:/sbin:/bin"
+ASKS = ("--annotation", "tidegate.gpu/memory=4Gi")
+DAEMON = '{\n  "bridge": "none",\n  "iptables": false,\n  "ip6tables": false,\n  "ip-forward": false\n}\n'
+CONTAINERS = """[containers]
+netns = "none"
+log_driver = "k8s-file"
+default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+runtime = "runc"
+"""
+CONFIG2 = """version = 2 # as it was
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "{image}"
+restrict_oom_score_adj = true
+"""
+CONFIG3 = """version = 3 # as it was
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = "{image}"
+[plugins.'io.containerd.cri.v1.runtime']
+restrict_oom_score_adj = true
+"""
+RELOAD_S = 20.0
+
+
+@dataclass
+class Site:
+    """A node, an image, and what was started since somebody asked."""
+
+    host: EngineHost
+    image: Path
+
+    def setup(self, *words: str) -> None:
+        """Type it on the host, with the node's root: no engine is asked, and none of the host's files is touched."""
+        assert cli.main(["setup", *words, "--root", f"/proc/{self.host.pid}/root"]) == 0
+
+    def started(self) -> list[str]:
+        """What of ours was started since the last call."""
+        file = self.host.path("/tmp/started")
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return sorted(set(lines))
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def site(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    require: Callable[..., None],
+) -> Iterator[Site]:
+    require("gcc", "nsenter", "unshare", "setpriv")
+    root = unpacked(request.param)
+    base = tmp_path_factory.mktemp("s")
+    rootfs = make_rootfs(base / "rootfs", base / "tools")
+    with EngineHost(root, base) as host:
+        host.write("/usr/bin/tidegate-runtime", RUNTIME, 0o755)
+        host.write("/usr/bin/tidegate-hook", HOOK, 0o755)
+        yield Site(host, pack_image(rootfs, host.work / "image.tar"))
+
+
+def answers(site: Site, *command: str) -> str:
+    """Wait until a daemon answers."""
+    deadline = time.monotonic() + RELOAD_S
+    while True:
+        try:
+            return site.host.check(*command)
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def test_podman(site):
+    host = site.host
+    host.write("/etc/containers/containers.conf", CONTAINERS)
+    host.check("podman", "load", "--input", str(site.image))
+    run = ("podman", "run", "--rm", "--pull=never", "--network=none")
+    site.setup("podman")
+    host.check(*run, *ASKS, IMAGE, "/usr/bin/sleep", "0")
+    # Both stages, each with the environment of its entry.
+    assert site.started() == [f"createRuntime {PATHS}", f"precreate {PATHS}"]
+    host.check(*run, IMAGE, "/usr/bin/sleep", "0")
+    assert site.started() == []
+    site.setup("podman", "--undo")
+    host.check(*run, *ASKS, IMAGE, "/usr/bin/sleep", "0")
+    assert site.started() == []
+
+
+def test_docker(site):
+    host = site.host
+    host.write("/etc/docker/daemon.json", DAEMON)
+    log = host.work / "dockerd.log"
+    command = ("dockerd", "--host=unix:///var/run/docker.sock")
+    run = ("docker", "run", "--rm", "--network=none")
+    known = (
+        "docker",
+        "info",
+        "--format",
+        "{{.DefaultRuntime}} {{range $k, $v := .Runtimes}}{{$k}} {{end}}",
+    )
+    daemon = host.start(*command, log=log)
+    try:
+        answers(site, "docker", "version")
+        host.check("docker", "load", "-i", str(site.image))
+        site.setup("docker")
+        # The daemon has its number in this node's file, which is the host's number.
+        pid = int(host.path("/run/docker.pid").read_text())
+        os.kill(pid, signal.SIGHUP)
+        deadline = time.monotonic() + RELOAD_S
+        while "tidegate" not in host.check(*known):
+            assert time.monotonic() < deadline, "a reload is said to be enough"
+            time.sleep(0.1)
+        host.check(*run, "--runtime=tidegate", IMAGE, "/usr/bin/sleep", "0")
+        assert site.started() == ["runtime"]
+        host.check(*run, IMAGE, "/usr/bin/sleep", "0")
+        assert site.started() == []
+        site.setup("docker", "--default")
+        os.kill(pid, signal.SIGHUP)
+        deadline = time.monotonic() + RELOAD_S
+        while not host.check(*known).startswith("tidegate "):
+            assert time.monotonic() < deadline, "so it is for the default"
+            time.sleep(0.1)
+        host.check(*run, IMAGE, "/usr/bin/sleep", "0")
+        assert site.started() == ["runtime"]
+        site.setup("docker", "--undo")
+        assert host.path("/etc/docker/daemon.json").read_text() == DAEMON
+        host.stop(daemon)
+        daemon = host.start(*command, log=log)
+        answers(site, "docker", "version")  # `docker info` ends with 0 whoever answers
+        assert host.check(*known).startswith("runc ")
+        assert "tidegate" not in host.check(*known)
+    finally:
+        host.stop(daemon)
+
+
+@pytest.fixture
+def containerd(site) -> Iterator[Callable[[], None]]:
+    """Start containerd anew."""
+    host = site.host
+    running: list[subprocess.Popen[bytes]] = []
+
+    def again() -> None:
+        while running:
+            host.stop(running.pop())
+        running.append(host.start("containerd", log=host.work / "containerd.log"))
+        answers(site, "ctr", "version")
+
+    yield again
+    while running:
+        host.stop(running.pop())
+
+
+def pod(site: Site, handler: str) -> dict:
+    """Start a pod with a container; gives the container's config.json."""
+    cri = Cri(site.host, "/run/containerd/containerd.sock")
+    deadline = time.monotonic() + RELOAD_S
+    while not cri.call("ImageService/ImageStatus", {1: {1: IMAGE}}).get(1):
+        assert time.monotonic() < deadline, "CRI does not see the image"
+        time.sleep(0.05)
+    name = uuid.uuid4().hex[:8]
+    asks = strings({"tidegate.gpu/memory": "4Gi", "example.org/x": "1"})
+    # The network of the node: there is no CNI here.
+    sandbox = {1: {1: name, 2: name, 3: "team"}, 3: "/tmp", 7: asks, 8: {2: {1: {1: 2}}}}
+    made = cri.call("RuntimeService/RunPodSandbox", {1: sandbox, 2: handler})[1][0].decode()
+    config = {
+        1: {1: "main"}, 2: {1: IMAGE}, 3: ["/usr/bin/sleep", "100"], 11: "main.log", 15: {2: {3: {1: 2}}},
+    }  # fmt: skip
+    container = cri.call("RuntimeService/CreateContainer", {1: made, 2: config, 3: sandbox})
+    identifier = container[1][0].decode()
+    cri.call("RuntimeService/StartContainer", {1: identifier})
+    bundle = f"/run/containerd/io.containerd.runtime.v2.task/k8s.io/{identifier}/config.json"
+    found = json.loads(site.host.path(bundle).read_text())
+    cri.call("RuntimeService/StopPodSandbox", {1: made})
+    cri.call("RuntimeService/RemovePodSandbox", {1: made})
+    return found
+
+
+@pytest.mark.parametrize("base_spec", [False, True], ids=["wrapper", "base spec"])
+def test_containerd(site, containerd, base_spec, monkeypatch):
+    host = site.host
+    version = host.check("containerd", "--version").split()[2].lstrip("v")
+    content = (CONFIG2 if version.startswith("1.") else CONFIG3).format(image=IMAGE)
+    host.write("/etc/containerd/config.toml", content)
+    spec = host.check("ctr", "oci", "spec")
+    # Below another root nobody is asked: the node's own ctr answers here.
+    monkeypatch.setattr(
+        "governor.setup.containerd.output", lambda _root, *c: spec if c[0] == "ctr" else None
+    )
+    words = ["--containerd-version", version, *(["--base-spec"] if base_spec else [])]
+    site.setup("containerd", *words)
+    containerd()
+    host.check("ctr", "-n", "k8s.io", "images", "import", str(site.image))
+    ours = pod(site, "tidegate")
+    asked = {key for key in ours["annotations"] if not key.startswith("io.kubernetes.")}
+    assert asked == {"tidegate.gpu/memory"}
+    if base_spec:
+        assert site.started() == [f"createRuntime {PATHS}"]
+    else:
+        assert site.started() == ["runtime"]
+        assert "hooks" not in ours
+    # The default handler is as it was, and ours is as it is.
+    plain = pod(site, "runc")
+    assert site.started() == []
+    for one in (plain, ours):
+        for key in ("annotations", "hooks", "hostname"):
+            one.pop(key, None)
+        one["linux"].pop("cgroupsPath")
+        one["process"]["env"] = [e for e in one["process"]["env"] if not e.startswith("HOSTNAME=")]
+    assert strip(ours) == strip(plain)
+    site.setup("containerd", "--undo")
+    assert host.path("/etc/containerd/config.toml").read_text() == content
+    assert [p.name for p in host.path("/etc/containerd").iterdir()] == ["config.toml"]
+    containerd()
+    pod(site, "runc")
+    assert site.started() == []
+
+
+def strip(config: dict) -> dict:
+    """A container's configuration without what is named after it."""
+    mounts = [{**m, "source": m["source"].rpartition("/")[2]} for m in config["mounts"]]
+    return {**config, "mounts": mounts, "linux": {**config["linux"], "namespaces": None}}

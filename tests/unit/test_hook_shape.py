@@ -204,6 +204,29 @@ def test_the_entry_script_trusts_no_environment() -> None:
     assert (HOOK / "tidegate-hook").stat().st_mode & 0o111 == 0o111
 
 
+def test_the_environment_is_emptied_before_anything_else() -> None:
+    code = """
+import os, sys
+os.environ["LD_LIBRARY_PATH"] = "/image"
+from oci_hook import main
+main.run = lambda _: os.write(1, str(sorted(os.environ)).encode()) and 0
+main.main()
+"""
+    done = subprocess.run(
+        [
+            "/usr/bin/python3",
+            "-ISE",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}",
+        ],
+        env={"PATH": "/image", "TZ": "/image"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "[]"
+
+
 def classes() -> list[type[HookError]]:
     return [
         c

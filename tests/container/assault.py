@@ -1,0 +1,214 @@
+"""An attack on the hook under a real runtime, and what must hold after it, whoever won."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.container.bundles import LIBDIR, TARGET, Bundle, Ran, Runtime, add_hook, compile_c
+from tests.container.canary import SECRET, Canary
+from tests.container.conftest import Node
+from tests.container.steps import O_CLOEXEC, Step, Steps, faults
+
+TRAP_C = r"""
+#include <fcntl.h>
+#include <unistd.h>
+/* Whoever runs or loads this on the host leaves a file there; a container does not have its directory. */
+static void __attribute__((constructor)) spring(void) {
+        int fd = open(MARKER, O_CREAT | O_WRONLY | O_APPEND, 0600);
+        if (fd >= 0)
+                close(fd);
+}
+#ifndef LIBRARY
+int main(void) {
+        return 0;
+}
+#endif
+"""
+TRAPS = ("usr/sbin/ldconfig", "usr/bin/python3", "usr/bin/env", "usr/bin/mount", "usr/bin/logger")
+PRELOAD = "trap.so"
+LOOK = (
+    f"ls -aR /etc /run /usr/bin /usr/lib64 /{LIBDIR} 2>/dev/null; cat /run/tidegate/{SECRET} /file;"
+    "cat /proc/self/mountinfo; echo done"
+)
+
+
+@functools.cache
+def traps() -> Path:
+    """Compile a program and a library that leave `marker` beside them where they run; and `static`."""
+    path = Path(tempfile.mkdtemp(prefix="traps-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    define = f'-DMARKER="{path / "marker"}"'
+    compile_c(TRAP_C, path / "program", define)
+    compile_c(TRAP_C, path / PRELOAD, define, "-DLIBRARY", "-shared", "-fPIC")
+    compile_c("int main(void) { return 0; }", path / "static", "-static")
+    return path
+
+
+def is_own(bundle: Bundle, place: str) -> bool:
+    """Whether a place of the image is a directory, with no link on the way to it."""
+    path = bundle.rootfs
+    for part in place.split("/"):
+        path /= part
+        try:
+            if not stat.S_ISDIR(path.lstat().st_mode):
+                return False
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def lay_traps(bundle: Bundle) -> None:
+    """Put the traps where a tool for containers could run or load something of the image."""
+    for name in TRAPS:
+        if is_own(bundle, name.rpartition("/")[0]):
+            (bundle.rootfs / name).unlink(missing_ok=True)
+            shutil.copy(traps() / "program", bundle.rootfs / name)
+    shutil.copy(traps() / PRELOAD, bundle.rootfs / PRELOAD)
+    if is_own(bundle, "etc"):
+        (bundle.rootfs / "etc/ld.so.preload").write_text(f"/{PRELOAD}\n")
+
+
+def run_nothing(bundle: Bundle) -> Bundle:
+    """Have the container run a static program: its own loader would wait for ever for a FIFO."""
+    shutil.copy(traps() / "static", bundle.rootfs / "static")
+    bundle.config["process"]["args"] = ["/static"]
+    return bundle
+
+
+@dataclass
+class Outcome:
+    """What an attack came to."""
+
+    ran: Ran
+    steps: list[Step]  # of the hook; empty where the runtime did not come to it
+    event: dict[str, Any]  # what the hook logged, empty as well
+    targets: list[str] = field(default_factory=list)  # what it mounted on, below the root
+
+    @property
+    def outcome(self) -> str:
+        """prepared, without-gpu, failed; or nothing."""
+        return str(self.event.get("outcome", ""))
+
+    @property
+    def code(self) -> str:
+        """The error's class."""
+        return str(self.event.get("code", ""))
+
+
+def elsewhere(node: Node, bundle: Bundle) -> dict[str, tuple[int, int, int]]:
+    """Everything of the node that is neither the container's root nor what runtime and governor write."""
+    skip = (bundle.rootfs, bundle.path / "config.json", node.log)
+    skip += tuple(node.base / name for name in ("run", "state", "canary"))
+    found = {}
+    for directory, names, files in os.walk(node.base):
+        here = Path(directory)
+        names[:] = [name for name in names if here / name not in skip]
+        for path in (here / name for name in (*names, *files) if here / name not in skip):
+            s = path.lstat()
+            size = 0 if stat.S_ISDIR(s.st_mode) else s.st_size
+            found[str(path.relative_to(node.base))] = (s.st_mode, size, s.st_uid)
+    return found
+
+
+def assault(
+    node: Node,
+    runtime: Runtime,
+    bundle: Bundle,
+    canary: Canary,
+    react: Callable[[Step], None] | None = None,
+    *,
+    stage: str = "createRuntime",
+    links: bool = False,
+) -> Outcome:
+    """Run the container, with the hook in steps; nothing outside it was touched, nothing of it ran on the host."""
+    lay_traps(bundle)
+    descriptors: set[str] = set()
+    targets: list[str] = []
+
+    def step_by_step(step: Step) -> None:
+        if step.name in ("move_mount", "setns"):
+            descriptors.update(not_close_on_exec(step.pid))
+        if step.name == "move_mount":
+            target = Path(f"/proc/{step.pid}/fd/{step.numbers[2]}").readlink()
+            targets.append(str(target).removeprefix(str(bundle.rootfs)))
+        if react is not None:
+            react(step)
+
+    before = elsewhere(node, bundle)
+    canary.watch()
+    with Steps(step_by_step) as steps:
+        bundle.config["hooks"] = {}
+        add_hook(bundle.config, steps.argv(node.hook), stage=stage, poststop=False)
+        ran = runtime.run(bundle)
+    canary.check(links=links)
+    assert elsewhere(node, bundle) == before
+    assert not (traps() / "marker").exists()
+    assert len(steps.runs) <= 1
+    run = steps.runs[0] if steps.runs else []
+    assert faults(run, bundle.rootfs) == []
+    assert descriptors == set(), "R12: descriptors that a program of the container's could get"
+    assert SECRET not in ran.stdout
+    assert "the host's" not in ran.stdout
+    for line in ran.stdout.splitlines():
+        words = line.split(" ")
+        if (
+            len(words) > 9 and "-" in words
+        ):  # a line of mountinfo: its fourth word is what of a file system is mounted
+            assert not words[3].startswith(str(canary.path)), line
+    events = node.events()
+    if ran.status == 0:
+        assert events, "the hook did not run"
+    assert not events or events[-1]["outcome"] in ("prepared", "without-gpu", "failed")
+    assert not events or events[-1].get("code") != "internal", events[-1]
+    return Outcome(ran, run, events[-1] if events else {}, targets)
+
+
+def not_close_on_exec(pid: int) -> set[str]:
+    """List the descriptors of a process that would outlive an execve, beside the first three."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fdinfo").iterdir():
+        flags = next(line for line in entry.read_text().splitlines() if "flags:" in line)
+        if int(entry.name) > 2 and not int(flags.split()[1], 8) & O_CLOEXEC:
+            found.add(str(Path(f"/proc/{pid}/fd/{entry.name}").readlink()))
+    return found
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange two names, in one step of the kernel's."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    done = libc.renameat2(-100, os.fsencode(one), -100, os.fsencode(other), 2)
+    assert done == 0, os.strerror(ctypes.get_errno())
+
+
+def put_link(path: Path, text: str) -> None:
+    """Put a link in the place of whatever is there."""
+    remove(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(text)
+
+
+def remove(path: Path) -> None:
+    """Remove whatever is there."""
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def below_root(bundle: Bundle, path: Path) -> Path:
+    """Give the place in the image that has a path of the host's."""
+    return bundle.rootfs / str(path).lstrip("/")
+
+
+__all__ = ["LOOK", "TARGET", "Outcome", "assault", "exchange", "put_link", "remove"]

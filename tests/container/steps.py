@@ -1,0 +1,220 @@
+"""The hook, stopped before each system call that could harm the host: what it did, and what to do meanwhile.
+
+`tests/container/steps.c` is the tracer. A race that needs luck elsewhere is hit here each time, at the step that a test
+chooses; and what the hook opened is known by the kernel's word, not by what the source looks like.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+SOURCE = Path(__file__).with_name("steps.c")
+LINE = re.compile(rb'([<>]) (\d+) (.*?)"([^"]*)"(?: "([^"]*)")?')
+
+AT_FDCWD = -100
+O_CREAT, O_EXCL, O_ACCMODE, O_NOFOLLOW, O_PATH = 0o100, 0o200, 3, 0o400000, 0o10000000
+O_CLOEXEC = 0o2000000
+NO_XDEV, NO_MAGICLINKS, NO_SYMLINKS, BENEATH, IN_ROOT = 1, 2, 4, 8, 16
+UNDUMPABLE = (4, 0)  # PR_SET_DUMPABLE
+
+NEVER = {
+    "creat", "fsopen", "fsmount", "pivot_root", "chroot", "chdir", "unshare", "mkdir", "mknod", "mknodat", "link",
+    "linkat", "symlink", "symlinkat", "unlink", "rmdir", "rename", "truncate", "chmod", "fchmodat", "chown", "lchown",
+    "fchownat", "setxattr", "mount", "open",
+}  # fmt: skip
+STARTS = {"execve", "execveat", "fork", "vfork", "clone", "clone3"}
+NAMES = {"mkdirat", "unlinkat", "renameat", "renameat2"}
+
+
+@functools.cache
+def tracer() -> Path:
+    """Compile the tracer once."""
+    path = Path(tempfile.mkdtemp(prefix="steps-")) / "steps"
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    subprocess.run(["gcc", "-O1", "-o", str(path), str(SOURCE)], check=True)
+    return path
+
+
+@dataclass
+class Step:
+    """One system call: before it is made `result` is None."""
+
+    number: int
+    pid: int
+    name: str
+    numbers: tuple[int, ...]
+    path: str
+    cwd: str
+    inside: bool  # the hook is in the container's mount namespace
+    result: int | None = None
+    what: str = ""  # what the descriptor that it gave stands for
+
+    def __str__(self) -> str:
+        return f"{self.number} {self.name}{self.numbers} {self.path!r} = {self.result} {self.what}"
+
+
+def _text(raw: bytes | None) -> str:
+    return re.sub(r"\\x(..)", lambda m: chr(int(m[1], 16)), (raw or b"").decode())
+
+
+class Steps:
+    """`with Steps(react) as steps`: run `steps.argv(hook)`; `react` is called while the hook stands still."""
+
+    def __init__(self, react: Callable[[Step], None] | None = None) -> None:
+        self.react = react or (lambda _: None)
+        self.runs: list[list[Step]] = []
+        self.failed: list[BaseException] = []
+
+    def __enter__(self) -> Self:
+        self.directory = Path(tempfile.mkdtemp(prefix="steps-"))
+        self.path = self.directory / "socket"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(str(self.path))
+        self.listener.listen(4)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+        self.thread.join()
+        shutil.rmtree(self.directory)
+        if kind is None and self.failed:
+            raise self.failed[0]
+
+    def argv(self, command: list[str]) -> list[str]:
+        """Give the command that runs `command` in steps."""
+        return [str(tracer()), str(self.path), *command]
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection, connection.makefile("rb") as lines:
+                try:
+                    self._follow(connection, lines)
+                except BaseException as e:  # noqa: BLE001 - the test's thread raises it
+                    self.failed.append(e)
+
+    def _follow(self, connection: socket.socket, lines: object) -> None:
+        steps: list[Step] = []
+        self.runs.append(steps)
+        inside = False
+        for line in lines:  # type: ignore[attr-defined]
+            match = LINE.match(line)
+            assert match, line
+            if match[1] == b">":
+                pid, name, *numbers = match[3].split()
+                step = Step(
+                    number=int(match[2]),
+                    pid=int(pid),
+                    name=name.decode(),
+                    numbers=tuple(map(int, numbers)),
+                    path=_text(match[4]),
+                    cwd=_text(match[5]),
+                    inside=inside,
+                )
+                steps.append(step)
+                try:
+                    self.react(step)
+                finally:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(b".")
+            else:
+                steps[-1].result, steps[-1].what = int(match[3]), _text(match[4])
+                if steps[-1].name == "setns" and steps[-1].result == 0:
+                    inside = not inside
+
+
+def faults(steps: list[Step], root: Path) -> list[str]:
+    """List what a hook must never do, whatever the image is; `root` is the container's root file system.
+
+    What it loads before it is undumpable is Python's own, and of the host.
+    """
+    found = [str(step) for step in steps if step.name in STARTS]
+    found = [f"R5, R6: it started something: {start}" for start in found[1:]]
+    at = [n for n, s in enumerate(steps) if s.name == "prctl" and s.numbers[:2] == UNDUMPABLE]
+    entered = [n for n, s in enumerate(steps) if s.name == "setns"]
+    if entered and (not at or at[0] > entered[0]):
+        found.append("R13: it entered the container's namespace before it was undumpable")
+    begin = min([*at, *entered, len(steps)])
+    return found + [fault for step in steps[begin:] if (fault := _fault(step, str(root)))]
+
+
+def _fault(step: Step, root: str) -> str | None:
+    flags = step.numbers[2] if len(step.numbers) > 2 else 0
+    if step.name in NEVER:
+        return f"R2, R3, R4: a path: {step}"
+    if f"{step.cwd}/".startswith(f"{root}/"):
+        return f"R12: its working directory is in the container's root: {step}"
+    if step.name == "openat2":
+        return _walk_fault(step, root)
+    if step.name in NAMES and (step.numbers[0] == AT_FDCWD or "/" in step.path):
+        return f"R3, R4: a path: {step}"
+    if step.name == "umount2" and not (
+        re.fullmatch(r"self/fd/\d+", step.path) and step.cwd == "/proc"
+    ):
+        return f"R2: a path: {step}"
+    if not step.inside:
+        return None
+    if step.name in ("open_tree", "mount_setattr"):
+        return f"R1: a source is taken in the container's namespace: {step}"
+    if step.name == "openat":
+        if flags & O_CREAT:
+            if (
+                flags & O_EXCL
+                and flags & O_NOFOLLOW
+                and "/" not in step.path
+                and step.numbers[0] >= 0
+            ):
+                return None
+            return f"R3: created without O_EXCL and O_NOFOLLOW on a directory's descriptor: {step}"
+        if flags & O_ACCMODE:
+            return f"R11: opened for writing: {step}"
+        if step.path == root and flags & O_PATH:
+            return None
+        if step.path == "thread-self/mountinfo" and step.numbers[0] >= 0:
+            return None
+        return f"R2: opened by path: {step}"
+    return None
+
+
+def _walk_fault(step: Step, root: str) -> str | None:
+    _, _, flags, resolve = step.numbers
+    if not flags & O_CLOEXEC:
+        return f"R12: without O_CLOEXEC: {step}"
+    if flags & (O_ACCMODE | O_CREAT):
+        return f"R11: opened for writing: {step}"
+    confined = (
+        resolve & (IN_ROOT | NO_MAGICLINKS) == IN_ROOT | NO_MAGICLINKS
+        or resolve & (IN_ROOT | NO_SYMLINKS) == IN_ROOT | NO_SYMLINKS
+        or (resolve & (NO_SYMLINKS | NO_XDEV) == NO_SYMLINKS | NO_XDEV and "/" not in step.path)
+    )
+    if not confined:
+        return f"R2: a walk that may leave the root: {step}"
+    inside = f"{step.what}/".startswith(f"{root}/") or step.what.endswith(" (deleted)")
+    if step.result is not None and step.result >= 0 and not inside:
+        return f"R2: it left the root: {step}"
+    return None

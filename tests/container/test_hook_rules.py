@@ -1,0 +1,907 @@
+"""Attacks on the hook under runc and crun; tests/mutants/rules.toml says which rule each is for.
+
+Each runs with the hook in steps (tests/container/steps.py), beside a directory of the host that nobody may touch
+(tests/container/canary.py), and with traps in the image (tests/container/assault.py). What is asserted for all of them is
+in `assault`: nothing outside the container was opened, read, made, changed or mounted on, nothing of the image ran or was
+loaded on the host, and every call that the hook made was one that cannot leave the container's root.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.container.assault import (
+    LOOK,
+    Outcome,
+    assault,
+    below_root,
+    lay_traps,
+    put_link,
+    remove,
+    run_nothing,
+    traps,
+)
+from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, add_user_namespace
+from tests.container.canary import SECRET, Canary
+from tests.container.conftest import Node
+
+Attack = Callable[[Bundle, Canary], None]
+
+# Every component of every path below the root that the hook walks.
+WALKED = [
+    "usr",
+    "usr/lib",
+    LIBDIR,
+    f"{LIBDIR}/glibc-hwcaps",
+    TARGET,
+    f"{LIBDIR}/libc.so.6",
+    "lib64",
+    "usr/lib64",
+    "usr/lib64/ld-linux-x86-64.so.2",
+    "usr/bin",
+    "usr/bin/nvidia-smi",
+    "run",
+    "run/tidegate",
+    "etc",
+    "etc/ld.so.cache",
+]
+MADE = [TARGET, "run/tidegate", "usr/bin/nvidia-smi", "etc/ld.so.cache"]
+
+
+@pytest.fixture
+def canary(tmp_path: Path) -> Canary:
+    return Canary(tmp_path / "canary")
+
+
+def settled(outcome: Outcome) -> None:
+    """It started, or did not for a reason that the hook or the runtime gave in one line."""
+    if outcome.ran.status == 0:
+        assert outcome.outcome in ("prepared", "without-gpu")
+    if outcome.outcome == "failed":
+        assert outcome.code in ("mount", "image"), outcome.event
+        assert outcome.ran.status != 0
+
+
+def ours(outcome: Outcome, *targets: str) -> None:
+    """What the container has at these places is the node's own, and read-only."""
+    lines = [line.split(" ") for line in outcome.ran.stdout.splitlines() if " - " in line]
+    mounts = {words[4]: words for words in lines}
+    for target in targets:
+        assert "ro" in mounts[f"/{target}"][5].split(","), mounts[f"/{target}"]
+
+
+def link_texts(place: str) -> dict[str, str]:
+    """Where a link at `place` may lead; {canary} is the host's directory."""
+    up = "../" * (place.count("/") + 12)
+    return {
+        "absolute": "{canary}/" + place,
+        "dots": up.rstrip("/") + "{canary}/" + place,
+        "root of init": "/proc/1/root{canary}/" + place,
+        "own root": "/proc/self/root{canary}/" + place,
+        "own cwd": "/proc/self/cwd",
+        "descriptor": "/proc/self/fd/13",
+        "chain": "/first",  # and further, each in another way
+        "itself": place.rpartition("/")[2],
+        "nowhere": "/nowhere/at/all",
+    }
+
+
+def chain(bundle: Bundle, last: str) -> None:
+    (bundle.rootfs / "first").symlink_to("var/../second")
+    (bundle.rootfs / "second").symlink_to("./third/.")
+    (bundle.rootfs / "third").symlink_to(last)
+
+
+QUICK = {"absolute", "chain"}
+LINKS = [
+    pytest.param(place, kind, marks=() if kind in QUICK else pytest.mark.slow)
+    for place in WALKED
+    for kind in link_texts("x")
+]
+
+
+@pytest.mark.parametrize(("place", "kind"), LINKS)
+def test_a_link_at_each_component(
+    node: Node, runtime: Runtime, canary: Canary, place: str, kind: str
+) -> None:
+    """R2, R3, R4: followed inside the root, or refused."""
+    bundle = node.bundle(LOOK)
+    if kind == "chain":
+        chain(bundle, str(canary.path / place))
+    put_link(bundle.rootfs / place, link_texts(place)[kind].format(canary=canary.path))
+    outcome = assault(node, runtime, bundle, canary)
+    settled(outcome)
+    assert outcome.steps, "the runtime did not come to the hook"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(p, marks=() if p in (*MADE, "usr", LIBDIR) else pytest.mark.slow)
+        for p in WALKED
+    ],
+)
+def test_a_link_whose_target_is_in_the_image_too(
+    node: Node, runtime: Runtime, canary: Canary, place: str
+) -> None:
+    """R2: the image has a directory under the path that the host has; it is the image's that is used."""
+    bundle = node.bundle(LOOK)
+    inside = below_root(bundle, canary.path) / place
+    inside.parent.mkdir(parents=True)
+    if (bundle.rootfs / place).exists() and place != "lib64":
+        (bundle.rootfs / place).rename(inside)
+    put_link(bundle.rootfs / place, str(canary.path / place))
+    outcome = assault(node, runtime, bundle, canary)
+    settled(outcome)
+    assert outcome.steps
+
+
+KINDS = ["fifo", "socket", "char", "block", "directory", "endless", "empty", "dangling"]
+ODD_PLACES = [
+    f"{LIBDIR}/libc.so.6",
+    "usr/lib64/ld-linux-x86-64.so.2",
+    f"{LIBDIR}/glibc-hwcaps",
+    TARGET,
+    "usr/bin/nvidia-smi",
+    "run",
+    "run/tidegate",
+    "etc",
+    "etc/ld.so.cache",
+    "usr/lib/i386-linux-gnu/libc.so.6",
+]
+QUICK_KINDS = {"fifo", "char"}
+
+
+def put_odd(path: Path, kind: str) -> None:
+    remove(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            directory = os.open(path.parent, os.O_PATH)
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(f"/proc/self/fd/{directory}/{path.name}")
+            os.close(directory)
+        case "char":
+            os.mknod(path, 0o020666, os.makedev(1, 5))  # /dev/zero
+        case "block":
+            os.mknod(path, 0o060666, os.makedev(7, 200))  # a loop device that nobody has
+        case "directory":
+            path.mkdir()
+            (path / "x").touch()
+        case "endless":
+            with path.open("wb") as f:
+                f.write(b"glibc-ld.so.cache1.1")
+                f.truncate(1 << 40)
+        case "empty":
+            path.touch()
+        case "dangling":
+            path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param(place, kind, marks=() if kind in QUICK_KINDS else pytest.mark.slow)
+        for place in ODD_PLACES
+        for kind in KINDS
+    ],
+)
+def test_odd_files_at_each_place(
+    node: Node, runtime: Runtime, canary: Canary, place: str, kind: str
+) -> None:
+    """R10, R14: what a file is, is asked of its descriptor before it is opened for reading; sizes are bounded."""
+    bundle = node.bundle(
+        "", annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "all"}
+    )
+    put_odd(bundle.rootfs / place, kind)
+    run_nothing(bundle)
+    outcome = assault(node, runtime, bundle, canary)
+    settled(outcome)
+    for (
+        step
+    ) in outcome.steps:  # nothing but regular files and directories was ever opened to be read
+        assert (
+            step.what != str(bundle.rootfs / place)
+            or step.numbers[2] & 0o10000000
+            or (kind in ("endless", "empty", "directory"))
+        ), step
+
+
+PROC = {
+    "own root": "/proc/self/root/etc",
+    "own mounts": "/proc/self/mountinfo",
+    "threads": "/proc/thread-self/fd",
+    "sysrq": "/proc/sysrq-trigger",
+    "core_pattern": "/proc/sys/kernel/core_pattern",
+    "release_agent": "/sys/fs/cgroup",
+    "dev": "/dev",
+    "null": "/dev/null",
+}
+
+
+QUICK_PROC = {"own root", "threads", "sysrq", "dev"}
+INTO_PROC = [
+    pytest.param(
+        place,
+        kind,
+        host_pids,
+        marks=() if kind in QUICK_PROC and place in MADE[:2] else pytest.mark.slow,
+    )
+    for place in MADE
+    for kind in PROC
+    for host_pids in ((False, True) if kind in ("own root", "own mounts", "threads") else (False,))
+]
+
+
+@pytest.mark.parametrize(("place", "kind", "host_pids"), INTO_PROC)
+def test_links_into_proc_sys_and_dev(
+    node: Node, runtime: Runtime, canary: Canary, *, place: str, kind: str, host_pids: bool
+) -> None:
+    """R10, R11: nothing is written there; with the host's PID namespace /proc/self is the hook itself."""
+    bundle = node.bundle(LOOK)
+    if host_pids:
+        namespaces = bundle.config["linux"]["namespaces"]
+        bundle.config["linux"]["namespaces"] = [n for n in namespaces if n["type"] != "pid"]
+    put_link(bundle.rootfs / place, PROC[kind])
+    before = Path("/proc/sys/kernel/core_pattern").read_text()
+    outcome = assault(node, runtime, bundle, canary)
+    settled(outcome)
+    assert outcome.steps
+    assert Path("/proc/sys/kernel/core_pattern").read_text() == before
+
+
+@pytest.mark.parametrize("name", ["proc", "sys", "dev"])
+@pytest.mark.parametrize("kind", ["link", "files"])
+def test_proc_sys_and_dev_from_the_image(
+    node: Node, runtime: Runtime, canary: Canary, name: str, kind: str
+) -> None:
+    """R10, R11: the hook has the host's own /proc, by a descriptor that it took before it looked at the image."""
+    if (runtime.name, name, kind) == ("runc", "dev", "link"):
+        pytest.skip("runc 1.1 itself makes its links of /dev there (CVE-2026-41579)")
+    bundle = node.bundle(LOOK)
+    path = bundle.rootfs / name
+    remove(path)
+    if kind == "link":
+        path.symlink_to(canary.path)
+    else:
+        for below in ("self/fd", "thread-self/fd", "self/ns"):
+            (path / below).mkdir(parents=True)
+        for below in ("self/mountinfo", "thread-self/mountinfo"):
+            (path / below).write_text("1 1 1:1 / / rw shared:1 - x x x\n")
+        for n in range(32):
+            (path / "self/fd" / str(n)).symlink_to(canary.path / "file")
+        bundle.config["mounts"] = [
+            m for m in bundle.config["mounts"] if m["destination"] != f"/{name}"
+        ]
+    settled(assault(node, runtime, bundle, canary))
+
+
+def volume(bundle: Bundle, source: Path, destination: str, *options: str) -> None:
+    bundle.config["mounts"].append(
+        {
+            "destination": f"/{destination}",
+            "type": "bind",
+            "source": str(source),
+            "options": ["rbind", *(options or ("rprivate",))],
+        }
+    )
+
+
+@pytest.mark.parametrize("readonly", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "etc",
+        "usr/bin",
+        TARGET,
+        f"{LIBDIR}/glibc-hwcaps",
+        "usr/share",
+        "etc/vulkan",
+        "run/tidegate",
+        "data by links",
+        "data by links above",
+    ],
+)
+def test_a_directory_of_the_host_in_the_way(
+    node: Node, runtime: Runtime, canary: Canary, place: str, *, readonly: bool
+) -> None:
+    """R3: nothing is made in a volume, whether the configuration or a link of the image put it there."""
+    bundle = node.bundle(
+        "cat /proc/self/mountinfo",
+        annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "graphics"},
+    )
+    source = node.base / "volume"
+    source.mkdir()
+    (source / "mine").touch()
+    if place == "etc":
+        shutil.copy(bundle.rootfs / "etc/ld.so.cache", source)
+    if place == "usr/bin":
+        for name in ("sh", "cat"):
+            shutil.copy(bundle.rootfs / "usr/bin" / name, source)
+    volume(bundle, source, place.partition(" ")[0], "rprivate", "ro" if readonly else "rw")
+    if place == "data by links":
+        for name in ("run/tidegate", f"{LIBDIR}/glibc-hwcaps", "etc/vulkan"):
+            put_link(bundle.rootfs / name, f"/data/{Path(name).name}")
+    if place == "data by links above":
+        for name in ("run", f"{LIBDIR}/glibc-hwcaps"):
+            (bundle.rootfs / name).mkdir(exist_ok=True)
+            put_link(bundle.rootfs / name, "/data")
+    before = {p.name: p.read_bytes() for p in source.iterdir()}
+    settled(assault(node, runtime, bundle, canary))
+    assert {p.name: p.read_bytes() for p in source.iterdir() if p.is_file()} == before
+    assert sorted(p.name for p in source.iterdir()) == sorted(before)
+
+
+@pytest.mark.parametrize("place", ["run", "usr/bin"])
+def test_a_link_to_a_directory_of_the_host_that_has_what_is_to_be_made(
+    node: Node, runtime: Runtime, canary: Canary, place: str
+) -> None:
+    """R3: a volume that only a link of the image puts in the way is none that the configuration put there."""
+    bundle = run_nothing(node.bundle(""))
+    source = node.base / "volume"
+    source.mkdir()
+    volume(bundle, source, "data")
+    put_link(bundle.rootfs / place, "/data")
+    settled(assault(node, runtime, bundle, canary))
+    assert list(source.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", MADE)
+def test_a_single_file_or_directory_of_the_host_over_a_place(
+    node: Node, runtime: Runtime, canary: Canary, place: str
+) -> None:
+    """R3, R10: a bind mount over the place itself is covered or refused; what it shows of the host stays as it is."""
+    bundle = node.bundle("cat /proc/self/mountinfo")
+    source = node.base / "volume"
+    if place in (TARGET, "run/tidegate"):
+        source.mkdir()
+    else:
+        source.write_text("of the host\n")
+    stat = source.stat()
+    volume(bundle, source, place)
+    settled(assault(node, runtime, bundle, canary))
+    after = source.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_mode, after.st_uid) == (
+        (stat.st_size, stat.st_mtime_ns, stat.st_mode, stat.st_uid)
+    )
+
+
+@pytest.mark.parametrize("place", ["usr/lib", "run", "etc", "usr/bin"])
+def test_an_overlay_in_the_way(node: Node, runtime: Runtime, canary: Canary, place: str) -> None:
+    """R3: what an overlay of the configuration's would copy up into a directory of the host is not made."""
+    bundle = node.bundle("cat /proc/self/mountinfo")
+    lower, upper, work = (node.base / name for name in ("lower", "upper", "work"))
+    shutil.copytree(bundle.rootfs / place, lower, symlinks=True)
+    upper.mkdir()
+    work.mkdir()
+    bundle.config["mounts"].append(
+        {
+            "destination": f"/{place}",
+            "type": "overlay",
+            "source": "overlay",
+            "options": [f"lowerdir={lower}", f"upperdir={upper}", f"workdir={work}"],
+        }
+    )
+    lay_traps(bundle)
+    outcome = settled_with(node, runtime, bundle, canary, skip=("upper", "work"))
+    made = {str(p.relative_to(upper)) for p in upper.rglob("*")}
+    # `run` is the one directory that a configuration may mount where the grant goes
+    assert made == ({"tidegate"} if place == "run" and outcome.outcome == "prepared" else set())
+
+
+def settled_with(
+    node: Node, runtime: Runtime, bundle: Bundle, canary: Canary, *, skip: tuple[str, ...]
+) -> Outcome:
+    """As `assault`, where something beside the container's root is the test's own to look at."""
+    import tests.container.assault as module
+
+    everything = module.elsewhere
+
+    def without(node: Node, bundle: Bundle) -> dict[str, tuple[int, int, int]]:
+        return {n: w for n, w in everything(node, bundle).items() if not n.startswith(skip)}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "elsewhere", without)
+        outcome = assault(node, runtime, bundle, canary)
+    settled(outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("stage", ["prestart", "createRuntime"])
+@pytest.mark.parametrize("env", ["entry", "none"])
+def test_an_environment_that_loads_and_runs_things(
+    node: Node,
+    runtime: Runtime,
+    canary: Canary,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    stage: str,
+    env: str,
+) -> None:
+    """R5, R7: the image's environment, working directory and modules meet a deaf hook, whatever the runtime passes on."""
+    bundle = node.bundle(LOOK)
+    module = f"import os\nos.close(os.open({str(traps() / 'marker')!r}, os.O_CREAT))\n"
+    names = (
+        "json",
+        "socket",
+        "oci_hook",
+        "sitecustomize",
+        "usercustomize",
+        "ctypes",
+        "re",
+        "os",
+        "encodings",
+    )
+    for directory in (bundle.path, bundle.rootfs):
+        for name in names:
+            (directory / f"{name}.py").write_text(module)
+    library = f"{bundle.rootfs}/trap.so"
+    hostile = [
+        f"PYTHONPATH={bundle.rootfs}",
+        f"PYTHONHOME={bundle.rootfs}",
+        f"PYTHONSTARTUP={bundle.rootfs}/json.py",
+        "PYTHONINSPECT=1",
+        "PYTHONBREAKPOINT=json.x",
+        f"PYTHONUSERBASE={bundle.rootfs}",
+        f"PATH={bundle.rootfs}/usr/bin:/usr/bin",
+    ]
+    bundle.config["process"]["env"] += [
+        *hostile[:-1], f"LD_PRELOAD={library}", f"LD_AUDIT={library}", f"LD_LIBRARY_PATH={bundle.rootfs}",
+    ]  # fmt: skip
+    if env == "none":  # then the hook inherits the runtime's own
+        import tests.container.assault as attack
+
+        def without_env(config: dict, argv: list[str], **named: object) -> None:
+            add_hook(config, argv, **named)
+            for entry in config["hooks"].values():
+                del entry[0]["env"]
+
+        from tests.container.bundles import add_hook
+
+        monkeypatch.setattr(attack, "add_hook", without_env)
+        run = runtime.run
+        monkeypatch.setattr(
+            runtime, "run", lambda b: run(b, env=dict(e.split("=", 1) for e in hostile))
+        )
+    outcome = assault(node, runtime, bundle, canary, stage=stage)
+    assert outcome.outcome == "prepared", (outcome.event, outcome.ran.stderr)
+
+
+P = "tidegate.gpu/"
+HOSTILE = {
+    "unknown": {P + "memoryy": "8Gi"},
+    "unknown besides": {P + "memory": "8Gi", P + "debug": "1"},
+    "bare prefix": {P: "1"},
+    "shell": {P + "memory": "$(touch {marker})`touch {marker}`;touch {marker}"},
+    "path": {P + "devices": "../../../../etc/passwd"},
+    "absolute path": {P + "strategy": "{canary}/file"},
+    "format": {P + "strategy": "%s%n%x{0}{__class__}"},
+    "terminal": {P + "strategy": "\n\x1b[2J\x1b]0;x\x07\r"},
+    "nul": {P + "strategy": "auto\x00passthrough"},
+    "bidi": {P + "strategy": "\u202eotua"},
+    "surrogate": {P + "strategy": "\ud800"},
+    "digits": {P + "memory": "9" * 10_000},
+    "other digits": {P + "compute": "\u0661\u0660"},  # Arabic-Indic 10, which int() takes
+    "plus": {P + "compute": "+10"},
+    "newline": {P + "compute": "10\n"},
+    "zero": {P + "memory": "0"},
+    "too many": {P + "count": "65"},
+    "huge list": {P + "devices": ",".join(str(n % 64) for n in range(20_000))},
+    "both": {P + "count": "1", P + "devices": "0"},
+    "many": {f"{P}x{n}": "1" for n in range(2000)},
+    "long name": {P + "k" * 200_000: "1"},
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_annotations_are_data(node: Node, runtime: Runtime, canary: Canary, kind: str) -> None:
+    """R14, R15: refused, with one printable line; in no shell, path or format. The governor does not hear of it."""
+    annotations = {
+        name: value.replace("{marker}", str(traps() / "marker")).replace(
+            "{canary}", str(canary.path)
+        )
+        for name, value in HOSTILE[kind].items()
+    }
+    outcome = assault(node, runtime, node.bundle("echo started", annotations=annotations), canary)
+    assert "started" not in outcome.ran.stdout
+    assert outcome.ran.status != 0
+    if outcome.steps:  # runc refuses a lone surrogate itself
+        assert outcome.code in ("annotation", "bundle", "state"), outcome.event
+        line = f"{outcome.event['message']}; {outcome.event['hint']}"
+        assert line.isprintable()
+        assert line.isascii()
+        assert len(line) < 1000
+    assert node.governor.requests == []
+
+
+def padded(size: int) -> dict[str, str]:
+    return {"org.example/note": "x" * size}
+
+
+CONFIGS: dict[str, Callable[[], tuple[dict[str, str], str]]] = {
+    "9 MiB of text": lambda: (padded(9 << 20), "state bundle"),
+    "3 MiB of text": lambda: (padded(3 << 20), ""),
+    "50000 annotations": lambda: ({f"org.example/{n}": "x" for n in range(50_000)}, ""),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_config_of_any_size(node: Node, runtime: Runtime, canary: Canary, kind: str) -> None:
+    """R14: read up to a limit, and no longer than seconds."""
+    annotations, codes = CONFIGS[kind]()
+    bundle = node.bundle("echo started", annotations={"tidegate.gpu/memory": "8Gi", **annotations})
+    outcome = assault(node, runtime, bundle, canary)
+    if codes:
+        assert (outcome.code in codes.split(), outcome.ran.stdout) == (True, ""), outcome.event
+    elif outcome.steps:
+        assert (outcome.outcome, outcome.ran.stdout) == ("prepared", "started\n"), outcome.event
+
+
+@pytest.mark.parametrize("size", [5 << 20, 64 << 20])
+def test_a_state_of_any_size(node: Node, size: int) -> None:
+    """R14: a runtime that writes without an end is not listened to without an end."""
+    from tests.container.held import Held
+
+    with Held(node.bundle("true")) as held:
+        done = held.hook(node.hook, stdin=held.state(annotations={"org.example/note": "x" * size}))
+    assert done.returncode == 65, done.stderr
+    assert "is larger than 4194304 bytes" in done.stderr
+
+
+def test_a_state_that_never_ends(node: Node) -> None:
+    """R14: the hook has a deadline of its own; the runtime may have none."""
+    node.timeout = 0.5
+    with subprocess.Popen(
+        [*node.hook, "createRuntime"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as hook:
+        try:
+            assert hook.wait(timeout=10) == 71
+            assert hook.stderr is not None
+            assert b"did not finish within 0.5 s" in hook.stderr.read()
+        finally:
+            hook.kill()
+
+
+def test_what_is_shared_on_the_host_is_private_in_the_container(node: Node) -> None:
+    """R8: mirror and grant lie on a shared mount, as everything does under systemd; their copies have no peers."""
+    from tests.container.held import Held
+
+    bundle = node.bundle("true")
+    share = f'mount --bind {node.base} {node.base} && mount --make-shared {node.base} && mount --bind "$1" "$1"'
+    with Held(bundle, mount=share) as host, Held(bundle, host=host) as held:
+        base = next(
+            line for line in Path(f"/proc/{host.process.pid}/mountinfo").read_text().splitlines()
+            if line.split()[4] == str(node.base)
+        )  # fmt: skip
+        assert " shared:" in base
+        node.own_mirror()  # on that mount
+        assert held.hook(node.hook).returncode == 0
+        lines = Path(f"/proc/{held.process.pid}/mountinfo").read_text().splitlines()
+    ours = [line for line in lines if line.split()[4].startswith(f"{bundle.rootfs}/")]
+    assert len(ours) == 3
+    assert [line for line in ours if " shared:" in line or " master:" in line] == []
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=all"],
+        ["tidegate.gpu/memory=8Gi", "tidegate.gpu/compute=100"],
+        ["TIDEGATE_GPU_MEMORY=8Gi", "TIDEGATE_MEMORY=8Gi", "CUDA_VISIBLE_DEVICES=0"],
+    ],
+)
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_environment_grants_nothing(
+    node: Node, runtime: Runtime, env: list[str], *, asks: bool
+) -> None:
+    """R9: neither a GPU, nor more of one."""
+    wanted = {"tidegate.gpu/memory": "1Gi"} if asks else {}
+    bundle = node.bundle("ls -A /run", annotations=wanted)
+    bundle.config["process"]["env"] += env
+    assert runtime.run(bundle).status == 0
+    assert [r["annotations"] for r in node.governor.requests if r["op"] == "admit"] == (
+        [wanted] if asks else []
+    )
+
+
+SOCKETS = [
+    "missing",
+    "file",
+    "directory",
+    "fifo",
+    "dangling",
+    "nobody listens",
+    "datagram",
+    "garbage",
+    "close",
+    "endless",
+]
+
+
+@pytest.mark.parametrize("kind", SOCKETS)
+def test_a_replaced_socket_of_the_governor(
+    node: Node, runtime: Runtime, canary: Canary, kind: str
+) -> None:
+    """R13, R14: the hook neither hangs nor believes; the image's own socket under that path is never spoken to."""
+    bundle = node.bundle("echo started")
+    node.timeout = 3.0
+    path = node.base / "run/governor.sock"
+    inside = below_root(bundle, path)
+    inside.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as image, socket.socket(socket.AF_UNIX) as other:
+        directory = os.open(inside.parent, os.O_PATH)
+        image.bind(f"/proc/self/fd/{directory}/governor.sock")
+        image.listen(4)
+        image.settimeout(0)
+        os.close(directory)
+        helper = None
+        if kind in ("garbage", "close"):
+            node.governor.mode = kind
+        else:
+            path.unlink()
+        match kind:
+            case "file":
+                path.touch()
+            case "directory":
+                path.mkdir()
+            case "fifo":
+                os.mkfifo(path)
+            case "dangling":
+                path.symlink_to("nowhere")
+            case "nobody listens":
+                other.bind(str(path))
+            case "datagram":
+                with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
+                    s.bind(str(path))
+            case "endless":
+                helper = impostor(path, "endless")
+            case "somebody else":
+                helper = impostor(path, str(canary.path))
+        try:
+            outcome = assault(node, runtime, bundle, canary)
+        finally:
+            if helper:
+                helper.kill()
+                helper.wait()
+        with pytest.raises(BlockingIOError):
+            image.accept()
+    assert (outcome.ran.stdout, outcome.code) == ("", "governor"), outcome.event
+    assert outcome.ran.status != 0
+
+
+IMPOSTOR = """
+import json, os, socket, sys
+s = socket.socket(socket.AF_UNIX)
+s.bind(sys.argv[1])
+s.listen(4)
+if sys.argv[2] != "endless":
+    os.setgid(65534)
+    os.setuid(65534)
+    s.listen(4)  # whom SO_PEERCRED names is who listened last
+print("ready", flush=True)
+while True:
+    c, _ = s.accept()
+    try:
+        while c.recv(65536):
+            while sys.argv[2] == "endless":
+                c.sendall(b"0" * 65536)
+            c.sendall(json.dumps({
+                "ok": True, "key": "k", "directory": sys.argv[2], "devices": [], "memory": 0, "compute": 0,
+            }).encode() + b"\\n")
+    except OSError:
+        pass
+"""
+
+
+def impostor(path: Path, grants: str) -> subprocess.Popen[bytes]:
+    """Listen where the governor does: as nobody, and grant a directory of the host; or say `endless` things as root."""
+    process = subprocess.Popen(
+        ["/usr/bin/python3", "-c", IMPOSTOR, str(path), grants], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.stdout.close()
+    return process
+
+
+PAGES = {
+    "write": "echo x > /run/tidegate/grant",
+    "append": "echo x >> /run/tidegate/grant",
+    "truncate": "(: > /run/tidegate/grant)",
+    "touch": "touch /run/tidegate/grant /run/tidegate/new",
+    "unlink": "probe-file unlink /run/tidegate/grant",
+    "rename": "probe-file rename /run/tidegate/grant /run/tidegate/other",
+    "link out": "probe-file link /run/tidegate/grant /grant && echo x > /grant",
+    "ftruncate": "probe-file reopen /run/tidegate/grant",
+    "chmod": "probe-file chmod /run/tidegate/grant",
+    "mmap": "probe-file mmap /run/tidegate/grant",
+    "remount": "probe-file remount /run/tidegate",
+    "library": f"echo x > /{TARGET}/libcuda.so.1; probe-file reopen /{TARGET}/libcuda.so.1",
+    "program": "echo x > /usr/bin/nvidia-smi; probe-file unlink /usr/bin/nvidia-smi",
+    "mknod": "probe-file mknod /run/tidegate/dev; probe-file mknod /run/tidegate/grant",
+}
+PROBE_FILE_C = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+/* Try to change a file; say so if that worked. */
+int main(int argc, char **argv) {
+        const char *what = argv[1], *path = argv[2];
+        int done = -1;
+        if (!strcmp(what, "unlink")) done = unlink(path);
+        if (!strcmp(what, "rename")) done = rename(path, argv[3]);
+        if (!strcmp(what, "link")) done = link(path, argv[3]);
+        if (!strcmp(what, "chmod")) done = chmod(path, 0666);
+        if (!strcmp(what, "mknod")) done = mknod(path, S_IFBLK | 0600, makedev(7, 0));
+        if (!strcmp(what, "remount")) done = mount("", path, "", MS_REMOUNT | MS_BIND, "");
+        if (!strcmp(what, "reopen")) {
+                char name[64];
+                int fd = open(path, O_RDONLY);
+                snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+                done = ftruncate(fd, 0);
+                if (done < 0) done = open(name, O_RDWR);
+                if (done < 0) done = open(name, O_RDONLY | O_TRUNC);
+        }
+        if (!strcmp(what, "mmap")) {
+                int fd = open(path, O_RDONLY);
+                done = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) == MAP_FAILED ? -1 : 0;
+        }
+        if (done >= 0) printf("%s of %s WORKED\n", what, path);
+        return 0;
+}
+"""
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_pages_and_libraries_cannot_be_changed(
+    node: Node, runtime: Runtime, canary: Canary, kind: str
+) -> None:
+    """R8: the container's root writes to, truncates, replaces or remounts nothing that the hook mounted."""
+    from tests.container.bundles import compile_c
+
+    bundle = node.bundle(f"{PAGES[kind]} 2>/dev/null; echo end")
+    compile_c(PROBE_FILE_C, bundle.rootfs / "usr/bin/probe-file")
+    node_files = {p: p.read_bytes() for p in node.driver_dir.resolve().rglob("*") if p.is_file()}
+    outcome = assault(node, runtime, bundle, canary)
+    assert (outcome.ran.status, outcome.ran.stdout) == (0, "end\n"), outcome.ran
+    assert {p: p.read_bytes() for p in node_files} == node_files
+    (directory,) = (node.base / "run/containers").iterdir()
+    assert [p.name for p in directory.iterdir()] == ["grant"]
+    assert (directory / "grant").read_bytes() == b"TIDEGATE".ljust(4096, b"\0")
+    assert (directory / "grant").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("kind", ["compat", "program", "grant", "manifest"])
+def test_no_file_of_the_image_is_mounted_anywhere(
+    node: Node, runtime: Runtime, canary: Canary, kind: str
+) -> None:
+    """R1: the image has what looks like a driver, under the host's paths as well; what is mounted is the host's."""
+    bundle = node.bundle(
+        f"cat /usr/bin/nvidia-smi; cat /run/tidegate/grant; ls /{TARGET}; cat /proc/self/mountinfo"
+    )
+    match kind:
+        case "compat":
+            for name in ("libcuda.so.1", "libcuda.so.999.1", "libnvidia-ml.so.1"):
+                put_link(bundle.rootfs / "usr/local/cuda/compat" / name, str(canary.path / "file"))
+        case "program":
+            (bundle.rootfs / "usr/bin/nvidia-smi").write_text("#!/bin/sh\necho the image's\n")
+            generation = node.driver_dir.resolve() / (node.driver_dir / "current").readlink()
+            inside = below_root(bundle, generation / "bin")
+            inside.mkdir(parents=True)
+            (inside / "nvidia-smi").write_text("of the image")
+        case "grant":
+            inside = below_root(bundle, node.base / "run/containers/key1")
+            inside.mkdir(parents=True)
+            (inside / "grant").write_text("of the image")
+        case "manifest":
+            put_link(below_root(bundle, node.driver_dir), str(canary.path))
+    outcome = assault(node, runtime, bundle, canary)
+    assert outcome.outcome == "prepared", outcome.event
+    assert outcome.ran.stdout.startswith("#!/bin/sh\necho tidegate test smi\nTIDEGATE")
+    assert "of the image" not in outcome.ran.stdout
+    ours(outcome, TARGET, "run/tidegate", "usr/bin/nvidia-smi")
+    assert "libcuda.so.999.1" not in outcome.ran.stdout
+
+
+@pytest.mark.parametrize("cwd", ["/", "/proc", "/run/tidegate", "/proc/self/cwd", "/var"])
+def test_a_working_directory_and_descriptors(
+    node: Node, runtime: Runtime, canary: Canary, cwd: str
+) -> None:
+    """R12: no descriptor of the hook's or of who started the runtime; its working directory is the runtime's."""
+    bundle = node.bundle("cd /proc/self/fd; ls -l . | cat; cat /proc/self/mountinfo > /dev/null")
+    bundle.config["process"]["cwd"] = cwd
+    bundle.config["root"]["readonly"] = cwd == "/var"
+    leak = os.open(canary.path / "etc", os.O_RDONLY)
+    os.set_inheritable(leak, True)
+    try:
+        outcome = assault(node, runtime, bundle, canary)
+    finally:
+        os.close(leak)
+    assert outcome.outcome == "prepared", outcome.event
+    for text in (str(canary.path), str(node.driver_dir.resolve()), "/tidegate", "containers/"):
+        assert text not in outcome.ran.stdout, outcome.ran.stdout
+
+
+@pytest.mark.parametrize(
+    "root", ["/", "//", "/.", "/proc/1/root", "/proc/self/root", "../../../../../../../..", "link"]
+)
+def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) -> None:
+    """R16: and by the hook, whatever the runtime says to it; nothing is mounted, nothing made."""
+    from tests.container.held import Held
+    from tests.container.test_hook_start import host_mounts
+
+    bundle = node.bundle("true")
+    if root == "link":
+        (bundle.path / "link").symlink_to("/")
+    with Held(bundle) as held:
+        bundle.config["root"]["path"] = root
+        bundle.write()
+        before = held.all_mounts(), host_mounts()
+        done = held.hook(node.hook, stage="prestart" if runtime.name == "crun" else "createRuntime")
+        assert done.returncode == 66, done.stderr
+        assert "root.path" in done.stderr
+        # a process with more capabilities than ours keeps its /proc/PID/root to itself
+        assert "the host's own root" in done.stderr or root == "/proc/1/root"
+        assert (held.all_mounts(), host_mounts()) == before
+    assert node.governor.requests == []
+
+
+@pytest.mark.parametrize("place", [TARGET, "run/tidegate", "usr/bin", "etc", "usr/bin/nvidia-smi"])
+def test_a_link_in_a_user_namespace(
+    node: Node, runtime: Runtime, canary: Canary, place: str
+) -> None:
+    """R3: what is made for a container's mapped root is given to it by descriptor; nothing of the host changes hands."""
+    bundle = node.bundle(LOOK)
+    put_link(bundle.rootfs / place, str(canary.path / place))
+    inside = below_root(bundle, canary.path)
+    inside.mkdir(parents=True)
+    add_user_namespace(bundle)
+    for directory in [bundle.path, *bundle.path.parents][:-2]:
+        directory.chmod(directory.stat().st_mode | 0o011)
+    settled(assault(node, runtime, bundle, canary))
+
+
+def test_the_traps_work() -> None:
+    """Run and loaded on the host, they leave their file: it is no accident that none is found."""
+    marker = traps() / "marker"
+    for command, env in (
+        ([str(traps() / "program")], {}),
+        (["/bin/true"], {"LD_PRELOAD": str(traps() / "trap.so")}),
+    ):
+        subprocess.run(command, env=env, check=True)
+        assert marker.exists()
+        marker.unlink()
+
+
+def test_the_canary_sings(tmp_path: Path) -> None:
+    canary = Canary(tmp_path / "canary")
+    canary.watch()
+    canary.check()
+    for touch in (
+        (canary.path / "file").read_bytes,
+        lambda: os.truncate(canary.path / "file", 1),
+        (canary.path / "etc/new").touch,
+        (canary.path / "run/new").mkdir,
+        lambda: list((canary.path / "usr/bin").iterdir()),
+        lambda: (canary.path / "file").chmod(0o600),
+        (canary.path / "etc" / SECRET).unlink,
+    ):
+        canary.watch()
+        touch()
+        with pytest.raises(AssertionError):
+            canary.check()

@@ -276,21 +276,26 @@ class Applier:
         With `volumes`, one that the configuration mounts on `path` itself is fine: no link is
         on the way to it.
         """
-        mount = kernel.mount_id(dirfd)
-        if mount == self.root_mount:
+        if kernel.mount_id(dirfd) == self.root_mount or (volumes and self.is_direct(dirfd, path)):
             return
-        if volumes:
-            fd = kernel.openat2(
+        raise OSError(errno.EXDEV, "it is on a volume", path)
+
+    def is_direct(self, fd: int, path: str) -> bool:
+        """Tell whether `path` leads to what `fd` stands for with no link on the way."""
+        try:
+            other = kernel.openat2(
                 self.rootfd,
                 path or ".",
                 os.O_PATH,
                 kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_SYMLINKS,
             )
-            direct = kernel.mount_id(fd) == mount and os.path.sameopenfile(fd, dirfd)
-            os.close(fd)
-            if direct:
-                return
-        raise OSError(errno.EXDEV, "it is on a volume", path)
+        except OSError as e:
+            if e.errno != errno.ELOOP:
+                raise
+            return False
+        direct = kernel.mount_id(other) == kernel.mount_id(fd) and os.path.sameopenfile(other, fd)
+        os.close(other)
+        return direct
 
     def make_directory(self, path: str, *, volumes: bool = False) -> int:
         """Open the directory at `path`, made with its parents where it is missing."""
@@ -364,13 +369,22 @@ class Applier:
         return fd
 
     def attach(self, source: int, target: int, path: str) -> None:
-        """Mount `source` on `target`."""
-        if kernel.mount_id(target) in self.shared:
+        """Mount `source` on `target`.
+
+        A link of the image does not decide which mount of the runtime's is covered: on /dev or
+        /proc ours would take away what the runtime goes on to hide files with.
+        """
+        mount = kernel.mount_id(target)
+        if mount in self.shared:
             # the mount would appear in every namespace of the group, the host's among them
             raise MountError(
                 f"/{path} in the container is on a shared mount",
                 hint="mount it with private or slave propagation",
             )
+        if mount != self.root_mount:
+            self.require_ours(target, path, volumes=True)
+        elif os.path.sameopenfile(target, self.rootfd):
+            raise OSError(errno.EXDEV, "it is the container's root itself", path)
         kernel.move_mount(source, target, path)
         self.undo.add(lambda: kernel.umount(self.container.procfd, source))
 

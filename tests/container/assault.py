@@ -156,6 +156,12 @@ def assault(
     run = steps.runs[0] if steps.runs else []
     assert faults(run, bundle.rootfs) == []
     assert descriptors == set(), "R12: descriptors that a program of the container's could get"
+    assert not [t for t in targets if f"{t}/".startswith(("/proc/", "/dev/", "/sys/"))], (
+        targets,
+        ran,
+    )
+    assert "/" not in targets
+    assert "" not in targets, "R10: the container's root itself"
     assert SECRET not in ran.stdout
     assert "the host's" not in ran.stdout
     for line in ran.stdout.splitlines():

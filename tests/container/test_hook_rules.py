@@ -259,6 +259,48 @@ def test_links_into_proc_sys_and_dev(
     assert Path("/proc/sys/kernel/core_pattern").read_text() == before
 
 
+@pytest.mark.parametrize("target", ["/dev", "/proc", "/sys", "/proc/sys", "/", "/data"])
+@pytest.mark.parametrize("place", [TARGET, "run/tidegate"])
+def test_a_link_does_not_cover_what_the_runtime_mounts(
+    node: Node, runtime: Runtime, canary: Canary, place: str, target: str
+) -> None:
+    """R10: a runtime hides files of /proc by its own /dev/null, and lets it be where there is none.
+
+    An image that had the driver or the grant mounted on /dev by a link would see what is hidden (as with
+    CVE-2025-31133).
+    """
+    bundle = node.bundle("cat /proc/timer_list /proc/self/mountinfo; echo end")
+    bundle.config["mounts"].append(
+        {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["ro"]}
+    )
+    bundle.config["linux"]["maskedPaths"] = ["/proc/timer_list", "/proc/kcore", "/proc/keys"]
+    source = node.base / "volume"
+    source.mkdir()
+    volume(bundle, source, "data")
+    (bundle.rootfs / "data").mkdir()
+    put_link(bundle.rootfs / place, target)
+    outcome = assault(node, runtime, bundle, canary)
+    assert (outcome.outcome, outcome.code) == ("failed", "image"), (outcome.ran, outcome.event)
+    assert outcome.ran.stdout == ""
+
+
+@pytest.mark.parametrize("place", [TARGET, "run/tidegate"])
+def test_what_a_runtime_hides_stays_hidden(
+    node: Node, runtime: Runtime, canary: Canary, place: str
+) -> None:
+    """R10: with a /dev that the configuration binds, runc starts the container without its /dev/null."""
+    bundle = node.bundle("cat /proc/timer_list")
+    bundle.config["mounts"] = [m for m in bundle.config["mounts"] if m["destination"] != "/dev"]
+    source = node.base / "devices"
+    source.mkdir()
+    os.mknod(source / "null", 0o020666, os.makedev(1, 3))
+    volume(bundle, source, "dev", "rprivate", "rw")
+    bundle.config["linux"]["maskedPaths"] = ["/proc/timer_list"]
+    put_link(bundle.rootfs / place, "/dev")
+    outcome = assault(node, runtime, bundle, canary)
+    assert outcome.ran.stdout == ""
+
+
 @pytest.mark.parametrize("name", ["proc", "sys", "dev"])
 @pytest.mark.parametrize("kind", ["link", "files"])
 def test_proc_sys_and_dev_from_the_image(

@@ -157,7 +157,7 @@ HOST_PATHS = {
     ("os.stat", "'/'"),
 }
 DESCRIPTORS = {
-    "os.close": {"fd", "rootfd", "made", "readable", "entry"},
+    "os.close": {"fd", "rootfd", "made", "readable", "entry", "other"},
     "os.fdopen": {"fd"},
     "os.fstat": {"self.rootfd", "rootfd", "c.rootfd", "dirfd", "fd"},
     "os.fchown": {"fd"},
@@ -166,7 +166,7 @@ DESCRIPTORS = {
     "os.scandir": {"fd"},
     "os.read": {"readable"},
     "os.pidfd_open": {"pid"},
-    "os.path.sameopenfile": {"self.mntns", "fd"},
+    "os.path.sameopenfile": {"self.mntns", "other", "target"},
 }
 
 

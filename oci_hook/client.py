@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import struct
 from typing import Any, NamedTuple
 
 from oci_hook.errors import GovernorError, RefusedError, show
 
 LINE_LIMIT = 64 << 10
+PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
 
 
@@ -50,6 +53,18 @@ class Client:
         except (OSError, ValueError) as e:
             self.socket.close()
             raise self._lost("connect", e) from e
+        self._require_trusted()
+
+    def _require_trusted(self) -> None:
+        """Refuse a listener that is neither root nor our own user: it says what is mounted."""
+        peer = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        _, uid, _ = PEER.unpack(peer)
+        if uid not in (0, os.geteuid()):
+            self.socket.close()
+            raise GovernorError(
+                f"{show(self.path)} is listened on by user {uid}, not by the governor",
+                hint="see who may write to that directory, and start tidegate-governor",
+            )
 
     def _lost(self, op: str, e: Exception) -> GovernorError:
         if isinstance(e, TimeoutError):

@@ -666,6 +666,7 @@ SOCKETS = [
     "garbage",
     "close",
     "endless",
+    "somebody else",
 ]
 
 

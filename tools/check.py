@@ -69,6 +69,7 @@ def commands() -> dict[str, list[str]]:
         "configuration page": [sys.executable, "tools/config_reference.py", "--check"],
         "metrics page": [sys.executable, "tools/metrics_reference.py", "--check"],
         "driver tables": [sys.executable, "tools/driver_tables.py"],
+        "rules of the hook": [sys.executable, "tools/mutate.py", "--check"],
         "ruff check": ["ruff", "check", "--quiet"],
         "ruff format": ["ruff", "format", "--check", "--quiet"],
     }

@@ -1,0 +1,243 @@
+"""Take one rule of the hook out after the other, and see whether the tests of the rule notice.
+
+    python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print who killed each
+    python tools/mutate.py --page     write docs/reference/hook-rules.md
+    python tools/mutate.py --check    look whether page and mutants are up to date; runs no test
+
+What the rules and mutants are is data: tests/mutants/rules.toml. A mutant that survives is a rule
+without a test. Some mutants mount on what they take for a container and is the host: all of them
+run in a mount namespace of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "mutants" / "rules.toml"
+PAGE = ROOT / "docs" / "reference" / "hook-rules.md"
+SECONDS = 600  # for the tests of one mutant
+MEMORY = 8 << 30  # a limit is what some mutants take out
+NO_FAILURE, FAILURES = 0, 1
+
+HEAD = """\
+# Rules of the hook
+
+The hook runs as root beside an image that somebody else wrote. These rules come from the CVEs
+that NVIDIA's toolkit and runc had in the same place. Each has tests that mount the attack over runc
+and crun, and mutants: patches that take the rule out of the code, which the tests have to notice.
+`python tools/mutate.py` applies them to a copy of the tree, one after the other (minutes, as root).
+
+This page is made from `tests/mutants/rules.toml` by `python tools/mutate.py --page`.
+
+## Where each is, and what attacks it
+
+| rule | what it says | where it is | tests |
+| --- | --- | --- | --- |
+"""
+MUTANTS = """
+## Mutants
+
+| rule | taken out |
+| --- | --- |
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What must hold, where the code sees to it, and the tests that attack it."""
+
+    id: str
+    text: str
+    code: tuple[str, ...]
+    tests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A patch of one file that takes a rule out; `tests` are run on it."""
+
+    rule: str
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Patch the file below `root`; gives what it was. ValueError when it does not fit."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"mutant '{self.name}' replaces what is {text.count(self.old)} times in {self.file}"
+            )
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text
+
+
+def read_table() -> tuple[list[Rule], list[Mutant]]:
+    """Read rules and mutants; a mutant that names no tests has its rule's."""
+    document = tomllib.loads(TABLE.read_text(encoding="utf-8"))
+    rules = [
+        Rule(r["id"], r["text"], tuple(r["code"]), tuple(r["tests"])) for r in document["rule"]
+    ]
+    tests = {rule.id: rule.tests for rule in rules}
+    mutants = [
+        Mutant(
+            m["rule"],
+            m["name"],
+            m["file"],
+            m["old"],
+            m["new"],
+            tuple(m.get("tests", tests[m["rule"]])),
+        )
+        for m in document["mutant"]
+    ]
+    return rules, mutants
+
+
+def page() -> str:
+    """Give the page of the rules."""
+    rules, mutants = read_table()
+    rows = []
+    for rule in rules:
+        code = ", ".join(f"`{place}`" for place in rule.code)
+        tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in rule.tests)
+        rows.append(f"| {rule.id} | {rule.text} | {code} | {tests} |\n")
+    taken = [f"| {mutant.rule} | {mutant.name} |\n" for mutant in mutants]
+    return HEAD + "".join(rows) + MUTANTS + "".join(taken)
+
+
+def problems() -> list[str]:
+    """Say what of the table does not fit the tree."""
+    rules, mutants = read_table()
+    found = []
+    if [rule.id for rule in rules] != [f"R{n}" for n in range(1, 17)]:
+        found.append("the rules are not R1 to R16")
+    without = {rule.id for rule in rules} - {mutant.rule for mutant in mutants}
+    found += [f"{rule} has no mutant" for rule in sorted(without)]
+    for rule in rules:
+        for place in rule.code:
+            path, _, name = place.partition(":")
+            if name.rpartition(".")[2] not in (ROOT / path).read_text(encoding="utf-8"):
+                found.append(f"{rule.id}: {place} is not there")
+    named = {test for rule in rules for test in rule.tests}
+    for test in sorted(named | {test for mutant in mutants for test in mutant.tests}):
+        path, _, name = test.partition("::")
+        if not (ROOT / path).exists() or f"def {name}" not in (ROOT / path).read_text("utf-8"):
+            found.append(f"test {test} is not there")
+    for mutant in mutants:
+        text = (ROOT / mutant.file).read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            found.append(f"mutant '{mutant.name}' does not fit {mutant.file} any more")
+            continue
+        try:
+            compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+        except SyntaxError as e:
+            found.append(f"mutant '{mutant.name}' is no Python: {e}")
+    if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != page():
+        found.append(f"{PAGE.relative_to(ROOT)} is stale; run python tools/mutate.py --page")
+    return found
+
+
+def copy_tree(to: Path) -> None:
+    """Copy what git knows or would take."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listing.split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Run tests in a tree until one fails; gives pytest's status and which one that was."""
+    for cache in tree.rglob("__pycache__"):  # they go by the second, and a mutant is quicker
+        shutil.rmtree(cache)
+    command = [
+        *("unshare", "-m", "--propagation", "private"),
+        *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
+        *("--basetemp", str(tree.parent / "t"), *tests),
+    ]
+    build = os.environ.get("TIDEGATE_BUILD", str(ROOT / "build" / "meson"))
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TIDEGATE_BUILD": build},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+        )
+    except subprocess.TimeoutExpired:
+        return FAILURES, f"none ended within {SECONDS} s"
+    failed = re.search(r"^(?:FAILED|ERROR) [^:]+::(.+?)(?: - |$)", done.stdout, re.MULTILINE)
+    return done.returncode, failed[1] if failed else done.stdout[-2000:]
+
+
+def hunt(rules: list[str]) -> int:
+    """Run the mutants of some rules, or of all; gives 1 when one survives."""
+    _, mutants = read_table()
+    chosen = [mutant for mutant in mutants if not rules or mutant.rule in rules]
+    survivors = 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as work:
+        tree = Path(work) / "tree"
+        copy_tree(tree)
+        tests = tuple(sorted({test for mutant in chosen for test in mutant.tests}))
+        status, said = run_tests(tree, tests)
+        if status != NO_FAILURE:
+            print(f"without a mutant the tests fail already: {said}")
+            return 1
+        print("rule mutant                                                        killed by")
+        for mutant in chosen:
+            begin = time.monotonic()
+            before = mutant.apply(tree)
+            status, said = run_tests(tree, mutant.tests)
+            (tree / mutant.file).write_text(before, encoding="utf-8")
+            if status != FAILURES:
+                survivors += 1
+                said = "SURVIVED" if status == NO_FAILURE else f"NOT RUN: {said}"
+            took = time.monotonic() - begin
+            print(f"{mutant.rule:4} {mutant.name:61} {said} ({took:.0f} s)", flush=True)
+    print(f"{len(chosen)} mutants, {survivors} survived")
+    return 1 if survivors else 0
+
+
+def main() -> int:
+    """Do what the command line asks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("rules", nargs="*", metavar="RULE")
+    parser.add_argument("--page", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.page:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
+    if arguments.check:
+        found = problems()
+        print("\n".join(found) or f"{len(read_table()[1])} mutants fit")
+        return 1 if found else 0
+    return hunt(arguments.rules)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -167,12 +167,26 @@ def copy_tree(to: Path) -> None:
             shutil.copy2(ROOT / name, to / name)
 
 
+COVERED = """
+cover=$(mktemp -d)
+mount -t tmpfs tmpfs "$cover"
+for directory in etc usr run var; do
+    mkdir -p "$cover/$directory/upper" "$cover/$directory/work"
+    mount -t overlay overlay "/$directory" \\
+        -o "lowerdir=/$directory,upperdir=$cover/$directory/upper,workdir=$cover/$directory/work"
+done
+exec "$@"
+"""
+"""A mutant may prepare the host itself, as if it were a container: it finds the host's directories
+under layers that end with it."""
+
+
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
     """Run tests in a tree until one fails; gives pytest's status and which one that was."""
     for cache in tree.rglob("__pycache__"):  # they go by the second, and a mutant is quicker
         shutil.rmtree(cache)
     command = [
-        *("unshare", "-m", "--propagation", "private"),
+        *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),
         *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"),
         *("--basetemp", str(tree.parent / "t"), *tests),
     ]

@@ -17,6 +17,7 @@ from typing import assert_never
 
 from oci_hook import kernel
 from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
+from oci_hook.image import open_root
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
@@ -63,19 +64,7 @@ class Container:
                 "the container has no mount namespace of its own",
                 hint="give it one: its mounts would land on the host",
             )
-        try:
-            self.rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as e:
-            raise BundleError(
-                f"root.path {show(root)}: {e.strerror}",
-                hint="it names the container's root file system",
-            ) from e
-        here, host = os.fstat(self.rootfd), os.stat("/")
-        if (here.st_dev, here.st_ino) == (host.st_dev, host.st_ino):
-            raise BundleError(
-                f"root.path {show(root)} is the host's own root",
-                hint="it names the container's root file system",
-            )
+        self.rootfd = open_root(root)
 
     def require_alive(self) -> None:
         """Refuse when the process has ended: its number may be somebody else's by now."""

@@ -7,16 +7,18 @@ device nodes that config.json names outlast a reload of systemd. The mounts are 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from typing import Any, NamedTuple
 
-from oci_hook.errors import BundleError, DeviceError, show
+from oci_hook.errors import BundleError, DeviceError, HookError, show
 from oci_hook.state import PREFIX
 
 RESERVATION = PREFIX + "reservation"
 GPU_MAJOR = 195  # Linux's devices.txt: nvidia
 GPU_MINORS = 254  # modeset and control are behind
 CONTROL = ("nvidiactl", "nvidia-uvm")
+GPU_NODE = re.compile(r"/dev/nvidia[0-9]+")
 HOOK_ENV = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin",)
 HOOK_TIMEOUT = 30
 STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
@@ -94,6 +96,34 @@ def gpu_nodes(document: dict[str, Any]) -> tuple[int, ...]:
             }
         )
     )
+
+
+def gives_gpu(document: dict[str, Any]) -> bool:
+    """Tell whether config.json lets the container reach a GPU, whether we prepare it or not."""
+    linux = document.get("linux")
+    resources = linux.get("resources") if type(linux) is dict else None
+    rules = _members({"resources": resources}, "resources", "devices")
+    return (
+        bool(gpu_nodes(document))
+        or any(
+            rule.get("allow") is True and _is_gpu(rule.get("major"), rule.get("minor"))
+            for rule in rules
+        )
+        # Without a right to make nodes, as in a user namespace, the host's are mounted.
+        or any(GPU_NODE.fullmatch(str(m.get("source"))) for m in _members(document, "", "mounts"))
+    )
+
+
+def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
+    """Refuse to start without our driver what reaches a GPU all the same: nobody would govern it.
+
+    `why` the driver cannot serve the container.
+    """
+    if gives_gpu(document):
+        raise type(why)(
+            f"{why.message}, and config.json gives the container a GPU, which nobody would govern",
+            hint="start it without --device and tidegate.gpu/shared to start without a GPU",
+        ) from why
 
 
 def foreign_driver(document: dict[str, Any]) -> str:

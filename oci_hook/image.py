@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from oci_hook import kernel
-from oci_hook.errors import ImageError, UnservedImageError, show
+from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
 from oci_hook.ldcache import CACHE_LIMIT, is_cache
 from oci_hook.manifest import LIBDIR, Share
 from oci_hook.state import read_bounded
@@ -64,6 +64,25 @@ class Image(NamedTuple):
         """Say which directory of this image a target of the manifest is."""
         below = target.removeprefix(f"{LIBDIR}/")
         return target if below == target else f"{self.library_dir}/{below}"
+
+
+def open_root(root: str) -> int:
+    """Open a container's root file system by its path on the host; it is not the host's own."""
+    try:
+        rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise BundleError(
+            f"root.path {show(root)}: {e.strerror}",
+            hint="it names the container's root file system",
+        ) from e
+    here, host = os.fstat(rootfd), os.stat("/")
+    if (here.st_dev, here.st_ino) == (host.st_dev, host.st_ino):
+        os.close(rootfd)
+        raise BundleError(
+            f"root.path {show(root)} is the host's own root",
+            hint="it names the container's root file system",
+        )
+    return rootfd
 
 
 def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:

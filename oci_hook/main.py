@@ -150,7 +150,13 @@ def prepare(options: Options, state: State, event: Event) -> str:
     from oci_hook import kernel
     from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
     from oci_hook.client import Client
-    from oci_hook.edits import RESERVATION, check_devices, foreign_driver, gpu_nodes
+    from oci_hook.edits import (
+        RESERVATION,
+        check_devices,
+        foreign_driver,
+        gpu_nodes,
+        require_no_gpu,
+    )
     from oci_hook.image import inspect_image, look_at_places
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
     from oci_hook.plan import plan_container
@@ -190,6 +196,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except (DriverError, UnservedImageError) as e:
         if not request.optional:
             raise
+        require_no_gpu(bundle.document, e)
         event.fields |= {"code": e.code, "message": e.message}
         return "without-gpu"
     except OSError as e:
@@ -252,7 +259,7 @@ def precreate(options: Options, event: Event) -> str:
         raise BundleError(
             f"config.json on stdin is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
         )
-    edited = None
+    outcome, edited = "no-request", None
     if may_mention_us(data):
         import json
 
@@ -265,22 +272,24 @@ def precreate(options: Options, event: Event) -> str:
             entry=Entry(os.path.abspath(sys.argv[0]), options.given),
             runtime_dir=options.runtime_dir,
             dev_dir=options.dev_dir,
+            driver_dir=options.driver_dir,
+            module_version=options.module_version,
             timeout=options.timeout / 2,
         )
         name = "config.json on stdin"
         try:
-            edited = edit_config(data, name, settings)
+            outcome, edited = edit_config(data, "", name, settings, event)
         except HookError as e:
             # Podman shows the status alone. The hook finds the same, and its line is shown.
             document, _, _ = parse_document(data, name)
             enter_hook(document, settings.entry)
-            edited = json.dumps(document).encode()
+            outcome, edited = "edited", json.dumps(document).encode()
             event.fields |= {"code": e.code, "message": e.message}
     event.phase("edit")
     view = memoryview(data if edited is None else edited)
     while view:
         view = view[os.write(1, view) :]
-    return "no-request" if edited is None else "edited"
+    return outcome
 
 
 def release(options: Options, state: State) -> str:

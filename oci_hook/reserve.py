@@ -6,6 +6,7 @@ The governor says which GPU it will be and keeps it for a while; the hook confir
 from __future__ import annotations
 
 import json
+import os
 from typing import Any, NamedTuple
 
 from oci_hook.client import Client
@@ -17,10 +18,12 @@ from oci_hook.edits import (
     governed_by,
     gpu_nodes,
     host_nodes,
+    require_no_gpu,
 )
-from oci_hook.errors import BundleError, show
-from oci_hook.request import check_request, parse_annotations
-from oci_hook.state import PREFIX, is_sandbox, parse_document
+from oci_hook.errors import BundleError, DriverError, HookError, UnservedImageError, show
+from oci_hook.log import Event
+from oci_hook.request import Request, check_request, parse_annotations
+from oci_hook.state import PREFIX, find_root, is_sandbox, parse_document
 
 VARIABLES = {
     "TIDEGATE_MEMORY": "memory",
@@ -40,6 +43,8 @@ class Settings(NamedTuple):
     entry: Entry
     runtime_dir: str = "/run/tidegate"
     dev_dir: str = "/dev"
+    driver_dir: str = "/var/lib/tidegate/driver"
+    module_version: str = "/proc/driver/nvidia/version"
     environment: bool = False  # variables of the container count where an annotation is missing
     timeout: float = 10.0
 
@@ -60,20 +65,52 @@ def from_environment(document: dict[str, Any]) -> dict[str, str]:
     return asked
 
 
-def edit_config(data: bytes, name: str, settings: Settings) -> bytes | None:
-    """Give the edited config.json; None when the container asks for nothing.
+def find_unserved(request: Request, root: str, settings: Settings) -> HookError | None:
+    """Say why this node's driver cannot serve an image, as the hook would; None when it can.
 
-    HookError says what is wrong; nothing is reserved then, or not for long.
+    What the hook refuses in any case is refused here, too.
+    """
+    from oci_hook.apply import explain
+    from oci_hook.image import inspect_image, open_root
+    from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
+
+    opened: list[int] = []
+    try:
+        manifest = read_manifest(settings.driver_dir)
+        opened.append(manifest.hold)
+        check_fresh(manifest, module_version(settings.module_version))
+        share = choose_share(manifest, request.capabilities)
+        opened.append(open_root(root))
+        opened.append(os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+        _, rootfd, procfd = opened
+        inspect_image(rootfd, procfd, manifest.machine, compat32=share.compat32 != "no")
+    except (DriverError, UnservedImageError) as e:
+        return e
+    except OSError as e:
+        raise explain(e, f"look into {show(root)}") from e
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return None
+
+
+def edit_config(
+    data: bytes, bundle: str, name: str, settings: Settings, event: Event
+) -> tuple[str, bytes | None]:
+    """Give the outcome, and config.json as it is to be; None where it stays as it is.
+
+    `bundle` is where a relative root.path begins, `name` is for the reader. HookError says what is
+    wrong; nothing is reserved then, or not for long.
     """
     document, annotations, identity = parse_document(data, show(name))
     if is_sandbox(annotations):
-        return None
+        return "no-request", None
     ours = {k: v for k, v in annotations.items() if k.startswith(PREFIX)}
     replaces = ours.pop(RESERVATION, "")
     if settings.environment:
         ours = from_environment(document) | ours
     if not ours:
-        return None
+        return "no-request", None
     foreign = foreign_driver(document)
     if foreign:
         raise BundleError(
@@ -83,6 +120,13 @@ def edit_config(data: bytes, name: str, settings: Settings) -> bytes | None:
         )
     request = parse_annotations(ours)
     check_request(request, ours)
+    if request.optional:
+        # Here, because a node that is written down is in the container, governed or not.
+        why = find_unserved(request, find_root(document, bundle, show(name)), settings)
+        if why is not None:
+            require_no_gpu(document, why)
+            event.fields |= {"code": why.code, "message": why.message}
+            return "without-gpu", None
     client = Client(settings.runtime_dir, settings.timeout)
     try:
         answer = client.reserve(
@@ -103,4 +147,4 @@ def edit_config(data: bytes, name: str, settings: Settings) -> bytes | None:
         nodes=nodes,
         entry=settings.entry,
     )
-    return json.dumps(document).encode()
+    return "edited", json.dumps(document).encode()

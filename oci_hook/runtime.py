@@ -9,6 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from oci_hook.log import Event
+
 CONFIG = "/etc/tidegate/runtime"
 RUNTIMES = ("/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc", "/usr/bin/crun")
 HOOK = "/usr/bin/tidegate-hook"
@@ -180,7 +184,7 @@ def replace_file(path: str, data: bytes) -> None:
         os.close(dirfd)
 
 
-def prepare(call: Call, node: Node) -> None:
+def prepare(call: Call, node: Node, event: Event) -> None:
     """Edit config.json where the container asks for a GPU; HookError says why it cannot start."""
     from oci_hook.state import may_mention_us, read_file
 
@@ -192,16 +196,23 @@ def prepare(call: Call, node: Node) -> None:
         return
     from oci_hook.edits import Entry
     from oci_hook.errors import BundleError, show
+    from oci_hook.main import parse_arguments
     from oci_hook.reserve import Settings, edit_config
 
+    words = node.hook_arguments.split()
+    hook = parse_arguments([*words, "createRuntime"])
     settings = Settings(
-        entry=Entry(node.hook, tuple(node.hook_arguments.split())),
+        entry=Entry(node.hook, tuple(words)),
         runtime_dir=node.runtime_dir,
         dev_dir=node.dev_dir,
+        driver_dir=hook.driver_dir,
+        module_version=hook.module_version,
         environment=allowed,
     )
-    edited = edit_config(data, path, settings)
+    outcome, edited = edit_config(data, bundle, path, settings, event)
     if edited is None:
+        if outcome != "no-request":
+            event.emit(outcome)
         return
     try:
         replace_file(path, edited)
@@ -228,8 +239,10 @@ def main() -> None:
         from oci_hook.errors import HookError, InternalError, show
         from oci_hook.log import Event, complain
 
+        event = Event("runtime", node.log or None)
+        event.fields["id"] = show(call.ident, 128)
         try:
-            prepare(call, node)
+            prepare(call, node, event)
         except Exception as e:  # noqa: BLE001 - an engine gets one line, whatever happened
             error = (
                 e
@@ -239,8 +252,6 @@ def main() -> None:
                     hint="report this at the project's issue tracker",
                 )
             )
-            event = Event("runtime", node.log or None)
-            event.fields["id"] = show(call.ident, 128)
             complain(error.line())
             _tell_engine(call, error.line())
             event.emit("failed", code=error.code, message=error.message, hint=error.hint)

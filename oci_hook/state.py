@@ -207,15 +207,23 @@ def parse_config(data: bytes, bundle: str) -> Bundle:
     """Check config.json; `root` is absolute afterwards and is not the host's own."""
     path = f"{show(bundle)}/config.json"
     document, annotations, identity = parse_document(data, path)
+    root = find_root(document, bundle, path)
+    return Bundle(root=root, annotations=annotations, identity=identity, document=document)
+
+
+def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
+    """Give the absolute path of the container's root; `name` is config.json's, for the reader."""
     section = document.get("root")
     root = section.get("path") if type(section) is dict else None
     hint = "root.path names the container's root file system, below the bundle or absolute"
     if type(root) is not str or not root or "\0" in root:
-        raise BundleError(f"root.path in {path} is {show(root)}", hint=hint)
+        raise BundleError(f"root.path in {name} is {show(root)}", hint=hint)
     root = os.path.normpath(os.path.join(bundle, root))
+    if not root.startswith("/"):
+        raise BundleError(f"root.path in {name} is {show(root)}, not absolute", hint=hint)
     if root.strip("/") == "":
-        raise BundleError(f"root.path in {path} is the host's own root", hint=hint)
-    return Bundle(root=root, annotations=annotations, identity=identity, document=document)
+        raise BundleError(f"root.path in {name} is the host's own root", hint=hint)
+    return root
 
 
 def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:

@@ -159,7 +159,7 @@ HOST_PATHS = {
 DESCRIPTORS = {
     "os.close": {"fd", "rootfd", "made", "readable", "entry", "other"},
     "os.fdopen": {"fd"},
-    "os.fstat": {"self.rootfd", "rootfd", "c.rootfd", "dirfd", "fd"},
+    "os.fstat": {"rootfd", "c.rootfd", "dirfd", "fd"},
     "os.fchown": {"fd"},
     "os.fchmod": {"fd"},
     "os.write": {"fd"},

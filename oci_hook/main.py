@@ -142,7 +142,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     ):
         return "no-request"
     bundle = parse_config(config, state.bundle)
-    annotations = our_annotations(state, bundle)
+    annotations = our_annotations(state, bundle, governed=options.governed)
     if not annotations and not options.governed:
         return "no-request"
     event.phase("state")

@@ -15,6 +15,7 @@ from oci_hook.edits import (
     Entry,
     edit,
     foreign_driver,
+    gives_gpu,
     governed_by,
     gpu_nodes,
     host_nodes,
@@ -103,7 +104,8 @@ def edit_config(
     wrong; nothing is reserved then, or not for long.
     """
     document, annotations, identity = parse_document(data, show(name))
-    if is_sandbox(annotations):
+    exact = governed_by(document, settings.entry.path)
+    if is_sandbox(annotations) and not exact and not gives_gpu(document):
         return "no-request", None
     ours = {k: v for k, v in annotations.items() if k.startswith(PREFIX)}
     replaces = ours.pop(RESERVATION, "")
@@ -135,7 +137,7 @@ def edit_config(
             replaces=replaces[:64],
             # Those of a reservation were our own choice, and may be another now.
             nodes=() if replaces else gpu_nodes(document),
-            exact=governed_by(document, settings.entry.path),
+            exact=exact,
         )
     finally:
         client.close()

@@ -73,9 +73,10 @@ KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType"
 
 
 def is_sandbox(annotations: dict[str, str]) -> bool:
-    """Tell whether a container is a pod's sandbox: it is left alone, whatever it asks for.
+    """Tell whether a container says that it is a pod's sandbox, which is left alone.
 
     Each engine writes its own word over a user's, but not the other engine's: they have to agree.
+    Docker and Podman write none, so there it is the user's word: nobody who has a GPU is believed.
     """
     said = [annotations[name] for name in KINDS if name in annotations]
     return bool(said) and all(kind == "sandbox" for kind in said)
@@ -239,13 +240,16 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
     return document, annotations, identity
 
 
-def our_annotations(state: State, bundle: Bundle) -> dict[str, str]:
+def our_annotations(state: State, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
     """Give the annotations below our prefix: config.json's, which the state may repeat.
 
-    A sandbox has none that count.
+    A sandbox has none that count; no sandbox has a GPU, or is `governed`.
     """
-    if is_sandbox(bundle.annotations):
-        return {}
+    if is_sandbox(bundle.annotations) and not governed:
+        from oci_hook.edits import gives_gpu
+
+        if not gives_gpu(bundle.document):
+            return {}
     ours = {n: v for n, v in bundle.annotations.items() if n.startswith(PREFIX)}
     for name, value in state.annotations.items():
         if name.startswith(PREFIX) and ours.setdefault(name, value) != value:

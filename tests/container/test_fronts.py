@@ -15,6 +15,7 @@ import pytest
 from tests.container.bundles import LIBDIR, Bundle, Ran, Runtime, add_hook, compile_c
 from tests.container.conftest import Node
 from tests.container.test_runtime import (
+    OURS,
     Wrapped,
     dev,
     path_of,
@@ -209,4 +210,101 @@ def test_the_wrapper_looks_into_no_root_of_the_host_s(node: Node, wrapped: Wrapp
     ran = wrapped.run(bundle)
     assert ran.status == 66
     assert "is the host's own root" in ran.stderr
+    assert node.governor.requests == []
+
+
+KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
+SANDBOX = dict.fromkeys(KINDS, "sandbox")
+CLAIMS = pytest.mark.parametrize(
+    "claim",
+    [SANDBOX, *(pytest.param({kind: "sandbox"}, marks=pytest.mark.slow) for kind in KINDS)],
+    ids=["both", "containerd", "cri-o"],
+)
+SHOW = "ls /dev; ls -A /run/tidegate"
+
+
+def governed(node: Node, ran: Ran) -> None:
+    """It started with its GPU, under the quota that its annotations ask for."""
+    assert {"nvidia0", "grant"} <= set(ran.stdout.split()), ran.stderr
+    node.governor.wait_idle()
+    [admit] = [r for r in node.governor.requests if r["op"] == "admit"]
+    assert admit["annotations"] == OURS
+    assert len(node.governor.confirmed) == 1
+
+
+@CLAIMS
+def test_who_calls_itself_a_sandbox_is_governed_by_cdi(
+    node: Node, dev: Path, runtime: Runtime, claim: dict[str, str]
+) -> None:
+    """Docker and Podman let a user set any annotation; sandboxes of containerd and CRI-O have no devices."""
+    assert dev
+    bundle = plain(node, SHOW, annotations=OURS | claim)
+    enter_cdi(node, bundle)
+    governed(node, runtime.run(bundle))
+
+
+def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
+    node: Node, runtime: Runtime
+) -> None:
+    """As simulated GPUs have none: the hook's own argument says that a GPU was asked for."""
+    bundle = plain(node, "ls -A /run/tidegate", annotations=OURS | SANDBOX)
+    enter_cdi(node, bundle, [])
+    assert "grant" in runtime.run(bundle).stdout
+    assert node.governor.requests[0]["annotations"] == OURS
+
+
+def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
+    node: Node, dev: Path, runtime: Runtime
+) -> None:
+    """Podman's `--device /dev/nvidia0`, with a hook that came by its annotation."""
+    assert dev
+    bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
+    add_hook(bundle.config, node.hook, stage="createRuntime", poststop=False)
+    bundle.config["linux"]["devices"] = GPU_NODES
+    governed(node, runtime.run(bundle))
+
+
+@CLAIMS
+def test_who_calls_itself_a_sandbox_is_governed_by_the_wrapper(
+    node: Node, wrapped: Wrapped, claim: dict[str, str]
+) -> None:
+    bundle = plain(node, SHOW, annotations=OURS | claim)
+    bundle.config["linux"]["devices"] = GPU_NODES
+    governed(node, wrapped.run(bundle))
+    assert node.governor.requests[0]["op"] == "reserve"
+    assert node.governor.requests[0]["nodes"] == [0]
+
+
+def test_who_calls_itself_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
+    node: Node, wrapped: Wrapped
+) -> None:
+    bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
+    enter_cdi(node, bundle, [])
+    governed(node, wrapped.run(bundle))
+    assert node.governor.requests[0]["exact"] is True
+
+
+def test_who_calls_itself_a_sandbox_is_governed_by_precreate(
+    node: Node, dev: Path, runtime: Runtime
+) -> None:
+    bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
+    bundle.config["linux"]["devices"] = GPU_NODES
+    answer = precreate(node, dev, json.dumps(bundle.config).encode())
+    bundle.config = json.loads(answer.stdout)
+    governed(node, runtime.run(bundle))
+
+
+def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
+    node: Node, dev: Path, wrapped: Wrapped, runtime: Runtime
+) -> None:
+    """A pod's own has its annotations; a user's container that says so has no GPU, either."""
+    bundle = plain(node, SHOW, annotations=OURS | SANDBOX)
+    for n in range(2):
+        ran = (wrapped, runtime)[n].run(bundle)
+        assert not {"nvidia0", "grant"} & set(ran.stdout.split())
+        assert written(bundle) == bundle.config
+        data = json.dumps(bundle.config).encode()
+        assert precreate(node, dev, data).stdout.encode() == data
+        # Once more with the hook, as Podman enters it by the annotation.
+        add_hook(bundle.config, node.hook, stage="createRuntime", poststop=False)
     assert node.governor.requests == []

@@ -7,21 +7,17 @@ the node's defaults.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from governor.books import Device
-from governor.errors import GovernorError
-from oci_hook.edits import HOOK_ENV, HOOK_TIMEOUT
+from oci_hook.edits import CONTROL, Node, hook_entry, host_nodes
 
 KIND = "tidegate.gpu/shared"
 VERSION = "0.5.0"
 """The lowest in which a device's name may begin with a digit; older engines refuse newer ones."""
 HOOK = "/usr/bin/tidegate-hook"
-CONTROL = ("nvidiactl", "nvidia-uvm")
 
 
 def make_spec(
@@ -33,11 +29,13 @@ def make_spec(
 ) -> dict[str, Any]:
     """Return the specification of these GPUs, as the CDI specification says.
 
-    A GPU without a device node, which is a simulated one, has none in it.
+    A GPU without a device node, which is a simulated one, has none in it. DeviceError for a node
+    that the host does not have.
     """
-    nodes = {
-        d.uuid: [] if d.minor is None else [_node(dev_dir, f"nvidia{d.minor}")] for d in devices
-    }
+    minors = tuple(device.minor for device in devices if device.minor is not None)
+    found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
+    control, own = found[: len(CONTROL)], dict(zip(minors, found[len(CONTROL) :], strict=True))
+    nodes = {d.uuid: [] if d.minor is None else [own[d.minor]] for d in devices}
     named = [
         *((str(device.index), nodes[device.uuid]) for device in devices),
         *((device.uuid, nodes[device.uuid]) for device in devices),
@@ -45,17 +43,11 @@ def make_spec(
     ]
     edits: dict[str, Any] = {
         "hooks": [
-            {
-                "hookName": "createRuntime",
-                "path": hook,
-                "args": [Path(hook).name, *arguments, "--governed", "createRuntime"],
-                "env": list(HOOK_ENV),
-                "timeout": HOOK_TIMEOUT,
-            }
+            {"hookName": "createRuntime", **hook_entry(hook, (*arguments, "--governed"))},
         ],
     }
-    if any(nodes.values()):
-        edits["deviceNodes"] = [_node(dev_dir, name) for name in CONTROL]
+    if control:
+        edits["deviceNodes"] = control
     return {
         "cdiVersion": VERSION,
         "kind": KIND,
@@ -72,24 +64,12 @@ def _edits(nodes: list[dict[str, Any]]) -> dict[str, Any]:
     return edits
 
 
-def _node(dev_dir: str, name: str) -> dict[str, Any]:
-    path = Path(dev_dir, name)
-    try:
-        status = path.stat()
-    except OSError as e:
-        raise GovernorError(
-            f"device node {path}: {e.strerror}", hint="make it with `nvidia-modprobe -u -c 0`"
-        ) from e
-    if not stat.S_ISCHR(status.st_mode):
-        raise GovernorError(
-            f"device node {path} is no character device",
-            hint="remove it, and make it with `nvidia-modprobe -u -c 0`",
-        )
+def _node(dev_dir: str, node: Node) -> dict[str, Any]:
     return {
-        "path": f"/dev/{name}",
-        "hostPath": str(path),
+        "path": node.path,
+        "hostPath": f"{dev_dir}/{Path(node.path).name}",
         "type": "c",
-        "major": os.major(status.st_rdev),
-        "minor": os.minor(status.st_rdev),
+        "major": node.major,
+        "minor": node.minor,
         "permissions": "rw",
     }

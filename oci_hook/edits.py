@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from oci_hook.errors import BundleError, DeviceError, HookError, show
@@ -140,6 +141,17 @@ def foreign_driver(document: dict[str, Any]) -> str:
     return ""
 
 
+def refuse_foreign(document: dict[str, Any], name: str = "config.json") -> None:
+    """Refuse a container that gets a driver by somebody else, too; `name` is for the reader."""
+    foreign = foreign_driver(document)
+    if foreign:
+        raise BundleError(
+            f"{name} has a {foreign}, which brings a driver of its own",
+            hint="start the container without --gpus and nvidia.com devices, by a runtime that"
+            " is not NVIDIA's",
+        )
+
+
 def governed_by(document: dict[str, Any], path: str) -> bool:
     """Tell whether a device of ours was asked for by name: CDI enters the hook so."""
     return any(
@@ -235,6 +247,16 @@ def _is_gpu(major: object, minor: object) -> bool:
     return major == GPU_MAJOR and (type(minor) is not int or 0 <= minor < GPU_MINORS)
 
 
+def hook_entry(path: str, arguments: Iterable[str]) -> dict[str, Any]:
+    """Give the hook's entry, in the words of config.json; CDI has the same."""
+    return {
+        "path": path,
+        "args": [os.path.basename(path), *arguments, "createRuntime"],
+        "env": list(HOOK_ENV),
+        "timeout": HOOK_TIMEOUT,
+    }
+
+
 def enter_hook(document: dict[str, Any], entry: Entry) -> None:
     """Enter the hook once, whoever entered it before.
 
@@ -248,14 +270,7 @@ def enter_hook(document: dict[str, Any], entry: Entry) -> None:
                 hooks[stage] = kept
             else:
                 del hooks[stage]
-    _list(hooks, "createRuntime").append(
-        {
-            "path": entry.path,
-            "args": [os.path.basename(entry.path), *entry.arguments, "createRuntime"],
-            "env": list(HOOK_ENV),
-            "timeout": HOOK_TIMEOUT,
-        }
-    )
+    _list(hooks, "createRuntime").append(hook_entry(entry.path, entry.arguments))
 
 
 def _edit_environment(document: dict[str, Any]) -> None:

@@ -153,8 +153,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
     from oci_hook.edits import (
         RESERVATION,
         check_devices,
-        foreign_driver,
         gpu_nodes,
+        refuse_foreign,
         require_no_gpu,
     )
     from oci_hook.image import inspect_image, look_at_places
@@ -165,13 +165,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     event.phase("import")
     kernel.set_undumpable()
     reservation = annotations.pop(RESERVATION, "")
-    foreign = foreign_driver(bundle.document)
-    if foreign:
-        raise BundleError(
-            f"config.json has a {foreign}, which brings a driver of its own",
-            hint="start the container without --gpus and nvidia.com devices, by a runtime that"
-            " is not NVIDIA's",
-        )
+    refuse_foreign(bundle.document)
     nodes = gpu_nodes(bundle.document)
     request = parse_annotations(annotations)
     check_request(request, annotations)

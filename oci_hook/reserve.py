@@ -14,14 +14,14 @@ from oci_hook.edits import (
     RESERVATION,
     Entry,
     edit,
-    foreign_driver,
     gives_gpu,
     governed_by,
     gpu_nodes,
     host_nodes,
+    refuse_foreign,
     require_no_gpu,
 )
-from oci_hook.errors import BundleError, DriverError, HookError, UnservedImageError, show
+from oci_hook.errors import DriverError, HookError, UnservedImageError, show
 from oci_hook.log import Event
 from oci_hook.request import Request, check_request, parse_annotations
 from oci_hook.state import PREFIX, find_root, is_sandbox, parse_document
@@ -113,13 +113,7 @@ def edit_config(
         ours = from_environment(document) | ours
     if not ours:
         return "no-request", None
-    foreign = foreign_driver(document)
-    if foreign:
-        raise BundleError(
-            f"{show(name)} has a {foreign}, which brings a driver of its own",
-            hint="start the container without --gpus and nvidia.com devices, by a runtime that"
-            " is not NVIDIA's",
-        )
+    refuse_foreign(document, show(name))
     request = parse_annotations(ours)
     check_request(request, ours)
     if request.optional:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from governor.cdi import HOOK, KIND, make_spec
-from governor.errors import GovernorError
+from governor.setup.files import Root
 
 SUMMARY = "Describe the node's GPUs to engines that know CDI"
 FILE = "/var/run/cdi/tidegate.json"
@@ -73,23 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(path: Path, spec: dict[str, Any]) -> None:
-    """Put the specification in its place: an engine reads the whole of it, or what was before."""
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # Engines read files that end with .json or .yaml.
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            json.dump(spec, file, indent=2)
-            file.write("\n")
-            os.fchmod(file.fileno(), 0o644)
-        temporary.replace(path)
-    except OSError as e:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-        raise GovernorError(
-            f"{path} cannot be written: {e.strerror}", hint="run as root, or name another --output"
-        ) from e
+    """Put the specification in its place: an engine reads the whole of it, or what was before.
+
+    SetupError says what stands against that.
+    """
+    root = Root("/")
+    root.make_directory(str(path.parent.absolute()))
+    root.write(str(path.absolute()), json.dumps(spec, indent=2).encode() + b"\n")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from governor.books import Device
 from governor.cdi import make_spec
-from governor.errors import GovernorError
+from governor.errors import SetupError
 from governor.verbs.cdi import write
 from oci_hook.edits import Entry, Node, edit, foreign_driver, gpu_nodes, host_nodes
 from oci_hook.errors import BundleError, DeviceError, HookError
@@ -194,7 +194,7 @@ def test_the_gpus_are_cdi_devices_by_index_uuid_and_all(dev: Path) -> None:
 
 def test_a_gpu_whose_node_is_missing_is_said(dev: Path) -> None:
     (dev / "nvidia3").unlink()
-    with pytest.raises(GovernorError, match="nvidia3: No such file"):
+    with pytest.raises(DeviceError, match="nvidia3: No such file"):
         make_spec(GPUS, dev_dir=str(dev))
 
 
@@ -212,5 +212,5 @@ def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert [p.name for p in path.parent.iterdir()] == ["tidegate.json"]
     (tmp_path / "file").touch()
-    with pytest.raises(GovernorError, match="cannot be written"):
+    with pytest.raises(SetupError, match="file is not a directory"):
         write(tmp_path / "file" / "tidegate.json", {})

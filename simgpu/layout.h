@@ -24,7 +24,7 @@
 #include <stdint.h>
 
 #define SIMGPU_MAGIC          0x5550474d49534754ull /* "TGSIMGPU" in memory */
-#define SIMGPU_LAYOUT_VERSION 1
+#define SIMGPU_LAYOUT_VERSION 2
 
 #define GPU_NVLINKS  18   /* of each GPU, as an H200 has */
 #define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for one */
@@ -49,14 +49,13 @@ struct gpu_config {
     uint64_t switch_cost;    /* ns */
     uint64_t seed;
     uint32_t jitter; /* per mille of a kernel's duration, either way */
-    uint32_t minor;
     uint8_t uuid[16];
     char name[96];
     uint32_t pci_bus;
     _Atomic uint32_t lost; /* NVML finds it off the bus; the one field that is changed later */
     uint32_t place[4];     /* NUMA node, host bridge, PCIe tree, switch, each + 1; 0: not known */
     uint8_t nvlinks[20];   /* what is at the end of each: GPU_LINK_..., or a GPU's minor + 1 */
-    uint32_t reserved[967];
+    uint32_t reserved[968];
 };
 
 #define GPU_LINK_NONE   0
@@ -145,12 +144,12 @@ GPU_OFFSET(config.file_size, 16);
 GPU_OFFSET(config.memory, 24);
 GPU_OFFSET(config.slice, 40);
 GPU_OFFSET(config.jitter, 64);
-GPU_OFFSET(config.uuid, 72);
-GPU_OFFSET(config.name, 88);
-GPU_OFFSET(config.pci_bus, 184);
-GPU_OFFSET(config.lost, 188);
-GPU_OFFSET(config.place, 192);
-GPU_OFFSET(config.nvlinks, 208);
+GPU_OFFSET(config.uuid, 68);
+GPU_OFFSET(config.name, 84);
+GPU_OFFSET(config.pci_bus, 180);
+GPU_OFFSET(config.lost, 184);
+GPU_OFFSET(config.place, 188);
+GPU_OFFSET(config.nvlinks, 204);
 GPU_OFFSET(shared, 0x1000);
 GPU_OFFSET(shared.clock_mode, 0x1008);
 GPU_OFFSET(shared.current, 0x100c);

@@ -23,15 +23,15 @@ from pathlib import Path
 DEFAULT_DIRECTORY = Path("/dev/tidegate-simgpu")
 
 MAGIC = 0x5550474D49534754
-VERSION = 1
+VERSION = 2
 SLOTS = 256
 CONTEXTS = 256
 QUEUE = 1024
 SLOT_LOCK = 1 << 40
 
-CONFIG = struct.Struct("<QII6QII16s96sII4I20s")
+CONFIG = struct.Struct("<QII6QI16s96sII4I20s")
 CONFIG_SIZE = 4096
-LOST_OFFSET = 188
+LOST_OFFSET = 184
 NVLINKS = 18
 CLOCK_OFFSET = 0x1008  # mode, current timeline, virtual now
 N_CONTEXTS_OFFSET = 0x1028
@@ -188,7 +188,7 @@ def create(
         config = CONFIG.pack(
             MAGIC, VERSION, CONFIG_SIZE, FILE_SIZE,
             memory, context_memory, slice_us * 1000, switch_us * 1000, seed,
-            jitter, index, device_uuid(seed, index).bytes, name.encode()[:95], index + 1,
+            jitter, device_uuid(seed, index).bytes, name.encode()[:95], index + 1,
             0, *topology.place(index), topology.ends(index),
         )  # fmt: skip
         partial = directory / f".gpu{index}.{os.getpid()}"
@@ -281,8 +281,8 @@ def status(path: Path) -> Status:
     )
     return Status(
         device=path.name,
-        uuid=f"GPU-{uuid.UUID(bytes=config[11])}",
-        name=config[12].rstrip(b"\0").decode(),
+        uuid=f"GPU-{uuid.UUID(bytes=config[10])}",
+        name=config[11].rstrip(b"\0").decode(),
         total=total,
         used=sum(process.memory for process in processes),
         now=now,

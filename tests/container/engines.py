@@ -250,7 +250,7 @@ class Engine(abc.ABC):
 
     def commit(self, started: Started, image: str, archive: Path) -> None:
         """Make an image of a container, and save it."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.name} commits no containers: leave it out of the test")
 
     def _mounts(self, started: Started) -> Iterator[tuple[str, str]]:
         yield from self.volumes.items()
@@ -531,7 +531,7 @@ class ContainerdCri(Ctr):
         return Ran(answer.get(3, [0])[0], out, error)
 
     def restart(self, started: Started) -> None:
-        raise NotImplementedError  # a kubelet makes another container instead
+        raise NotImplementedError("a kubelet makes another container: leave CRI out of the test")
 
     def _remove(self, started: Started) -> None:
         if started.identifier:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import time
+import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ from pathlib import Path
 import pytest
 
 from governor import cli
+from governor.setup import plan
 from tests.container.bundles import make_rootfs
 from tests.container.cri import Cri, strings
 from tests.container.engine_host import EngineHost
 from tests.container.engines import IMAGE, pack_image
 from tests.container.test_engines import SUITES, unpacked
+from tests.unit.setup_tree import put, put_programs, setup
+from tests.unit.test_setup_containerd import CONFIG as CONTAINERD_TOML
+from tests.unit.test_setup_containerd import NODE2, V2, V3
 
 RUNTIME = '#!/bin/sh\necho runtime >>/tmp/started\nexec runc "$@"\n'
 HOOK = """#!/bin/sh
@@ -253,3 +258,45 @@ def strip(config: dict) -> dict:
     """A container's configuration without what is named after it."""
     mounts = [{**m, "source": m["source"].rpartition("/")[2]} for m in config["mounts"]]
     return {**config, "mounts": mounts, "linux": {**config["linux"], "namespaces": None}}
+
+
+@pytest.mark.parametrize("content", [None, NODE2, "version = 2\n"])
+@pytest.mark.parametrize("suite", SUITES)
+def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite, content):
+    """Its own reading of its files; no daemon is started."""
+    root, program = tmp_path, unpacked(suite) / "usr/bin/containerd"
+    if content is not None:
+        put(root, CONTAINERD_TOML, content)
+    release = subprocess.run([program, "--version"], check=True, capture_output=True, text=True)
+    put_programs(root)
+    found = plan.version(release.stdout)
+    assert found is not None
+    version = ".".join(map(str, found))
+    for words in ((), ("--containerd-version", version)):
+        if content is None and not words:
+            continue
+        setup(root, "containerd", *words)
+        file = root / CONTAINERD_TOML.lstrip("/")
+        between = file.read_text()
+        # Imports are absolute: they lead into the root here.
+        file.write_text(between.replace('"/etc/', f'"{root}/etc/'))
+        dump = subprocess.run(
+            [program, "--config", file, "config", "dump"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        file.write_text(between)
+        document = tomllib.loads(dump.stdout)
+        plugin = V3 if found >= (2, 0) else V2
+        known = document["plugins"][plugin]["containerd"]["runtimes"]
+        assert set(known) >= {"runc", "tidegate"}
+        assert known["tidegate"]["options"]["BinaryName"] == "/usr/bin/tidegate-runtime"
+        assert known["tidegate"]["pod_annotations"][-1] == "tidegate.gpu/*"
+        assert known["tidegate"]["container_annotations"] == ["tidegate.gpu/*"]
+        if content == NODE2:
+            assert known["tidegate"]["options"]["SystemdCgroup"] is True
+            assert known["runc"]["options"]["SystemdCgroup"] is True
+            assert known["runc"]["pod_annotations"] == ["example.org/*"]
+            assert "registry.k8s.io/pause:3.9" in dump.stdout
+        setup(root, "containerd", "--undo")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -503,54 +501,3 @@ def test_a_program_that_fails_is_quoted(tmp_path, monkeypatch):
 )
 def test_versions(said, found):
     assert plan.version(said) == found
-
-
-def engines():
-    """containerd's programs: the machine's, and those of the roots with engines for container tests."""
-    found = sorted(map(str, (ROOT / "build/engines").glob("*/usr/bin/containerd")))
-    installed = shutil.which("containerd")
-    return [*found, installed] if installed else found
-
-
-NONE = [pytest.param("", marks=pytest.mark.skip(reason="no containerd is here"))]
-
-
-@pytest.mark.parametrize("program", engines() or NONE)
-@pytest.mark.parametrize("content", [None, NODE2, "version = 2\n"])
-def test_containerd_itself_finds_the_handler_and_what_was_there(root, program, content):
-    """Its own reading of its files; no daemon is started."""
-    if content is not None:
-        put(root, CONFIG, content)
-    release = subprocess.run([program, "--version"], check=True, capture_output=True, text=True)
-    put_programs(root)
-    found = plan.version(release.stdout)
-    assert found is not None
-    version = ".".join(map(str, found))
-    for words in ((), ("--containerd-version", version)):
-        if content is None and not words:
-            continue
-        setup(root, "containerd", *words)
-        file = root / CONFIG.lstrip("/")
-        between = file.read_text()
-        # Imports are absolute: they lead into the root here.
-        file.write_text(between.replace('"/etc/', f'"{root}/etc/'))
-        dump = subprocess.run(
-            [program, "--config", file, "config", "dump"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        file.write_text(between)
-        document = tomllib.loads(dump.stdout)
-        plugin = V3 if found >= (2, 0) else V2
-        known = document["plugins"][plugin]["containerd"]["runtimes"]
-        assert set(known) >= {"runc", "tidegate"}
-        assert known["tidegate"]["options"]["BinaryName"] == "/usr/bin/tidegate-runtime"
-        assert known["tidegate"]["pod_annotations"][-1] == "tidegate.gpu/*"
-        assert known["tidegate"]["container_annotations"] == ["tidegate.gpu/*"]
-        if content == NODE2:
-            assert known["tidegate"]["options"]["SystemdCgroup"] is True
-            assert known["runc"]["options"]["SystemdCgroup"] is True
-            assert known["runc"]["pod_annotations"] == ["example.org/*"]
-            assert "registry.k8s.io/pause:3.9" in dump.stdout
-        setup(root, "containerd", "--undo")

@@ -11,6 +11,7 @@ import pytest
 from governor.errors import SetupError
 from governor.setup import apply
 from governor.setup.files import Root
+from tests.conftest import lack
 from tests.unit.setup_tree import put, put_programs, setup, snapshot, text
 
 CONFIG = "/etc/docker/daemon.json"
@@ -390,7 +391,7 @@ def test_owner_and_labels_stay(root):
     try:
         os.setxattr(file, "user.label", b"x")
     except OSError:
-        pytest.skip("the file system has no attributes")
+        lack("the file system has no attributes")
     for words in (("docker",), ("docker", "--undo")):
         setup(root, *words)
         assert (file.stat().st_uid, file.stat().st_gid) == owner

@@ -315,6 +315,57 @@ def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: i
         assert listed(governor) == ["one"]
 
 
+def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pidfd: int) -> None:
+    """Both know its name, as two containers of a copied bundle do."""
+    with Client(governor) as client:
+        token = client.ask(RESERVE)["reservation"]
+    answers: dict[str, dict[str, Any]] = {}
+    ready = threading.Barrier(2)
+    clients = {name: Client(governor) for name in ("one", "two")}
+
+    def admit(name: str) -> None:
+        ready.wait()
+        answers[name] = clients[name].ask({**ADMIT, "id": name, "reservation": token}, pidfd)
+
+    threads = [threading.Thread(target=admit, args=(name,)) for name in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(answer["ok"] for answer in answers.values()) == [False, True]
+    with Client(governor) as client:
+        assert client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 40
+    for one in clients.values():
+        one.__exit__()
+
+
+def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
+    governor: Governor, pidfd: int
+) -> None:
+    """A reservation says which GPUs; how much of them is asked for again, and counted again."""
+    with Client(governor) as client:
+        small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
+        token = client.ask({**RESERVE, "annotations": small})["reservation"]
+        assert client.ask(ADMIT, pidfd)["ok"]
+        large = {**ADMIT, "id": "two", "reservation": token}
+        assert client.error(large, pidfd)[0] == "refused"
+        assert listed(governor) == ["one"]
+        # What it was for has lost it, and gets what is left.
+        late = {**ADMIT, "id": "three", "annotations": small, "reservation": token}
+        assert client.ask(late, pidfd)["memory"] == GIB
+
+
+def test_a_guessed_reservation_is_none(governor: Governor, pidfd: int) -> None:
+    with Client(governor) as client:
+        token = client.ask(RESERVE)["reservation"]
+        assert len(token) == 32
+        for guess in ("", "x", token[:-1], token.upper() + "0", f"reservation {token}"):
+            with Client(governor) as guesser:
+                assert guesser.error({**ADMIT, "reservation": guess}, pidfd)[0] == "refused", guess
+                assert guesser.error({**RESERVE, "replaces": guess})[0] == "refused", guess
+        assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
+
+
 def test_a_reservation_that_is_replaced_is_gone(governor: Governor, pidfd: int) -> None:
     with Client(governor) as client:
         first = client.ask(RESERVE)["reservation"]

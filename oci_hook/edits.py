@@ -244,7 +244,8 @@ def _edit_devices(document: dict[str, Any], nodes: tuple[Node, ...]) -> None:
 
 
 def _is_gpu(major: object, minor: object) -> bool:
-    return major == GPU_MAJOR and (type(minor) is not int or 0 <= minor < GPU_MINORS)
+    """Tell whether a rule is of GPUs: runtimes take no minor number, and one below 0, for all."""
+    return major == GPU_MAJOR and (type(minor) is not int or minor < GPU_MINORS)
 
 
 def hook_entry(path: str, arguments: Iterable[str]) -> dict[str, Any]:
@@ -262,6 +263,8 @@ def enter_hook(document: dict[str, Any], entry: Entry) -> None:
 
     No `poststop`: the governor sees the container's process end, and a start is a process less.
     """
+    # Behind a front of ours CDI's word stays: a GPU was asked for by name.
+    more = ("--governed",) if governed_by(document, entry.path) else ()
     hooks = _object(document, "hooks")
     for stage in list(hooks):
         if type(hooks[stage]) is list:
@@ -270,7 +273,7 @@ def enter_hook(document: dict[str, Any], entry: Entry) -> None:
                 hooks[stage] = kept
             else:
                 del hooks[stage]
-    _list(hooks, "createRuntime").append(hook_entry(entry.path, entry.arguments))
+    _list(hooks, "createRuntime").append(hook_entry(entry.path, (*entry.arguments, *more)))
 
 
 def _edit_environment(document: dict[str, Any]) -> None:

@@ -103,16 +103,21 @@ def parse_arguments(arguments: list[str]) -> Options:
     return options
 
 
-def arm(seconds: float) -> None:
-    """Set the hook's own deadline: without one a hook that hangs holds the runtime for ever."""
+def arm(seconds: float, who: str = "the hook") -> None:
+    """Set a deadline of our own: without one a hook that hangs holds the runtime for ever."""
 
     def expire(_signal: int, _frame: FrameType | None) -> None:
         raise MountError(
-            f"the hook did not finish within {seconds:g} s", hint="see the hook's log on the node"
+            f"{who} did not finish within {seconds:g} s", hint="see the hook's log on the node"
         )
 
     signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def disarm() -> None:
+    """Take the deadline back."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def asks_nothing(state: bytes | None) -> bool:
@@ -320,9 +325,9 @@ def run(arguments: list[str]) -> int:
             outcome = (
                 release(options, state) if stage == "poststop" else prepare(options, state, event)
             )
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        disarm()
     except Exception as e:  # noqa: BLE001
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        disarm()
         error = e if isinstance(e, HookError) else _internal(e)
         complain(error.line())
         event.emit("failed", code=error.code, message=error.message, hint=error.hint)

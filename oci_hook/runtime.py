@@ -24,6 +24,31 @@ COMMANDS = frozenset(
     )
 )
 MAKING = ("create", "run", "restore")
+# The options that take a value, and the others: before the command, and of those that make.
+OF_ALL = (
+    frozenset(
+        ("cgroup-manager", "criu", "log", "log-format", "log-level", "root", "rootless"),
+    ),
+    frozenset(("debug", "help", "systemd-cgroup", "usage", "version")),
+)
+OF_COMMAND = (
+    frozenset(
+        (
+            *("bundle", "config", "console-socket", "empty-ns", "image-path", "lsm-mount-context"),
+            *("lsm-profile", "manage-cgroups-mode", "pid-file", "pidfd-socket", "preserve-fds"),
+            "work-path",
+        )
+    ),
+    frozenset(
+        (
+            *("auto-dedup", "detach", "ext-unix-sk", "file-locks", "help", "keep", "lazy-pages"),
+            *("network-lock", "no-new-keyring", "no-pivot", "no-subreaper", "shell-job"),
+            *("tcp-close", "tcp-established", "usage"),
+        )
+    ),
+)
+SHORT = {"b": "bundle", "f": "config"}
+GETOPT = ("crun", "krun", "youki")  # the runtimes that read options so, by their file's name
 
 
 class Call:
@@ -35,30 +60,62 @@ class Call:
         self.command = self.bundle = self.config = self.ident = self.log = self.log_format = ""
 
 
-def parse_call(arguments: list[str]) -> Call:
-    """Find what matters in a command line of runc's or crun's.
+def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
+    """Find what matters in a command line, as the runtime itself reads it.
 
-    The command is the first word that is one: which options take a value differs between them.
+    runc has Go's flags: one dash is as good as two, and nothing is abbreviated. crun has getopt's:
+    names are abbreviated, and short options stand together with their values. An option that
+    neither of them has is taken to have no value; before the command, what is no command is its.
     """
     call = Call()
     rest = iter(arguments)
+    ended = False  # by a `--`
     for argument in rest:
-        name, equals, value = argument.partition("=")
-        if not call.command and argument in COMMANDS:
-            call.command = argument
-        elif name in ("--log", "--log-format", "-b", "--bundle", "-bundle", "-f", "--config"):
-            if name in ("-f", "--config") and not call.command:
-                continue  # crun's, of the command only
-            if not equals:
-                value = next(rest, "")
-            field = {"--log": "log", "--log-format": "log_format"}.get(
-                name, "config" if name in ("-f", "--config") else "bundle"
-            )
-            # crun says where a log is: file:PATH, journald:NAME.
-            setattr(call, field, value.removeprefix("file:") if field == "log" else value)
-        elif call.command and not argument.startswith("-"):
-            call.ident = argument
+        if argument == "--" and not ended:
+            ended = call.command != ""
+        elif ended or not argument.startswith("-") or argument == "-":
+            if not call.command and argument in COMMANDS:
+                call.command = argument
+            elif call.command:
+                call.ident = argument
+        else:
+            own = OF_COMMAND if call.command else OF_ALL
+            read = _read_getopt if like_crun else _read_go
+            name, value = read(argument, own)
+            if name in own[0]:
+                if value is None:
+                    value = next(rest, "")
+                _take(call, name, value)
     return call
+
+
+def _take(call: Call, name: str, value: str) -> None:
+    if name == "log":
+        call.log = value.removeprefix("file:")  # crun says where: file:PATH, journald:NAME
+    elif name in ("log-format", "bundle", "config"):
+        setattr(call, name.replace("-", "_"), value)
+
+
+def _read_go(argument: str, _own: tuple[frozenset[str], frozenset[str]]) -> tuple[str, str | None]:
+    """Give an option's name, and its value where that is in the same word."""
+    name, equals, value = argument.lstrip("-").partition("=")
+    return SHORT.get(name, name), value if equals else None
+
+
+def _read_getopt(
+    argument: str, own: tuple[frozenset[str], frozenset[str]]
+) -> tuple[str, str | None]:
+    if argument.startswith("--"):
+        name, equals, value = argument[2:].partition("=")
+        known = own[0] | own[1]
+        if name not in known:
+            # Of several that begin so, crun takes none.
+            name = next((k for k in sorted(known) if k.startswith(name)), name)
+        return name, value if equals else None
+    for place, letter in enumerate(argument[1:], 2):
+        if SHORT.get(letter) in own[0]:
+            return SHORT[letter], argument[place:] or None
+    return "", None
 
 
 class Node:
@@ -164,7 +221,7 @@ def replace_file(path: str, data: bytes) -> None:
     dirfd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     temporary = f".{name}.tidegate-{os.getpid()}"
     try:
-        old = os.stat(name, dir_fd=dirfd, follow_symlinks=False)
+        old = os.stat(name, dir_fd=dirfd)  # of what was read, where that is a link
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=dirfd)
         try:
@@ -188,17 +245,23 @@ def prepare(call: Call, node: Node, event: Event) -> None:
     """Edit config.json where the container asks for a GPU; HookError says why it cannot start."""
     from oci_hook.state import may_mention_us, read_file
 
-    bundle = os.path.abspath(call.bundle or ".")
-    path = os.path.join(bundle, call.config) if call.config else f"{bundle}/config.json"
+    # The kernel's way, as the runtimes go there: links first, then `..`.
+    bundle = os.path.realpath(call.bundle or ".")
+    path = f"{bundle}/config.json"
+    if call.config and os.path.realpath(call.config) != os.path.realpath(path):
+        path = os.path.abspath(call.config)
     data = read_file(path, "the engine keeps config.json in the bundle")
     allowed = node.environment == "allow"
     if not may_mention_us(data) and not (allowed and b"TIDEGATE_" in data):
         return
     from oci_hook.edits import Entry
     from oci_hook.errors import BundleError, show
-    from oci_hook.main import parse_arguments
+    from oci_hook.main import arm, disarm, parse_arguments
     from oci_hook.reserve import Settings, edit_config
 
+    if path != f"{bundle}/config.json":
+        _refuse_elsewhere(data, path)
+        return
     words = node.hook_arguments.split()
     hook = parse_arguments([*words, "createRuntime"])
     settings = Settings(
@@ -208,8 +271,13 @@ def prepare(call: Call, node: Node, event: Event) -> None:
         driver_dir=hook.driver_dir,
         module_version=hook.module_version,
         environment=allowed,
+        timeout=hook.timeout / 2,
     )
-    outcome, edited = edit_config(data, bundle, path, settings, event)
+    arm(hook.timeout, "tidegate-runtime")
+    try:
+        outcome, edited = edit_config(data, bundle, path, settings, event)
+    finally:
+        disarm()  # or it ends the real runtime
     if edited is None:
         if outcome != "no-request":
             event.emit(outcome)
@@ -223,6 +291,19 @@ def prepare(call: Call, node: Node, event: Event) -> None:
         ) from e
 
 
+def _refuse_elsewhere(data: bytes, path: str) -> None:
+    """Refuse a container by crun's --config that asks for a GPU: the hook reads the bundle's."""
+    from oci_hook.errors import BundleError, show
+    from oci_hook.state import PREFIX, parse_document
+
+    _, annotations, _ = parse_document(data, show(path))
+    if any(name.startswith(PREFIX) for name in annotations):
+        raise BundleError(
+            f"--config names {show(path)}, hooks read config.json in the bundle",
+            hint="put it there, and start the container without --config",
+        )
+
+
 def main() -> None:
     """Edit where it is due, and become the real runtime."""
     arguments = sys.argv[1:]
@@ -234,7 +315,8 @@ def main() -> None:
         node = read_node(config)
     except SettingsError as e:
         sys.exit(_fail(str(e)))
-    call = parse_call(arguments)
+    real = os.path.basename(os.path.realpath(node.runtime))
+    call = parse_call(arguments, like_crun=any(name in real for name in GETOPT))
     if call.command in MAKING:
         from oci_hook.errors import HookError, InternalError, show
         from oci_hook.log import Event, complain

@@ -95,8 +95,11 @@ def read_bounded(fd: int, limit: int) -> bytes | None:
     return None
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Build an object; refuse an annotation given twice: readers differ in which one wins."""
+def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, object]:
+    """Build an object; refuse an annotation given twice: readers differ in which one wins.
+
+    Other names that are given twice are added to `twice`.
+    """
     result = dict(pairs)
     if len(result) != len(pairs):
         seen = set()
@@ -105,15 +108,19 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
                 raise AnnotationError(
                     f"annotation {show(key)} is given twice", hint="give each annotation once"
                 )
+            if key in seen:
+                twice.append(key)
             seen.add(key)
     return result
 
 
-def _parse_object(data: bytes, error: type[HookError], what: str, hint: str) -> dict[str, object]:
+def _parse_object(
+    data: bytes, error: type[HookError], what: str, hint: str, twice: list[str]
+) -> dict[str, object]:
     import json
 
     try:
-        document = json.loads(data.decode(), object_pairs_hook=_unique)
+        document = json.loads(data.decode(), object_pairs_hook=lambda pairs: _unique(pairs, twice))
     except (ValueError, RecursionError) as e:
         raise error(f"{what} is not JSON ({show(e)})", hint=hint) from e
     if type(document) is not dict:
@@ -144,7 +151,7 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
     hint = "run the hook from an OCI runtime, as createRuntime or prestart"
     if data is None:
         raise StateError(f"the OCI state on stdin is larger than {STATE_LIMIT} bytes", hint=hint)
-    document = _parse_object(data, StateError, "the OCI state on stdin", hint)
+    document = _parse_object(data, StateError, "the OCI state on stdin", hint, [])
     ident, pid, bundle = document.get("id"), document.get("pid"), document.get("bundle")
     if type(ident) is not str or not ident or len(ident) > ID_LIMIT:
         raise StateError(
@@ -219,7 +226,11 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
     hint = "root.path names the container's root file system, below the bundle or absolute"
     if type(root) is not str or not root or "\0" in root:
         raise BundleError(f"root.path in {name} is {show(root)}", hint=hint)
-    root = os.path.normpath(os.path.join(bundle, root))
+    parts = [part for part in root.split("/") if part not in ("", ".")]
+    if ".." in parts[parts.count("..") :]:
+        # runc goes by the text, crun and the kernel by the links.
+        raise BundleError(f"root.path in {name} is {show(root)}, '..' behind a name", hint=hint)
+    root = os.path.normpath(os.path.join(os.path.realpath(bundle) if bundle else "", root))
     if not root.startswith("/"):
         raise BundleError(f"root.path in {name} is {show(root)}, not absolute", hint=hint)
     if root.strip("/") == "":
@@ -229,10 +240,18 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
 
 def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Give config.json, its annotations, and whose container it is; `name` is for the reader."""
+    twice: list[str] = []
     document = _parse_object(
-        data, BundleError, name, "the runtime has to write a valid config.json"
+        data, BundleError, name, "the runtime has to write a valid config.json", twice
     )
     annotations = _annotations(document, BundleError, name)
+    asks = b'"--governed"' in data or any(known.startswith(PREFIX) for known in annotations)
+    if twice and asks:
+        # crun takes the first of them, runc and we the last.
+        raise BundleError(
+            f"{show(twice[0])} is given twice in {name}",
+            hint="whatever wrote config.json has to write each name once",
+        )
     identity: dict[str, str] = {}
     for annotation, field in IDENTITY.items():
         if annotation in annotations and len(annotations[annotation]) <= ID_LIMIT:

@@ -5,14 +5,28 @@ Whatever they do, a container that can reach a GPU is governed or does not start
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import socket
+import stat
+import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.container.bundles import LIBDIR, Bundle, Ran, Runtime, add_hook, compile_c
+from tests.container.bundles import (
+    LIBDIR,
+    Bundle,
+    Ran,
+    Runtime,
+    add_hook,
+    base_config,
+    compile_c,
+)
 from tests.container.conftest import Node
 from tests.container.test_runtime import (
     OURS,
@@ -308,3 +322,252 @@ def test_a_sandbox_without_a_gpu_is_left_alone_by_all(
         # Once more with the hook, as Podman enters it by the annotation.
         add_hook(bundle.config, node.hook, stage="createRuntime", poststop=False)
     assert node.governor.requests == []
+
+
+# How engines and people write it, and how somebody would who wants the wrapper to edit another bundle than the runtime
+# reads. {b}: the container's bundle; the directory around is another one, which asks for nothing.
+LINES = {
+    "run -b {b} x": True,
+    "run -b={b} x": False,
+    "run -b{b} x": True,
+    "run --b {b} x": False,
+    "run --bund={b} x": False,
+    "run -bundle {b} x": True,
+    "run x -b {b}": False,
+    "run --bundle {b} -- x": False,
+    "run --bundle . --bundle {b} x": False,
+    "run --pid-file --bundle -b {b} x": True,
+    "run --bundle link/.. x": True,
+    "run --no-pivot=false -b {b} x": False,
+    "--log-format create run -b {b} x": False,
+    "-debug run -b {b} x": False,
+    "-- run -b {b} x": False,
+    "run -f {b}/config.json x": False,
+    "run --conf {b}/config.json -b {b} x": True,
+}
+STARTS = {
+    "run -b {b} x": ("runc", "crun"),
+    "run --bundle link/.. x": ("runc", "crun"),
+    "run --pid-file --bundle -b {b} x": ("runc", "crun"),
+    "run -bundle {b} x": ("runc",),
+    "run -b{b} x": ("crun",),
+}
+QUICK_LINES = [
+    pytest.param(line, marks=() if quick else pytest.mark.slow) for line, quick in LINES.items()
+]
+
+
+@pytest.mark.parametrize("line", QUICK_LINES)
+def test_the_wrapper_reads_the_command_line_as_the_runtime_does(
+    node: Node, wrapped: Wrapped, line: str
+) -> None:
+    """Whatever starts has the GPU that its own config.json asks for, and the other bundle stays as it is."""
+    bundle = plain(node, SHOW + "; echo it-runs")
+    bundle.write()
+    other = node.base / "other"
+    (other / "rootfs").mkdir(parents=True)
+    (other / "undle").mkdir()
+    (other / "link").symlink_to(bundle.rootfs)
+    beside = plain_config()
+    (other / "config.json").write_text(beside)
+    words = wrapped.command(*line.format(b=bundle.path).split())
+    name = f"tidegate-front-{os.getpid()}"
+    done = subprocess.run(
+        [name if word == "x" else word for word in words],
+        cwd=other, capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    if "it-runs" in done.stdout:
+        assert "grant" in done.stdout.split(), done.stderr
+    else:
+        assert done.returncode != 0
+        assert node.governor.admitted == {}
+    assert (other / "config.json").read_text() == beside
+    if wrapped.name in STARTS.get(line, ()):
+        assert "it-runs" in done.stdout, done.stderr
+
+
+def plain_config() -> str:
+    config = base_config("echo other", annotations={})
+    return json.dumps(config)
+
+
+def test_a_config_that_hooks_do_not_read_is_refused(node: Node, wrapped: Wrapped) -> None:
+    """crun alone has --config; the hook would prepare what the bundle's own says."""
+    bundle = plain(node, "true")
+    asks = node.base / "asks.json"
+    asks.write_text(json.dumps(bundle.config))
+    bundle.config["annotations"] = {}
+    bundle.write()
+    done = subprocess.run(
+        wrapped.command("run", "-f", str(asks), "-b", str(bundle.path), "x"),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert node.governor.requests == []
+    if wrapped.name == "crun":
+        assert "--config names" in done.stderr
+
+
+def nested(depth: int) -> str:
+    return '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "[" * depth + "]" * depth + "}"
+
+
+HOSTILE = {
+    "enormous": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": "' + "x" * (9 << 20) + '"}',
+    "deep": nested(100_000),
+    "as deep as can be": nested(990),
+    "twice": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "linux": {}, "linux": {"devices": []}}',
+    "annotation twice": '{"annotations": {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/memory": "2Gi"}}',
+    "digits": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "9" * 10_000 + "}",
+    "no text": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": "\udcff"}',
+    "lists": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "linux": [], "hooks": [], "process": []}',
+    "options": '{"annotations": {"tidegate.gpu/memory": "1Gi --driver-dir=/tmp", "tidegate.gpu/--log": "/x"}}',
+    "a reservation of any size": '{"annotations": {"tidegate.gpu/reservation": "'
+    + "x" * 60_000
+    + '", "tidegate.gpu/x": "1"}}',
+}
+
+
+QUICK_HOSTILE = ("enormous", "deep", "twice", "options")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, id=name, marks=() if name in QUICK_HOSTILE else pytest.mark.slow)
+        for name, text in HOSTILE.items()
+    ],
+)
+def test_a_hostile_config_ends_with_a_line(
+    node: Node, dev: Path, wrapped: Wrapped, text: str
+) -> None:
+    bundle = node.bundle("true")
+    data = text.encode(errors="surrogateescape")
+    (bundle.path / "config.json").write_bytes(data)
+    done = subprocess.run(
+        wrapped.command("run", "--bundle", str(bundle.path), "x"),
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.returncode in (64, 66), done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line]
+    assert line.startswith("tidegate: ")
+    assert (bundle.path / "config.json").read_bytes() == data
+    answer = precreate_bytes(node, dev, data)
+    assert "Traceback" not in answer.stderr
+    if answer.status == 0:  # the hook finds the same
+        hooks = json.loads(answer.stdout)["hooks"]["createRuntime"]
+        assert [hook["path"] for hook in hooks] == [node.hook[0]]
+        assert "devices" not in answer.stdout
+    assert {request["op"] for request in node.governor.requests} <= {"reserve"}
+
+
+def precreate_bytes(node: Node, dev: Path, data: bytes) -> Ran:
+    done = subprocess.run(
+        [*node.hook, "--dev-dir", str(dev), "precreate"],
+        input=data, capture_output=True, check=False, timeout=30,
+    )  # fmt: skip
+    return Ran(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["fifo", "device", *(pytest.param(k, marks=pytest.mark.slow) for k in ("directory", "socket"))],
+)
+def test_an_odd_config_ends_with_a_line(node: Node, wrapped: Wrapped, kind: str) -> None:
+    bundle = node.bundle("true")
+    path = bundle.path / "config.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    else:
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 5))  # /dev/zero never ends
+    done = subprocess.run(
+        wrapped.command("run", "--bundle", str(bundle.path), "x"),
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 66
+    assert done.stderr.startswith("tidegate: ")
+
+
+def test_a_governor_that_never_ends_its_answer_holds_nobody(
+    node: Node, dev: Path, wrapped: Wrapped
+) -> None:
+    """R14: each byte comes in time, and the deadline is for all of them."""
+    drip = node.base / "drip"
+    drip.mkdir()
+    stop = threading.Event()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(drip / "governor.sock"))
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                while not stop.wait(0.1):
+                    connection.sendall(b" ")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        node.timeout = 1.0
+        write_settings(wrapped.settings, node, dev, path_of(wrapped.name), f"runtime-dir {drip}")
+        ran = wrapped.run(plain(node, "true"), timeout=15)
+        stop.set()
+        thread.join()
+    assert ran.status == 71
+    assert "tidegate-runtime did not finish within 1 s" in ran.stderr
+
+
+def test_the_deadline_is_not_the_real_runtime_s(node: Node, dev: Path, runc: Runtime) -> None:
+    """A timer outlasts an execve, and would end it."""
+    wrapper = Wrapped("runc", runc.state)
+    wrapper.settings = node.base / "runtime.conf"
+    node.timeout = 2.0
+    write_settings(wrapper.settings, node, dev, path_of("runc"))
+    ran = wrapper.run(plain(node, "sleep 2.2; echo alive"))
+    assert ran.stdout == "alive\n", ran.stderr
+
+
+def test_hooks_of_others_stay_where_they_are_and_ours_is_behind_them(
+    node: Node, wrapped: Wrapped
+) -> None:
+    """One that names our hook with other options is replaced; none of them comes between nodes and quota."""
+    other = {"path": "/bin/true", "args": ["true"]}
+    fake = {"path": node.hook[0], "args": ["tidegate-hook", "--runtime-dir", "/x", "poststop"]}
+    bundle = plain(node, SHOW)
+    bundle.config["hooks"] = {
+        "prestart": [other, fake],
+        "createRuntime": [fake, other, other],
+        "poststop": [fake],
+    }
+    governed(node, wrapped.run(bundle))
+    hooks = written(bundle)["hooks"]
+    assert hooks["prestart"] == [other]
+    assert hooks["createRuntime"][:2] == [other, other]
+    assert [hook["path"] for hook in hooks["createRuntime"]][2:] == [node.hook[0]]
+    assert hooks["createRuntime"][2]["args"][-1] == "createRuntime"
+    assert "poststop" not in hooks
+
+
+def test_a_config_that_changes_behind_the_wrapper_s_back_gets_no_gpu_unseen(
+    node: Node, wrapped: Wrapped, dev: Path
+) -> None:
+    """The real runtime reads another one than was edited, with its hook: that of a GPU that was not granted."""
+    real = node.base / "swapping"
+    bundle = plain(node, SHOW)
+    swap = 's/"major": 195, "minor": 0,/"major": 195, "minor": 1,/g'
+    real.write_text(
+        f"#!/bin/sh\nsed -i '{swap}' {bundle.path}/config.json\n"
+        f'exec {path_of(wrapped.name)} "$@"\n'
+    )
+    real.chmod(0o755)
+    write_settings(wrapped.settings, node, dev, str(real))
+    ran = wrapped.run(bundle)
+    assert ran.status != 0
+    assert "nvidia1" not in ran.stdout
+    [event] = node.events()
+    assert (event["outcome"], event["code"]) == ("failed", "device")
+    assert node.governor.admitted == {}

@@ -18,7 +18,7 @@ from governor.books import Device
 from governor.cdi import make_spec
 from governor.errors import SetupError
 from governor.verbs.cdi import write
-from oci_hook.edits import Entry, Node, edit, foreign_driver, gpu_nodes, host_nodes
+from oci_hook.edits import Entry, Node, edit, foreign_driver, gives_gpu, gpu_nodes, host_nodes
 from oci_hook.errors import BundleError, DeviceError, HookError
 from oci_hook.runtime import parse_call, replace_file
 from tests.conftest import lack
@@ -79,8 +79,74 @@ def test_the_hook_is_entered_once_whoever_entered_it() -> None:
         "tidegate-hook",
         "--driver-dir",
         "/d",
+        "--governed",
         "createRuntime",
     ]
+
+
+def test_a_right_to_all_gpus_is_taken_out() -> None:
+    """`docker run --device-cgroup-rule "c 195:* rwm"`, in a container that may make nodes."""
+    ours = {"allow": True, "type": "c", "access": "rw"}
+    rules = [
+        {"allow": False, "access": "rwm"},
+        {"allow": True, "type": "c", "major": 195, "minor": -1, "access": "rwm"},
+        {"allow": True, "type": "c", "major": 195, "access": "rwm"},
+        {"allow": True, "type": "c", "major": 195, "minor": 7, "access": "rw"},
+        {"allow": True, "type": "c", "major": -1, "minor": -1, "access": "m"},
+        {"allow": True, "type": "c", "major": 10, "minor": -1, "access": "rwm"},
+    ]
+    document = {"linux": {"resources": {"devices": rules}}}
+    assert gives_gpu(document)
+    assert edited(document)["linux"]["resources"]["devices"] == [
+        rules[0],
+        *rules[4:],
+        {**ours, "major": 195, "minor": 255},
+        {**ours, "major": 195, "minor": 0},
+    ]
+
+
+GO, GETOPT = False, True
+
+
+@pytest.mark.parametrize(
+    ("like_crun", "arguments", "bundle"),
+    [
+        (GO, "run -b=/b id", "/b"),
+        (GO, "run --b /b id", "/b"),
+        (GO, "run -bundle /b id", "/b"),
+        (GO, "run -bundle=/b id", "/b"),
+        (GO, "run id -b /b", "/b"),
+        (GO, "run -b /a --bundle /b id", "/b"),
+        (GO, "run --pid-file --bundle -b /b id", "/b"),
+        (GO, "run --pid-file --bundle id", ""),
+        (GO, "run -b /b -- id", "/b"),
+        (GO, "run -- -b /b", ""),
+        (GO, "-- run -b /b id", "/b"),
+        (GO, "--root run create -b /b id", "/b"),
+        (GO, "-root create run -b /b id", "/b"),
+        (GO, "--platform systrap run -b /b id", "/b"),
+        (GO, "run --no-pivot -b /b id", "/b"),
+        (GO, "run --no-pivot=false -b /b id", "/b"),
+        (GETOPT, "run -b/b id", "/b"),
+        (GETOPT, "run -db /b id", "/b"),
+        (GETOPT, "run -db/b id", "/b"),
+        (GETOPT, "run -b=/b id", "=/b"),
+        (GETOPT, "run -bundle id", "undle"),
+        (GETOPT, "run --bund /b id", "/b"),
+        (GETOPT, "run --b=/b id", "/b"),
+        (GETOPT, "run --pid -b -b /b id", "/b"),
+        (GETOPT, "--log-f create run -b /b id", "/b"),
+        (GETOPT, "--cgroup-man create run -b /b id", "/b"),
+        (GETOPT, "run --no-piv -b /b id", "/b"),
+    ],
+)
+def test_command_lines_as_the_runtime_reads_them(
+    *, like_crun: bool, arguments: str, bundle: str
+) -> None:
+    """What each of these does with them was seen: tests/container/test_fronts.py."""
+    call = parse_call(arguments.split(), like_crun=like_crun)
+    assert (call.command in ("run", "create"), call.bundle) == (True, bundle)
+    assert call.command == "create" if "--root run create" in arguments else "run"
 
 
 @pytest.mark.parametrize(
@@ -104,9 +170,12 @@ def test_command_lines(arguments: str, found: tuple[str, str, str, str]) -> None
     assert (call.command, call.bundle, call.ident, call.log) == found
 
 
-@given(st.lists(st.text(max_size=12), max_size=8))
-def test_no_command_line_is_too_strange(arguments: list[str]) -> None:
-    parse_call(arguments)
+WORDS = st.text(max_size=12) | st.sampled_from(["--", "-", "--bundle", "-b", "run", "--log", "-db"])
+
+
+@given(st.lists(WORDS, max_size=8), st.integers(0, 1))
+def test_no_command_line_is_too_strange(arguments: list[str], like_crun: int) -> None:
+    parse_call(arguments, like_crun=bool(like_crun))
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -117,6 +186,18 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == b"new" * 100_000
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_file_behind_a_link_gives_its_mode(tmp_path: Path) -> None:
+    """A link's own mode is 777."""
+    real = tmp_path / "real.json"
+    real.write_text("old")
+    real.chmod(0o600)
+    path = tmp_path / "config.json"
+    path.symlink_to(real)
+    replace_file(str(path), b"new")
+    assert (path.read_text(), real.read_text()) == ("new", "old")
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
 
 
 def test_a_file_that_cannot_be_replaced_stays(

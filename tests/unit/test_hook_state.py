@@ -98,6 +98,7 @@ def test_poststop_needs_an_id_only() -> None:
         ("./rootfs/", "/b/rootfs"),
         ("/r", "/r"),
         ("../c/rootfs", "/c/rootfs"),
+        ("./.././c//rootfs", "/c/rootfs"),
     ],
 )
 def test_the_root_is_resolved_against_the_bundle(path: str, root: str) -> None:
@@ -140,6 +141,38 @@ def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> Non
     parse_config(
         b'{"root": {"path": "r"}, "x": 1, "x": 2, "annotations": {"a": "1", "a": "2"}}', "/b"
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"linux": {"devices": []}, "linux": {"devices": [{"major": 195, "minor": 0}]}, "annotations": {%s}',
+        '"linux": {"devices": [{"major": 1, "major": 195, "minor": 0}]}, "annotations": {%s}',
+        '"annotations": {%s}, "annotations": {%s}',
+    ],
+)
+@pytest.mark.parametrize(
+    "ours", ['"tidegate.gpu/memory": "1Gi"', '"tidegate\\u002egpu/memory": "1Gi"']
+)
+def test_whatever_is_given_twice_is_refused_where_a_gpu_is_asked_for(text: str, ours: str) -> None:
+    """runc takes the last of them, crun the first: who reads one knows nothing of the other."""
+    text = '{"root": {"path": "r"}, ' + text.replace("%s", ours) + "}"
+    with pytest.raises(BundleError, match=r"is given twice in /b/config.json"):
+        parse_config(text.encode(), "/b")
+
+
+@pytest.mark.parametrize("path", ["a/../r", "/a/../r", "../a/../r", "a/./../r"])
+def test_a_root_that_runtimes_find_in_different_places_is_refused(path: str) -> None:
+    """Where `a` is a link: runc goes by the text, crun by the links."""
+    with pytest.raises(BundleError, match=r"'..' behind a name"):
+        parse_config(json.dumps({"root": {"path": path}}).encode(), "/b")
+
+
+def test_a_bundle_behind_links_has_its_root_where_the_kernel_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "real" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/inner")
+    bundle = parse_config(b'{"root": {"path": "r"}}', f"{tmp_path}/link/..")
+    assert bundle.root == f"{tmp_path}/real/r"
 
 
 def test_an_annotation_that_is_no_string_is_refused() -> None:

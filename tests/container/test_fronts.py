@@ -571,3 +571,34 @@ def test_a_config_that_changes_behind_the_wrapper_s_back_gets_no_gpu_unseen(
     [event] = node.events()
     assert (event["outcome"], event["code"]) == ("failed", "device")
     assert node.governor.admitted == {}
+
+
+MORE = {
+    "node": {"path": "/dev/nvidia1", "type": "c", "major": 195, "minor": 1},
+    "another name": {"path": "/dev/gpu", "type": "c", "major": 195, "minor": 1},
+    "rule": {"allow": True, "type": "c", "major": 195, "minor": 1, "access": "rw"},
+    "rule for all": {"allow": True, "type": "c", "major": 195, "minor": -1, "access": "rwm"},
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "node",
+        "rule for all",
+        *(pytest.param(h, marks=pytest.mark.slow) for h in ("another name", "rule")),
+    ],
+)
+def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
+    node: Node, wrapped: Wrapped, how: str
+) -> None:
+    bundle = plain(node, SHOW)
+    linux = bundle.config["linux"]
+    if how.startswith("rule"):
+        linux["resources"] = {"devices": [MORE[how]]}
+    else:
+        linux["devices"] = [MORE[how]]
+    ran = wrapped.run(bundle)
+    governed(node, ran)
+    assert not {"nvidia1", "gpu"} & set(ran.stdout.split())
+    assert {r["minor"] for r in written(bundle)["linux"]["resources"]["devices"]} == {0, 255}

@@ -244,6 +244,15 @@ def test_a_wrong_annotation_ends_the_start_with_our_line(site: Site, engine: Eng
     assert not site.directories()
 
 
+def test_an_optional_driver_is_there_where_the_image_can_take_it(
+    site: Site, engine: Engine
+) -> None:
+    """The image is looked at before config.json is edited: each engine has mounted it by then."""
+    started = engine.run(*IDLE, annotations={**GOOD, "driver": "optional"})
+    assert set(site.books()) == {started.identifier}
+    assert "tidegate.gpu/reservation" in started.config()["annotations"]
+
+
 def test_what_is_executed_in_a_container_is_governed(engine: Engine) -> None:
     started = engine.run(*IDLE, annotations=GOOD)
     ran = engine.exec(started, *WORKLOAD[:3], "--allocate", str(3 * GIB))

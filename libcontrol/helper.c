@@ -35,6 +35,7 @@
 #define HELPER_MEMORY   64                /* grants for which either is remembered */
 #define HELPER_TRIAL_NS (200 * NS_PER_MS) /* it is waited for all the same now and then, to see */
 #define HELPER_TRIALS   64          /* one of so many times at least, and more often at first */
+#define HELPER_ENTER_NS NS_PER_MS   /* how long a launch on its way is waited for past the end */
 #define HELPER_LOOK_NS  (NS_PER_MS) /* between two looks whether it has ended */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
@@ -334,6 +335,9 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     end = now + lookahead < deadline ? deadline - lookahead - now : 0;
     if (!g->active)
         return helper_unused(g, grant, ledger, now, end);
+    /* It looks idle, and is not: a launch is on its way. */
+    if (g->n_entering && now < deadline + HELPER_ENTER_NS)
+        return 20 * NS_PER_US;
     /* With something held the grant ends when the queue does. */
     if ((g->holding || g->full) && queue_left(&g->queue, now) < end + lookahead)
         return helper_end(g, grant, ledger, now, deadline);

@@ -2,6 +2,7 @@
 #include "driver.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 ENTRY(cuStreamCreateWithPriority, CUstream *streamp, unsigned int flags, int priority)
 {
@@ -251,12 +252,18 @@ ENTRY(cuEventDestroy_v2, CUevent event)
     return driver_leave(CUDA_SUCCESS);
 }
 
+_Atomic unsigned int driver_record_us;
+
 static CUresult record(CUevent event, CUstream handle, unsigned int flags)
 {
     struct command command;
     struct stream *stream;
-    CUresult r = stream_enter(handle, &stream);
+    unsigned int us = atomic_load(&driver_record_us);
+    CUresult r;
 
+    if (us)
+        usleep(us);
+    r = stream_enter(handle, &stream);
     if (r)
         return r;
     if (!pool_owns(&events_pool, event))

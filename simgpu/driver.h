@@ -239,6 +239,7 @@ void context_perform(struct context *context, const struct command *command, uin
 
 /* stream.c */
 extern struct pool streams_pool, events_pool;
+extern _Atomic unsigned int driver_record_us; /* how long recording an event takes */
 CUresult stream_find(CUstream handle, struct context *current, struct stream **streamp);
 CUresult stream_enter(CUstream handle, struct stream **streamp);
 uint64_t stream_need(const struct stream *stream);

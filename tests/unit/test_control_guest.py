@@ -882,6 +882,38 @@ def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> Non
     assert 19 < min(much) < 39  # never more than the holder before may have left
 
 
+def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: Node) -> None:
+    """It looks idle: before the launch an event is recorded, and the driver is slow at that."""
+    agent = quick_agent(node)
+    agent.run(LAUNCH)
+    agent.run("s = out('cuStreamCreate', 1)")
+    agent.run("for i in range(4): launch(10_000_000, s); driver.call('cuCtxSynchronize')")
+    agent.run(
+        "paths = {line.split()[-1] for line in open('/proc/self/maps') if 'libcuda' in line}\n"
+        "late = [ctypes.CDLL(path) for path in paths]\n"
+        "late = [library for library in late if hasattr(library, 'simgpu_record_late')][0]\n"
+        "late.simgpu_record_late(300_000)"
+    )
+    node.write("contended", 1)
+    grant(node, 0, 2)
+    agent.send("launch(10_000_000, s)")
+    until_field(agent, "want", 1)
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 3)
+    wake(node)
+    until_field(agent, "active_epoch", 3)
+    launched = agent.field("launches")
+    for _ in range(20):
+        time.sleep(0.02)
+        given_back = agent.field("released_epoch") == 3
+        if agent.field("launches") > launched:
+            break
+        assert not given_back
+    else:
+        pytest.fail("the driver was slow for too long")
+    agent.answer()
+    until_field(agent, "released_epoch", 3)
+
+
 def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(node: Node) -> None:
     """Kernels of two containers that run at the same time take longer, each of them."""
     agent = quick_agent(node)

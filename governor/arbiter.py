@@ -32,6 +32,7 @@ class ArbiterConfig(ctypes.Structure):
         ("lead_ns", ctypes.c_uint64),
         ("switch_ns", ctypes.c_uint64),
         ("overhead_ns", ctypes.c_uint64),
+        ("beside_ns", ctypes.c_uint64),
     )
 
 
@@ -90,6 +91,7 @@ def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig
             lead_ns=min(400_000, quantum_ns // 2),
             switch_ns=0,
             overhead_ns=min(500_000, quantum_ns // 8),
+            beside_ns=min(500_000, quantum_ns // 8),
         )
     return ArbiterConfig(
         quantum_ns=int(config.quantum_ms * 1e6),

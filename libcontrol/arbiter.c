@@ -8,10 +8,13 @@
 #define MAX_CARRY_NS     20000000.0   /* of a report that came later than its grant */
 #define IMPATIENT_GRANTS 64           /* after long ones in which little was done */
 #define ALLOWANCE_GRANTS 20           /* unusually long hand-overs are made up for by others */
-#define BELIEVED  0.25 /* of its share: what more a container may have that reports too little */
-#define COMMON_NS 50000000.0 /* what all that want the GPU are owed, where there is too little */
-#define NAP_NS    5000000.0  /* who sleeps for longer is not expected back */
-#define SLICE_NS  500000.0   /* of a grant that ends for one who was away for a moment */
+#define BELIEVED    0.25 /* of its share: what more a container may have that reports too little */
+#define COMMON_NS   50000000.0  /* what all that want the GPU are owed, where there is too little */
+#define NAP_NS      5000000.0   /* who sleeps for longer is not expected back */
+#define SLICE_NS    500000.0    /* of a grant that ends for one who was away for a moment */
+#define SCALE_NS    100000000.0 /* of GPU time, within which the scale follows */
+#define LEAST_SCALE 0.9
+#define FULL        0.99 /* what leaves nothing idle */
 
 struct tenant {
     bool used;
@@ -56,6 +59,7 @@ struct arbiter {
     int32_t n;      /* highest tenant ever, plus one */
     uint64_t align; /* a container with several GPUs will have its turn then; UINT64_MAX: none */
     uint64_t kept;  /* until then the GPU is granted to nobody who has no turn */
+    double scale;   /* what is charged of what ran beside others' work; see settle() */
 };
 
 struct arbiter *arbiter_new(const struct arbiter_config *config)
@@ -68,6 +72,7 @@ struct arbiter *arbiter_new(const struct arbiter_config *config)
         arbiter->last_holder = ARBITER_NOBODY;
         arbiter->standby = ARBITER_NOBODY;
         arbiter->align = ARBITER_NEVER;
+        arbiter->scale = 1;
     }
     return arbiter;
 }
@@ -138,21 +143,55 @@ static void charge(struct tenant *t, double ns, bool lent)
         t->owed_at += ns / t->guarantee;
 }
 
-/* What was estimated at the end of the last grants is replaced by what the GPU's clock measured.
- * The report comes from the container, so it is believed within bounds only. */
-static void settle(struct tenant *t, const struct arbiter_config *config, bool lent)
+static bool wants(const struct tenant *t)
 {
-    double busy, actual;
+    return t->used && t->want && !t->absent;
+}
+
+/* Whether it is away for a moment, as far as is known of it. */
+static bool is_napping(const struct tenant *t, uint64_t now)
+{
+    return !t->want && t->nap > 0 && t->asleep != ARBITER_NEVER &&
+           (double)now < (double)t->asleep + 2 * t->nap;
+}
+
+/* What part of the GPU `t` and all others who want it may have. */
+static double demand_with(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
+{
+    double demand = 0;
+
+    for (int32_t i = 0; i < arbiter->n; i++) {
+        const struct tenant *other = &arbiter->tenants[i];
+
+        if (other->used && (other == t || wants(other) || is_napping(other, now)))
+            demand += other->limit;
+    }
+    return demand;
+}
+
+/*
+ * What was estimated at the end of the last grants is replaced by what the GPU's clock measured.
+ * The report comes from the container, so it is believed within bounds only.
+ *
+ * Where the last work of a grant runs beside the first of the next, what all of them did adds up to
+ * more than the time that it took. If their shares leave nothing idle they are charged for that
+ * time together, in proportion: the GPU would have to rest to give nobody more than his share.
+ */
+static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_t now)
+{
+    const struct arbiter_config *config = &arbiter->config;
+    double busy, actual, scale = arbiter->scale;
 
     if (!t->n_unsettled)
         return;
-    busy = t->busy_told - t->busy_seen;
+    busy = (t->busy_told - t->busy_seen) * scale;
     /* It was waited for because its work was said to run; perhaps it waited for somebody itself. */
     if (t->was_long)
         t->n_impatient = busy < t->unsettled_held / 2 ? IMPATIENT_GRANTS : 0;
     t->was_long = false;
-    actual = clamp(busy, max(0, t->unsettled_held - t->allowance), t->unsettled_held);
-    t->allowance -= t->unsettled_held - actual;
+    actual = clamp(busy, max(0, t->unsettled_held - t->allowance),
+                   t->unsettled_held + t->n_unsettled * (double)config->beside_ns);
+    t->allowance -= max(0, t->unsettled_held - actual);
     charge(t, actual - t->unsettled_charge, lent);
     t->overhead += 0.1 * ((t->unsettled_held - actual) / t->n_unsettled - t->overhead);
     t->overhead = clamp(t->overhead, 0, (double)config->overhead_ns);
@@ -160,10 +199,16 @@ static void settle(struct tenant *t, const struct arbiter_config *config, bool l
     t->stats.handover_ns += (uint64_t)max(0, t->unsettled_held - actual);
     if (lent)
         t->stats.lent_ns += (uint64_t)max(0, actual);
+    if (config->beside_ns) {
+        double excess = demand_with(arbiter, t, now) >= FULL ? actual - t->unsettled_held
+                                                             : (scale - 1) * t->unsettled_held;
+
+        arbiter->scale = clamp(scale - excess / SCALE_NS, LEAST_SCALE, 1);
+    }
     /* The last markers of a grant are often reported after it: what was above or below the bounds
      * is carried on. */
-    t->busy_seen =
-        clamp(t->busy_seen + actual, t->busy_told - MAX_CARRY_NS, t->busy_told + MAX_CARRY_NS);
+    t->busy_seen = clamp(t->busy_seen + actual / scale, t->busy_told - MAX_CARRY_NS,
+                         t->busy_told + MAX_CARRY_NS);
     t->unsettled_charge = t->unsettled_held = 0;
     t->n_unsettled = 0;
 }
@@ -190,11 +235,6 @@ void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
     t->absent = false;
     /* It slept, as far as what it is owed goes. */
     t->owed_at = max(t->owed_at, (double)sign_ns - 2.0 * (double)arbiter->config.quantum_ns);
-}
-
-static bool wants(const struct tenant *t)
-{
-    return t->used && t->want && !t->absent;
 }
 
 /* The holder's work ends (or ended) at `end`. */
@@ -358,13 +398,6 @@ void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t res
     end_grant(arbiter, release_ns + residual_ns, used);
 }
 
-/* Whether it is away for a moment, as far as is known of it. */
-static bool is_napping(const struct tenant *t, uint64_t now)
-{
-    return !t->want && t->nap > 0 && t->asleep != ARBITER_NEVER &&
-           (double)now < (double)t->asleep + 2 * t->nap;
-}
-
 /* When the tenant may have GPU time: as its own, or lent. */
 static double eligible_at(const struct tenant *t)
 {
@@ -444,14 +477,8 @@ static double grant_length(const struct arbiter *arbiter, const struct tenant *t
 {
     double least = (double)arbiter->config.quantum_ns, most = (double)arbiter->config.most_ns;
     double cost = max((double)arbiter->config.switch_ns, t->overhead);
-    double demand = 0;
+    double demand = demand_with(arbiter, t, now);
 
-    for (int32_t i = 0; i < arbiter->n; i++) {
-        const struct tenant *other = &arbiter->tenants[i];
-
-        if (other->used && (other == t || wants(other) || is_napping(other, now)))
-            demand += other->limit;
-    }
     if (demand >= 1)
         return most;
     return clamp(cost * demand / (1 - demand), least, max(least, most));
@@ -505,7 +532,7 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     bool others = false;
     uint64_t back;
 
-    settle(t, &arbiter->config, lent);
+    settle(arbiter, t, lent, now);
     forgive(arbiter, now);
     if (t->n_impatient)
         t->n_impatient--;

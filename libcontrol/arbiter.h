@@ -32,6 +32,7 @@ struct arbiter_config {
     uint64_t lead_ns;     /* the next holder is decided so long before the end of a grant */
     uint64_t switch_ns;   /* what the GPU needs to change contexts */
     uint64_t overhead_ns; /* of a grant, what a report may call not used, at most */
+    uint64_t beside_ns;   /* of a grant, what its work may have run beside others', at most */
 };
 
 /* What holds now. */

@@ -117,7 +117,7 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
  * kernel would fit into no grant but as its first.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
-                    uint64_t measured_ns, bool waits)
+                    uint64_t measured_ns, float rise)
 {
     uint64_t predicted = estimate_interval_ns(e, interval);
     float ratio;
@@ -139,10 +139,8 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
         step = 1.0f + gain * (ratio - 1.0f);
 
         if (e->kinds[kind].n_samples) {
-            if (waits && step > 1.02f)
-                step = 1.02f;
-            if (step > 2.0f)
-                step = 2.0f;
+            if (step > rise)
+                step = rise;
             if (step < 0.5f)
                 step = 0.5f;
         }

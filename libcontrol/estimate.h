@@ -16,6 +16,13 @@
 #define ESTIMATE_N_PARTS    8
 #define ESTIMATE_N_LEARN    2 /* measurements until a kind is known */
 
+/* By how much a kind is taken to be longer after one measurement, at most: others' time may be in
+ * it. Where containers run at the same time it is in one of four, by a tenth or more (H200, before
+ * most of these were known), and what is longer than it was is found within a hundred. */
+#define ESTIMATE_RISE        2.0f
+#define ESTIMATE_RISE_WAITS  1.02f /* it may wait for another GPU */
+#define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run beside it */
+
 /* What was launched between two markers. */
 struct estimate_interval {
     uint32_t n_parts;
@@ -45,4 +52,4 @@ void estimate_add(const struct estimate *e, struct estimate_interval *interval, 
                   uint32_t count);
 uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval);
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
-                    uint64_t measured_ns, bool waits);
+                    uint64_t measured_ns, float rise);

@@ -178,17 +178,18 @@ bool gate_capturing(CUstream stream)
 
 /* ---- grants ---- */
 
-/* Until when the last of another container's work runs beside ours, never long, whatever the page
- * says; 0: it does not. */
-static uint64_t gate_begins(const struct grant_device *grant)
+/* Until when the last of another container's work runs beside ours, and how much longer it may:
+ * never long, whatever the page says. */
+static void gate_beside(struct gate *g, const struct grant_device *grant)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
-    uint64_t latest = prim_now() + (lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS);
     uint64_t start = atomic_load_relaxed(&grant->start_ns);
+    uint64_t beside = lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS;
+    uint64_t latest = prim_now() + beside;
+    bool shares = atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS;
 
-    if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS)
-        return 0;
-    return start < latest ? start : latest;
+    g->queue.begins_ns = shares ? (start < latest ? start : latest) : 0;
+    g->queue.beside_ns = shares ? beside : 0;
 }
 
 /* A new grant begins: the books of the last one are closed. */
@@ -206,8 +207,10 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->drained = false;
     g->full = false;
     g->tried = 0;
-    g->queue.together = atomic_load_relaxed(&grant->together);
-    g->queue.begins_ns = gate_begins(grant);
+    gate_beside(g, grant);
+    g->queue.rise = atomic_load_relaxed(&grant->together) ? ESTIMATE_RISE_WAITS
+                    : g->queue.beside_ns                  ? ESTIMATE_RISE_BESIDE
+                                                          : ESTIMATE_RISE;
     if (g->n_spins)
         g->n_spins--;
     if (g->n_long)

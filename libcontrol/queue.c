@@ -3,10 +3,6 @@
 
 #include <string.h>
 
-#define QUEUE_SHARED                                                                               \
-    4 /* what was shared is at most one of so many parts of what is learned from                   \
-       */
-
 bool queue_capturing(CUstream stream)
 {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
@@ -145,16 +141,19 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 
 /*
  * When work begins that finds the queue empty at `now`. Where containers run in one context of the
- * GPU it starts beside the last of the one before, who is charged for the time until then. Events
- * do not wait for that, and the work between the first two seems to take longer.
+ * GPU it starts beside the last of the one before, who is charged for the time until then, and may
+ * be later than he said. Events do not wait for that, and the work between the first two seems to
+ * take longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
-    if (q->begins_ns <= now)
-        return now;
-    q->shared_ns = q->begins_ns - now;
-    q->shared_era = q->era;
-    return q->begins_ns;
+    uint64_t begin = q->begins_ns > now ? q->begins_ns : now;
+
+    if (q->begins_ns + q->beside_ns > now) {
+        q->shared_ns = q->begins_ns + q->beside_ns - now;
+        q->shared_era = q->era;
+    }
+    return begin;
 }
 
 /* So many launches of `kind` are about to be made in the stream, or were. */
@@ -324,7 +323,7 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
  * second of two streams is a second of the GPU. Events of one context share a clock.
  */
 static bool marker_measure(struct queue *q, const struct queue_marker *m,
-                           const struct queue_look *look, uint64_t shared, uint64_t *addedp)
+                           const struct queue_look *look, uint64_t *addedp)
 {
     double end, begin;
 
@@ -341,7 +340,7 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     q->reference_ns = end;
     if (!look->measured)
         return false;
-    begin = end - (double)look->length * 1e6 + (double)shared;
+    begin = end - (double)look->length * 1e6;
     if (begin < q->covered_until)
         begin = q->covered_until;
     *addedp = end > begin ? (uint64_t)(end - begin) : 0;
@@ -374,18 +373,27 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         shared = q->shared_ns;
         q->shared_ns = 0;
     }
-    if (marker_measure(q, m, look, shared, &measured)) {
+    if (marker_measure(q, m, look, &measured)) {
         uint64_t predicted = estimate_interval_ns(e, &m->interval);
+        bool learns = (int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until;
 
-        if (m->loose && measured > predicted)
-            measured = predicted;
+        /* It took no longer than what was measured, and no less than that without what may have
+         * been in it: in between the model says. */
+        if (m->loose || (shared && !m->unknown)) {
+            uint64_t least = m->loose || measured < shared ? 0 : measured - shared;
+
+            if (predicted >= least && predicted <= measured)
+                learns = false;
+            if (predicted < measured)
+                measured = predicted > least ? predicted : least;
+        }
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        /* What another left is known from his model only: little is learned beside it. */
-        if (((int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until) &&
-            (!m->loose || measured < predicted) && (m->unknown || shared < measured / QUEUE_SHARED))
-            estimate_learn(e, &m->interval, measured, q->together);
+        /* What ran beside it for a moment has not made it twice as long. */
+        if (learns)
+            estimate_learn(e, &m->interval, measured,
+                           q->beside_ns && measured / 2 > predicted ? ESTIMATE_RISE : q->rise);
     }
     event_put(q, m->before);
     event_put(q, m->event);

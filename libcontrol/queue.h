@@ -76,9 +76,10 @@ struct queue {
     uint64_t given_up_until;
     uint64_t progress_ns; /* when a marker was reached last, or the first was put into the queue */
     uint64_t begins_ns; /* until then the GPU runs what another container left on it beside ours */
-    uint64_t shared_ns; /* how much of the first interval of this era that is */
+    uint64_t beside_ns; /* and perhaps for so much longer */
+    uint64_t shared_ns; /* how much of the first interval of this era that is, at most */
     uint32_t shared_era;
-    bool together; /* what runs may wait for another GPU */
+    float rise; /* one of ESTIMATE_RISE */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
     struct queue_stream streams[QUEUE_N_STREAMS];

@@ -54,6 +54,7 @@ class Job:
     limit: int
     unit: int = 200_000  # ns of GPU time of one piece of work
     awake: list[tuple[int, int]] = field(default_factory=list)
+    measures: float = 1.0  # what the GPU's clock says that its work took
     done: int = 0
     trace: list[tuple[int, int]] = field(default_factory=list)  # end of a grant, work done in it
 
@@ -87,7 +88,7 @@ def play(
             for tenant, job in zip(tenants, jobs, strict=True):
                 arbiter.sign(tenant, now)
                 arbiter.want(tenant, now, want=job.wants(now))
-                arbiter.busy(tenant, job.done if honest else 0)
+                arbiter.busy(tenant, int(job.done * job.measures) if honest else 0)
             view = arbiter.step(now)
             if view.holder == NOBODY:
                 now = min([view.wake_ns, *[w for w in wakes if w > now]])
@@ -120,7 +121,7 @@ def play(
             gpu_until[view.epoch] = now
             job.done += work
             job.trace.append((now, work))
-            arbiter.busy(view.holder, job.done if honest else 0)
+            arbiter.busy(view.holder, int(job.done * job.measures) if honest else 0)
             if view.deadline_ns != NEVER:
                 arbiter.released(now)
         return [arbiter.stats(t) for t in tenants]
@@ -149,6 +150,48 @@ def test_one_second_windows_are_near_the_quota(library):
     play(library, jobs, 20 * S)
     errors = [abs(j.share(t * S, (t + 1) * S) - j.guarantee) for j in jobs for t in range(1, 19)]
     assert sum(errors) / len(errors) < 0.5
+
+
+# Containers whose work runs at the same time for a moment, at the ends of grants: as arbiter_config() has it for mps.
+BESIDE = {
+    "handover": 0,
+    "quantum_ns": MS,
+    "most_ns": MS,
+    "switch_ns": 0,
+    "overhead_ns": MS // 8,
+    "beside_ns": MS // 8,
+}
+
+
+def test_what_ran_before_its_grant_began_is_charged(library):
+    jobs = [Job(45, 45, measures=1.05), Job(30, 30)]
+    stats = play(library, jobs, 20 * S, **BESIDE)
+    assert jobs[0].share(S, 20 * S) == pytest.approx(45 / 1.05, abs=0.2)
+    assert jobs[1].share(S, 20 * S) == pytest.approx(30, abs=0.2)
+    assert stats[0].charged_ns / 20 / S == pytest.approx(0.45, abs=0.002)
+
+
+def test_it_is_not_charged_where_nothing_can_have_run_beside(library):
+    jobs = [Job(45, 45, measures=1.05), Job(30, 30)]
+    play(library, jobs, 20 * S, **BESIDE | {"beside_ns": 0})
+    assert jobs[0].share(S, 20 * S) == pytest.approx(45, abs=0.2)
+
+
+@pytest.mark.parametrize("measures", [(1.05, 1.05), (1.08, 1.02)])
+def test_shares_that_make_up_the_gpu_leave_nothing_idle_whatever_is_measured(library, measures):
+    jobs = [Job(60, 60, measures=measures[0]), Job(40, 40, measures=measures[1])]
+    play(library, jobs, 20 * S, **BESIDE)
+    assert sum(job.share(S, 20 * S) for job in jobs) > 99.5
+    charged = [job.share(S, 20 * S) * job.measures for job in jobs]
+    assert charged[0] / charged[1] == pytest.approx(1.5, rel=0.01)
+
+
+def test_who_says_too_much_harms_himself_alone(library):
+    jobs = [Job(40, 40, measures=5.0), Job(30, 30), Job(30, 30)]
+    play(library, jobs, 20 * S, **BESIDE)
+    assert 30 < jobs[0].share(S, 20 * S) < 40
+    for job in jobs[1:]:
+        assert job.share(S, 20 * S) > 29.5
 
 
 def test_long_work_is_charged_and_paid_back(library):

@@ -8,7 +8,6 @@ one it was made from.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from oci_hook.errors import DriverError, MirrorError, show
 from oci_hook.request import ALL_CAPABILITIES
-from oci_hook.state import read_bounded
+from oci_hook.state import load_json, read_bounded
 
 SCHEMA = 2
 MANIFEST_LIMIT = 16 << 20
@@ -29,6 +28,32 @@ MODULE_VERSION = "/proc/driver/nvidia/version"
 # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
 # modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
 KERNEL_VERSION = re.compile(rb"Kernel Module(?: +for \S+)? +([0-9]+(?:\.[0-9]+){1,3})\s")
+
+_NAME = (
+    r"(?!\.{0,2}(?:/|\Z))[^/\0\ud800-\udc7f\udd00-\udfff]+"  # no name to the kernel is half a pair
+)
+RELATIVE = re.compile(f"{_NAME}(?:/{_NAME})*")
+ABSOLUTE = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*")
+ODD = re.compile(r"[/\0\ud800-\udc7f\udd00-\udfff]")
+GENERATION = re.compile(r"[0-9A-Za-z.]+-[0-9a-f]{12}")
+VERSION = re.compile(r"[0-9]+(?:\.[0-9]+){1,3}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+ROLES = ("library", "control", "origin", "program", "data", "link")
+# The members of each object, as vdriver/manifest.schema.json has them.
+DOCUMENT = frozenset(
+    ("schema", "generation", "driver", "machine", "sets", "programs", "places", "binds")
+) | {"files", "source"}
+DRIVER = frozenset(("version", "kind"))
+SET = frozenset(("capabilities", "lib64", "names64"))
+SET_32 = frozenset(("lib32", "names32"))
+PROGRAM = frozenset(("path", "capability"))
+PLACE = frozenset(("name", "source", "capability", "targets", "looks", "files"))
+FILE = frozenset(("path", "role"))
+FILE_TEXTS = ("capability", "soname", "build_id", "target", "source")
+FILE_MORE = frozenset(FILE_TEXTS) | {"size", "mtime_ns", "sha256"}
+FILE_ALL = FILE | FILE_MORE
+SOURCE = frozenset(("root", "watch"))
+WATCHED = frozenset(("role", "path", "size", "mtime_ns"))
 
 
 class MirrorSet(NamedTuple):
@@ -105,65 +130,132 @@ class Share(NamedTuple):
     compat32: Literal["no", "asked", "offered"]  # offered: where the image has 32-bit glibc
 
 
-def _confined(path: str) -> str:
+def _object(
+    value: Any, required: frozenset[str], optional: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Check an object: it has these members, perhaps those, and no others."""
+    if type(value) is not dict:
+        raise TypeError(f"{type(value).__name__}, not an object")
+    if not required <= value.keys() <= required | optional:
+        raise ValueError(f"members {show(sorted(value.keys() ^ required))}")
+    return value
+
+
+def _list(value: Any, least: int = 0) -> list[Any]:
+    if type(value) is not list or len(value) < least:
+        raise TypeError(f"{show(value, 40)}, not a list of {least} or more")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{show(value, 40)}, not a string")
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    return [_text(item) for item in _list(value)]
+
+
+def _matching(pattern: re.Pattern[str], value: Any) -> str:
+    if not pattern.fullmatch(_text(value)):
+        raise ValueError(f"{show(value)}")
+    return value  # type: ignore[no-any-return]
+
+
+def _whole(value: Any, least: int | None = None) -> int:
+    if type(value) is not int or (least is not None and value < least):
+        raise TypeError(f"{show(value, 40)}, not a whole number that fits")
+    return value
+
+
+def _confined(path: Any) -> str:
     """Check a relative path of the manifest: it stays below the generation and has no odd parts."""
-    parts = path.split("/")
-    if not path or "\0" in path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"path {path!r}")
-    return path
+    return _matching(RELATIVE, path)
 
 
-def _absolute(path: str) -> str:
+def _absolute(path: Any) -> str:
     """Check an absolute path; gives it without its first slash."""
-    if not path.startswith("/"):
-        raise ValueError(f"path {path!r}")
-    return _confined(path[1:])
+    return _confined(_text(path)[1:]) if _text(path)[:1] == "/" else _matching(RELATIVE, "")
 
 
-def _target(path: str) -> str:
-    rest = path.removeprefix(f"{LIBDIR}/")
+def _target(path: Any) -> str:
+    rest = _text(path).removeprefix(f"{LIBDIR}/")
     return _absolute(path) if rest == path else f"{LIBDIR}/{_confined(rest)}"
 
 
-def _names(names: list[str]) -> frozenset[str]:
+def _names(value: Any, least: int = 0) -> frozenset[str]:
     """Check the names of entries of one directory, all at once: a manifest has a thousand."""
-    result = frozenset(names)
+    result = frozenset(_list(value, least))
     joined = "".join(result)
-    if "/" in joined or "\0" in joined or result & {"", ".", ".."}:
+    if result & {"", ".", ".."} or ODD.search(joined):
         raise ValueError(f"names {show(sorted(result))}")
     return result
 
 
-def _choice(value: str, *accepted: str) -> str:
+def _choice(value: Any, *accepted: str) -> str:
     if value not in accepted:
-        raise ValueError(f"{value!r}, not one of {', '.join(accepted)}")
-    return value
+        raise ValueError(f"{show(value, 40)}, not one of {', '.join(accepted)}")
+    return str(value)
 
 
-def _parse_set(entry: dict[str, Any]) -> MirrorSet:
+def _parse_set(value: Any) -> MirrorSet:
+    entry = _object(value, SET, SET_32)
     lib32 = entry.get("lib32")
+    names32 = _names(entry["names32"]) if "names32" in entry else None
+    if (lib32 is None) != (names32 is None):
+        raise ValueError("lib32 and names32 belong together")
     return MirrorSet(
-        capabilities=tuple(sorted(map(str, entry["capabilities"]))),
+        capabilities=tuple(sorted(_texts(entry["capabilities"]))),
         lib64=_confined(entry["lib64"]),
         names64=_names(entry["names64"]),
-        lib32=None if lib32 is None else _confined(lib32),
-        names32=_names(entry["names32"] if lib32 is not None else []),
+        lib32=_confined(entry["lib32"]) if "lib32" in entry else None,
+        names32=names32 or frozenset(),
     )
 
 
-def _parse_place(entry: dict[str, Any]) -> Place:
-    targets, files = map(_target, entry["targets"]), _names(entry["files"])
-    place = Place(
-        name=str(entry["name"]),
+def _parse_place(value: Any) -> Place:
+    entry = _object(value, PLACE)
+    return Place(
+        name=_text(entry["name"]),
         source=_confined(entry["source"]),
-        capability=str(entry["capability"]),
-        targets=tuple(targets),
+        capability=_text(entry["capability"]),
+        targets=tuple(_target(target) for target in _list(entry["targets"], 1)),
         looks=_choice(entry["looks"], "all", "one"),
-        files=tuple(sorted(files)),
+        files=tuple(sorted(_names(entry["files"], 1))),
     )
-    if not place.targets or not place.files:
-        raise ValueError(f"place {place.name!r}")
-    return place
+
+
+def _parse_files(value: Any) -> list[dict[str, Any]]:
+    """Check the files, as far as it can be done all at once: a driver has hundreds."""
+    files = _list(value)
+    texts: list[str] = []
+    for entry in files:
+        if type(entry) is not dict or not FILE <= entry.keys() <= FILE_ALL:
+            _object(entry, FILE, FILE_MORE)
+        texts += [entry[name] for name in FILE_TEXTS if name in entry]
+        if entry["role"] not in ROLES:
+            _choice(entry["role"], *ROLES)
+        if type(entry.get("size", 0)) is not int or entry.get("size", 0) < 0:
+            _whole(entry["size"], 0)
+        if type(entry.get("mtime_ns", 0)) is not int:
+            _whole(entry["mtime_ns"])
+        if "sha256" in entry:
+            _matching(SHA256, entry["sha256"])
+    "".join(texts)  # a TypeError, where one is no text
+    if files:
+        _confined("/".join([entry["path"] for entry in files]))  # where one is not, all are not
+    return files
+
+
+def _parse_watched(value: Any) -> Watched:
+    entry = _object(value, WATCHED)
+    return Watched(
+        _matching(ABSOLUTE, entry["path"]),
+        _choice(entry["role"], "driver", "control"),
+        _whole(entry["size"], 0),
+        _whole(entry["mtime_ns"]),
+    )
 
 
 def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
@@ -185,36 +277,34 @@ def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
 
 
 def parse_manifest(data: bytes, directory: str) -> Manifest:
-    """Take what the hook needs; ValueError, KeyError and TypeError stand for a damaged manifest."""
-    document = json.loads(data.decode())
-    if document["schema"] != SCHEMA:
-        raise ValueError(f"schema {document['schema']!r}, not {SCHEMA}")
-    files = document["files"]
+    """Take what the hook needs; ValueError and TypeError stand for a damaged manifest.
+
+    vdriver/manifest.schema.json says the same: what it rejects is rejected, for a manifest that is
+    wrong in one place is no word of `tidegate refresh` in the others.
+    """
+    found = load_json(data)
+    if type(found) is dict and found.get("schema") != SCHEMA:
+        raise ValueError(f"schema {show(found.get('schema'), 40)}, not {SCHEMA}")
+    document = _object(found, DOCUMENT)
+    files = _parse_files(document["files"])
+    driver = _object(document["driver"], DRIVER)
+    source = _object(document["source"], SOURCE)
+    _text(source["root"])
+    programs = [_object(p, PROGRAM) for p in _list(document["programs"])]
+    binds = [_object(b, PROGRAM) for b in _list(document["binds"])]
     return Manifest(
         directory=directory,
-        generation=str(document["generation"]),
-        version=str(document["driver"]["version"]),
-        kind=_choice(document["driver"]["kind"], "nvidia", "simulated", "wsl"),
-        machine=str(document["machine"]),
-        sets=tuple(map(_parse_set, document["sets"])),
-        programs=tuple(
-            Program(_confined(p["path"]), str(p["capability"])) for p in document["programs"]
-        ),
-        places=tuple(map(_parse_place, document["places"])),
-        binds=tuple(
-            Bind(f"/{_absolute(b['path'])}", str(b["capability"])) for b in document["binds"]
-        ),
+        generation=_matching(GENERATION, document["generation"]),
+        version=_matching(VERSION, driver["version"]),
+        kind=_choice(driver["kind"], "nvidia", "simulated", "wsl"),
+        machine=_choice(document["machine"], "x86_64", "aarch64"),
+        sets=tuple(map(_parse_set, _list(document["sets"], 1))),
+        programs=tuple(Program(_confined(p["path"]), _text(p["capability"])) for p in programs),
+        places=tuple(map(_parse_place, _list(document["places"]))),
+        binds=tuple(Bind(f"/{_absolute(b['path'])}", _text(b["capability"])) for b in binds),
         cached64=_cached(files, "lib64"),
         cached32=_cached(files, "lib32"),
-        watch=tuple(
-            Watched(
-                str(w["path"]),
-                _choice(w["role"], "driver", "control"),
-                int(w["size"]),
-                int(w["mtime_ns"]),
-            )
-            for w in document["source"]["watch"]
-        ),
+        watch=tuple(map(_parse_watched, _list(source["watch"], 1))),
     )
 
 

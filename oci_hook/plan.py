@@ -104,7 +104,7 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
         if required:
             raise _no_compat32("the image has no ld.so.cache, which 32-bit libraries are found by")
         return None
-    names = [name.encode() for lead in leads for name in lead.sonames]
+    names = [name.encode(errors="surrogateescape") for lead in leads for name in lead.sonames]
     strays: list[bytes] = []
     try:
         before = ldcache.parse(cache)
@@ -116,8 +116,8 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
             return None
         after = before
         for lead in leads:
-            directory = b"/" + lead.directory.encode()
-            sonames = tuple(name.encode() for name in lead.sonames)
+            directory = b"/" + lead.directory.encode(errors="surrogateescape")
+            sonames = tuple(name.encode(errors="surrogateescape") for name in lead.sonames)
             if lead.flags == ldcache.FLAGS_X86_64 or lead.required:
                 strays += ldcache.strays(before, directory, sonames, lead.flags)
             after = ldcache.with_libraries(after, directory, sonames, lead.flags)

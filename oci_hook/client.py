@@ -9,8 +9,12 @@ import struct
 from typing import Any, NamedTuple
 
 from oci_hook.errors import GovernorError, RefusedError, show
+from oci_hook.state import is_text, load_json
 
 LINE_LIMIT = 64 << 10
+MOST_MINOR = (1 << 20) - 1  # MINORMASK
+MOST_MEMORY = 1 << 50
+WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of an answer
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
 
@@ -35,8 +39,67 @@ class Reservation(NamedTuple):
     minors: tuple[int, ...]
 
 
-def _minors(answer: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(int(d["minor"]) for d in answer["devices"] if d.get("minor") is not None)
+def _whole(value: Any, most: int) -> int:
+    """Give a number of an answer; null is none of it."""
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{show(value)} is no number from 0 to {most}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not is_text(value):
+        raise ValueError(f"{show(value)} is no name")
+    return value  # type: ignore[no-any-return]
+
+
+def _devices(answer: dict[str, Any]) -> tuple[tuple[str, int | None], ...]:
+    """Give the GPUs of an answer: UUID and minor number."""
+    devices = answer["devices"]
+    if type(devices) is not list:
+        raise TypeError(f"devices are {show(devices)}")
+    return tuple(
+        (_name(d["uuid"]), None if d.get("minor") is None else _whole(d["minor"], MOST_MINOR))
+        for d in devices
+    )
+
+
+def parse_admission(answer: dict[str, Any]) -> Grant:
+    """Take a grant from an answer; what it misses or has wrong is a KeyError and its like.
+
+    governor/answers.schema.json says the same.
+    """
+    devices = _devices(answer)
+    directory = _name(answer["directory"])
+    if not directory.startswith("/"):
+        raise ValueError(f"directory {show(directory)}")
+    return Grant(
+        key=_name(answer["key"]),
+        directory=directory,
+        devices=tuple(uuid for uuid, _ in devices),
+        memory=_whole(answer["memory"], MOST_MEMORY),
+        compute=_whole(answer["compute"], 100),
+        strategy=_name(answer.get("strategy", "timeslice")),
+        minors=tuple(minor for _, minor in devices if minor is not None),
+        already=answer.get("already") is True,
+    )
+
+
+def parse_reservation(answer: dict[str, Any]) -> Reservation:
+    """Take a reservation from an answer, as `parse_admission` takes a grant."""
+    minors = tuple(minor for _, minor in _devices(answer) if minor is not None)
+    return Reservation(_name(answer["reservation"]), minors)
+
+
+def parse_answer(line: bytes) -> dict[str, Any]:
+    """Take an answer apart: an object that says whether it is `ok`, and has an error if not."""
+    document = load_json(line)
+    if type(document) is not dict or type(document.get("ok")) is not bool:
+        raise TypeError("no answer")
+    if not document["ok"] and type(document.get("error")) is not dict:
+        raise TypeError("no error")
+    return document
 
 
 class Client:
@@ -106,15 +169,11 @@ class Client:
             raise self._lost(op, e) from e
         answer, _, self.buffer = self.buffer.partition(b"\n")
         try:
-            document = json.loads(answer)
-        except (ValueError, RecursionError) as e:
+            document = parse_answer(answer)
+        except WRONG as e:
             raise self._bad(op, answer[:80]) from e
-        if type(document) is not dict or type(document.get("ok")) is not bool:
-            raise self._bad(op, document)
         if not document["ok"]:
-            error = document.get("error")
-            if type(error) is not dict:
-                raise self._bad(op, document)
+            error = document["error"]
             raise RefusedError(
                 show(error.get("message") or "the governor refused the container", 400),
                 hint=show(error.get("hint") or "see the governor's log", 300),
@@ -144,25 +203,9 @@ class Client:
             **more,
         )
         try:
-            grant = Grant(
-                key=answer["key"],
-                directory=answer["directory"],
-                devices=tuple(str(d["uuid"]) for d in answer["devices"]),
-                memory=int(answer["memory"] or 0),
-                compute=int(answer["compute"] or 0),
-                strategy=str(answer.get("strategy", "timeslice")),
-                minors=_minors(answer),
-                already=answer.get("already") is True,
-            )
-        except (KeyError, TypeError, ValueError) as e:
+            return parse_admission(answer)
+        except WRONG as e:
             raise self._bad("admit", answer) from e
-        if (
-            type(grant.key) is not str
-            or type(grant.directory) is not str
-            or not grant.directory.startswith("/")
-        ):
-            raise self._bad("admit", answer)
-        return grant
 
     def reserve(
         self, annotations: dict[str, str], identity: dict[str, str], **more: Any
@@ -170,8 +213,8 @@ class Client:
         """Have GPUs kept for a container that is about to be made."""
         answer = self._request("reserve", annotations=annotations, identity=identity, **more)
         try:
-            return Reservation(str(answer["reservation"]), _minors(answer))
-        except (KeyError, TypeError, ValueError) as e:
+            return parse_reservation(answer)
+        except WRONG as e:
             raise self._bad("reserve", answer) from e
 
     def confirm(self) -> None:

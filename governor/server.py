@@ -31,8 +31,9 @@ from governor.errors import RefusedError, RequestError, StateError, TidegateErro
 from governor.mps import Event, Mps
 from governor.recover import Found, find_containers
 from governor.state import State
-from oci_hook.errors import HookError
+from oci_hook.errors import HookError, show
 from oci_hook.request import Request, check_request, parse_annotations
+from oci_hook.state import load_json
 
 log = structlog.get_logger()
 
@@ -45,6 +46,27 @@ MOST_RESERVED = 1024
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Somebody has taken what a connection needs; who governs waits until there is some again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
+
+
+_VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+
+
+def parse_request(line: bytes) -> dict[str, Any]:
+    """Return the request in a line; RequestError where it is none."""
+    try:
+        document: dict[str, Any] = load_json(line)
+        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as e:
+        raise RequestError(
+            "a request is not JSON", hint="install the same version of hook and governor"
+        ) from e
+    error = jsonschema.exceptions.best_match(_VALIDATOR.iter_errors(document))
+    if error is not None:
+        raise RequestError(
+            f"a request is not understood: {show(error.message, 160)}",
+            hint="install the same version of hook and governor",
+        )
+    return document
 
 
 class Server:
@@ -62,9 +84,6 @@ class Server:
         self._state = state or State()
         self._books = books
         self._runners = runners
-        self._validator = jsonschema.Draft202012Validator(
-            json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-        )
         self.containers: dict[str, Container] = {}
         self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
         self.tally = Tally()
@@ -182,7 +201,7 @@ class Server:
     ) -> dict[str, Any]:
         request: dict[str, Any] = {}
         try:
-            request = self._parse(line)
+            request = parse_request(line)
             match request["op"]:
                 case "admit":
                     return await self._admit(request, descriptors, pending)
@@ -212,22 +231,6 @@ class Server:
             if request.get("op") in ("admit", "reserve"):
                 self.tally.refused[e.code] += 1
             return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}
-
-    def _parse(self, line: bytes) -> dict[str, Any]:
-        try:
-            document: dict[str, Any] = json.loads(line)
-            json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        except (ValueError, RecursionError) as e:
-            raise RequestError(
-                "a request is not JSON", hint="install the same version of hook and governor"
-            ) from e
-        error = jsonschema.exceptions.best_match(self._validator.iter_errors(document))
-        if error is not None:
-            raise RequestError(
-                f"a request is not understood: {error.message}"[:200],
-                hint="install the same version of hook and governor",
-            )
-        return document
 
     async def _admit(
         self, request: dict[str, Any], descriptors: list[int], pending: list[Container]

@@ -145,7 +145,7 @@ def parse_annotations(annotations: dict[str, str]) -> Request:
     """Turn the annotations below our prefix into a request; what is not understood is refused."""
     fields: dict[str, object] = {}
     for name, value in annotations.items():
-        known = PARSERS.get(name[len(PREFIX) :])
+        known = PARSERS.get(name[len(PREFIX) :]) if name.startswith(PREFIX) else None
         if known is None:
             raise _unknown(name)
         field, parse = known

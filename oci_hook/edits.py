@@ -16,6 +16,7 @@ from oci_hook.errors import BundleError, DeviceError, HookError, show
 from oci_hook.state import PREFIX
 
 RESERVATION = PREFIX + "reservation"
+TOKEN_LIMIT = 64
 GPU_MAJOR = 195  # Linux's devices.txt: nvidia
 GPU_MINORS = 254  # modeset and control are behind
 CONTROL = ("nvidiactl", "nvidia-uvm")
@@ -31,6 +32,12 @@ FOREIGN = (
     "nvidia-cdi-hook",
     "nvidia-ctk",
 )
+
+
+def take_reservation(annotations: dict[str, str]) -> str:
+    """Take the reservation out of the annotations; nothing where it is none of the governor's."""
+    token = annotations.pop(RESERVATION, "")
+    return token if token.isascii() and token.isalnum() and len(token) <= TOKEN_LIMIT else ""
 
 
 class Node(NamedTuple):

@@ -156,11 +156,11 @@ def prepare(options: Options, state: State, event: Event) -> str:
     from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
     from oci_hook.client import Client
     from oci_hook.edits import (
-        RESERVATION,
         check_devices,
         gpu_nodes,
         refuse_foreign,
         require_no_gpu,
+        take_reservation,
     )
     from oci_hook.image import inspect_image, look_at_places
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
@@ -169,7 +169,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
 
     event.phase("import")
     kernel.set_undumpable()
-    reservation = annotations.pop(RESERVATION, "")
+    reservation = take_reservation(annotations)
     refuse_foreign(bundle.document)
     nodes = gpu_nodes(bundle.document)
     request = parse_annotations(annotations)
@@ -212,7 +212,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
             bundle=state.bundle,
             annotations=annotations,
             identity=bundle.identity,
-            reservation=reservation[:64],
+            reservation=reservation,
             nodes=nodes,
             exact=options.governed,
         )

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from oci_hook.client import Client
 from oci_hook.edits import (
-    RESERVATION,
     Entry,
     edit,
     gives_gpu,
@@ -20,6 +19,7 @@ from oci_hook.edits import (
     host_nodes,
     refuse_foreign,
     require_no_gpu,
+    take_reservation,
 )
 from oci_hook.errors import DriverError, HookError, UnservedImageError, show
 from oci_hook.log import Event
@@ -108,7 +108,7 @@ def edit_config(
     if is_sandbox(annotations) and not exact and not gives_gpu(document):
         return "no-request", None
     ours = {k: v for k, v in annotations.items() if k.startswith(PREFIX)}
-    replaces = ours.pop(RESERVATION, "")
+    replaces = take_reservation(ours)
     if settings.environment:
         ours = from_environment(document) | ours
     if not ours:
@@ -128,7 +128,7 @@ def edit_config(
         answer = client.reserve(
             ours,
             identity,
-            replaces=replaces[:64],
+            replaces=replaces,
             # Those of a reservation were our own choice, and may be another now.
             nodes=() if replaces else gpu_nodes(document),
             exact=exact,

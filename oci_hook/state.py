@@ -13,11 +13,12 @@ from oci_hook.errors import AnnotationError, BundleError, HookError, StateError,
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 PREFIX = "tidegate.gpu/"
 STATE_LIMIT = 4 << 20
-CONFIG_LIMIT = 8 << 20
+CONFIG_LIMIT = 4 << 20  # parsed it is 50 times as large, where it holds what is smallest
 ID_LIMIT = 1024
 PID_LIMIT = 1 << 22  # PID_MAX_LIMIT
 
@@ -114,13 +115,43 @@ def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, obje
     return result
 
 
+def _number(text: str) -> int | float:
+    """Give a number with a fraction or an exponent: 5.0 is a whole one, 1e999 is none."""
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:40]} is no number that can be kept")
+    return int(value) if value.is_integer() else value
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def load_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Parse JSON as its standard has it, NaN is none; ValueError or RecursionError otherwise."""
+    import json
+
+    return json.loads(
+        data.decode(), object_pairs_hook=pairs, parse_float=_number, parse_constant=_no_number
+    )
+
+
+def is_text(value: object) -> bool:
+    """Tell whether a value can be a name to the kernel: half a surrogate pair, or NUL, cannot."""
+    if type(value) is not str or "\0" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _parse_object(
     data: bytes, error: type[HookError], what: str, hint: str, twice: list[str]
 ) -> dict[str, object]:
-    import json
-
     try:
-        document = json.loads(data.decode(), object_pairs_hook=lambda pairs: _unique(pairs, twice))
+        document = load_json(data, lambda pairs: _unique(pairs, twice))
     except (ValueError, RecursionError) as e:
         raise error(f"{what} is not JSON ({show(e)})", hint=hint) from e
     if type(document) is not dict:
@@ -153,7 +184,7 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
         raise StateError(f"the OCI state on stdin is larger than {STATE_LIMIT} bytes", hint=hint)
     document = _parse_object(data, StateError, "the OCI state on stdin", hint, [])
     ident, pid, bundle = document.get("id"), document.get("pid"), document.get("bundle")
-    if type(ident) is not str or not ident or len(ident) > ID_LIMIT:
+    if type(ident) is not str or not is_text(ident) or not 0 < len(ident) <= ID_LIMIT:
         raise StateError(
             f"id in the OCI state is {show(ident)}, not a string of 1 to {ID_LIMIT} characters",
             hint=hint,
@@ -164,7 +195,7 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
                 f"pid in the OCI state is {show(pid)}, not a process of this host",
                 hint="register the hook as createRuntime or prestart, which run on the host's side",
             )
-        if type(bundle) is not str or not bundle.startswith("/") or "\0" in bundle:
+        if type(bundle) is not str or not bundle.startswith("/") or not is_text(bundle):
             raise StateError(
                 f"bundle in the OCI state is {show(bundle)}, not an absolute path", hint=hint
             )
@@ -224,7 +255,7 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
     section = document.get("root")
     root = section.get("path") if type(section) is dict else None
     hint = "root.path names the container's root file system, below the bundle or absolute"
-    if type(root) is not str or not root or "\0" in root:
+    if type(root) is not str or not root or not is_text(root):
         raise BundleError(f"root.path in {name} is {show(root)}", hint=hint)
     parts = [part for part in root.split("/") if part not in ("", ".")]
     if ".." in parts[parts.count("..") :]:
@@ -254,8 +285,9 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
         )
     identity: dict[str, str] = {}
     for annotation, field in IDENTITY.items():
-        if annotation in annotations and len(annotations[annotation]) <= ID_LIMIT:
-            identity.setdefault(field, annotations[annotation])
+        value = annotations.get(annotation, "")
+        if value and len(value) <= ID_LIMIT and is_text(value):
+            identity.setdefault(field, value)
     return document, annotations, identity
 
 

@@ -438,7 +438,7 @@ def test_an_oversized_config_is_refused(node: Node) -> None:
             f.write(b" " * (9 << 20))
         done = held.hook(node.hook)
     assert done.returncode == 66
-    assert "is larger than 8388608 bytes" in done.stderr
+    assert "is larger than 4194304 bytes" in done.stderr
 
 
 def test_deep_and_endless_numbers_are_survived(node: Node) -> None:

@@ -1,0 +1,305 @@
+"""The documents that reach Tidegate from outside, what judges each of them by hand, and the schema that says the same.
+
+A document is bytes: what a runtime, an engine, `tidegate refresh`, the governor or a hook wrote, or who would like to be taken
+for one of them. `hold` is what must be true of any; corpus/KIND.jsonl has documents that both judge and the verdict that is right.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jsonschema
+from hypothesis import strategies as st
+
+from governor.errors import TidegateError
+from governor.server import SCHEMA_FILE, parse_request
+from oci_hook import reserve
+from oci_hook.client import WRONG, Reservation, parse_admission, parse_answer, parse_reservation
+from oci_hook.edits import Entry, foreign_driver, gpu_nodes
+from oci_hook.errors import AnnotationError, GovernorError, HookError, InternalError, MirrorError
+from oci_hook.manifest import parse_manifest
+from oci_hook.request import parse_annotations
+from oci_hook.state import PREFIX, load_json, our_annotations, parse_config, parse_state
+
+ROOT = Path(__file__).resolve().parents[2]
+CORPUS = Path(__file__).with_name("corpus")
+LINE = 900
+SETTINGS = reserve.Settings(entry=Entry("/usr/bin/tidegate-hook"))
+BEYOND = ("is given twice", "is the host's own root")
+"""Why one is refused that follows its schema: JSON Schema sees neither names that come twice nor where a path ends."""
+
+
+class Kind(NamedTuple):
+    """One kind of document: what takes it by hand (its errors are HookError, TidegateError), and its schema."""
+
+    take: Callable[[bytes], object]
+    schema: jsonschema.Draft202012Validator | None = None
+    text: bool = False  # half a surrogate pair is refused, wherever it stands
+
+
+def validator(path: str, part: str | None = None) -> jsonschema.Draft202012Validator:
+    schema = json.loads((ROOT / path).read_text())
+    if part is not None:
+        schema = {"$ref": f"#/$defs/{part}", "$defs": schema["$defs"]}
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def take_config(data: bytes) -> object:
+    """As `oci_hook.main.prepare` does before it looks at the container."""
+    bundle = parse_config(data, "/bundle")
+    foreign_driver(bundle.document)
+    gpu_nodes(bundle.document)
+    return bundle
+
+
+def take_annotations(data: bytes) -> object:
+    """Those below our prefix: an object of strings, as config.json and the state are checked."""
+    try:
+        annotations = load_json(data)
+    except (ValueError, RecursionError) as e:
+        raise AnnotationError("is not JSON", hint="write it") from e
+    if type(annotations) is not dict or not all(type(v) is str for v in annotations.values()):
+        raise AnnotationError("is not an object of strings", hint="write it")
+    return parse_annotations(annotations)
+
+
+def take_manifest(data: bytes) -> object:
+    """As `read_manifest` does."""
+    try:
+        return parse_manifest(data, "/generation")
+    except (ValueError, TypeError, RecursionError) as e:
+        raise MirrorError("is not a manifest", hint="refresh") from e
+
+
+def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = None) -> object:
+    """As the hook's client does; a refusal is an answer like others."""
+    try:
+        document = parse_answer(data)
+        if parse is None:
+            return document
+        if not document["ok"]:
+            raise GovernorError("is a refusal", hint="none")
+        return parse(document)
+    except WRONG as e:
+        raise GovernorError("is no answer", hint="same version") from e
+
+
+class Reserving:
+    """A governor that keeps what it is asked for."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def reserve(self, *args: object, **more: object) -> Reservation:
+        json.dumps((args, more)).encode()
+        return Reservation("token", ())
+
+    def close(self) -> None:
+        pass
+
+
+def take_edit(data: bytes) -> object:
+    """As `tidegate-runtime` and `precreate` do; what comes out is edited again without a change."""
+    settings = SETTINGS._replace(environment=True)
+    with mock.patch.object(reserve, "Client", Reserving):
+        edited = reserve.edit_config(data, "config.json", settings)
+        if edited is not None:
+            again = reserve.edit_config(edited, "config.json", settings)
+            assert again == edited
+            strict(edited)
+    return edited
+
+
+def take_state(data: bytes) -> object:
+    state = parse_state(data)
+    bundle = parse_config(b'{"root": {"path": "rootfs"}}', "/bundle")
+    ours = our_annotations(state, bundle)
+    assert all(type(value) is str for value in ours.values())
+    return state
+
+
+KINDS = {
+    "state": Kind(take_state, validator("oci_hook/state.schema.json", "state")),
+    "config": Kind(take_config, validator("oci_hook/state.schema.json", "config")),
+    "edit": Kind(take_edit),
+    "annotations": Kind(take_annotations, validator("oci_hook/annotations.schema.json")),
+    "manifest": Kind(take_manifest, validator("vdriver/manifest.schema.json")),
+    "request": Kind(parse_request, validator("governor/protocol.schema.json"), text=True),
+    "answer": Kind(take_answer, validator("governor/answers.schema.json")),
+    "admitted": Kind(
+        lambda data: take_answer(data, parse_admission),
+        validator("governor/answers.schema.json", "admit"),
+    ),
+    "reserved": Kind(
+        lambda data: take_answer(data, parse_reservation),
+        validator("governor/answers.schema.json", "reserve"),
+    ),
+}
+assert SCHEMA_FILE.name == "protocol.schema.json"
+
+
+def strict(data: bytes) -> Any:
+    """Parse JSON as its standard has it, a number with a fraction as a double; ValueError if it is none."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if abs(value) == float("inf"):
+            raise ValueError(text)
+        return value
+
+    def none(text: str) -> None:
+        raise ValueError(text)
+
+    return json.loads(data.decode(), parse_float=number, parse_constant=none)
+
+
+def is_valid(kind: str, data: bytes) -> bool | None:
+    """What the schema says; None where there is none."""
+    schema = KINDS[kind].schema
+    if schema is None:
+        return None
+    try:
+        document = strict(data)
+        if KINDS[kind].text:
+            json.dumps(document, ensure_ascii=False).encode()
+        return schema.is_valid(document)
+    except (ValueError, RecursionError):
+        return False
+
+
+def refusal(kind: str, data: bytes) -> str | None:
+    """Take a document by hand: nothing, or the line by which it was refused. Any other error is a fault of ours."""
+    try:
+        KINDS[kind].take(data)
+    except InternalError:
+        raise
+    except HookError as e:
+        return e.line()
+    except TidegateError as e:
+        return f"tidegate: {e}"
+    return None
+
+
+def hold(kind: str, data: bytes) -> bool:
+    """Hold a document to what is promised of any of its kind; returns whether it was taken."""
+    line, valid = refusal(kind, data), is_valid(kind, data)
+    if line is not None:
+        # One line for a terminal, whatever is in the document.
+        assert len(line) <= LINE, line
+        assert line.isascii(), line
+        assert line.isprintable(), line
+    if valid is not None:
+        what = f"{kind}: {data[:2000]!r}: {line or 'taken'}"
+        assert line is not None or valid, f"taken, and its schema rejects it: {what}"
+        beyond = line is not None and any(text in line for text in BEYOND)
+        assert line is None or not valid or beyond, f"its schema accepts it: {what}"
+    return line is None
+
+
+class Entry_(NamedTuple):  # noqa: N801
+    """One document of the corpus."""
+
+    why: str
+    good: bool
+    data: bytes
+
+
+def corpus(kind: str) -> list[Entry_]:
+    """The documents of a kind: a line each, `document` as JSON, `text`, or `base64` for what is neither."""
+    found = []
+    for line in (CORPUS / f"{kind}.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if "document" in entry:
+            data = json.dumps(entry["document"]).encode()
+        elif "text" in entry:
+            data = entry["text"].encode()
+        else:
+            data = base64.b64decode(entry["base64"])
+        found.append(Entry_(entry["why"], entry["good"], data))
+    return found
+
+
+NUMBERS = (
+    0, -1, 1, 2, 42, 100, 101, 195, 255, 1.0, 1.5, -0.0, 1e22, 1e308, 1 << 20, 1 << 22, (1 << 22) + 1, 1 << 31, 1 << 50,
+    (1 << 50) + 1, 1 << 63, 1 << 64, 10**400,
+)  # fmt: skip
+TEXTS = (
+    "", "/", "//", ".", "..", "../..", "/..", "/../", "rootfs", "/x/../y", "a/b", "\n", "1\n", "\0", "/\0", "\ud800", "/\udfff",
+    "\udc80", "/x\udc80", "a" * 1025, "/" + "a" * 5000, "0", "0,1", "0,0", "8Gi", "8Gi\n", "0123456789ab", "580.159.04",
+    "580.159.04\n", "x86_64", "all", "compute,utility", "token", "{libdir}", "{libdir}/", "{libdir}/x", "{libdir}/..",
+    PREFIX, f"{PREFIX}memory", f"{PREFIX}reservation", "TIDEGATE_MEMORY=8Gi", "TIDEGATE_COUNT=1\ud800", "NaN", "\x1b[2J",
+    "io.kubernetes.pod.name", "io.kubernetes.cri.container-type", "sandbox", "libcuda.so.1", "/usr/lib/libcuda.so.1",
+)  # fmt: skip
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(NUMBERS),
+    st.integers(),
+    st.floats(allow_nan=True),
+    st.sampled_from(TEXTS),
+    st.text(max_size=12),
+    st.sampled_from(("[]", "{}", "[[]]", "[{}]", '{"": null}', '[null, 1, "x"]')).map(json.loads),
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in a document: what holds it, and under which name or number."""
+    found: list[tuple[Any, Any]] = []
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict | list):
+            keys = list(one) if isinstance(one, dict) else list(range(len(one)))
+            found += [(one, key) for key in keys]
+            waiting += [one[key] for key in keys]
+    return found
+
+
+def bases(kind: str) -> list[Any]:
+    """The good documents of a kind, parsed; for config.json that is to be edited as well."""
+    return [json.loads(e.data) for e in corpus("config" if kind == "edit" else kind) if e.good]
+
+
+def mutated(kind: str) -> st.SearchStrategy[bytes]:
+    """Good documents of a kind with up to five changes, most of them to one member or value."""
+    originals = [json.dumps(one) for one in bases(kind)]
+
+    @st.composite
+    def strategy(draw: st.DrawFn) -> bytes:
+        document = [json.loads(draw(st.sampled_from(originals)))]  # in a list: it may be replaced
+        for _ in range(draw(st.integers(0, 4))):
+            holder, key = draw(st.sampled_from(places(document)))
+            match draw(st.sampled_from(("value", "value", "value", "remove", "add", "swap"))):
+                case "value":
+                    holder[key] = draw(ODD)
+                case "remove" if holder is not document:
+                    del holder[key]
+                case "add":
+                    if isinstance(holder, dict):
+                        holder[draw(st.sampled_from(TEXTS) | st.text(max_size=8))] = draw(ODD)
+                    else:
+                        holder.append(draw(ODD))
+                case _:
+                    other, there = draw(st.sampled_from(places(document)))
+                    holder[key] = json.loads(json.dumps(other[there]))
+        data = json.dumps(document[0], ensure_ascii=draw(st.booleans())).encode(
+            errors="surrogatepass"
+        )
+        match draw(st.sampled_from(("", "", "", "", "twice", "cut", "bytes"))):
+            case "twice":  # each member of an object comes again
+                at = draw(st.integers(0, len(data)))
+                data = data[:at] + data[at:].replace(b"{", b"{" + data[1:-1] + b", ", 1)
+            case "cut":
+                data = data[: draw(st.integers(0, len(data)))]
+            case "bytes":
+                at = draw(st.integers(0, len(data)))
+                data = data[:at] + draw(st.binary(min_size=1, max_size=4)) + data[at + 1 :]
+        return data
+
+    return strategy()

@@ -1,0 +1,178 @@
+"""What reaches the hook, the wrapper runtime and the governor as text: a corpus, documents made from it, and real processes.
+
+tests/fuzz/documents.py says what each kind of document is, tests/fuzz/test_documents.py goes on for as long as it is told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from oci_hook.state import CONFIG_LIMIT
+from tests.fuzz.documents import KINDS, bases, corpus, hold, is_valid, mutated, refusal
+
+HOOK = Path(__file__).parents[2] / "oci_hook"
+MIB = 1 << 20
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (768 << 20,) * 2)
+os.execv(sys.executable, [sys.executable, "-I", "-S", *sys.argv[1:]])
+"""
+MOST = 256 * MIB
+"""What a hook may take at most, whatever it is given: small objects are 50 times as large in Python as in JSON."""
+NOBODY = 4194304
+"""The highest number that a process could have; none has it here."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "edit"])
+def test_parser_and_schema_judge_the_corpus_alike(kind: str) -> None:
+    entries = corpus(kind)
+    assert {entry.good for entry in entries} == {True, False}
+    wrong = []
+    for entry in entries:
+        taken = hold(kind, entry.data)
+        # A schema cannot see all that a parser refuses, but nothing is taken that it rejects.
+        if taken != entry.good:
+            wrong.append((entry.why, refusal(kind, entry.data), is_valid(kind, entry.data)))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=mutated(kind))
+    def holds(data: bytes) -> None:
+        hold(kind, data)
+
+    holds()
+
+
+@pytest.mark.parametrize("kind", ["config", "state"])
+def test_every_document_of_the_corpus_can_be_edited_or_is_refused_with_a_line(kind: str) -> None:
+    """The wrapper runtime and `precreate` take config.json as the hook does."""
+    for entry in corpus(kind):
+        hold("edit", entry.data)
+
+
+class Run:
+    """How a process of ours ended that was given a document."""
+
+    def __init__(self, name: str, arguments: list[str], data: bytes) -> None:
+        with (
+            tempfile.TemporaryFile() as given,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as err,
+        ):
+            given.write(data)
+            given.seek(0)
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", LIMITED, str(HOOK / name), *arguments],
+                stdin=given, stdout=out, stderr=err,
+            )  # fmt: skip
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = self.status = os.waitstatus_to_exitcode(status)
+            self.peak = usage.ru_maxrss << 10
+            self.stdout, self.stderr = (
+                Path(f"/proc/self/fd/{f.fileno()}").read_bytes() for f in (out, err)
+            )
+
+    def must_be_polite(self) -> None:
+        """A status of the list, and one line that says why; neither a trace nor a fault of ours."""
+        said = self.stderr.decode()
+        assert self.status in (0, 64, 65, 66, 69, 71, 72, 75, 77), (self.status, said)
+        assert said.count("\n") == (1 if self.status else 0), said
+        assert "Traceback" not in said
+        assert "report this" not in said, said
+        assert self.status == 0 or said.startswith("tidegate: "), said
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    return [
+        "--runtime-dir", str(tmp_path / "run"), "--driver-dir", str(tmp_path / "driver"),
+        "--log", str(tmp_path / "log"), "--timeout", "20",
+    ]  # fmt: skip
+
+
+def sample(kind: str, step: int) -> Iterator[bytes]:
+    """Some of the corpus: a process takes 50 ms."""
+    for entry in corpus(kind)[::step]:
+        yield entry.data
+
+
+def test_a_hook_that_is_given_any_state_ends_with_a_status_and_one_line(
+    tmp_path: Path, options: list[str]
+) -> None:
+    """Of a process that there is not: what is right in itself is refused for that."""
+    (tmp_path / "config.json").write_text(json.dumps(bases("config")[0]))
+    for document in sample("state", 3):
+        data = document.replace(b'"bundle": "/b"', f'"bundle": "{tmp_path}"'.encode()).replace(
+            b'"pid": 42', f'"pid": {NOBODY}'.encode()
+        )
+        ran = Run("tidegate-hook", [*options, "--governed", "createRuntime"], data)
+        ran.must_be_polite()
+        assert ran.status, data
+
+
+def test_a_hook_that_is_given_any_config_ends_with_a_status_and_one_line(
+    tmp_path: Path, options: list[str]
+) -> None:
+    state = {"id": "c", "pid": NOBODY, "bundle": str(tmp_path)}
+    for data in sample("config", 3):
+        (tmp_path / "config.json").write_bytes(data)
+        Run(
+            "tidegate-hook", [*options, "createRuntime"], json.dumps(state).encode()
+        ).must_be_polite()
+        ran = Run("tidegate-hook", [*options, "precreate"], data)
+        ran.must_be_polite()
+        assert ran.status in (0, 66, 64), ran.stderr
+        assert ran.status or ran.stdout or not data
+
+
+OURS = '"annotations": {"tidegate.gpu/memory": "8Gi"}, "root": {"path": "r"}}'
+HUGE = {
+    "the smallest objects": ('{"x": [', '{"a":0},', "0], " + OURS),
+    "lists": ('{"x": [', "[],", "0], " + OURS),
+    "not closed": ("", "[", ""),
+    "numbers": ('{"x": [', "1.5,", "0], " + OURS),
+    "members": ('{"x": {', '"%07d":0,', '"": 0}, ' + OURS),
+    "the same member": ("{", '"a":0,', OURS),
+    "annotations": (
+        '{"annotations": {',
+        '"tidegate.gpu/%07d":"",',
+        '"": ""}, "root": {"path": "r"}}',
+    ),
+    "an environment": ('{"process": {"env": [', '"TIDEGATE_%07d=1",', '""]}, ' + OURS),
+    "hooks": ('{"hooks": {"prestart": [', "{},", "{}]}, " + OURS),
+    "escapes": ('{"x": "', "\\u0074", '", ' + OURS),
+}
+QUICK = ("the smallest objects", "not closed")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param(what, marks=() if what in QUICK else pytest.mark.slow, id=what) for what in HUGE],
+)
+def test_the_largest_documents_take_bounded_memory(
+    tmp_path: Path, options: list[str], what: str
+) -> None:
+    start, part, end = HUGE[what]
+    n = (CONFIG_LIMIT - len(start) - len(end)) // len(part % 0 if "%" in part else part)
+    body = "".join(part % i for i in range(n)) if "%" in part else part * n
+    data = (start + body + end).encode()
+    (tmp_path / "config.json").write_bytes(data)
+    state = json.dumps({"id": "c", "pid": NOBODY, "bundle": str(tmp_path)}).encode()
+    for ran in (
+        Run("tidegate-hook", [*options, "createRuntime"], state),
+        Run("tidegate-hook", [*options, "precreate"], data),
+    ):
+        ran.must_be_polite()
+        assert ran.peak < MOST, f"{ran.peak // MIB} MiB"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -185,8 +185,9 @@ class Node:
         annotations: Mapping[str, str],
         *,
         stage: str = "createRuntime",
+        edit: Callable[[dict[str, Any]], None] | None = None,
     ) -> Running:
-        """Start a container; its output is read by `wait`."""
+        """Start a container; its output is read by `wait`. `edit` may change its config.json."""
         identifier = f"tidegate-{os.getpid()}-{name}"
         bundle = self.work / "bundles" / name
         make_bundle(
@@ -198,6 +199,10 @@ class Node:
             hook=self.hook_arguments(),
             stage=stage,
         )
+        if edit is not None:
+            config = json.loads((bundle / "config.json").read_text())
+            edit(config)
+            (bundle / "config.json").write_text(json.dumps(config))
         output = (bundle / "output").open("w")
         process = subprocess.Popen(
             [

@@ -28,6 +28,7 @@ import structlog
 
 from governor.arbiter import NOBODY, WHOLE, Runner, Stats
 from governor.books import Device, Quota
+from governor.cgroups import Membership, find_membership, read_cgroups
 from governor.config import Config
 from governor.counters import Counters, GpuTime
 from governor.mps import DIRECTORY, Event, Mps
@@ -206,6 +207,7 @@ class Container:
         self._server: asyncio.Server | None = None
         self._closed = False
         self._unanswered = 0
+        self._membership: Membership | None = None
         self._paced = 0.0  # when a registration would be in time
         self._loop = asyncio.get_running_loop()
         try:
@@ -342,6 +344,9 @@ class Container:
         if not pid or who.pid != pid:
             os.close(pidfd)
             raise RuntimeError("it has ended")
+        if not self._is_own(pid):
+            os.close(pidfd)
+            raise RuntimeError("it is not of this container")
         process = Process(
             slot=slot,
             pid=pid,
@@ -365,6 +370,17 @@ class Container:
             self._forget_process(slot)
             raise
         log.info("process-registered", container=self.identifier, pid=pid, slot=slot)
+
+    def _is_own(self, pid: int) -> bool:
+        """Return whether a process is in the container's control group, or it has none of its own.
+
+        Where containers share a pid namespace, the equals of its processes reach its directory by
+        /proc/PID/root; nothing but the control group tells them apart.
+        """
+        if self._membership is None:
+            self._membership = find_membership(self.pid)
+        own = self._membership
+        return not own.cgroups or own.has_cgroups(read_cgroups(pid))
 
     def _readmit_process(self, pid: int, own: socket.socket) -> None:
         """Connect again to a process that the governor before registered, or that lost us."""

@@ -1,0 +1,255 @@
+"""Containers that attack each other: what the governor has for one, no other can see, change or talk to; and a container
+that writes anything into its own ledger takes nothing from the others. hostile.c is the attacker; it runs as root of its container.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import Node, Running
+from bench.progress import read_stamps
+from governor.client import ask
+from governor.container import container_key
+from libcontrol import layout, pages
+from tests.container.bundles import Runtime, compile_c
+from tests.container.nodes import (
+    WAIT_S,
+    begin,
+    clear,
+    directory,
+    events,
+    show_output,
+    start_worker,
+    wait_for,
+)
+
+S = 1_000_000_000
+UNIT_NS = 500_000
+"""What one unit of the workload takes of the GPU."""
+
+
+class WithHostile(Simulated):
+    """The simulated GPU, and in each image the attacker."""
+
+    def __init__(self, work: Path, build: Path) -> None:
+        super().__init__(work, build)
+        source = Path(__file__).with_name("hostile.c").read_text()
+        self.programs.append(compile_c(source, work / "hostile"))
+
+
+def runtime_script(name: str, work: Path) -> str:
+    """A runtime to execute by one name: crun wants a mount namespace here."""
+    command = Runtime(name, work).command()
+    command = command[: command.index("--root")]
+    quoted = " ".join(f"'{word}'" for word in command)
+    path = work / f"{name}-here"
+    path.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(scope="module", params=["runc", "crun"])
+def node(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    build_dir: Path,
+    require: Callable[..., None],
+) -> Iterator[Node]:
+    require("gcc", request.param)
+    work = tmp_path_factory.mktemp("isolation")
+    with Node(WithHostile(work, build_dir), runtime=runtime_script(request.param, work)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def clean(node: Node) -> Iterator[None]:
+    yield
+    clear(node)
+
+
+def inside(node: Node, container: Running) -> int:
+    """The first process of a container, by its number on the host."""
+    return int(node.look()[container.identifier]["pid"])
+
+
+def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
+    """Edit config.json so: who it is, and where it may write."""
+
+    def edit(config: dict[str, Any]) -> None:
+        config["process"] |= process
+        config["mounts"].append(
+            {"destination": "/tmp", "type": "tmpfs", "source": "tmp", "options": ["mode=1777"]}
+        )
+
+    return edit
+
+
+def in_namespace_of(pid: int, **process: Any) -> Callable[[dict[str, Any]], None]:
+    """The same, in the pid namespace of another: as in a pod that shares it."""
+    first = as_attacker(**process)
+
+    def edit(config: dict[str, Any]) -> None:
+        first(config)
+        for namespace in config["linux"]["namespaces"]:
+            if namespace["type"] == "pid":
+                namespace["path"] = f"/proc/{pid}/ns/pid"
+
+    return edit
+
+
+def contents(path: Path) -> dict[str, tuple[int, int, int]]:
+    """What is in a directory: kind and mode, owner, and size of each."""
+    return {
+        one.name: (one.lstat().st_mode, one.lstat().st_uid, one.lstat().st_size)
+        for one in path.iterdir()
+    }
+
+
+def descriptors(fds: Path) -> collections.Counter[str]:
+    """What kinds of files a process has open, and how many; pages of containers that ended are unmapped some time later."""
+    found: collections.Counter[str] = collections.Counter()
+    for fd in fds.iterdir():
+        with contextlib.suppress(OSError):
+            name = re.sub(r"\d+", "N", str(fd.readlink()))
+            found[name] += not name.endswith("(deleted)")
+    return found
+
+
+NONE: dict[str, Any] = {"capabilities": {}}
+WHO: dict[str, Callable[[int], Callable[[dict[str, Any]], None]]] = {
+    "root": lambda _: as_attacker(),
+    "user": lambda _: as_attacker(user={"uid": 1000, "gid": 1000}, **NONE),
+    "root-shared-pids": lambda pid: in_namespace_of(pid, **NONE),
+    "user-shared-pids": lambda pid: in_namespace_of(pid, user={"uid": 1000, "gid": 1000}, **NONE),
+}
+
+
+@pytest.mark.parametrize(
+    "who", [pytest.param(w, marks=[pytest.mark.slow] if "user" in w else [], id=w) for w in WHO]
+)
+def test_no_container_reaches_what_another_has(node: Node, who: str) -> None:
+    victim = start_worker(node, f"victim-{who}", compute="20")
+    begin(victim)
+    has = directory(node, victim)
+    before, page = contents(has), (has / "grant").read_bytes()
+    fds = Path(f"/proc/{node.governor_pid}/fd")
+    kinds = descriptors(fds)
+    attacker = node.start(
+        f"attacker-{who}",
+        ["/usr/bin/hostile", "prowl", str(has), container_key(victim.identifier)],
+        {"memory": "1Gi", "compute": "20"},
+        edit=WHO[who](inside(node, victim)),
+    )
+    assert node.wait(attacker, WAIT_S) == 0, attacker.output
+    tried = re.fullmatch(r"tried (\d+)\n", attacker.output)
+    assert tried, attacker.output
+    # Many of these are for each process that it sees.
+    assert int(tried[1]) > (700 if "shared" in who else 500)
+    assert contents(has) == before
+    after = (has / "grant").read_bytes()
+    assert (after[:16], after[24:64]) == (page[:16], page[24:64])  # the heartbeat aside
+    assert victim.process.poll() is None, show_output(victim)
+    wait_for(lambda: attacker.identifier not in node.look(), "its end")
+    wait_for(lambda: not descriptors(fds) - kinds, f"{descriptors(fds) - kinds} to be closed", 10)
+    done = [e for e in events(node, "process-registered") if e["container"] == victim.identifier]
+    assert len(done) == 1
+
+
+def test_the_attacker_can_tell_what_works(node: Node) -> None:
+    """In the victim's own place everything that is to be denied to others is found, or the test above shows nothing."""
+    attacker = node.start(
+        "self", ["/usr/bin/hostile", "prowl", "/run/tidegate", "."],
+        {"memory": "1Gi", "compute": "20"}, edit=as_attacker(),
+    )  # fmt: skip
+    assert node.wait(attacker, WAIT_S) == 0, attacker.output
+    for way in ("list", "read", "stat", "connect to", "follow a link to"):
+        assert f"WORKED: {way} /run/tidegate" in attacker.output, way
+    for way in (
+        "write",
+        "truncate",
+        "append",
+        "unlink",
+        "rename",
+        "link",
+        "chmod",
+        "bind",
+        "create",
+    ):
+        found = [
+            x for x in attacker.output.splitlines() if x.startswith(f"WORKED: {way} /run/tidegate/")
+        ]
+        assert [line for line in found if ".." not in line] == [], way
+
+
+def test_a_socket_registers_nobody_but_its_container(node: Node) -> None:
+    """Whose processes see each other, as equals, are kept apart by the kernel no more: the governor asks whose one is."""
+    victim = start_worker(node, "host", compute="20")
+    begin(victim)
+    pid = inside(node, victim)
+    attacker = node.start(
+        "guest", ["/usr/bin/hostile", "knock", "1"], {"memory": "1Gi", "compute": "20"},
+        edit=in_namespace_of(pid),
+    )  # fmt: skip
+    assert node.wait(attacker, WAIT_S) == 0, attacker.output
+    assert attacker.output == "slot -1, no ledger\n"
+    [refused] = events(node, "process-refused")[-1:]
+    assert refused["container"] == victim.identifier
+    assert len(node.look()[victim.identifier]["processes"]) == 1
+
+
+def share(container: Running, first: int, last: int) -> float:
+    """What a container did of its work between two times, percent of the GPU."""
+    stamps = [s for s in read_stamps(container.out / "progress.bin") if first <= s.time < last]
+    return 100 * len(stamps) * UNIT_NS / (last - first)
+
+
+QUOTAS = {"honest-a": 40, "honest-b": 30}
+
+
+def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Node) -> None:
+    if node.runtime.endswith("crun-here"):
+        pytest.skip("it is the governor's test: one runtime will do")
+    pair = [start_worker(node, name, compute=str(quota)) for name, quota in QUOTAS.items()]
+    burn = node.machine.command("burn", inside=True)
+    hostile = node.start(
+        "scribbler",
+        ["/usr/bin/hostile", "scribble", f"/usr/bin/{Path(burn[0]).name}", *burn[1:], "--seconds", "600", "--out", "/out/progress.bin"],
+        {"memory": "1Gi", "compute": "30"},
+    )  # fmt: skip
+    begin(*pair)
+    wait_for(
+        lambda: (hostile.out / "scribbling").exists() or hostile.process.poll() is not None, "it"
+    )
+    assert hostile.process.poll() is None, show_output(hostile)
+    time.sleep(0.5)
+    found: list[list[float]] = []
+    for _ in range(4):  # a busy machine has seconds of its own
+        first = time.monotonic_ns()
+        time.sleep(3)
+        assert {one["id"] for one in ask(node.config, "list", timeout=10)["containers"]} == {
+            container.identifier for container in (*pair, hostile)
+        }
+        found.append([share(container, first, first + 5 * S // 2) for container in pair])
+        if all(part > 0.6 * quota for part, quota in zip(found[-1], QUOTAS.values(), strict=True)):
+            break
+    else:
+        pytest.fail(f"of {list(QUOTAS.values())} % they had {found}")
+    # Its page is the governor's, and says what it ever said.
+    page = (directory(node, hostile) / "grant").read_bytes()
+    device = layout.grant_device(0)
+    assert pages.read(page, device, "grant_device", "memory_limit") == 1 << 30
+    # And others come and go meanwhile.
+    node.kill(hostile)
+    wait_for(lambda: hostile.identifier not in node.look(), "its end")
+    late = start_worker(node, "late", compute="30", memory="1Gi")
+    begin(late)
+    assert "Traceback" not in (node.work / "governor.log").read_text()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from bench.machine import Simulated
+from bench.machine import ROOT, Simulated
 from bench.node import Node, Running
 from bench.progress import read_stamps
 from governor.client import ask
@@ -43,7 +44,7 @@ class WithHostile(Simulated):
     def __init__(self, work: Path, build: Path) -> None:
         super().__init__(work, build)
         source = Path(__file__).with_name("hostile.c").read_text()
-        self.programs.append(compile_c(source, work / "hostile"))
+        self.programs.append(compile_c(source, work / "hostile", f"-I{ROOT}/libcontrol"))
 
 
 def runtime_script(name: str, work: Path) -> str:
@@ -215,9 +216,8 @@ def share(container: Running, first: int, last: int) -> float:
 QUOTAS = {"honest-a": 40, "honest-b": 30}
 
 
+@pytest.mark.parametrize("node", ["runc"], indirect=True)  # it is the governor's: one will do
 def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Node) -> None:
-    if node.runtime.endswith("crun-here"):
-        pytest.skip("it is the governor's test: one runtime will do")
     pair = [start_worker(node, name, compute=str(quota)) for name, quota in QUOTAS.items()]
     burn = node.machine.command("burn", inside=True)
     hostile = node.start(
@@ -232,17 +232,17 @@ def test_who_writes_anything_into_its_ledger_takes_nothing_from_others(node: Nod
     assert hostile.process.poll() is None, show_output(hostile)
     time.sleep(0.5)
     found: list[list[float]] = []
-    for _ in range(4):  # a busy machine has seconds of its own
+    while len(found) < 3:  # a busy machine has seconds of its own
         first = time.monotonic_ns()
         time.sleep(3)
         assert {one["id"] for one in ask(node.config, "list", timeout=10)["containers"]} == {
             container.identifier for container in (*pair, hostile)
         }
         found.append([share(container, first, first + 5 * S // 2) for container in pair])
-        if all(part > 0.6 * quota for part, quota in zip(found[-1], QUOTAS.values(), strict=True)):
+        if all(part > 0.8 * quota for part, quota in zip(found[-1], QUOTAS.values(), strict=True)):
             break
-    else:
-        pytest.fail(f"of {list(QUOTAS.values())} % they had {found}")
+    for i, quota in enumerate(QUOTAS.values()):
+        assert 0.6 * quota < statistics.median(parts[i] for parts in found) < 1.25 * quota, found
     # Its page is the governor's, and says what it ever said.
     page = (directory(node, hostile) / "grant").read_bytes()
     device = layout.grant_device(0)

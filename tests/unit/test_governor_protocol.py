@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from governor import cli
 from governor.arbiter import WHOLE, Runner, load_library
@@ -28,6 +29,7 @@ from governor.config import Config
 from governor.container import container_key
 from governor.server import LINE_LIMIT, RESERVED_S, SCHEMA_FILE, Server
 from libcontrol import layout, pages
+from tests.fuzz.documents import corpus, is_valid, mutated
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
@@ -699,3 +701,35 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
             ],
             "left_out": [],
         }
+
+
+def test_the_governor_answers_any_line_with_one(governor: Governor, pidfd: int) -> None:
+    """Whatever is asked, by whomever: an answer of its schema, and the next request is served."""
+    ours = {"admit": "admitted", "reserve": "reserved"}
+    lines = [entry.data for entry in corpus("request") if b"\n" not in entry.data]
+
+    def ask(client: Client, line: bytes) -> None:
+        answer = client.raw(line + b"\n", pidfd)
+        document = json.loads(answer)
+        assert is_valid("answer", answer), (line, answer)
+        if document["ok"] and (op := json.loads(line)["op"]) in ours:
+            assert is_valid(ours[op], answer), (line, answer)
+        if not document["ok"]:
+            assert document["error"]["code"] != "internal", (line, answer)
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=mutated("request"), more=mutated("request"))
+    def holds(data: bytes, more: bytes) -> None:
+        with Client(governor) as client:
+            for line in (data.replace(b"\n", b" "), more.replace(b"\n", b" ")):
+                if len(line) < 60000:
+                    ask(client, line)
+            assert client.ask({"v": 1, "op": "list"})["ok"]
+
+    for line in lines:  # each sends a descriptor, which belongs to its connection
+        with Client(governor) as client:
+            ask(client, line)
+    holds()
+    for identifier in listed(governor):
+        with Client(governor) as client:
+            client.ask({"v": 1, "op": "release", "id": identifier})

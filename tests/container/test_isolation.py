@@ -7,7 +7,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,6 +208,26 @@ def test_a_socket_registers_nobody_but_its_container(node: Node) -> None:
     [refused] = events(node, "process-refused")[-1:]
     assert refused["container"] == victim.identifier
     assert len(node.look()[victim.identifier]["processes"]) == 1
+
+
+def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
+    """Nor does root register there, who may come to it."""
+    victim = start_worker(node, "watched", compute="20")
+    begin(victim)
+    path = directory(node, victim) / "governor.sock"
+    nobody = (
+        f"import os, socket; os.setuid(65534); socket.socket(socket.AF_UNIX).connect({str(path)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", nobody], capture_output=True, text=True, check=False
+    )
+    assert "PermissionError" in done.stderr
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(WAIT_S)
+        client.connect(str(path))
+        client.sendall(layout.REGISTER)
+        answer, fds, _, _ = socket.recv_fds(client, 16, 4)
+    assert (int.from_bytes(answer, "little"), fds) == (layout.NO_SLOT, [])
 
 
 def share(container: Running, first: int, last: int) -> float:

@@ -31,6 +31,7 @@ check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py
 
 test-full: check test ## all of it: the slow tests, fresh Debian roots (root, about half an hour)
+	@tools/fuzz-environment
 	@$(python) -m pytest -m slow
 	@tools/clean-root bookworm
 	@tools/clean-root trixie

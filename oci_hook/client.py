@@ -171,7 +171,7 @@ class Client:
         try:
             document = parse_answer(answer)
         except WRONG as e:
-            raise self._bad(op, answer[:80]) from e
+            raise self._bad(op, answer[:80].decode(errors="replace")) from e
         if not document["ok"]:
             error = document["error"]
             raise RefusedError(

@@ -164,7 +164,7 @@ def test_no_governor(node: Node) -> None:
     [
         ("silent", "did not answer admit within 0.25 s"),
         ("close", "closed the connection during admit"),
-        ("garbage", "answered admit with ['what?']"),
+        ("garbage", 'answered admit with ["what?"]'),
     ],
 )
 def test_a_governor_that_does_not_answer(node: Node, mode: str, message: str) -> None:

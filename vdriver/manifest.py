@@ -118,6 +118,8 @@ def read_manifest(path: str | Path) -> Manifest:
         file /= NAME
     try:
         return parse_manifest(file.read_bytes())
+    except MirrorError as e:
+        raise MirrorError(f"{file}: {e.message}", hint="run tidegate refresh") from e
     except OSError as e:
         reason = e.strerror or str(e)
         raise MirrorError(f"{file}: {reason}", hint="run tidegate refresh") from e
@@ -128,10 +130,11 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Return the manifest in `data`; ValueError, KeyError or TypeError when there is none."""
+    """Return the manifest in `data`; ValueError, KeyError, TypeError or MirrorError otherwise."""
     doc = json.loads(data)
     if doc["schema"] != SCHEMA:
         raise ValueError(f"schema {doc['schema']!r}, this program reads {SCHEMA}")
+    validate(doc)
     return Manifest(
         generation=doc["generation"],
         version=doc["driver"]["version"],

@@ -25,6 +25,7 @@ from oci_hook.errors import AnnotationError, GovernorError, HookError, InternalE
 from oci_hook.manifest import parse_manifest
 from oci_hook.request import parse_annotations
 from oci_hook.state import PREFIX, load_json, our_annotations, parse_config, parse_state
+from vdriver import manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).with_name("corpus")
@@ -70,11 +71,13 @@ def take_annotations(data: bytes) -> object:
 
 
 def take_manifest(data: bytes) -> object:
-    """As `read_manifest` does."""
+    """As `read_manifest` does. The command line's reader takes the same."""
     try:
-        return parse_manifest(data, "/generation")
+        found = parse_manifest(data, "/generation")
     except (ValueError, TypeError, RecursionError) as e:
         raise MirrorError("is not a manifest", hint="refresh") from e
+    manifest.parse_manifest(data)
+    return found
 
 
 def take_answer(data: bytes, parse: Callable[[dict[str, Any]], object] | None = None) -> object:

@@ -22,6 +22,7 @@ from oci_hook import reserve
 from oci_hook.client import WRONG, Reservation, parse_admission, parse_answer, parse_reservation
 from oci_hook.edits import Entry, foreign_driver, gpu_nodes
 from oci_hook.errors import AnnotationError, GovernorError, HookError, InternalError, MirrorError
+from oci_hook.log import Event
 from oci_hook.manifest import parse_manifest
 from oci_hook.request import parse_annotations
 from oci_hook.state import PREFIX, load_json, our_annotations, parse_config, parse_state
@@ -30,8 +31,8 @@ from vdriver import manifest
 ROOT = Path(__file__).resolve().parents[2]
 CORPUS = Path(__file__).with_name("corpus")
 LINE = 900
-SETTINGS = reserve.Settings(entry=Entry("/usr/bin/tidegate-hook"))
-BEYOND = ("is given twice", "is the host's own root")
+SETTINGS = reserve.Settings(entry=Entry("/usr/bin/tidegate-hook"), driver_dir="/nonexistent")
+BEYOND = ("is given twice", "is the host's own root", "'..' behind a name", "not absolute")
 """Why one is refused that follows its schema: JSON Schema sees neither names that come twice nor where a path ends."""
 
 
@@ -110,10 +111,11 @@ class Reserving:
 def take_edit(data: bytes) -> object:
     """As `tidegate-runtime` and `precreate` do; what comes out is edited again without a change."""
     settings = SETTINGS._replace(environment=True)
+    event = Event("precreate", None)
     with mock.patch.object(reserve, "Client", Reserving):
-        edited = reserve.edit_config(data, "config.json", settings)
+        _, edited = reserve.edit_config(data, "/bundle", "config.json", settings, event)
         if edited is not None:
-            again = reserve.edit_config(edited, "config.json", settings)
+            _, again = reserve.edit_config(edited, "/bundle", "config.json", settings, event)
             assert again == edited
             strict(edited)
     return edited

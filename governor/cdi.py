@@ -43,7 +43,8 @@ def make_spec(
     ]
     edits: dict[str, Any] = {
         "hooks": [
-            {"hookName": "createRuntime", **hook_entry(hook, (*arguments, "--governed"))},
+            {"hookName": stage, **hook_entry(hook, (*arguments, "--governed"), stage)}
+            for stage in ("createRuntime", "poststop")
         ],
     }
     if control:

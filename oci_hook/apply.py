@@ -13,15 +13,15 @@ import os
 import select
 from collections.abc import Callable
 from functools import partial
-from typing import assert_never
+from typing import Any, assert_never
 
-from oci_hook import kernel
+from oci_hook import kernel, traces
 from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
 from oci_hook.image import open_root
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
+from oci_hook.traces import TEMPORARY, Trace
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
-TEMPORARY = ".ld.so.cache.tidegate"
 ASIDE = ".ld.so.cache.tidegate-aside"
 KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that hides its mount calls"
 
@@ -111,6 +111,7 @@ class Undo:
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
         self.remains: list[Callable[[], None]] = []
+        self.noted: list[tuple[int, Trace]] = []
 
     def add(self, step: Callable[[], None]) -> None:
         """Remember one step back."""
@@ -119,6 +120,14 @@ class Undo:
     def at_success(self, step: Callable[[], None]) -> None:
         """Remember to remove what a step back would have needed; by descriptors alone."""
         self.remains.append(step)
+
+    def note(self, trace: Trace) -> None:
+        """Remember what the step before leaves in the container's root file system."""
+        self.noted.append((len(self.steps), trace))
+
+    def traces(self) -> list[Trace]:
+        """Give what is left there."""
+        return [trace for _, trace in self.noted]
 
     def forget(self) -> None:
         """Give up the way back and remove what it needed; what cannot be, the next run removes."""
@@ -129,6 +138,7 @@ class Undo:
 
     def back_to(self, count: int) -> None:
         """Take back what came after the first `count` steps, from inside; what cannot be, stays."""
+        self.noted = [(n, trace) for n, trace in self.noted if n <= count]
         while len(self.steps) > count:
             with contextlib.suppress(OSError):
                 self.steps.pop()()
@@ -238,10 +248,12 @@ def _exchange(dirfd: int, name: str) -> None:
 class Applier:
     """Applies operations below one root."""
 
-    def __init__(self, container: Container, rootfd: int, undo: Undo) -> None:
+    def __init__(self, container: Container, rootfd: int, undo: Undo, kept: dict[str, Any]) -> None:
+        """`kept` is what the image has for a cache."""
         self.container = container
         self.rootfd = rootfd
         self.undo = undo
+        self.kept = kept
         self.shared = self._shared_mounts()
         self.root_mount = kernel.mount_id(rootfd)
         self.skipped: list[str] = []
@@ -304,7 +316,7 @@ class Applier:
                 if e.errno != errno.ENOENT:
                     raise
                 self.require_ours(fd, "/".join(parts[: depth - 1]), volumes=volumes)
-                return self._make_below(fd, parts[depth - 1 :])
+                return self._make_below(fd, parts, depth - 1)
             os.close(fd)
             fd = below
         return fd
@@ -315,16 +327,23 @@ class Applier:
         self.require_ours(fd, path, volumes=False)
         return fd
 
-    def _make_below(self, fd: int, names: list[str]) -> int:
-        for name in names:
+    def _make_below(self, fd: int, parts: list[str], done: int) -> int:
+        """Make the parts of a path that come after the first `done`, which `fd` is."""
+        for depth, name in enumerate(parts[done:], done + 1):
             parent = fd
             _as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
             self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
+            self._note(parent, Trace("directory", "/".join(parts[:depth])))
             readable = kernel.open_child(parent, name, os.O_RDONLY | os.O_DIRECTORY)
             _own_like(parent, readable)
             os.close(readable)
             fd = kernel.open_child(parent, name, os.O_PATH | os.O_DIRECTORY)
         return fd
+
+    def _note(self, dirfd: int, trace: Trace) -> None:
+        """Remember what was made in the image; what is on a volume is not seen from outside."""
+        if kernel.mount_id(dirfd) == self.root_mount:
+            self.undo.note(trace)
 
     def make_file(self, path: str, *, own: bool = False) -> int:
         """Open the regular file at `path`, made empty where it is missing.
@@ -347,6 +366,7 @@ class Applier:
             made = _as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
             assert made is not None  # noqa: S101
             self.undo.add(lambda: kernel.unlinkat(dirfd, name))
+            self._note(dirfd, Trace("file", path))
             _own_like(dirfd, made)
             os.close(made)
             fd = kernel.open_child(dirfd, name)
@@ -399,6 +419,7 @@ class Applier:
                     view = view[os.write(fd, view) :]
                 _own_like(dirfd, fd)
                 os.fchmod(fd, 0o644)
+                ours = os.fstat(fd)
             finally:
                 os.close(fd)
             _exchange(dirfd, name)
@@ -407,6 +428,9 @@ class Applier:
                 kernel.unlinkat(dirfd, TEMPORARY)
             raise
         self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
+        if self.kept:
+            self.kept["ours"] = [ours.st_size, ours.st_mtime_ns]
+            self.undo.note(Trace("cache", operation.target, self.kept))
         self.undo.at_success(partial(_remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:
@@ -463,12 +487,22 @@ class Applier:
             raise explain(e, operation.describe()) from e
 
 
+def _keep(plan: Plan, container: Container) -> dict[str, Any]:
+    """Say what the image has where a cache will be written."""
+    for operation in plan.operations:
+        if isinstance(operation, WriteCache):
+            with contextlib.suppress(OSError):
+                return traces.keep(container.rootfd, operation.target, operation.before)
+    return {}
+
+
 def apply_plan(plan: Plan, hold: int, container: Container, undo: Undo) -> list[str]:
     """Make the plan true; gives what was left out, with the reason.
 
     `hold` is the directory of the generation that the plan is about.  `undo` knows the way back,
     whether this returns or raises.
     """
+    kept = _keep(plan, container)
     sources = [
         -1 if isinstance(operation, WriteCache) else open_source(operation, hold)
         for operation in plan.operations
@@ -477,7 +511,7 @@ def apply_plan(plan: Plan, hold: int, container: Container, undo: Undo) -> list[
     try:
         inside = Inside(container)
         with inside as rootfd:
-            applier = Applier(container, rootfd, undo)
+            applier = Applier(container, rootfd, undo, kept)
             for operation, source in zip(plan.operations, sources, strict=True):
                 if source is None:
                     continue

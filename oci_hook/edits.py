@@ -255,11 +255,13 @@ def _is_gpu(major: object, minor: object) -> bool:
     return major == GPU_MAJOR and (type(minor) is not int or minor < GPU_MINORS)
 
 
-def hook_entry(path: str, arguments: Iterable[str]) -> dict[str, Any]:
+def hook_entry(
+    path: str, arguments: Iterable[str], stage: str = "createRuntime"
+) -> dict[str, Any]:
     """Give the hook's entry, in the words of config.json; CDI has the same."""
     return {
         "path": path,
-        "args": [os.path.basename(path), *arguments, "createRuntime"],
+        "args": [os.path.basename(path), *arguments, stage],
         "env": list(HOOK_ENV),
         "timeout": HOOK_TIMEOUT,
     }
@@ -268,7 +270,7 @@ def hook_entry(path: str, arguments: Iterable[str]) -> dict[str, Any]:
 def enter_hook(document: dict[str, Any], entry: Entry) -> None:
     """Enter the hook once, whoever entered it before.
 
-    No `poststop`: the governor sees the container's process end, and a start is a process less.
+    No `poststop`: whoever edits sees the end by itself, and an end is a process less.
     """
     # Behind a front of ours CDI's word stays: a GPU was asked for by name.
     more = ("--governed",) if governed_by(document, entry.path) else ()

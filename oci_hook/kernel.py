@@ -178,6 +178,19 @@ def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
         os.unlink(name, dir_fd=dirfd)
 
 
+def readlink(fd: int) -> str:
+    """Give the text of the link that a descriptor stands for."""
+    return os.readlink("", dir_fd=fd)
+
+
+def symlinkat(text: str, dirfd: int, name: str, owner: tuple[int, int], mtime: int) -> None:
+    """Make a symbolic link of one name that was not there, somebody's and of a time."""
+    _require_name(name)
+    os.symlink(text, name, dir_fd=dirfd)
+    os.chown(name, *owner, dir_fd=dirfd, follow_symlinks=False)
+    os.utime(name, ns=(mtime, mtime), dir_fd=dirfd, follow_symlinks=False)
+
+
 def renameat(dirfd: int, old: str, new: str) -> None:
     """Rename in one directory."""
     _require_name(old)

@@ -152,7 +152,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         return "no-request"
     event.phase("state")
 
-    from oci_hook import kernel
+    from oci_hook import kernel, traces
     from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
     from oci_hook.client import Client
     from oci_hook.edits import (
@@ -182,6 +182,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.fields |= {"generation": manifest.generation}
         event.phase("manifest")
         container = Container(state.pid, bundle.root)
+        # Of a run whose end nobody told.
+        traces.take_back(options.runtime_dir, state.id, ended=False)
         image = inspect_image(
             container.rootfd,
             container.procfd,
@@ -232,6 +234,10 @@ def prepare(options: Options, state: State, event: Event) -> str:
         }
         event.phase("plan")
         skipped = [*plan.skipped, *apply_plan(plan, manifest.hold, container, undo)]
+        try:
+            traces.remember(options.runtime_dir, state.id, state.pid, bundle.root, undo.traces())
+        except OSError as e:
+            skipped.append(f"traces of this container will stay: {e.strerror}")
         if skipped:
             event.fields["skipped"] = skipped
         event.phase("apply")
@@ -241,6 +247,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except BaseException:
         arm(UNDO_DEADLINE)
         left = undo.run(container)
+        traces.forget(options.runtime_dir, state.id)
         if left:
             event.fields["left_behind"] = left
         raise
@@ -292,7 +299,11 @@ def precreate(options: Options, event: Event) -> str:
 
 
 def release(options: Options, state: State) -> str:
-    """Tell the governor that a container is gone; it finds out by itself too."""
+    """Take away what a container left, and tell the governor; it finds out by itself too."""
+    from oci_hook import traces
+
+    traces.take_back(options.runtime_dir, state.id, ended=True)
+    traces.sweep(options.runtime_dir)
     if is_sandbox(state.annotations) or not any(
         name.startswith(PREFIX) for name in state.annotations
     ):

@@ -54,6 +54,7 @@ class WriteCache(NamedTuple):
     strays: tuple[str, ...]  # where the cache leads our sonames now; nothing works when it stays so
     added: int
     compat32: bool = False  # 32-bit libraries were asked for, and nothing else leads to them
+    before: bytes = b""  # what the image has there, to be put back at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
 
@@ -137,6 +138,7 @@ def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | Non
         tuple(show(path.decode("utf-8", "replace")) for path in strays),
         len(names),
         required,
+        cache,
     )
 
 

@@ -304,6 +304,33 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
         )
 
 
+def left_traces(call: Call, node: Node) -> bool:
+    """Tell whether a container that is deleted was prepared by the hook."""
+    return (
+        call.command == "delete"
+        and "/" not in call.ident
+        and call.ident not in ("", ".", "..")
+        and os.path.exists(f"{node.runtime_dir}/traces/{call.ident}")
+    )
+
+
+def delete(call: Call, node: Node, arguments: list[str]) -> int:
+    """Have the real runtime delete a container, then take away what its start left in the image."""
+    pid = os.posix_spawn(node.runtime, [node.runtime, *arguments], os.environ)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == 0:
+        from oci_hook import traces
+
+        try:
+            traces.take_back(node.runtime_dir, call.ident, ended=True)
+            traces.sweep(node.runtime_dir)
+        except Exception as e:  # noqa: BLE001 - the container is gone, whatever stays of it
+            from oci_hook.log import Event
+
+            Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
+    return status if status >= 0 else 128 - status
+
+
 def main() -> None:
     """Edit where it is due, and become the real runtime."""
     arguments = sys.argv[1:]
@@ -339,6 +366,8 @@ def main() -> None:
             event.emit("failed", code=error.code, message=error.message, hint=error.hint)
             sys.exit(error.status)
     try:
+        if left_traces(call, node):
+            sys.exit(delete(call, node, arguments))
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - that is what we are for
     except OSError as e:
         sys.exit(_fail(f"{node.runtime}: {e.strerror}; write `runtime /its/path` to {config}"))

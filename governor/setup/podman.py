@@ -25,7 +25,7 @@ from governor.setup.plan import (
 )
 
 HOOKS_DIR = "/etc/containers/oci/hooks.d"
-HOOKS = ("50-tidegate-devices.json", "50-tidegate.json")
+HOOKS = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
 # Where Podman itself looks, unless it is told otherwise.
 DEFAULT = ("/usr/share/containers/oci/hooks.d",)
 CONFIGS = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")

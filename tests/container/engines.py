@@ -70,8 +70,11 @@ def _as_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     return entry
 
 
-def top_layer(archive: Path) -> list[str]:
-    """What is in the last layer of an image that `docker save` wrote, without directories that lead to it."""
+def top_layer(archive: Path, rootfs: Path | None = None) -> list[str]:
+    """What is in the last layer of an image that `docker save` wrote, without directories that lead to it.
+
+    With `rootfs`, what is there the same, mode, owner and content, is not counted: an overlay copies what is touched.
+    """
     with tarfile.open(archive) as tar:
         file = tar.extractfile("manifest.json")
         assert file is not None
@@ -80,11 +83,25 @@ def top_layer(archive: Path) -> list[str]:
         assert layer is not None
         with tarfile.open(fileobj=io.BytesIO(layer.read())) as entries:
             names = {entry.name.removeprefix("./").rstrip("/"): entry for entry in entries}
+            if rootfs is not None:
+                names = {n: e for n, e in names.items() if not _same(entries, e, rootfs / n)}
     return sorted(
         name
         for name, entry in names.items()
         if name and not (entry.isdir() and any(n.startswith(f"{name}/") for n in names))
     )
+
+
+def _same(entries: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> bool:
+    """Whether a file or directory of a layer is what a path has; its owner there was root."""
+    if not path.exists() or (entry.uid, entry.gid) != (0, 0) or path.is_symlink():
+        return False
+    if entry.mode & 0o7777 != path.stat().st_mode & 0o7777:
+        return False
+    if entry.isdir():
+        return path.is_dir()
+    file = entries.extractfile(entry)
+    return file is not None and path.is_file() and file.read() == path.read_bytes()
 
 
 def plain(config: dict[str, Any]) -> dict[str, Any]:
@@ -239,6 +256,10 @@ class Engine(abc.ABC):
     def restart(self, started: Started) -> None:
         """End what runs in a container and start it again, on the same root file system."""
 
+    def end(self, started: Started) -> None:
+        """End what runs in a container, which stays."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def _remove(self, started: Started) -> None: ...
 
@@ -320,6 +341,9 @@ class Docker(Engine):
 
     def restart(self, started: Started) -> None:
         self.host.check("docker", "restart", "-t", "0", started.name)
+
+    def end(self, started: Started) -> None:
+        self.host.check("docker", "stop", "-t", "0", started.name)
 
     def _remove(self, started: Started) -> None:
         self.host.check("docker", "rm", "--force", "--volumes", started.name)
@@ -608,6 +632,9 @@ class Podman(Engine):
 
     def restart(self, started: Started) -> None:
         self._podman("restart", "--time=0", started.name)
+
+    def end(self, started: Started) -> None:
+        self._podman("stop", "--time=0", started.name)
 
     def _remove(self, started: Started) -> None:
         self._podman("rm", "--force", "--time=0", "--volumes", started.name)

@@ -85,6 +85,7 @@ class Site:
     node: Node
     host: EngineHost
     image: Path
+    rootfs: Path  # the image's
     engines: dict[str, Engine]
 
     def books(self) -> dict[str, dict]:
@@ -148,7 +149,7 @@ def site(
             image = pack_image(rootfs, host.work / "image.tar")
             for program in ("tidegate-hook", "tidegate-runtime"):
                 host.path(f"/usr/bin/{program}").symlink_to(ROOT / "oci_hook" / program)
-            made = Site(node, host, image, {})
+            made = Site(node, host, image, rootfs, {})
             yield made
             for engine in reversed(made.engines.values()):
                 engine.stop()
@@ -303,11 +304,37 @@ def test_a_device_of_cdi_is_governed_without_our_runtime(
     begin(site, started)
 
 
+NO_LIBRARY = (
+    "libcuda.so.1: libcuda.so.1: cannot open shared object file: No such file or directory\n"
+)
+
+
+@pytest.mark.parametrize(
+    "engine", [Docker, Podman, PodmanCrun], ids=lambda kind: kind.name, indirect=True
+)
+def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: Engine) -> None:
+    """Its layer is that of the same container without us, and what it has besides is as in the image below."""
+    plainly = engine.run(*IDLE, ours=False)
+    governed = engine.run(*WORKLOAD, annotations=GOOD)
+    wait_ready(governed)
+    layers = []
+    for n, started in enumerate((plainly, governed)):
+        engine.end(started)
+        archive = site.host.work / f"{engine.name}-ended-{n}.tar"
+        engine.commit(started, f"docker.io/library/tidegate-test:ended-{n}", archive)
+        layers.append(top_layer(archive, site.rootfs))
+        archive.unlink()
+    assert layers[1] == layers[0]
+    again = engine.run(*IDLE, ours=False, image="docker.io/library/tidegate-test:ended-1")
+    assert engine.exec(again, "probe", "libcuda.so.1").stdout == NO_LIBRARY
+    assert not list((site.node.runtime_dir / "traces").iterdir())
+
+
 @pytest.mark.parametrize("engine", [Docker, Podman], ids=lambda kind: kind.name, indirect=True)
-def test_a_commit_holds_no_file_of_the_driver_and_runs_without_us(
+def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
     site: Site, engine: Engine
 ) -> None:
-    """What it keeps are two empty directories, where mounts were, and the ld.so.cache that we wrote."""
+    """What it keeps are two empty directories, where mounts are, and the ld.so.cache that we wrote."""
     plainly = engine.run(*IDLE, ours=False)
     governed = engine.run(*WORKLOAD, annotations=GOOD)
     wait_ready(governed)
@@ -318,10 +345,7 @@ def test_a_commit_holds_no_file_of_the_driver_and_runs_without_us(
         layers.append(set(top_layer(archive)))
         archive.unlink()
     again = engine.run(*IDLE, ours=False, image="docker.io/library/tidegate-test:commit-1")
-    ran = engine.exec(again, "probe", "libcuda.so.1")
-    assert ran.stdout == (
-        "libcuda.so.1: libcuda.so.1: cannot open shared object file: No such file or directory\n"
-    )
+    assert engine.exec(again, "probe", "libcuda.so.1").stdout == NO_LIBRARY
     assert layers[1] - layers[0] == {
         "etc/ld.so.cache",
         "run/tidegate",
@@ -329,6 +353,10 @@ def test_a_commit_holds_no_file_of_the_driver_and_runs_without_us(
     }
     listed = engine.exec(again, "ls", "-A", "/run/tidegate", CONTROL.rpartition("/")[0])
     assert (listed.status, listed.stdout.split()[2:]) == (0, [])
+    # And governed again, from the image that has them already.
+    anew = engine.run(*WORKLOAD, annotations=GOOD, image="docker.io/library/tidegate-test:commit-1")
+    wait_ready(anew)
+    begin(site, anew)
 
 
 @pytest.mark.parametrize("engine", [ContainerdCri], ids=lambda kind: kind.name, indirect=True)

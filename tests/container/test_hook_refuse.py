@@ -15,7 +15,7 @@ import pytest
 from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c, make_library
 from tests.container.conftest import Node
 from tests.container.held import Held
-from tests.container.test_hook_start import host_mounts, tree
+from tests.container.test_hook_start import everything, host_mounts, tree
 
 
 def check_line(line: str) -> None:
@@ -189,14 +189,6 @@ def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:
     """All mounts were made and the cache written: all of it goes, the old cache comes back."""
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
-
-
-def everything(path: Path) -> tuple[object, ...]:
-    """What can be told of a file but its inode's number and the time of the last change to that."""
-    s = path.lstat()
-    content = path.readlink() if path.is_symlink() else path.read_bytes()
-    attributes = {n: os.getxattr(path, n, follow_symlinks=False) for n in os.listxattr(path)}
-    return s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_mtime_ns, content, attributes
 
 
 NO_EXCHANGE_C = r"""

@@ -177,16 +177,18 @@ def test_an_image_without_a_cache_is_served(node: Node, runc: Runtime, cache: st
     assert (ran.status, ran.stdout) == (0, SEARCHED), ran.stderr
 
 
-def test_a_restart_on_the_same_root_finds_its_own_leftovers(node: Node, runtime: Runtime) -> None:
-    """docker restart runs the hook again over what the last start left; nothing grows."""
+def test_a_start_over_what_a_run_left_that_nobody_ended(node: Node, runtime: Runtime) -> None:
+    """A node that lost its power told nobody of the end: the hook comes again over what is there, and nothing grows."""
     bundle = node.bundle(PROBE)
+    del bundle.config["hooks"]["poststop"]
     assert runtime.run(bundle).stdout == FOUND
+    shutil.rmtree(node.base / "run/traces")
     first = tree(bundle.rootfs)
     for _ in range(2):
         ran = runtime.run(bundle)
         assert (ran.status, ran.stdout) == (0, FOUND), ran.stderr
         assert tree(bundle.rootfs) == first
-    assert node.events()[-2]["operations"] == 3  # the cache already says it
+    assert node.events()[-1]["operations"] == 3  # the cache already says it
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, int]]:
@@ -204,9 +206,18 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def test_what_stays_in_the_image_is_little(node: Node, runc: Runtime) -> None:
+def everything(path: Path) -> tuple[object, ...]:
+    """What can be told of a file but its inode's number and the time of the last change to that."""
+    s = path.lstat()
+    content = path.readlink() if path.is_symlink() else path.read_bytes()
+    attributes = {n: os.getxattr(path, n, follow_symlinks=False) for n in os.listxattr(path)}
+    return s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_mtime_ns, content, attributes
+
+
+def test_what_is_in_the_image_meanwhile_is_little(node: Node, runc: Runtime) -> None:
     """One directory chain, one placeholder per program, the cache: no empty file for each library."""
     bundle = node.bundle("true")
+    del bundle.config["hooks"]["poststop"]
     before = tree(bundle.rootfs)
     assert runc.run(bundle).status == 0
     after = tree(bundle.rootfs)
@@ -217,6 +228,85 @@ def test_what_stays_in_the_image_is_little(node: Node, runc: Runtime) -> None:
         "usr/bin/nvidia-smi",
     }
     assert {name for name in before if before[name] != after[name]} == {"etc/ld.so.cache"}
+
+
+@pytest.mark.parametrize("cache", ["file", "link", "hostile"])
+def test_nothing_stays_in_the_image(node: Node, runtime: Runtime, cache: str) -> None:
+    """The end takes away what the start made, places of graphics among it; the cache is the image's, to its time."""
+    bundle = node.bundle(
+        f"{PROBE}; nvidia-smi",
+        annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "all"},
+    )
+    path = bundle.rootfs / "etc/ld.so.cache"
+    os.utime(path, ns=(1, 1))
+    path.chmod(0o640)
+    if cache == "link":
+        path.rename(bundle.rootfs / "etc/other")
+        path.symlink_to("other")
+    if cache == "hostile":
+        bundle.config["process"]["args"][2] += "; touch /etc/more"
+    before, kept = tree(bundle.rootfs), everything(path)
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stdout) == (0, FOUND + "tidegate test smi\n"), ran.stderr
+    added = {"etc/more"} if cache == "hostile" else set()
+    after = tree(bundle.rootfs)
+    assert set(after) - set(before) == added
+    assert set(before) - set(after) == set()
+    assert everything(path) == kept
+    assert list((node.base / "run/traces").iterdir()) == []
+
+
+def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime) -> None:
+    """Only what is empty goes, and of a cache that ldconfig wrote in the container only what leads to us."""
+    bundle = node.bundle("ldconfig; true")
+    assert runc.run(bundle).status == 0
+    assert not (bundle.rootfs / TARGET).exists()
+    listed = subprocess.run(
+        ["ldconfig", "-p", "-C", str(bundle.rootfs / "etc/ld.so.cache")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "libc.so.6 (libc6,x86-64" in listed
+    assert "libcuda" not in listed
+
+
+def test_links_that_a_container_leaves_lead_nobody_out(node: Node, runtime: Runtime) -> None:
+    """At the end the root file system is as the container wants it: nothing outside goes or changes."""
+    victim = node.base / "victim"
+    (victim / "tidegate").mkdir(parents=True)
+    (victim / "nvidia-smi").touch()
+    (victim / "ld.so.cache").write_bytes(b"the host's")
+    before = tree(victim)
+    bundle = node.bundle(
+        "true", annotations={"tidegate.gpu/memory": "8Gi", "tidegate.gpu/capabilities": "utility"}
+    )
+    # What a container could have done while it ran, done between its end and ours.
+    swap = compile_c(
+        f"""
+#include <stdio.h>
+#include <unistd.h>
+int main(void) {{
+        const char *places[] = {{"run", "usr/bin", "etc"}};
+        char from[4096], to[4096];
+        for (int i = 0; i < 3; i++) {{
+                snprintf(from, sizeof from, "{bundle.rootfs}/%s", places[i]);
+                snprintf(to, sizeof to, "{bundle.rootfs}/%s-was", places[i]);
+                if (rename(from, to) || symlink("{victim}", from))
+                        return 1;
+        }}
+        return 0;
+}}
+""",
+        node.base / "swap",
+    )
+    stop = bundle.config["hooks"]["poststop"]
+    bundle.config["hooks"]["poststop"] = [{"path": str(swap), "env": ["A=b"]}, *stop]
+    ran = runtime.run(bundle)
+    assert ran.status == 0, ran.stderr
+    assert (bundle.rootfs / "run").is_symlink()
+    assert tree(victim) == before
+    assert (victim / "ld.so.cache").read_bytes() == b"the host's"
 
 
 @pytest.mark.parametrize("stage", ["prestart", "createRuntime"])

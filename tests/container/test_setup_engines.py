@@ -116,8 +116,9 @@ def test_podman(site):
     run = ("podman", "run", "--rm", "--pull=never", "--network=none")
     site.setup("podman")
     host.check(*run, *ASKS, IMAGE, "/usr/bin/sleep", "0")
-    # Both stages, each with the environment of its entry.
-    assert site.started() == [f"createRuntime {PATHS}", f"precreate {PATHS}"]
+    # Each stage with the environment of its entry.
+    stages = ("createRuntime", "poststop", "precreate")
+    assert site.started() == [f"{stage} {PATHS}" for stage in stages]
     host.check(*run, IMAGE, "/usr/bin/sleep", "0")
     assert site.started() == []
     site.setup("podman", "--undo")

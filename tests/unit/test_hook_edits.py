@@ -268,7 +268,9 @@ def test_the_gpus_are_cdi_devices_by_index_uuid_and_all(dev: Path) -> None:
         "/dev/nvidiactl",
         "/dev/nvidia-uvm",
     ]
-    (create,) = spec["containerEdits"]["hooks"]
+    create, stop = spec["containerEdits"]["hooks"]
+    assert (create["hookName"], stop["hookName"]) == ("createRuntime", "poststop")
+    assert stop["args"] == [*create["args"][:-1], "poststop"]
     assert create["args"] == ["tidegate-hook", "--driver-dir", "/d", "--governed", "createRuntime"]
     assert create["env"]
 

@@ -155,22 +155,31 @@ HOST_PATHS = {
     ("os.open", "c.root"),
     ("os.open", "'thread-self/mountinfo'"),  # dir_fd is the host's /proc
     ("os.stat", "'/'"),
+    # what the hook wrote down of a container, on the host
+    ("os.open", "path"),
+    ("os.open", "runtime_dir"),
+    ("os.open", "f'{runtime_dir}/{DIRECTORY}'"),
+    ("os.listdir", "f'{runtime_dir}/{DIRECTORY}'"),
+    ("os.path.exists", "f'/proc/{int(pid)}'"),
+    ("os.path.isdir", "json.loads(data.partition(b'\\n')[0])[0]"),
+    ("os.fsdecode", "directory"),
 }
 DESCRIPTORS = {
-    "os.close": {"fd", "rootfd", "made", "readable", "entry", "other"},
+    "os.close": {"fd", "rootfd", "dirfd", "procfd", "above", "made", "readable", "entry", "other"},
     "os.fdopen": {"fd"},
     "os.fstat": {"rootfd", "c.rootfd", "dirfd", "fd"},
     "os.fchown": {"fd"},
     "os.fchmod": {"fd"},
     "os.write": {"fd"},
+    "os.utime": {"fd"},
     "os.scandir": {"fd"},
-    "os.read": {"readable"},
+    "os.read": {"readable", "fd"},
     "os.pidfd_open": {"pid"},
     "os.path.sameopenfile": {"self.mntns", "other", "target"},
 }
 
 
-@pytest.mark.parametrize("module", ["apply.py", "image.py", "plan.py"])
+@pytest.mark.parametrize("module", ["apply.py", "image.py", "plan.py", "traces.py"])
 def test_below_the_root_there_are_only_descriptors(module: str) -> None:
     """runc and NVIDIA's toolkit had a row of CVEs from walking a path in an image twice."""
     for function, argument in calls(HOOK / module):
@@ -191,6 +200,9 @@ def test_the_kernel_module_takes_names_and_confined_walks_only() -> None:
                 "os.rmdir",
                 "os.unlink",
                 "os.rename",
+                "os.symlink",
+                "os.chown",
+                "os.utime",
             }:
                 keywords = {k.arg for k in node.keywords}
                 assert keywords & {"dir_fd", "src_dir_fd"}, ast.unparse(node)

@@ -27,7 +27,11 @@ def root(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("50-tidegate.json", "createRuntime"), ("50-tidegate-devices.json", "precreate")],
+    [
+        ("50-tidegate.json", "createRuntime"),
+        ("50-tidegate-devices.json", "precreate"),
+        ("50-tidegate-end.json", "poststop"),
+    ],
 )
 def test_the_hooks_are_of_oci_hooks_1_0_0(name, stage):
     hook = json.loads((PACKAGING / "hooks.d" / name).read_text())
@@ -50,7 +54,7 @@ def test_the_hooks_are_of_oci_hooks_1_0_0(name, stage):
 
 def test_the_order_is_that_of_their_names():
     names = sorted(p.name.lower() for p in (PACKAGING / "hooks.d").iterdir())
-    assert names == ["50-tidegate-devices.json", "50-tidegate.json"]
+    assert names == ["50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json"]
 
 
 def test_podman_gets_the_files_of_the_package(root, capsys):
@@ -70,7 +74,7 @@ def test_podman_gets_the_files_of_the_package(root, capsys):
 def test_a_checkout_is_named_in_the_hooks(root, capsys):
     put_programs(root, "/srv/tidegate/oci_hook")
     assert setup(root, "podman", "--bin-dir", "/srv/tidegate/oci_hook") == 0
-    for name in ("50-tidegate.json", "50-tidegate-devices.json"):
+    for name in ("50-tidegate.json", "50-tidegate-devices.json", "50-tidegate-end.json"):
         hook = json.loads(text(root, f"{HOOKS}/{name}"))["hook"]
         assert hook["path"] == "/srv/tidegate/oci_hook/tidegate-hook"
     assert "note:" not in capsys.readouterr().out

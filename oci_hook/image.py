@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from oci_hook import kernel
 from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
@@ -39,6 +39,10 @@ LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
 MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
 HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
 VOLUME = "it is on a volume"
+# What must not be found in an image before ours.
+GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
+COMPAT = ("compat", "compat/lib", "compat/lib.real")  # of CUDA's packages, below /usr/local/cuda*
+SEARCH_LIMIT = 256
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
 
@@ -59,6 +63,12 @@ class Image(NamedTuple):
     target32: str | None = None  # the same for 32-bit libraries; None: see reason32
     reason32: str = "it was not looked at"
     looks: dict[str, Look] = {}  # noqa: RUF012 - nobody writes to it
+    own: tuple[str, ...] = ()  # directories with a driver of the image's own, searched before ours
+
+    @property
+    def subdirectory(self) -> str:
+        """What a loader of this image looks into first, below each directory that it searches."""
+        return self.target[len(self.library_dir) + 1 :]
 
     def place(self, target: str) -> str:
         """Say which directory of this image a target of the manifest is."""
@@ -269,6 +279,85 @@ def inspect_image(
         target32, reason32 = _find_32(rootfd, procfd, image.cache)
         image = image._replace(target32=target32, reason32=reason32)
     return image
+
+
+def search_path(document: dict[str, Any]) -> list[str]:
+    """Give the directories that LD_LIBRARY_PATH of a config.json names, below the root."""
+    process = document.get("process")
+    if type(process) is not dict:
+        return []
+    cwd, variables = process.get("cwd"), process.get("env")
+    values = [
+        variable.partition("=")[2]
+        for variable in (variables if type(variables) is list else ())
+        if type(variable) is str and variable.startswith("LD_LIBRARY_PATH=")
+    ]
+    if not values or not values[-1]:
+        return []
+    entries = values[-1].replace(";", ":").split(":")
+    if len(entries) > SEARCH_LIMIT:
+        raise ImageError(
+            f"LD_LIBRARY_PATH names {len(entries)} directories",
+            hint=f"make it shorter: {SEARCH_LIMIT} are looked at",
+        )
+    # A part that is empty is the working directory.
+    at = cwd if type(cwd) is str else "/"
+    joined = (entry if entry.startswith("/") else f"{at}/{entry}" for entry in entries)
+    return ["/".join(part for part in path.split("/") if part not in ("", ".")) for path in joined]
+
+
+def _compat_directories(rootfd: int) -> list[str]:
+    fd = _find(rootfd, "usr/local", os.O_RDONLY | os.O_DIRECTORY)
+    if fd is None:
+        return []
+    try:
+        with os.scandir(fd) as entries:
+            names = [e.name for e in islice(entries, SEARCH_LIMIT) if e.name.startswith("cuda")]
+    finally:
+        os.close(fd)
+    return [f"usr/local/{name}/{directory}" for name in sorted(names) for directory in COMPAT]
+
+
+def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
+    """Find the directories of `search`, and of CUDA's compat packages, that have a driver.
+
+    A loader looks into their subdirectory first, where ours can be mounted; ImageError where it
+    cannot.  As with places, volumes show in the container's own mount namespace alone.
+    """
+    own = kernel.mount_id(rootfd)
+    seen: set[tuple[int, int]] = set()
+    found: list[str] = []
+    for path in (image.library_dir, *search, *_compat_directories(rootfd)):
+        fd = _find(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY)
+        if fd is None:
+            continue
+        status, volume = os.fstat(fd), kernel.mount_id(fd) != own
+        os.close(fd)
+        known = (status.st_dev, status.st_ino) in seen
+        seen.add((status.st_dev, status.st_ino))
+        if known or path == image.library_dir:
+            continue
+        names = [name for name in GOVERNED if _is_file(rootfd, f"{path}/{name}")]
+        if not names:
+            continue
+        if volume or ".." in path.split("/"):
+            raise ImageError(
+                f"{show('/' + path)} has a driver of its own ({names[0]}), which would be found"
+                f" before the node's, and {VOLUME if volume else 'is named with ..'}",
+                hint="leave that directory out of the container and of LD_LIBRARY_PATH",
+            )
+        _require_empty(rootfd, f"{path}/{image.subdirectory}")
+        found.append(path)
+    return image._replace(own=tuple(found))
+
+
+def _is_file(rootfd: int, path: str) -> bool:
+    fd = _find(rootfd, path)
+    if fd is None:
+        return False
+    regular = kernel.is_regular(fd)
+    os.close(fd)
+    return regular
 
 
 def look_at_places(rootfd: int, image: Image, share: Share) -> Image:

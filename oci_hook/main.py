@@ -162,7 +162,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         require_no_gpu,
         take_reservation,
     )
-    from oci_hook.image import inspect_image, look_at_places
+    from oci_hook.image import inspect_image, look_at_places, look_for_drivers, search_path
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
     from oci_hook.plan import plan_container
     from oci_hook.request import check_request, parse_annotations
@@ -190,8 +190,10 @@ def prepare(options: Options, state: State, event: Event) -> str:
             manifest.machine,
             compat32=share.compat32 != "no",
         )
-        if share.places:
-            with Inside(container) as rootfd:
+        search = search_path(bundle.document)
+        with Inside(container) as rootfd:
+            image = look_for_drivers(rootfd, image, search)
+            if share.places:
                 image = look_at_places(rootfd, image, share)
         event.phase("image")
     except (DriverError, UnservedImageError) as e:

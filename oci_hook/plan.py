@@ -226,7 +226,10 @@ def plan_container(manifest: Manifest, share: Share, grant: Grant, image: Image)
     """Plan one container; ImageError when it asks for compat32 and the image cannot take it."""
     mirror_set = share.mirror_set
     operations: list[Operation] = [
-        _bind_directory(manifest, mirror_set.lib64, image.target),
+        _bind_directory(manifest, mirror_set.lib64, target)
+        for target in (image.target, *(f"{path}/{image.subdirectory}" for path in image.own))
+    ]
+    operations += [
         BindDirectory(grant.directory, "run/tidegate", noexec=True, volumes=True),
     ]
     leads = [Lead(image.target, share.names64)]

@@ -344,14 +344,14 @@ def _operations(plan: Plan) -> Iterator[str]:
 
 def _inspect(rootfd: int, volumes: tuple[str, ...], manifest: Manifest, share: Share) -> Image:
     """Look into the image as the hook does, and at what the bundle is going to mount in it."""
-    from oci_hook.image import VOLUME, Look, inspect_image, look_at_places
+    from oci_hook.image import VOLUME, Look, inspect_image, look_at_places, look_for_drivers
 
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         image = inspect_image(rootfd, procfd, manifest.machine, compat32=share.compat32 != "no")
     finally:
         os.close(procfd)
-    image = look_at_places(rootfd, image, share)
+    image = look_at_places(rootfd, look_for_drivers(rootfd, image, []), share)
     mounted = {
         path: Look("unusable", VOLUME)
         for path in image.looks

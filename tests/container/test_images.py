@@ -1,0 +1,336 @@
+"""Images of every kind under a real governor, on a simulated GPU: who may use less gets no more, whatever the image has.
+
+`governed` is asked of the program: with a quota of 2 GiB it is refused 3 GiB and given 1 GiB, by our library. Each kind is
+started by runc and by crun. docs/reference/images.md has a row for each.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.machine import Simulated, make_bundle
+from bench.node import Node
+from tests.container.bundles import (
+    LIBDIR,
+    Bundle,
+    Ran,
+    Runtime,
+    add_user_namespace,
+    compile_c,
+    make_library,
+)
+
+GIB = 1 << 30
+CUDA = "usr/local/cuda-12.4"
+COMPAT = f"{CUDA}/compat"
+ASK_C = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+/* Allocate each size given; say whose library did it. A program with an RPATH of its own, where one was compiled in. */
+int main(int argc, char **argv) {
+        void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *context;
+        if (!cuda)
+                return puts(dlerror()), 1;
+        int (*init)(unsigned) = (int (*)(unsigned))dlsym(cuda, "cuInit");
+        int (*retain)(void **, int) = (int (*)(void **, int))dlsym(cuda, "cuDevicePrimaryCtxRetain");
+        int (*current)(void *) = (int (*)(void *))dlsym(cuda, "cuCtxSetCurrent");
+        int (*allocate)(unsigned long long *, size_t) =
+                (int (*)(unsigned long long *, size_t))dlsym(cuda, "cuMemAlloc_v2");
+        unsigned long long at;
+        Dl_info info;
+        if (!init || init(0) || retain(&context, 0) || current(context))
+                return puts("no context"), 1;
+        for (int i = 1; i < argc; i++)
+                printf("%d ", allocate(&at, strtoull(argv[i], NULL, 0)));
+        dladdr((void *)init, &info);
+        printf("%s\n", info.dli_fname);
+        return 0;
+}
+"""
+REFUSED, GIVEN = 2, 0  # CUDA_ERROR_OUT_OF_MEMORY, CUDA_SUCCESS
+
+
+class Images(Simulated):
+    """The simulated GPU, with a program that asks for more than it may have."""
+
+    def __init__(self, work: Path, build: Path) -> None:
+        super().__init__(work, build)
+        self.ask = compile_c(ASK_C, work / "ask", "-ldl")
+        self.programs.append(self.ask)
+
+
+@pytest.fixture(scope="module")
+def site(
+    tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
+) -> Iterator[Node]:
+    require("gcc", "runc")
+    with Node(Images(tmp_path_factory.mktemp("images"), build_dir)) as node:
+        yield node
+
+
+Make = Callable[..., Bundle]
+
+
+@pytest.fixture
+def make(site: Node, tmp_path: Path) -> Make:
+    """Make a bundle that asks for 2 GiB, and whose program wants 3."""
+
+    def make_one(*program: str, **annotations: str) -> Bundle:
+        import json
+
+        path = tmp_path / "bundle"
+        asked = {"memory": "2Gi", "compute": "40", **annotations}
+        make_bundle(
+            path,
+            machine=site.machine,
+            name="image",
+            arguments=program or ("/usr/bin/ask", str(3 * GIB), str(GIB)),
+            annotations={f"tidegate.gpu/{key}": value for key, value in asked.items()},
+            hook=site.hook_arguments(),
+        )
+        bundle = Bundle(path, path / "rootfs", json.loads((path / "config.json").read_text()))
+        bundle.config["linux"]["namespaces"] = [
+            n for n in bundle.config["linux"]["namespaces"] if n["type"] != "network"
+        ]
+        return bundle
+
+    return make_one
+
+
+def governed(ran: Ran, library: str = "") -> None:
+    """Check that our library decided."""
+    assert ran.status == 0, ran.stdout + ran.stderr
+    words = ran.stdout.split()
+    assert words[:2] == [str(REFUSED), str(GIVEN)], ran.stdout
+    assert "/glibc-hwcaps/x86-64-v2/libcuda.so.1" in words[2] or words[2] == library, words
+
+
+def ldconfig(bundle: Bundle, *directories: str) -> None:
+    """Make the image's cache, of these directories alone if there are any."""
+    (bundle.rootfs / "etc/ld.so.conf").write_text("".join(f"/{d}\n" for d in directories))
+    subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
+
+
+def own_driver(bundle: Bundle, site: Node, directory: str) -> None:
+    """Put a driver of the image's own there: the GPU's real one, which nobody governs."""
+    (bundle.rootfs / directory).mkdir(parents=True, exist_ok=True)
+    built = site.machine.build / "simgpu"
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        shutil.copy(built / name, bundle.rootfs / directory / f"{name}.999")
+        (bundle.rootfs / directory / name).symlink_to(f"{name}.999")
+
+
+def environment(bundle: Bundle, path: str) -> None:
+    bundle.config["process"]["env"].append(f"LD_LIBRARY_PATH={path}")
+
+
+def test_a_driver_of_the_images_own_is_one_that_nobody_governs(
+    site: Node, make: Make, runtime: Runtime
+) -> None:
+    """What the tests below are about: without us the image's own is used, and gives what is asked."""
+    bundle = make(driver="optional")
+    own_driver(bundle, site, COMPAT)
+    environment(bundle, f"/{COMPAT}")
+    del bundle.config["hooks"]
+    ran = runtime.run(bundle)
+    assert ran.stdout.split() == [str(GIVEN), str(GIVEN), f"/{COMPAT}/libcuda.so.1"], ran.stderr
+
+
+@pytest.mark.parametrize("layout", ["debian", "fedora", "distroless"])
+def test_a_layout_is_governed(make: Make, runtime: Runtime, layout: str) -> None:
+    """With ld.so.cache and without; libraries below a triplet or in /usr/lib64; nothing but glibc and the program."""
+    bundle = make()
+    root = bundle.rootfs
+    if layout == "fedora":
+        for library in (root / LIBDIR).iterdir():
+            library.rename(root / "usr/lib64" / library.name)
+        (root / LIBDIR).rmdir()
+        ldconfig(bundle, "usr/lib64")
+    elif layout == "debian":
+        ldconfig(bundle)
+    else:
+        assert sorted(p.name for p in (root / "usr/bin").iterdir()) == [
+            "ask",
+            "burner",
+            "simgpu-workload",
+        ]
+        assert not (root / "etc/ld.so.cache").exists()
+    governed(runtime.run(bundle))
+
+
+@pytest.mark.parametrize("kind", ["read-only root", "user namespace"])
+def test_a_restricted_container_is_governed(make: Make, runtime: Runtime, kind: str) -> None:
+    bundle = make()
+    if kind == "read-only root":
+        bundle.config["root"]["readonly"] = True
+    else:
+        add_user_namespace(bundle)
+        for directory in [bundle.path, *bundle.path.parents][:-2]:
+            directory.chmod(directory.stat().st_mode | 0o011)
+    governed(runtime.run(bundle))
+
+
+@pytest.mark.parametrize("search", ["compat", "link", "lib.real", "relative", "default", "opt"])
+def test_a_driver_of_the_images_own_comes_after_ours(
+    site: Node, make: Make, runtime: Runtime, search: str
+) -> None:
+    """First on LD_LIBRARY_PATH: CUDA's compat packages, and any other directory."""
+    bundle = make()
+    place, path = {
+        "compat": (COMPAT, f"/{COMPAT}:/usr/local/nvidia/lib64"),
+        "link": (COMPAT, "/usr/local/cuda/compat"),
+        "lib.real": (f"{COMPAT}/lib.real", "/usr/local/cuda/compat/lib"),
+        "relative": (COMPAT, f"{COMPAT};"),
+        "default": (LIBDIR, f"/{LIBDIR}"),
+        "opt": ("opt/app/lib", "/nowhere:/opt//app/./lib/"),
+    }[search]
+    own_driver(bundle, site, place)
+    (bundle.rootfs / "usr/local").mkdir(exist_ok=True)
+    (bundle.rootfs / "usr/local/cuda").symlink_to("/" + CUDA)
+    if search == "lib.real":
+        (bundle.rootfs / COMPAT / "lib").symlink_to("lib.real")
+    environment(bundle, path)
+    governed(runtime.run(bundle))
+
+
+def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
+    site: Node, make: Make, runtime: Runtime
+) -> None:
+    """Nothing in config.json names it: a script of the image's does, or `exec` with an environment."""
+    bundle = make(
+        "/usr/bin/env", f"LD_LIBRARY_PATH=/{COMPAT}", "/usr/bin/ask", str(3 * GIB), str(GIB)
+    )
+    shutil.copy("/usr/bin/env", bundle.rootfs / "usr/bin/env")
+    own_driver(bundle, site, COMPAT)
+    governed(runtime.run(bundle))
+
+
+@pytest.mark.parametrize("cache", ["leads elsewhere", "nothing else", "damaged", "cut", "empty"])
+def test_a_cache_does_not_lead_past_us(
+    site: Node, make: Make, runtime: Runtime, cache: str
+) -> None:
+    """Governed, or refused with the line of a damaged cache that names the driver's libraries."""
+    bundle = make()
+    own_driver(bundle, site, "opt/cuda")
+    ldconfig(bundle, "opt/cuda")
+    path = bundle.rootfs / "etc/ld.so.cache"
+    data = path.read_bytes()
+    if cache == "nothing else":
+        subprocess.run(
+            ["ldconfig", "-X", "-n", "-C", str(path), "-r", str(bundle.rootfs), "/opt/cuda"],
+            check=True,
+        )
+        subprocess.run(["ldconfig", "-r", str(bundle.rootfs), "-X"], check=True)
+    path.write_bytes(
+        {
+            "damaged": data[:60] + b"\xff" * 40 + data[100:],
+            "cut": data[: len(data) * 2 // 3],
+            "empty": b"",
+        }.get(cache, data)
+    )
+    ran = runtime.run(bundle)
+    if cache == "damaged":
+        assert ran.status != 0
+        if runtime.name == "runc":
+            assert "tidegate: /etc/ld.so.cache in the image is damaged" in ran.stderr
+        assert ran.stdout == ""
+    else:
+        governed(ran)
+
+
+def test_a_driver_in_a_volume_that_the_path_names_is_refused(
+    site: Node, make: Make, runtime: Runtime, tmp_path: Path
+) -> None:
+    """As GKE and older operators bring the real driver; nothing of ours goes to a directory of the host's."""
+    bundle = make()
+    volume = Bundle(tmp_path, tmp_path)
+    own_driver(volume, site, "host-nvidia/lib64")
+    bundle.config["mounts"].append(
+        {
+            "destination": "/usr/local/nvidia",
+            "type": "bind",
+            "source": str(tmp_path / "host-nvidia"),
+            "options": ["rbind", "ro"],
+        }
+    )
+    environment(bundle, "/usr/local/nvidia/lib:/usr/local/nvidia/lib64")
+    ran = runtime.run(bundle)
+    assert (ran.status != 0, ran.stdout) == (True, "")
+    if runtime.name == "runc":
+        assert (
+            "tidegate: /usr/local/nvidia/lib64 has a driver of its own (libcuda.so.1)" in ran.stderr
+        )
+
+
+@pytest.mark.parametrize("way", ["hook", "cdi hook", "mount"])
+def test_a_driver_that_nvidias_toolkit_brings_is_refused(
+    make: Make, runtime: Runtime, way: str
+) -> None:
+    """Whichever of the two would be found first: nobody leaves that to chance."""
+    bundle = make()
+    hooks: dict[str, Any] = bundle.config["hooks"]
+    if way == "mount":
+        bundle.config["mounts"].append(
+            {
+                "destination": f"/{LIBDIR}/libcuda.so.580.159.04",
+                "type": "bind",
+                "source": "/dev/null",
+                "options": ["bind", "ro"],
+            }
+        )
+    else:
+        name = "nvidia-container-runtime-hook" if way == "hook" else "nvidia-cdi-hook"
+        program = compile_c("int main(void) { return 0; }", bundle.path / name)
+        stage = "prestart" if way == "hook" else "createContainer"
+        hooks[stage] = [{"path": str(program), "args": [name], "env": ["A=b"]}]
+    ran = runtime.run(bundle)
+    assert (ran.status != 0, ran.stdout) == (True, "")
+    if runtime.name == "runc":
+        assert "brings a driver of its own" in ran.stderr
+
+
+@pytest.mark.parametrize("driver", ["required", "optional"])
+@pytest.mark.parametrize("kind", ["musl", "static", "no /usr/lib", "32-bit"])
+def test_an_image_that_no_driver_can_serve(
+    make: Make, runtime: Runtime, kind: str, driver: str
+) -> None:
+    """One line; with `optional` it runs, and has no GPU. A 32-bit glibc alone is none that libcuda could use."""
+    bundle = make("/bin/hello", driver=driver)
+    root = bundle.rootfs
+    for path in root.iterdir():
+        if path.is_symlink():
+            path.unlink()
+        elif path.name in ("usr", "lib", "lib64", "bin"):
+            shutil.rmtree(path)
+    (root / "bin").mkdir()
+    compile_c(
+        '#include <stdio.h>\nint main(void) { return !puts("hello"); }',
+        root / "bin/hello",
+        "-static",
+    )
+    message = "the image has no glibc"
+    if kind == "musl":
+        (root / "lib").mkdir()
+        (root / "lib/ld-musl-x86_64.so.1").write_bytes(b"\x7fELF musl")
+        message = "the image is built on musl"
+    elif kind == "32-bit":
+        (root / "usr/lib32").mkdir(parents=True)
+        make_library(root / "usr/lib32/libc.so.6", "libc.so.6", "a libc", "-m32")
+    elif kind == "static":
+        (root / "usr/lib").mkdir(parents=True)
+    ran = runtime.run(bundle)
+    if driver == "optional":
+        assert (ran.status, ran.stdout) == (0, "hello\n"), ran.stderr
+        return
+    assert (ran.status != 0, ran.stdout) == (True, "")
+    if runtime.name == "runc":
+        assert f"tidegate: {message}" in ran.stderr
+        assert ran.stderr.count("tidegate: ") == 1

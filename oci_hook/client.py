@@ -102,6 +102,28 @@ def parse_answer(line: bytes) -> dict[str, Any]:
     return document
 
 
+def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> None:
+    """Refuse where an engine is rootless and the governor is not its user's own.
+
+    A governor that listens in the same user namespace could be reached: then nothing is said.
+    """
+    try:
+        with open(uid_map, encoding="ascii") as file:
+            inside, outside, count = map(int, file.readline().split())
+    except (OSError, ValueError):
+        return
+    if (inside, outside, count) == (0, 0, 0xFFFFFFFF):
+        return
+    path = f"{runtime_dir}/governor.sock"
+    if os.access(path, os.W_OK):
+        return
+    raise GovernorError(
+        f"this engine is rootless (root in its user namespace is user {outside} outside), and the"
+        f" governor at {show(path)} serves the node's root alone",
+        hint="have root's engine start this container, as with `sudo podman run`",
+    )
+
+
 class Client:
     """One connection to the governor.  An admission lives as long as it does, until confirmed."""
 

@@ -154,7 +154,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
 
     from oci_hook import kernel, traces
     from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
-    from oci_hook.client import Client
+    from oci_hook.client import Client, require_reachable
     from oci_hook.edits import (
         check_devices,
         gpu_nodes,
@@ -174,6 +174,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
     nodes = gpu_nodes(bundle.document)
     request = parse_annotations(annotations)
     check_request(request, annotations)
+    require_reachable(options.runtime_dir)
     event.phase("request")
     try:
         manifest = read_manifest(options.driver_dir)

@@ -9,7 +9,7 @@ import json
 import os
 from typing import Any, NamedTuple
 
-from oci_hook.client import Client
+from oci_hook.client import Client, require_reachable
 from oci_hook.edits import (
     Entry,
     edit,
@@ -116,6 +116,7 @@ def edit_config(
     refuse_foreign(document, show(name))
     request = parse_annotations(ours)
     check_request(request, ours)
+    require_reachable(settings.runtime_dir)
     if request.optional:
         # Here, because a node that is written down is in the container, governed or not.
         why = find_unserved(request, find_root(document, bundle, show(name)), settings)

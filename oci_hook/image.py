@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from oci_hook import kernel
+from oci_hook.elf import run_path
 from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
 from oci_hook.ldcache import CACHE_LIMIT, is_cache
 from oci_hook.manifest import LIBDIR, Share
@@ -281,29 +282,74 @@ def inspect_image(
     return image
 
 
-def search_path(document: dict[str, Any]) -> list[str]:
-    """Give the directories that LD_LIBRARY_PATH of a config.json names, below the root."""
+def _process(document: dict[str, Any]) -> tuple[str, list[str], dict[str, str]]:
+    """Give working directory, arguments and environment of a config.json."""
     process = document.get("process")
     if type(process) is not dict:
-        return []
-    cwd, variables = process.get("cwd"), process.get("env")
-    values = [
-        variable.partition("=")[2]
+        return "/", [], {}
+    cwd, arguments, variables = (process.get(name) for name in ("cwd", "args", "env"))
+    pairs = [
+        variable.partition("=")[::2]
         for variable in (variables if type(variables) is list else ())
-        if type(variable) is str and variable.startswith("LD_LIBRARY_PATH=")
+        if type(variable) is str
     ]
-    if not values or not values[-1]:
+    program = [a for a in (arguments if type(arguments) is list else ())[:1] if type(a) is str]
+    return cwd if type(cwd) is str else "/", program, dict(pairs)
+
+
+def _join(at: str, path: str) -> str:
+    """Give a path below the root, without parts that say nothing."""
+    whole = path if path.startswith("/") else f"{at}/{path}"
+    return "/".join(part for part in whole.split("/") if part not in ("", "."))
+
+
+def search_path(document: dict[str, Any]) -> list[str]:
+    """Give the directories that LD_LIBRARY_PATH of a config.json names, below the root."""
+    cwd, _, environment = _process(document)
+    value = environment.get("LD_LIBRARY_PATH")
+    if not value:
         return []
-    entries = values[-1].replace(";", ":").split(":")
+    entries = value.replace(";", ":").split(":")
     if len(entries) > SEARCH_LIMIT:
         raise ImageError(
             f"LD_LIBRARY_PATH names {len(entries)} directories",
             hint=f"make it shorter: {SEARCH_LIMIT} are looked at",
         )
-    # A part that is empty is the working directory.
-    at = cwd if type(cwd) is str else "/"
-    joined = (entry if entry.startswith("/") else f"{at}/{entry}" for entry in entries)
-    return ["/".join(part for part in path.split("/") if part not in ("", ".")) for path in joined]
+    return [_join(cwd, entry) for entry in entries]  # one that is empty is the working directory
+
+
+def program_path(rootfd: int, procfd: int, document: dict[str, Any]) -> list[str]:
+    """Give the directories that the program itself, by its RPATH, has a loader search."""
+    cwd, arguments, environment = _process(document)
+    if not arguments:
+        return []
+    names = [arguments[0]]
+    if "/" not in arguments[0]:
+        parts = environment.get("PATH", "").split(":")[:SEARCH_LIMIT]
+        names = [f"{part}/{arguments[0]}" for part in parts]
+    for name in names:
+        path = _join(cwd, name)
+        fd = _find(rootfd, path)
+        if fd is None:
+            continue
+        try:
+            if not kernel.is_regular(fd):
+                continue
+            readable = kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
+            try:
+                text = run_path(readable)
+            finally:
+                os.close(readable)
+        except OSError:
+            return []
+        finally:
+            os.close(fd)
+        origin = "/" + path.rpartition("/")[0]
+        entries = text.split(":")[:SEARCH_LIMIT] if text else []
+        for token in ("$ORIGIN", "${ORIGIN}"):
+            entries = [entry.replace(token, origin) for entry in entries]
+        return [_join(cwd, entry) for entry in entries]
+    return []
 
 
 def _compat_directories(rootfd: int) -> list[str]:
@@ -325,30 +371,39 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
     cannot.  As with places, volumes show in the container's own mount namespace alone.
     """
     own = kernel.mount_id(rootfd)
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int, int]] = set()
     found: list[str] = []
     for path in (image.library_dir, *search, *_compat_directories(rootfd)):
-        fd = _find(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY)
-        if fd is None:
+        place = _identify(rootfd, path)
+        if place is None or place in seen:
             continue
-        status, volume = os.fstat(fd), kernel.mount_id(fd) != own
-        os.close(fd)
-        known = (status.st_dev, status.st_ino) in seen
-        seen.add((status.st_dev, status.st_ino))
-        if known or path == image.library_dir:
+        seen.add(place)
+        if path == image.library_dir:
             continue
         names = [name for name in GOVERNED if _is_file(rootfd, f"{path}/{name}")]
         if not names:
             continue
-        if volume or ".." in path.split("/"):
+        volume = place[0] != own
+        plain = os.path.normpath(path)  # what a path with .. means, unless there are links
+        if volume or _identify(rootfd, plain) != place:
             raise ImageError(
                 f"{show('/' + path)} has a driver of its own ({names[0]}), which would be found"
-                f" before the node's, and {VOLUME if volume else 'is named with ..'}",
+                f" before the node's, and {VOLUME if volume else 'is named through links and ..'}",
                 hint="leave that directory out of the container and of LD_LIBRARY_PATH",
             )
-        _require_empty(rootfd, f"{path}/{image.subdirectory}")
-        found.append(path)
+        _require_empty(rootfd, f"{plain}/{image.subdirectory}")
+        found.append(plain)
     return image._replace(own=tuple(found))
+
+
+def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:
+    """Give mount, device and inode of a directory."""
+    fd = _find(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY)
+    if fd is None:
+        return None
+    status, mount = os.fstat(fd), kernel.mount_id(fd)
+    os.close(fd)
+    return mount, status.st_dev, status.st_ino
 
 
 def _is_file(rootfd: int, path: str) -> bool:

@@ -162,7 +162,13 @@ def prepare(options: Options, state: State, event: Event) -> str:
         require_no_gpu,
         take_reservation,
     )
-    from oci_hook.image import inspect_image, look_at_places, look_for_drivers, search_path
+    from oci_hook.image import (
+        inspect_image,
+        look_at_places,
+        look_for_drivers,
+        program_path,
+        search_path,
+    )
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
     from oci_hook.plan import plan_container
     from oci_hook.request import check_request, parse_annotations
@@ -192,6 +198,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
             compat32=share.compat32 != "no",
         )
         search = search_path(bundle.document)
+        search += program_path(container.rootfd, container.procfd, bundle.document)
         with Inside(container) as rootfd:
             image = look_for_drivers(rootfd, image, search)
             if share.places:

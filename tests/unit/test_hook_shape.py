@@ -162,7 +162,9 @@ HOST_PATHS = {
     ("os.listdir", "f'{runtime_dir}/{DIRECTORY}'"),
     ("os.path.exists", "f'/proc/{int(pid)}'"),
     ("os.path.isdir", "json.loads(data.partition(b'\\n')[0])[0]"),
+    ("os.path.normpath", "path"),
     ("os.fsdecode", "directory"),
+    ("os.fsdecode", "text.partition(b'\\x00')[0]"),
 }
 DESCRIPTORS = {
     "os.close": {"fd", "rootfd", "dirfd", "procfd", "above", "made", "readable", "entry", "other"},
@@ -174,12 +176,13 @@ DESCRIPTORS = {
     "os.utime": {"fd"},
     "os.scandir": {"fd"},
     "os.read": {"readable", "fd"},
+    "os.pread": {"fd"},
     "os.pidfd_open": {"pid"},
     "os.path.sameopenfile": {"self.mntns", "other", "target"},
 }
 
 
-@pytest.mark.parametrize("module", ["apply.py", "image.py", "plan.py", "traces.py"])
+@pytest.mark.parametrize("module", ["apply.py", "image.py", "plan.py", "traces.py", "elf.py"])
 def test_below_the_root_there_are_only_descriptors(module: str) -> None:
     """runc and NVIDIA's toolkit had a row of CVEs from walking a path in an image twice."""
     for function, argument in calls(HOOK / module):

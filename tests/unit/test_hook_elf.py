@@ -1,0 +1,75 @@
+"""The RPATH of a program of an image: as the linker wrote it, and nothing of a file that makes no sense."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from oci_hook.elf import run_path
+
+PATHS = "/opt/a:$ORIGIN/../lib"
+
+
+def ask(path: Path) -> str:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return run_path(fd)
+    finally:
+        os.close(fd)
+
+
+def build(output: Path, *flags: str) -> Path:
+    source = b"int main(void) { return 0; }"
+    command = ["gcc", "-o", str(output), "-x", "c", "-", *flags]
+    subprocess.run(command, input=source, check=True)
+    return output
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]) -> Path:
+    require("gcc")
+    return build(
+        tmp_path_factory.mktemp("elf") / "program", f"-Wl,--disable-new-dtags,-rpath,{PATHS}"
+    )
+
+
+@pytest.mark.parametrize("tags", ["--disable-new-dtags", "--enable-new-dtags"])
+@pytest.mark.parametrize("pie", ["-pie", "-no-pie"])
+def test_it_is_what_the_linker_was_told(
+    tmp_path: Path, require: Callable[..., None], tags: str, pie: str
+) -> None:
+    require("gcc")
+    assert ask(build(tmp_path / "with", pie, f"-Wl,{tags},-rpath,{PATHS}")) == PATHS
+    assert ask(build(tmp_path / "without", pie)) == ""
+    assert ask(build(tmp_path / "static", "-static")) == ""
+
+
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n", b"\x7fELF", b"\x7fELF\x01\x01" * 20])
+def test_what_is_no_program_has_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    assert ask(tmp_path / "file") == ""
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_program_raises_nothing(
+    program: Path, tmp_path: Path, data: st.DataObject
+) -> None:
+    """Numbers of any size where offsets, sizes and counts stand, in the header and in the dynamic section."""
+    content = bytearray(program.read_bytes())
+    dynamic = content.find(b"\x1d\0\0\0\0\0\0\0") if data.draw(st.booleans()) else 64
+    for _ in range(data.draw(st.integers(1, 8))):
+        at = data.draw(
+            st.integers(16, 63) | st.integers(64, 64 + 56 * 14) | st.just(max(dynamic, 64))
+        )
+        new = data.draw(st.binary(min_size=1, max_size=8) | st.just(b"\xff" * 8))
+        content[at : at + len(new)] = new
+    del content[data.draw(st.integers(0, len(content)) | st.just(len(content))) :]
+    (tmp_path / "file").write_bytes(content)
+    assert len(ask(tmp_path / "file")) <= 4 * (16 << 10) + 3

@@ -25,6 +25,7 @@ TEMPORARY = ".ld.so.cache.tidegate"
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # what runc and crun accept, and a file name
 STORED_LIMIT = 8 << 20  # a cache of 4 MiB, as text
 ROOT_LIMIT = 8192
+SWEEP = 32
 
 
 class Trace(NamedTuple):
@@ -107,6 +108,9 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
         kernel.renameat(dirfd, temporary, ident)
     finally:
         os.close(dirfd)
+    # Some engines tell nobody of an end: what they leave here is looked through now and then.
+    if pid % SWEEP == 0:
+        sweep(runtime_dir)
 
 
 def forget(runtime_dir: str, ident: str) -> None:
@@ -144,7 +148,8 @@ def take_back(runtime_dir: str, ident: str, *, ended: bool) -> None:
         here, host = os.fstat(rootfd), os.stat("/")
         if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
             for trace in reversed(traces):
-                with contextlib.suppress(OSError, ldcache.CacheError):
+                # ValueError: a damaged cache or note
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                     _take_back(procfd, rootfd, trace, traces)
         os.close(procfd)
         os.close(rootfd)

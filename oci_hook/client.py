@@ -108,8 +108,11 @@ def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> 
     A governor that listens in the same user namespace could be reached: then nothing is said.
     """
     try:
-        with open(uid_map, encoding="ascii") as file:
-            inside, outside, count = map(int, file.readline().split())
+        fd = os.open(uid_map, os.O_RDONLY | os.O_CLOEXEC)  # open() takes ten times as long
+        try:
+            inside, outside, count = map(int, os.read(fd, 64).partition(b"\n")[0].split())
+        finally:
+            os.close(fd)
     except (OSError, ValueError):
         return
     if (inside, outside, count) == (0, 0, 0xFFFFFFFF):

@@ -255,9 +255,7 @@ def _is_gpu(major: object, minor: object) -> bool:
     return major == GPU_MAJOR and (type(minor) is not int or minor < GPU_MINORS)
 
 
-def hook_entry(
-    path: str, arguments: Iterable[str], stage: str = "createRuntime"
-) -> dict[str, Any]:
+def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime") -> dict[str, Any]:
     """Give the hook's entry, in the words of config.json; CDI has the same."""
     return {
         "path": path,

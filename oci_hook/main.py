@@ -314,9 +314,8 @@ def release(options: Options, state: State) -> str:
 
     traces.take_back(options.runtime_dir, state.id, ended=True)
     traces.sweep(options.runtime_dir)
-    if is_sandbox(state.annotations) or not any(
-        name.startswith(PREFIX) for name in state.annotations
-    ):
+    asks = any(name.startswith(PREFIX) for name in state.annotations)
+    if not options.governed and (is_sandbox(state.annotations) or not asks):
         return "no-request"
     from oci_hook.client import Client
 

@@ -24,13 +24,14 @@ COMMANDS = frozenset(
     )
 )
 MAKING = ("create", "run", "restore")
-# The options that take a value, and the others: before the command, and of those that make.
+# The options that take a value, and the others: before the command, of delete, of those that make.
 OF_ALL = (
     frozenset(
         ("cgroup-manager", "criu", "log", "log-format", "log-level", "root", "rootless"),
     ),
     frozenset(("debug", "help", "systemd-cgroup", "usage", "version")),
 )
+OF_DELETE = (frozenset[str](), frozenset(("force", "help", "regex", "usage")))
 OF_COMMAND = (
     frozenset(
         (
@@ -79,7 +80,9 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
             elif call.command:
                 call.ident = argument
         else:
-            own = OF_COMMAND if call.command else OF_ALL
+            own = OF_ALL
+            if call.command:
+                own = OF_DELETE if call.command == "delete" else OF_COMMAND
             read = _read_getopt if like_crun else _read_go
             name, value = read(argument, own)
             if name in own[0]:
@@ -305,7 +308,7 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
 
 
 def left_traces(call: Call, node: Node) -> bool:
-    """Tell whether a container that is deleted was prepared by the hook."""
+    """Tell whether a container that is deleted was prepared by the hook, and left something."""
     return (
         call.command == "delete"
         and "/" not in call.ident

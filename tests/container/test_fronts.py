@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from tests.container.bundles import (
     compile_c,
 )
 from tests.container.conftest import Node
+from tests.container.test_hook_start import tree
 from tests.container.test_runtime import (
     OURS,
     Wrapped,
@@ -71,7 +73,7 @@ def make_unserved(node: Node, bundle: Bundle, why: str) -> str:
 
 def enter_cdi(node: Node, bundle: Bundle, nodes: list[dict[str, Any]] = GPU_NODES) -> None:
     """Do what an engine does that knows CDI."""
-    add_hook(bundle.config, [*node.hook, "--governed"], stage="createRuntime", poststop=False)
+    add_hook(bundle.config, [*node.hook, "--governed"], stage="createRuntime")
     bundle.config["linux"]["devices"] = list(nodes)
 
 
@@ -266,6 +268,8 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi_without_nodes_too(
     enter_cdi(node, bundle, [])
     assert "grant" in runtime.run(bundle).stdout
     assert node.governor.requests[0]["annotations"] == OURS
+    assert node.events()[-1]["outcome"] == "released"
+    assert not list((node.base / "run/traces").iterdir())
 
 
 def test_a_sandbox_with_a_node_is_governed_by_the_hook_alone(
@@ -297,6 +301,7 @@ def test_who_calls_itself_a_sandbox_is_governed_by_cdi_behind_the_wrapper(
     enter_cdi(node, bundle, [])
     governed(node, wrapped.run(bundle))
     assert node.governor.requests[0]["exact"] is True
+    assert "poststop" not in written(bundle)["hooks"]
 
 
 def test_who_calls_itself_a_sandbox_is_governed_by_precreate(
@@ -608,3 +613,43 @@ def test_a_gpu_beside_the_granted_one_is_taken_out_in_front(
     governed(node, ran)
     assert not {"nvidia1", "gpu"} & set(ran.stdout.split())
     assert {r["minor"] for r in written(bundle)["linux"]["resources"]["devices"]} == {0, 255}
+
+
+@pytest.mark.parametrize("how", [["--force"], ["-f"], ["--"], []])
+def test_what_a_start_left_goes_by_each_form_of_delete(
+    node: Node, wrapped: Wrapped, how: list[str]
+) -> None:
+    """Also of one that calls itself a sandbox; what is deleted is the container that the runtime takes it for."""
+    bundle = plain(node, "true", annotations=OURS | SANDBOX)
+    bundle.config["linux"]["devices"] = GPU_NODES
+    bundle.write()
+    before = tree(bundle.rootfs)
+    name = f"tidegate-test-{os.getpid()}-delete"
+
+    def command(*arguments: str, stdout: int = subprocess.DEVNULL) -> str:
+        ran = subprocess.run(
+            wrapped.command(*arguments),
+            check=True,
+            timeout=30,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            text=True,
+        )
+        return ran.stdout
+
+    command("create", "--bundle", str(bundle.path), name)
+    try:
+        assert (node.base / "run/traces" / name).exists()
+        if how in ([], ["--"]):
+            command("start", name)
+            for _ in range(300):
+                if (
+                    json.loads(command("state", name, stdout=subprocess.PIPE))["status"]
+                    == "stopped"
+                ):
+                    break
+                time.sleep(0.1)
+    finally:
+        command("delete", *how, name)
+    assert not list((node.base / "run/traces").iterdir())
+    assert tree(bundle.rootfs).keys() == before.keys()

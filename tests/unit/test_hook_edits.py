@@ -160,14 +160,19 @@ def test_command_lines_as_the_runtime_reads_them(
             ("create", "/b", "id", ""),
         ),
         ("state id", ("state", "", "id", "")),
+        ("--root /r delete --force id", ("delete", "", "id", "")),
+        ("delete -f id", ("delete", "", "id", "")),
+        ("delete id -f", ("delete", "", "id", "")),
+        ("delete -- id", ("delete", "", "id", "")),
         ("--version", ("", "", "", "")),
         ("", ("", "", "", "")),
         ("--log", ("", "", "", "")),
     ],
 )
 def test_command_lines(arguments: str, found: tuple[str, str, str, str]) -> None:
-    call = parse_call(arguments.split())
-    assert (call.command, call.bundle, call.ident, call.log) == found
+    for like_crun in (False, True):
+        call = parse_call(arguments.split(), like_crun=like_crun)
+        assert (call.command, call.bundle, call.ident, call.log) == found
 
 
 WORDS = st.text(max_size=12) | st.sampled_from(["--", "-", "--bundle", "-b", "run", "--log", "-db"])

@@ -190,7 +190,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.phase("manifest")
         container = Container(state.pid, bundle.root)
         # Of a run whose end nobody told.
-        traces.take_back(options.runtime_dir, state.id, ended=False)
+        traces.take_back(options.runtime_dir, state.id)
         image = inspect_image(
             container.rootfd,
             container.procfd,
@@ -312,7 +312,7 @@ def release(options: Options, state: State) -> str:
     """Take away what a container left, and tell the governor; it finds out by itself too."""
     from oci_hook import traces
 
-    traces.take_back(options.runtime_dir, state.id, ended=True)
+    traces.take_back(options.runtime_dir, state.id)
     traces.sweep(options.runtime_dir)
     asks = any(name.startswith(PREFIX) for name in state.annotations)
     if not options.governed and (is_sandbox(state.annotations) or not asks):

@@ -325,7 +325,7 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
         from oci_hook import traces
 
         try:
-            traces.take_back(node.runtime_dir, call.ident, ended=True)
+            traces.take_back(node.runtime_dir, call.ident)
             traces.sweep(node.runtime_dir)
         except Exception as e:  # noqa: BLE001 - the container is gone, whatever stays of it
             from oci_hook.log import Event

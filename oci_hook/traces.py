@@ -123,11 +123,24 @@ def forget(runtime_dir: str, ident: str) -> None:
             os.close(dirfd)
 
 
-def take_back(runtime_dir: str, ident: str, *, ended: bool) -> None:
+def _runs(pid: int) -> bool:
+    """Tell whether a process has not ended, as one has that nobody has waited for yet."""
+    try:
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(fd, 4096)
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+    return text.rpartition(b") ")[2][:1] not in (b"", b"Z", b"X")
+
+
+def take_back(runtime_dir: str, ident: str) -> None:
     """Take away what a container left, as far as it can be, and forget it.
 
-    A directory that goes takes its mounts along. Unless it is known to have `ended`, nothing is
-    done for a container whose process is there: it may be another engine's of the same id.
+    A directory that goes takes its mounts along, so nothing is done for a container whose process
+    runs: it is another engine's of the same id.
     """
     if ID.fullmatch(ident) is None:
         return
@@ -137,7 +150,7 @@ def take_back(runtime_dir: str, ident: str, *, ended: bool) -> None:
     try:
         first, _, rest = data.partition(b"\n")
         root, pid = json.loads(first)
-        if not ended and os.path.exists(f"/proc/{int(pid)}"):
+        if _runs(int(pid)):
             return
         traces = [Trace(*trace) for trace in json.loads(rest)]
         rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -160,7 +160,7 @@ HOST_PATHS = {
     ("os.open", "runtime_dir"),
     ("os.open", "f'{runtime_dir}/{DIRECTORY}'"),
     ("os.listdir", "f'{runtime_dir}/{DIRECTORY}'"),
-    ("os.path.exists", "f'/proc/{int(pid)}'"),
+    ("os.open", "f'/proc/{pid}/stat'"),
     ("os.path.isdir", "json.loads(data.partition(b'\\n')[0])[0]"),
     ("os.path.normpath", "path"),
     ("os.fsdecode", "directory"),

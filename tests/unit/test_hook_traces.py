@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -35,37 +37,44 @@ def test_only_what_is_empty_goes(tmp_path: Path, root: Path) -> None:
         record = keep(tmp_path, root)
         assert record.stat().st_mode & 0o777 == 0o600
         assert record.parent.stat().st_mode & 0o777 == 0o700
-        take_back(str(tmp_path), "c1", ended=True)
+        take_back(str(tmp_path), "c1")
         assert not record.exists()
         assert (root / "run/tidegate").exists() == file.exists() == bool(content)
 
 
-def test_nothing_goes_while_the_container_may_run(tmp_path: Path, root: Path) -> None:
-    record = keep(tmp_path, root, pid=1)
-    take_back(str(tmp_path), "c1", ended=False)
-    assert (root / "run/tidegate").exists()
-    assert record.exists()
-    take_back(str(tmp_path), "c1", ended=True)
-    assert not (root / "run/tidegate").exists()
+def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> None:
+    """Two engines may have a container of one id; one that has ended and waits for its parent is no more."""
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            record = keep(tmp_path, root, pid=process.pid)
+            take_back(str(tmp_path), "c1")
+            assert (root / "run/tidegate").exists()
+            assert record.exists()
+        finally:
+            process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        take_back(str(tmp_path), "c1")
+        assert not (root / "run/tidegate").exists()
+        assert not record.exists()
 
 
 @pytest.mark.parametrize("ident", ["", ".", "..", "../c1", "a/b", "~c1", "a" * 201, "a\nb"])
 def test_an_id_that_is_no_file_name_keeps_nothing(tmp_path: Path, root: Path, ident: str) -> None:
     remember(str(tmp_path), ident, PID, str(root), [Trace("directory", "run/tidegate")])
     assert not (tmp_path / traces.DIRECTORY).exists()
-    take_back(str(tmp_path), ident, ended=True)
+    take_back(str(tmp_path), ident)
     assert (root / "run/tidegate").exists()
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]\n[]", b'["/nowhere", 1]\n[]', b'["/", 1073741824]\n[["directory", "tmp", {}]]', b"[1, 2]\n3",
+    [b"", b"{", b"[]\n[]", b'["/nowhere", 1073741824]\n[]', b'["/", 1073741824]\n[["directory", "tmp", {}]]', b"[1, 1073741824]\n3",
      b'["/tmp", 1073741824]\n[[]]', b'["/tmp", "x"]\n[]'],
 )  # fmt: skip
 def test_a_damaged_note_is_forgotten(tmp_path: Path, root: Path, content: bytes) -> None:
     record = keep(tmp_path, root)
     record.write_bytes(content)
-    take_back(str(tmp_path), "c1", ended=True)
+    take_back(str(tmp_path), "c1")
     assert not record.exists()
     assert Path("/tmp").is_dir()
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from bench import report_gangs, report_suites
+from bench import report_aims, report_gangs, report_suites
 from bench.overhead import TITLES
 from bench.plot import render
 from bench.provenance import ROOT
@@ -407,6 +407,9 @@ def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
     """The page from results by file stem, the newest of each suite first."""
     page = Page()
     page.add(HEAD)
+    if any(one["gpu"]["kind"] != "simulated" for one in results.values()):
+        page.add(report_aims.AIMS_HEAD)
+        page.table(report_aims.TITLES, tuple(report_aims.rows_of(results)), "lrrll")
     for suite, section in SECTIONS.items():
         mine = {stem: one for stem, one in results.items() if one["suite"] == suite}
         if mine:
@@ -414,9 +417,14 @@ def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
     return page
 
 
+def results_below(root: pathlib.Path) -> list[pathlib.Path]:
+    """The files of all results that are kept."""
+    return sorted((root / "bench" / "results").glob("*.json"))
+
+
 def plan_files(root: pathlib.Path) -> dict[pathlib.Path, str]:
     """Every file that the results below `root` ask for, with its content."""
-    found = sorted((root / "bench" / "results").glob("*.json"))
+    found = results_below(root)
     if not found:
         return {}
     page = build_page({path.stem: json.loads(path.read_text()) for path in found})

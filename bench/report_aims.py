@@ -1,0 +1,235 @@
+"""The first section of docs/benchmarks.md: what was aimed at, and what was reached on a GPU.
+
+An aim is a bound on a figure of one arm or suite. Every result of a real GPU that has the arm gives
+the figure anew; the newest one counts, and the others say how far it moves between runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+AIMS_HEAD = """\
+## Aims
+
+What was aimed at, and what was reached on a real GPU: by the newest result that has the arm, and
+beside it between which figures all of them lie. Points and percent are of the GPU where nothing
+else is said, and work is what a container does in proportion to what it does alone.
+"""
+
+TITLES = ("figure", "aim", "reached", "in all results", "met")
+
+Results = Mapping[str, Mapping[str, Any]]
+Figure = Callable[[Mapping[str, Any]], float | None]
+"""Takes the figure out of one result; None if that result does not have it."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """One bound: `figure` is `least` at least, or `most` at most."""
+
+    words: str
+    suite: str
+    figure: Figure
+    most: float | None = None
+    least: float | None = None
+
+    def is_met(self, value: float) -> bool:
+        """Tell whether a figure is within the bound."""
+        return (self.most is None or value <= self.most) and (
+            self.least is None or value >= self.least
+        )
+
+    @property
+    def bound(self) -> str:
+        """The bound in words."""
+        return f"at most {self.most:g}" if self.most is not None else f"at least {self.least:g}"
+
+
+def _of(arm: str, take: Callable[[Mapping[str, Any]], float | None]) -> Figure:
+    """Return the figure that `take` finds in an arm's summary."""
+
+    def figure(result: Mapping[str, Any]) -> float | None:
+        found = result["summary"].get(arm)
+        return take(found) if found else None
+
+    return figure
+
+
+def _error(arm: str, window: str, what: str) -> Figure:
+    return _of(arm, lambda s: s[window][what] if window in s else None)
+
+
+def _total(arm: str) -> Figure:
+    return _of(arm, lambda s: s["sum"])
+
+
+def _tight(result: Mapping[str, Any]) -> float | None:
+    """How much more than its quota the one has that is furthest behind, 49/32/16."""
+    return _of(
+        "tight", lambda s: min(d - q for d, q in zip(s["delivered"], (49, 32, 16), strict=True))
+    )(result)
+
+
+def _alone(result: Mapping[str, Any]) -> float | None:
+    """How far a container alone is from its cap at most, percent of the cap."""
+    summary = result["summary"]
+    caps = (10, 50, 90)
+    if not all(f"alone-{cap}" in summary for cap in caps):
+        return None
+    return float(max(abs(summary[f"alone-{cap}"]["delivered"][0] / cap - 1) * 100 for cap in caps))
+
+
+def _beside(result: Mapping[str, Any]) -> float | None:
+    """What 50 % beside up to four with 10 % loses at most, percent of it, whatever those do."""
+    lost: list[float] = [
+        (50 - arm["delivered"][0]) / 50 * 100
+        for name, arm in result["summary"].items()
+        if name.startswith("beside-")
+    ]
+    return max(lost) if lost else None
+
+
+def _shape(name: str) -> Figure:
+    """Return how far such work at 30 % beside a container with 70 % is from its quota."""
+    return _of(f"shape-{name}", lambda s: abs(s["delivered"][0] - 30))
+
+
+SHAPES = {
+    "50us": "units of 50 us",
+    "5000us": "units of 5 ms",
+    "20000us": "units of 20 ms",
+    "50000us": "units of 50 ms",
+    "persistent": "persistent kernels of 50 ms",
+    "cooperative": "cooperative kernels",
+    "graph": "CUDA graphs",
+    "copy": "copies",
+    "sync": "synchronous launches",
+}
+
+
+def _processor(result: Mapping[str, Any]) -> float | None:
+    """Percent of a core of the governor and all helper threads, with 32 containers."""
+    arm = result["raw"].get("arms", {}).get("many")
+    return float(100 * sum(arm["processors"].values())) if arm else None
+
+
+def _slower(kind: str) -> Figure:
+    return _of(kind, lambda s: s["slower_percent"])
+
+
+AIMS = (
+    Aim("45/30/15: mean error over 1 s, points", "quota", _error("thirds", "1s", "mean"), most=0.5),
+    Aim("the same over 100 ms, mean", "quota", _error("thirds", "100ms", "mean"), most=1.5),
+    Aim(
+        "the same over 100 ms, 95th percentile", "quota", _error("thirds", "100ms", "p95"), most=3.5
+    ),
+    Aim("49/32/16: the furthest behind its quota, points", "quota", _tight, least=-0.5),
+    Aim("alone at 10, 50 and 90 %: off by, percent of it", "quota", _alone, most=2),
+    Aim("50 % beside up to four with 10 %: lost, percent of it", "quota", _beside, most=3),
+    Aim("4 x 25 %, units of 50 us: sum, percent", "quota", _total("four-50us"), least=97),
+    Aim("4 x 25 %, units of 0.5 ms: sum, percent", "quota", _total("four-500us"), least=97),
+    Aim(
+        "`mps`: 4 x 25 %, units of 50 us: sum, percent",
+        "quota",
+        _total("mps-four-50us"),
+        least=99.5,
+    ),
+    Aim(
+        "`mps`: 4 x 25 %, units of 0.5 ms: sum, percent",
+        "quota",
+        _total("mps-four-500us"),
+        least=99.5,
+    ),
+    Aim(
+        "`mps`: 45/30/15: mean error over 100 ms, points",
+        "quota",
+        _error("mps-thirds", "100ms", "mean"),
+        most=0.5,
+    ),
+    Aim(
+        "`mps`: the same, 95th percentile", "quota", _error("mps-thirds", "100ms", "p95"), most=1.2
+    ),
+    Aim(
+        "elastic: work over what no idle GPU would do, percent",
+        "quota",
+        _of("elastic", lambda s: 100 * s["of_ideal"]),
+        least=95,
+    ),
+    Aim(
+        "elastic: seconds in which an owner got too little",
+        "quota",
+        _of("elastic", lambda s: s["short_windows"]),
+        most=0,
+    ),
+    Aim(
+        "45/30/15 in units of 20 ms: mean error over 1 s, points",
+        "quota",
+        _error("units-20ms", "1s", "mean"),
+        most=1,
+    ),
+    *(
+        Aim(f"{words} at 30 % beside 70 %: off by, points", "quota", _shape(name), most=1)
+        for name, words in SHAPES.items()
+    ),
+    Aim(
+        "a new quota is there after, ms",
+        "quota",
+        _of("settle-quota", lambda s: s["settle"]["reached_longest_ms"]),
+        most=200,
+    ),
+    Aim(
+        "a holder is stopped: the next one runs after, ms",
+        "quota",
+        _of("stopped", lambda s: s["stall"]["longest_ms"]),
+        most=20,
+    ),
+    Aim(
+        "a holder is killed: the next one runs after, ms",
+        "quota",
+        _of("killed", lambda s: s["stall"]["longest_ms"]),
+        most=20,
+    ),
+    Aim("32 containers: governor and helpers, percent of a core", "quota", _processor, most=19),
+    Aim(
+        "alone at 100 %: a training step is slower by, percent", "step", _slower("train"), most=0.3
+    ),
+    Aim(
+        "alone at 100 %: a decoded token (graph) is slower by, percent",
+        "step",
+        _slower("decode-graph"),
+        most=0.3,
+    ),
+)
+"""The aims of GPU time, in the order in which they are shown."""
+
+
+def found_for(aim: Aim, results: Results) -> list[tuple[str, float]]:
+    """Return date and figure of each result of a real GPU that has it, the oldest first."""
+    found = []
+    for result in results.values():
+        if result["suite"] != aim.suite or result["gpu"]["kind"] == "simulated":
+            continue
+        value = aim.figure(result)
+        if value is not None:
+            found.append((result["date"], float(value)))
+    return sorted(found)
+
+
+def rows_of(results: Results, aims: Sequence[Aim] = AIMS) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each aim: what, bound, reached, in all results, met."""
+    for aim in aims:
+        found = found_for(aim, results)
+        if not found:
+            yield aim.words, aim.bound, "not measured", "", ""
+            continue
+        values = [value for _, value in found]
+        spread = f"{min(values):.2f} to {max(values):.2f} in {len(values)}" if values[1:] else ""
+        yield (
+            aim.words,
+            aim.bound,
+            f"{values[-1]:.2f}",
+            spread,
+            ("yes" if aim.is_met(values[-1]) else "**no**"),
+        )

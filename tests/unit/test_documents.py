@@ -6,7 +6,6 @@ tests/fuzz/documents.py says what each kind of document is, tests/fuzz/test_docu
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,12 @@ MIB = 1 << 20
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (768 << 20,) * 2)
-os.execv(sys.executable, [sys.executable, "-I", "-S", *sys.argv[1:]])
+child = os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", *sys.argv[2:]], os.environ)
+_, status, usage = os.wait4(child, 0)
+os.write(int(sys.argv[1]), b"%d" % (usage.ru_maxrss << 10))
+sys.exit(os.waitstatus_to_exitcode(status))
 """
+"""Runs a program under a limit, and tells its peak: a process has that of the one which started it, so it must be a small one."""
 MOST = 256 * MIB
 """What a hook may take at most, whatever it is given: small objects are 50 times as large in Python as in JSON."""
 NOBODY = 4194304
@@ -70,19 +73,22 @@ class Run:
             tempfile.TemporaryFile() as given,
             tempfile.TemporaryFile() as out,
             tempfile.TemporaryFile() as err,
+            tempfile.TemporaryFile() as peak,
         ):
             given.write(data)
             given.seek(0)
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", LIMITED, str(HOOK / name), *arguments],
-                stdin=given, stdout=out, stderr=err,
+                [
+                    *(sys.executable, "-I", "-S", "-c", LIMITED),
+                    *(str(peak.fileno()), str(HOOK / name), *arguments),
+                ],
+                stdin=given, stdout=out, stderr=err, pass_fds=(peak.fileno(),),
             )  # fmt: skip
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = self.status = os.waitstatus_to_exitcode(status)
-            self.peak = usage.ru_maxrss << 10
-            self.stdout, self.stderr = (
-                Path(f"/proc/self/fd/{f.fileno()}").read_bytes() for f in (out, err)
+            self.status = process.wait()
+            self.stdout, self.stderr, told = (
+                Path(f"/proc/self/fd/{f.fileno()}").read_bytes() for f in (out, err, peak)
             )
+            self.peak = int(told)
 
     def must_be_polite(self) -> None:
         """A status of the list, and one line that says why; neither a trace nor a fault of ours."""

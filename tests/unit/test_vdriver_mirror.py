@@ -529,7 +529,9 @@ def test_everything_is_durable_before_it_is_named(host, monkeypatch):
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "replace", replaced)
     run(host)
-    assert steps[-4:] == ["rename", "fsync", "replace", "fsync"]
+    # Behind that only what was read of the libraries is kept, if they are old enough by now.
+    named = len(steps) - steps[::-1].index("replace") + 1
+    assert steps[named - 4 : named] == ["rename", "fsync", "replace", "fsync"]
 
 
 CALLS = {

@@ -16,6 +16,7 @@ bool queue_capturing(CUstream stream)
 void queue_init(struct queue *q)
 {
     q->reference = QUEUE_NO_EVENT;
+    q->rise = ESTIMATE_RISE;
 }
 
 /* ---- events: made once, used again ---- */

@@ -851,7 +851,8 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
     if (first || wait || mark) {
         bool poke = first && (!g->active || g->released);
 
-        g->n_entering++;
+        g->n_entering[ticket->era & 1]++;
+        g->entering_ns = now;
         gate_visit_begin(&visit);
         gate_prepare(g, ticket, first, wait, mark, ledger);
         gate_visit_end(&visit);
@@ -861,7 +862,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             pages_poke();
             gate_lock(g);
         }
-        g->n_entering--;
+        g->n_entering[ticket->era & 1]--;
     }
     /* While the grant is open no marker is put before work that comes late; and in no grant before
      * work that follows other work behind the last marker, after a pause. */

@@ -37,10 +37,12 @@ struct gate {
     bool preparing; /* a thread is making a hold word */
     bool retiring;  /* a thread is asking the driver about the oldest marker */
     uint32_t epoch;
-    struct pass *metered; /* launches go by on credit; what they are is not in the queue yet */
-    unsigned n_calls;     /* threads in a driver call that uses events of the queue */
-    unsigned n_marking;   /* threads that mark streams which others use */
-    unsigned n_entering;  /* threads that may launch and have not told the queue yet */
+    struct pass *metered;   /* launches go by on credit; what they are is not in the queue yet */
+    unsigned n_calls;       /* threads in a driver call that uses events of the queue */
+    unsigned n_marking;     /* threads that mark streams which others use */
+    unsigned n_entering[2]; /* threads with a launch in an era, even or odd, that is not in the
+                               queue yet */
+    uint64_t entering_ns;   /* when the last of them came */
     uint64_t last_launch;
     uint64_t granted_ns;     /* how long grants last of late; 0: none was given back yet */
     uint64_t pause_ns;       /* how long the program leaves the GPU idle when it does, on average */

@@ -34,9 +34,10 @@
 #define HELPER_MET_NS   (100 * NS_PER_MS) /* how soon it ends if it waited */
 #define HELPER_MEMORY   64                /* grants for which either is remembered */
 #define HELPER_TRIAL_NS (200 * NS_PER_MS) /* it is waited for all the same now and then, to see */
-#define HELPER_TRIALS   64          /* one of so many times at least, and more often at first */
-#define HELPER_ENTER_NS NS_PER_MS   /* how long a launch on its way is waited for past the end */
-#define HELPER_LOOK_NS  (NS_PER_MS) /* between two looks whether it has ended */
+#define HELPER_TRIALS   64 /* one of so many times at least, and more often at first */
+#define HELPER_ENTER_NS (20 * NS_PER_MS) /* how long a launch on its way is waited for */
+#define HELPER_LATE_NS  (NS_PER_MS)      /* and how long past the end of the grant */
+#define HELPER_LOOK_NS  (NS_PER_MS)      /* between two looks whether it has ended */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
@@ -336,7 +337,8 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     if (!g->active)
         return helper_unused(g, grant, ledger, now, end);
     /* It looks idle, and is not: a launch is on its way. */
-    if (g->n_entering && now < deadline + HELPER_ENTER_NS)
+    if (g->n_entering[g->queue.era & 1] && now < g->entering_ns + HELPER_ENTER_NS &&
+        now < deadline + HELPER_LATE_NS)
         return 20 * NS_PER_US;
     /* With something held the grant ends when the queue does. */
     if ((g->holding || g->full) && queue_left(&g->queue, now) < end + lookahead)

@@ -45,6 +45,7 @@ class View(ctypes.Structure):
         ("start_ns", ctypes.c_uint64),
         ("deadline_ns", ctypes.c_uint64),
         ("contended", ctypes.c_uint32),
+        ("beside", ctypes.c_uint32),
         ("standby", ctypes.c_int32),
         ("standby_ns", ctypes.c_uint64),
         ("wake_ns", ctypes.c_uint64),
@@ -91,7 +92,8 @@ def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig
             lead_ns=min(400_000, quantum_ns // 2),
             switch_ns=0,
             overhead_ns=min(500_000, quantum_ns // 8),
-            beside_ns=min(500_000, quantum_ns // 8),
+            # What is left when a hand-over begins is what the next one's work runs beside.
+            beside_ns=min(config.lookahead_us * 1000, quantum_ns // 4),
         )
     return ArbiterConfig(
         quantum_ns=int(config.quantum_ms * 1e6),
@@ -122,7 +124,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "arbiter_set": (None, (pointer, i32, u32, u32)),
         "arbiter_remove": (None, (pointer, i32, u64)),
         "arbiter_want": (None, (pointer, i32, ctypes.c_bool, u64)),
-        "arbiter_released": (None, (pointer, u64, u64, ctypes.c_bool)),
+        "arbiter_released": (None, (pointer, u64, u64, u32)),
         "arbiter_alive": (None, (pointer, u64)),
         "arbiter_sign": (None, (pointer, i32, u64)),
         "arbiter_busy": (None, (pointer, i32, u64)),
@@ -198,9 +200,15 @@ class Arbiter:
         """Tell whether a tenant waits for GPU time."""
         self._library.arbiter_want(self._self, tenant, want, now)
 
-    def released(self, release_ns: int, residual_ns: int = 0, *, used: bool = True) -> None:
-        """Tell that the holder gave the grant back, with so much work still on the GPU."""
-        self._library.arbiter_released(self._self, release_ns, residual_ns, used)
+    def released(
+        self, release_ns: int, residual_ns: int = 0, *, used: bool = True, processes: int = 1
+    ) -> None:
+        """Tell that the holder gave the grant back, with so much work still on the GPU.
+
+        So many processes worked in it; unless it was not used.
+        """
+        n_active = processes if used else 0
+        self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
 
     def alive(self, alive_ns: int) -> None:
         """Tell when the holder said last that work of its overdue grant still runs."""

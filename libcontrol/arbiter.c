@@ -14,7 +14,8 @@
 #define SLICE_NS    500000.0    /* of a grant that ends for one who was away for a moment */
 #define SCALE_NS    100000000.0 /* of GPU time, within which the scale follows */
 #define LEAST_SCALE 0.9
-#define FULL        0.99 /* what leaves nothing idle */
+#define FULL        0.985 /* what leaves nothing idle */
+#define SEVERAL     2     /* processes, perhaps */
 
 struct tenant {
     bool used;
@@ -30,6 +31,7 @@ struct tenant {
     double busy_seen, busy_told; /* GPU time by the GPU's clock: accounted for, and reported */
     /* Grants whose use was estimated and will be corrected by what the GPU's clock says. */
     double unsettled_charge, unsettled_held;
+    double unsettled_beside; /* how much more than it held may be what it used */
     unsigned n_unsettled;
     bool was_long;        /* one of them lasted longer than a grant may that nobody watches */
     unsigned n_impatient; /* grants that are not waited for */
@@ -49,6 +51,7 @@ struct arbiter {
     uint32_t epoch;
     uint32_t newest; /* number of the last grant of all, also of an arbiter before this one */
     uint64_t start, deadline;
+    bool beside;       /* the work of the holder before may run beside the first of this one */
     uint64_t alive;    /* when the holder said last that its work still runs */
     uint64_t gpu_free; /* when the last holder's work ended */
     bool lent;         /* this grant is beyond the guarantee */
@@ -190,7 +193,7 @@ static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_
         t->n_impatient = busy < t->unsettled_held / 2 ? IMPATIENT_GRANTS : 0;
     t->was_long = false;
     actual = clamp(busy, max(0, t->unsettled_held - t->allowance),
-                   t->unsettled_held + t->n_unsettled * (double)config->beside_ns);
+                   t->unsettled_held + t->unsettled_beside);
     t->allowance -= max(0, t->unsettled_held - actual);
     charge(t, actual - t->unsettled_charge, lent);
     t->overhead += 0.1 * ((t->unsettled_held - actual) / t->n_unsettled - t->overhead);
@@ -209,7 +212,7 @@ static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_
      * is carried on. */
     t->busy_seen = clamp(t->busy_seen + actual / scale, t->busy_told - MAX_CARRY_NS,
                          t->busy_told + MAX_CARRY_NS);
-    t->unsettled_charge = t->unsettled_held = 0;
+    t->unsettled_charge = t->unsettled_held = t->unsettled_beside = 0;
     t->n_unsettled = 0;
 }
 
@@ -238,7 +241,7 @@ void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
 }
 
 /* The holder's work ends (or ended) at `end`. */
-static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
+static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
 {
     struct tenant *t = &arbiter->tenants[arbiter->holder];
     double held = end > arbiter->start ? (double)(end - arbiter->start) : 0;
@@ -253,11 +256,14 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
         t->capped_at = max(t->capped_at, (double)end);
         t->busy_seen = t->busy_told;
         t->stats.charged_ns += (uint64_t)held;
-    } else if (used) {
+    } else if (n_active) {
         charge(t, estimate, arbiter->lent);
         t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
         t->unsettled_charge += estimate;
         t->unsettled_held += cost;
+        /* Processes that work at the same time report the same time each. */
+        if (n_active == 1)
+            t->unsettled_beside += (double)arbiter->config.beside_ns;
         /* Nobody else could have used what it left unused alone. Otherwise it is an allowance a
          * grant, and no more of them for who makes his grants shorter. */
         believed = believed < (double)arbiter->config.overhead_ns
@@ -294,7 +300,7 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, bool used)
 void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
 {
     if (arbiter->holder == tenant)
-        end_grant(arbiter, now, true);
+        end_grant(arbiter, now, SEVERAL);
     if (arbiter->standby == tenant)
         arbiter->standby = ARBITER_NOBODY;
     if (arbiter->last_holder == tenant)
@@ -385,7 +391,8 @@ void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns)
         arbiter_sign(arbiter, arbiter->holder, alive_ns);
 }
 
-void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns, bool used)
+void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t residual_ns,
+                      uint32_t n_active)
 {
     if (arbiter->holder == ARBITER_NOBODY)
         return;
@@ -393,9 +400,9 @@ void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t res
         release_ns = arbiter->start;
     if (residual_ns > arbiter->config.overdue_ns)
         residual_ns = arbiter->config.overdue_ns;
-    if (!used)
+    if (!n_active)
         pass_over(&arbiter->tenants[arbiter->holder], arbiter->start);
-    end_grant(arbiter, release_ns + residual_ns, used);
+    end_grant(arbiter, release_ns + residual_ns, n_active);
 }
 
 /* When the tenant may have GPU time: as its own, or lent. */
@@ -545,6 +552,9 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
         t->capped_at = max(t->capped_at, (double)now - 2.0 * (double)arbiter->config.quantum_ns);
     if (lent)
         arbiter->lent_clock = max(arbiter->lent_clock, t->lent_tag);
+    arbiter->beside = arbiter->last_holder != ARBITER_NOBODY && arbiter->last_holder != tenant &&
+                      arbiter->config.beside_ns &&
+                      now < arbiter->gpu_free + arbiter->config.beside_ns;
     arbiter->holder = tenant;
     arbiter->lent = lent;
     arbiter->epoch = ++arbiter->newest;
@@ -629,7 +639,7 @@ static bool has_barred(const struct arbiter *arbiter, double now)
 /* What was open ends at `end`, and is charged from now on. */
 static void close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
 {
-    end_grant(arbiter, now, true);
+    end_grant(arbiter, now, SEVERAL);
     arbiter->holder = arbiter->last_holder;
     arbiter->start = now;
     arbiter->alive = 0;
@@ -705,7 +715,7 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
     if (arbiter->holder != ARBITER_NOBODY && !arbiter->open && now >= taken_at(arbiter)) {
         arbiter->tenants[arbiter->holder].stats.overdue++;
         pass_over(&arbiter->tenants[arbiter->holder], arbiter->deadline);
-        end_grant(arbiter, now, true);
+        end_grant(arbiter, now, SEVERAL);
     }
     if (arbiter->holder == ARBITER_NOBODY) {
         int32_t next = choose(arbiter, (double)now, ARBITER_NOBODY, &lent);
@@ -724,6 +734,7 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
     viewp->start_ns = arbiter->start;
     viewp->deadline_ns = arbiter->open ? ARBITER_NEVER : arbiter->deadline;
     viewp->contended = arbiter->holder != ARBITER_NOBODY && arbiter->contended;
+    viewp->beside = arbiter->beside;
     viewp->standby = arbiter->standby;
     viewp->standby_ns = arbiter->deadline + arbiter->config.lead_ns;
 }
@@ -850,7 +861,7 @@ void arbiter_take(struct arbiter *arbiter, uint64_t now)
     if (arbiter->holder == ARBITER_NOBODY)
         return;
     arbiter->tenants[arbiter->holder].stats.overdue++;
-    end_grant(arbiter, now, true);
+    end_grant(arbiter, now, SEVERAL);
 }
 
 void arbiter_stats(const struct arbiter *arbiter, int32_t tenant, struct arbiter_stats *statsp)

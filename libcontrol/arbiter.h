@@ -42,6 +42,7 @@ struct arbiter_view {
     uint64_t start_ns;    /* when it began */
     uint64_t deadline_ns; /* ARBITER_NEVER: open */
     uint32_t contended;   /* somebody else could use the GPU */
+    uint32_t beside;      /* another's last work may run beside the first of this grant */
     int32_t standby;      /* who is next, if that is decided */
     uint64_t standby_ns;  /* let it be awake until then */
     uint64_t wake_ns;     /* step again by then */
@@ -107,8 +108,9 @@ ARBITER_EXPORT void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_
                                 uint32_t limit);
 ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now);
 ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now);
+/* The holder gave the grant back; so many of its processes had worked in it, 0: it was not used. */
 ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
-                                     uint64_t residual_ns, bool used);
+                                     uint64_t residual_ns, uint32_t n_active);
 ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);
 ARBITER_EXPORT void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns);
 ARBITER_EXPORT void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns);

@@ -112,9 +112,9 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
 }
 
 /*
- * Where kernels wait for each other on several GPUs (`waits`), what takes long has mostly waited:
- * an estimate grows slowly there, and is near the least. With the mean of both a collective's
- * kernel would fit into no grant but as its first.
+ * Where kernels wait for each other on several GPUs, or run beside others' work, what takes long
+ * has mostly waited: an estimate grows by `rise` at once at most, and is near the least. With the
+ * mean of both a collective's kernel would fit into no grant but as its first.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise)

@@ -179,17 +179,28 @@ bool gate_capturing(CUstream stream)
 /* ---- grants ---- */
 
 /* Until when the last of another container's work runs beside ours, and how much longer it may:
- * never long, whatever the page says. */
+ * never long, whatever the page says; 0 where nobody's does. */
 static void gate_beside(struct gate *g, const struct grant_device *grant)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
     uint64_t start = atomic_load_relaxed(&grant->start_ns);
     uint64_t beside = lookahead < GATE_BESIDE_NS ? lookahead : GATE_BESIDE_NS;
     uint64_t latest = prim_now() + beside;
-    bool shares = atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS;
 
-    g->queue.begins_ns = shares ? (start < latest ? start : latest) : 0;
-    g->queue.beside_ns = shares ? beside : 0;
+    if (atomic_load_relaxed(&grant->strategy) != STRATEGY_MPS ||
+        !atomic_load_relaxed(&grant->beside))
+        beside = start = 0;
+    g->queue.begins_ns = start < latest ? start : latest;
+    g->queue.beside_ns = beside;
+}
+
+/* How much longer work is taken to be after one measurement: others' time may be in that. */
+static float gate_rise(const struct grant_device *grant)
+{
+    if (atomic_load_relaxed(&grant->together))
+        return ESTIMATE_RISE_WAITS;
+    return atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS ? ESTIMATE_RISE_BESIDE
+                                                                 : ESTIMATE_RISE;
 }
 
 /* A new grant begins: the books of the last one are closed. */
@@ -208,9 +219,7 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
     g->full = false;
     g->tried = 0;
     gate_beside(g, grant);
-    g->queue.rise = atomic_load_relaxed(&grant->together) ? ESTIMATE_RISE_WAITS
-                    : g->queue.beside_ns                  ? ESTIMATE_RISE_BESIDE
-                                                          : ESTIMATE_RISE;
+    g->queue.rise = gate_rise(grant);
     if (g->n_spins)
         g->n_spins--;
     if (g->n_long)

@@ -98,6 +98,7 @@ GRANT_DEVICE = Struct(
         Field("overhead_last", "u64", doc="memory_overhead as the last look alone has it"),
         Field("unattributed_each", "u64", doc="part of unattributed that a process brings"),
         Field("together", "u32", doc="granted with others of its GPUs: nothing is held"),
+        Field("beside", "u32", doc="others' last work may run beside the first of this grant"),
     ),
     "One GPU of the container.",
 )

@@ -376,6 +376,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     }
     if (marker_measure(q, m, look, &measured)) {
         uint64_t predicted = estimate_interval_ns(e, &m->interval);
+        float rise = q->rise;
         bool learns = (int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until;
 
         /* It took no longer than what was measured, and no less than that without what may have
@@ -392,9 +393,10 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
         /* What ran beside it for a moment has not made it twice as long. */
+        if (rise == ESTIMATE_RISE_BESIDE && measured / 2 > predicted)
+            rise = ESTIMATE_RISE;
         if (learns)
-            estimate_learn(e, &m->interval, measured,
-                           q->beside_ns && measured / 2 > predicted ? ESTIMATE_RISE : q->rise);
+            estimate_learn(e, &m->interval, measured, rise);
     }
     event_put(q, m->before);
     event_put(q, m->event);

@@ -70,8 +70,8 @@ struct runner {
 /* What a ledger says of one container, added up over its processes. */
 struct report {
     bool want;
-    bool active;   /* somebody started work in this grant */
-    bool released; /* and all who did gave it back */
+    uint32_t n_active; /* processes that started work in this grant */
+    bool released;     /* and all who did gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
     uint64_t alive_ns; /* the oldest last sign of those who have not given it back */
     uint64_t seen_ns;  /* the newest look of a helper at the grant */
@@ -98,7 +98,7 @@ static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct re
             reportp->seen_ns = atomic_load_relaxed(&d->seen_ns);
         if (atomic_load_seq_cst(&d->active_epoch) != epoch)
             continue;
-        reportp->active = true;
+        reportp->n_active++;
         if (atomic_load_acquire(&d->released_epoch) != epoch) {
             uint64_t alive = atomic_load_relaxed(&d->alive_ns);
 
@@ -115,7 +115,7 @@ static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct re
                 reportp->residual_ns = residual;
         }
     }
-    reportp->released = reportp->released && reportp->active;
+    reportp->released = reportp->released && reportp->n_active;
 }
 
 static void publish(struct runner_tenant *t, uint64_t deadline)
@@ -165,6 +165,7 @@ static void apply(struct runner *runner, const struct arbiter_view *view)
             runner->unused_at = view->start_ns + runner->config.unused_ns;
             atomic_store_relaxed(&t->grant->start_ns, view->start_ns);
             atomic_store_relaxed(&t->grant->contended, view->contended);
+            atomic_store_relaxed(&t->grant->beside, view->beside);
             atomic_store_relaxed(&t->grant->standby_ns, 0);
             atomic_store_release(&t->grant->epoch, view->epoch);
             publish(t, deadline);
@@ -196,10 +197,11 @@ static void observe(struct runner *runner, uint64_t now)
         if (report.released) {
             if (report.release_ns > now)
                 report.release_ns = now;
-            arbiter_released(runner->arbiter, report.release_ns, report.residual_ns, true);
-        } else if (!report.active && now >= runner->unused_at &&
+            arbiter_released(runner->arbiter, report.release_ns, report.residual_ns,
+                             report.n_active);
+        } else if (!report.n_active && now >= runner->unused_at &&
                    (runner->view.contended || now >= runner->view.deadline_ns)) {
-            arbiter_released(runner->arbiter, now, 0, false);
+            arbiter_released(runner->arbiter, now, 0, 0);
         }
     }
 }

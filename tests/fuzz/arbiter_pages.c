@@ -32,7 +32,8 @@ static const struct runner_config config = {
                 .longest_ns = 100 * NS_PER_MS,
                 .lead_ns = 400 * NS_PER_US,
                 .switch_ns = 130 * NS_PER_US,
-                .overhead_ns = 500 * NS_PER_US},
+                .overhead_ns = 500 * NS_PER_US,
+                .beside_ns = 120 * NS_PER_US},
     .lookahead_ns = 200 * NS_PER_US,
     .unused_ns = 5 * NS_PER_MS,
 };

@@ -55,6 +55,7 @@ class Job:
     unit: int = 200_000  # ns of GPU time of one piece of work
     awake: list[tuple[int, int]] = field(default_factory=list)
     measures: float = 1.0  # what the GPU's clock says that its work took
+    processes: int = 1  # that work in each grant
     done: int = 0
     trace: list[tuple[int, int]] = field(default_factory=list)  # end of a grant, work done in it
 
@@ -123,7 +124,7 @@ def play(
             job.trace.append((now, work))
             arbiter.busy(view.holder, int(job.done * job.measures) if honest else 0)
             if view.deadline_ns != NEVER:
-                arbiter.released(now)
+                arbiter.released(now, processes=job.processes)
         return [arbiter.stats(t) for t in tenants]
 
 
@@ -152,14 +153,11 @@ def test_one_second_windows_are_near_the_quota(library):
     assert sum(errors) / len(errors) < 0.5
 
 
-# Containers whose work runs at the same time for a moment, at the ends of grants: as arbiter_config() has it for mps.
-BESIDE = {
-    "handover": 0,
-    "quantum_ns": MS,
-    "most_ns": MS,
-    "switch_ns": 0,
-    "overhead_ns": MS // 8,
-    "beside_ns": MS // 8,
+MPS = arbiter_config(Config(), "mps")
+# Containers whose work runs at the same time for a moment, at the ends of grants.
+BESIDE = {"handover": 0} | {
+    name: getattr(MPS, name)
+    for name in ("quantum_ns", "most_ns", "switch_ns", "overhead_ns", "beside_ns")
 }
 
 
@@ -184,6 +182,39 @@ def test_shares_that_make_up_the_gpu_leave_nothing_idle_whatever_is_measured(lib
     assert sum(job.share(S, 20 * S) for job in jobs) > 99.5
     charged = [job.share(S, 20 * S) * job.measures for job in jobs]
     assert charged[0] / charged[1] == pytest.approx(1.5, rel=0.01)
+
+
+def test_once_somebody_has_left_what_is_measured_is_charged_in_full_again(library):
+    jobs = [Job(60, 60, measures=1.08), Job(40, 40, measures=1.08, awake=[(0, 10 * S)])]
+    play(library, jobs, 20 * S, **BESIDE)
+    assert jobs[0].share(S, 10 * S) == pytest.approx(60, abs=0.5)
+    assert jobs[0].share(12 * S, 20 * S) == pytest.approx(60 / 1.08, abs=0.3)
+
+
+@pytest.mark.parametrize("quotas", [(45, 30, 15), (25, 25, 25)])
+def test_processes_that_work_at_the_same_time_are_charged_once(library, quotas):
+    jobs = [Job(q, q) for q in quotas]
+    jobs[0].measures, jobs[0].processes = 2.0, 2
+    play(library, jobs, 20 * S, **BESIDE)
+    for job, quota in zip(jobs, quotas, strict=True):
+        assert job.share(S, 20 * S) == pytest.approx(quota, abs=0.3)
+
+
+@pytest.mark.parametrize(("beside_ns", "after", "says"), [
+    (120_000, 0, 1), (120_000, 100_000, 1), (120_000, 130_000, 0), (0, 0, 0),
+])  # fmt: skip
+def test_a_grant_says_whether_another_s_work_may_run_beside_it(library, beside_ns, after, says):
+    with Arbiter(library, config(quantum_ns=MS, beside_ns=beside_ns)) as arbiter:
+        one, other = halves(arbiter)
+        arbiter.want(one, 0, want=True)
+        first = arbiter.step(0)
+        assert (first.holder, first.beside) == (one, 0)
+        arbiter.want(one, MS, want=False)
+        arbiter.released(MS)
+        arbiter.step(MS)
+        arbiter.want(other, MS + after, want=True)
+        then = arbiter.step(MS + after)
+        assert (then.holder, then.beside) == (other, says)
 
 
 def test_who_says_too_much_harms_himself_alone(library):

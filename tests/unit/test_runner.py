@@ -1,0 +1,112 @@
+"""The arbiter's thread and the pages of two containers whose processes are played by the test."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from mmap import mmap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from governor.arbiter import WHOLE, Runner, load_library
+from governor.config import Config
+from libcontrol import layout, pages
+
+GRANT = layout.grant_device(0)
+SHARE = WHOLE * 9 // 20  # two leave some of it idle: otherwise both are charged less
+
+LEFT_NS = 200_000
+"""What each leaves on the GPU, beside which the next one begins."""
+
+
+class Played:
+    """A container of so many processes, each of which reports so much of what it held."""
+
+    def __init__(self, runner: Runner, processes: int, measures: float) -> None:
+        self.grant, self.ledger = mmap(-1, layout.GRANT_FILE_SIZE), mmap(-1, layout.LEDGER_SIZE)
+        self.processes, self.measures = processes, measures
+        self.used_ns = 0
+        self.epoch = 0
+        self.beside: list[int] = []
+        pages.write(self.ledger, 0, "ledger_header", "n_slots", processes)
+        for i in range(processes):
+            pages.write(
+                self.ledger,
+                layout.LEDGER_SLOTS + i * layout.LEDGER_SLOT.size,
+                "ledger_slot",
+                "state",
+                1,
+            )
+            self.say(i, "want", 1)
+        self.tenant = runner.add(SHARE, SHARE, self.grant, 0, self.ledger)
+
+    def say(self, slot: int, field: str, value: int) -> None:
+        pages.write(self.ledger, layout.ledger_device(slot, 0), "ledger_device", field, value)
+
+    def look(self, field: str) -> int:
+        return pages.read(self.grant, GRANT, "grant_device", field)
+
+    def work(self) -> bool:
+        """Use the grant that it has, if it has one, and give it back."""
+        epoch = self.look("epoch")
+        for i in range(self.processes):
+            self.say(i, "seen_ns", time.monotonic_ns())
+        if epoch == self.epoch or not self.look("deadline_ns"):
+            return False
+        self.epoch = epoch
+        self.beside.append(self.look("beside"))
+        for i in range(self.processes):
+            self.say(i, "active_epoch", epoch)
+        time.sleep(0.001)
+        end = time.monotonic_ns()
+        self.used_ns += int((end + LEFT_NS - self.look("start_ns")) * self.measures)
+        for i in range(self.processes):
+            self.say(i, "busy_ns", self.used_ns)
+            self.say(i, "release_ns", end)
+            self.say(i, "residual_ns", LEFT_NS)
+            self.say(i, "released_epoch", epoch)
+        return True
+
+
+@pytest.fixture
+def play(build_dir: Path) -> Iterator[SimpleNamespace]:
+    runners: list[Runner] = []
+
+    def run(strategy: str, *containers: tuple[int, float]) -> list[tuple[Played, float]]:
+        runner = Runner(load_library(build_dir / "libcontrol"), Config(), strategy)
+        runners.append(runner)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            runner.watch(ours.fileno())
+            played = [Played(runner, *one) for one in containers]
+            theirs.send(b"w")
+            end = time.monotonic() + 20
+            while min(len(one.beside) for one in played) < 100 or (
+                strategy == "mps" and not any(one.beside[-1] for one in played)
+            ):
+                assert time.monotonic() < end, "it is not granted, or never beside"
+                worked = [one.work() for one in played]
+                if any(worked):
+                    theirs.send(b"r")  # the thread reads it
+            stats = [runner.stats(one.tenant) for one in played]
+        return [(one, s.charged_ns / s.held_ns) for one, s in zip(played, stats, strict=True)]
+
+    yield SimpleNamespace(run=run)
+    for runner in runners:
+        runner.close()
+
+
+def test_with_mps_what_ran_beside_is_charged_and_processes_once(play: SimpleNamespace) -> None:
+    (one, charged_one), (two, charged_two) = play.run("mps", (1, 1.05), (2, 1.0))
+    assert sum(one.beside) + sum(two.beside) > 0
+    assert 1.02 < charged_one < 1.06
+    assert charged_two < 1.01
+
+
+def test_with_contexts_of_their_own_nothing_runs_beside(play: SimpleNamespace) -> None:
+    (one, charged_one), (two, _) = play.run("timeslice", (1, 1.05), (2, 1.0))
+    assert sum(one.beside) + sum(two.beside) == 0
+    assert charged_one < 1.01

@@ -90,8 +90,10 @@ def as_attacker(**process: Any) -> Callable[[dict[str, Any]], None]:
 
     def edit(config: dict[str, Any]) -> None:
         config["process"] |= process
+        # runc gives a mount the mode of the directory below it.
+        options = [f"uid={process.get('user', {}).get('uid', 0)}"]
         config["mounts"].append(
-            {"destination": "/tmp", "type": "tmpfs", "source": "tmp", "options": ["mode=1777"]}
+            {"destination": "/tmp", "type": "tmpfs", "source": "tmp", "options": options}
         )
 
     return edit

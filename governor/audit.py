@@ -24,7 +24,7 @@ import structlog
 
 from governor import cgroups
 from governor.books import Device
-from governor.cgroups import CannotFreezeError, Group, Membership
+from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
 from governor.container import Container, Look, Process
 from governor.counters import Tally
@@ -80,7 +80,6 @@ class _Watched:
     """A container between looks."""
 
     container: Container
-    membership: Membership
     devices: dict[str, _Device] = field(default_factory=dict)
     group: Group | None = None
     """While it is frozen by us."""
@@ -180,7 +179,7 @@ class Auditor:
                 for episode in device.judge.end() if device is not None else ():
                     self._tell(watched, i, episode, began=False)
         for container in here - self._watched.keys():
-            self._watched[container] = _Watched(container, cgroups.find_membership(container.pid))
+            self._watched[container] = _Watched(container)
 
     def _owners(
         self, device: Device, processes: Sequence[ProcessMemory]
@@ -323,11 +322,12 @@ class Auditor:
     def _open_group(self, watched: _Watched) -> Group:
         container = watched.container
         others = {
-            one.container.identifier: one.membership
+            one.container.identifier: one.container.membership
             for one in self._watched.values()
             if one is not watched
         }
-        group = cgroups.open_group(watched.membership, container.pid, others, cgroups.find_mounts())
+        mounts = cgroups.find_mounts()
+        group = cgroups.open_group(container.membership, container.pid, others, mounts)
         # The group is found by a pid, and that is the container's as long as it lives.
         if not container.lives():
             group.close()
@@ -460,11 +460,11 @@ def _is_gone(e: Exception) -> bool:
 def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
     groups = cgroups.read_cgroups(pid)
     for one in watched:
-        if one.membership.has_cgroups(groups):
+        if one.container.membership.has_cgroups(groups):
             return one.container
     namespaces = cgroups.pid_namespaces(pid)
     for one in watched:
-        if one.membership.has_namespaces(namespaces):
+        if one.container.membership.has_namespaces(namespaces):
             return one.container
     return None
 

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,6 +65,13 @@ def is_below(path: str, group: str) -> bool:
     return path == group or path.startswith(group.rstrip("/") + "/")
 
 
+def _outer(path: str) -> Iterator[str]:
+    """Yield a control group and those around it, up to the root's."""
+    while path:
+        yield path
+        path = path.rpartition("/")[0]
+
+
 @dataclass(frozen=True)
 class Membership:
     """What tells a container's processes from others: nothing that it shares with anybody."""
@@ -84,8 +91,14 @@ class Membership:
         return self.namespace is not None and self.namespace in namespaces
 
 
-def find_membership(pid: int, proc: Path = PROC) -> Membership:
+def find_membership(
+    pid: int, proc: Path = PROC, is_named: Callable[[str], bool] | None = None
+) -> Membership:
     """Return what tells the container whose first process is `pid`; nothing when that is gone.
+
+    To be asked before anything of the image has run: the first process may move into a group below
+    its own (systemd does), which its siblings are not in. Afterwards `is_named` says whether a part
+    of a path is the container's name: then the group of that name counts, where there is one.
 
     A control group counts if neither the governor nor the process's parent (a runtime, a shim) is
     in it: where a runtime makes none, the container is in that of whoever started it. A pid
@@ -103,6 +116,16 @@ def find_membership(pid: int, proc: Path = PROC) -> Membership:
         and not path.startswith("/..")
         and not any(is_below(other.get(hierarchy, "/"), path) for other in others)
     }
+    if is_named is not None:
+        # The outermost counts, which comes last: below its own a container names what it likes.
+        named = {
+            hierarchy: group
+            for hierarchy, path in cgroups.items()
+            for group in _outer(path)
+            if is_named(group.rpartition("/")[2])
+            and not any(is_below(other.get(hierarchy, "/"), group) for other in others)
+        }
+        cgroups = named or cgroups
     numbers = status.numbers if status else ()
     namespaces = pid_namespaces(pid, proc)
     own = pid_namespaces("self", proc)

@@ -32,7 +32,7 @@ from governor.cgroups import Membership, find_membership, read_cgroups
 from governor.config import Config
 from governor.counters import Counters, GpuTime
 from governor.mps import DIRECTORY, Event, Mps
-from governor.processes import Identity, identify, namespace_pid, start_time
+from governor.processes import Identity, identify, names_in, namespace_pid, start_time
 from governor.region import Ledger, make_grant, make_ledger, take_over
 from governor.state import ContainerRow, ProcessRow, State
 from governor.usage import (
@@ -119,13 +119,15 @@ class Remains:
     """What the governor before has left of a container that runs.
 
     `grant` and `ledger` are None where they could not be found again, and are made anew; then
-    nobody who runs sees them. With each process comes its pidfd.
+    nobody who runs sees them. With each process comes its pidfd. `membership` is None where it was
+    not kept.
     """
 
     key: str
     grant: mmap | None
     ledger: Ledger | None
     processes: tuple[tuple[ProcessRow, int], ...]
+    membership: Membership | None = None
 
 
 def _hung_up(peer: socket.socket | None) -> bool:
@@ -207,7 +209,6 @@ class Container:
         self._server: asyncio.Server | None = None
         self._closed = False
         self._unanswered = 0
-        self._membership: Membership | None = None
         self._paced = 0.0  # when a registration would be in time
         self._loop = asyncio.get_running_loop()
         try:
@@ -225,14 +226,17 @@ class Container:
                 mps.link(self.directory)
             found = remains.ledger if remains else None
             self._ledger_fd, self.ledger = ledger = found or make_ledger()
+            first = identify(pidfd)
+            self.membership = self._find_membership(first, remains)
             self.row = ContainerRow(
                 self.key,
                 identifier if container_key(identifier) == self.key else None,
-                identify(pidfd),
+                first,
                 quota,
                 tuple(device.uuid for device in devices),
                 ledger.file,
                 self.confirmed,
+                self.membership,
             )
             if remains is not None:
                 self._take_over(remains, config)
@@ -245,6 +249,17 @@ class Container:
         except BaseException:
             self._forget(keep=remains is not None)
             raise
+
+    def _find_membership(self, first: Identity, remains: Remains | None) -> Membership:
+        if remains is None:
+            # The runtime has put the first process into its group; nothing of the image has run.
+            return find_membership(first.pid)
+        if remains.membership is not None:
+            return remains.membership
+        return find_membership(first.pid, is_named=self._is_named)
+
+    def _is_named(self, part: str) -> bool:
+        return any(container_key(name) == self.key for name in names_in(part))
 
     def _take_over(self, remains: Remains, config: Config) -> None:
         """Keep the slots of the processes that still run; what others were charged is free."""
@@ -380,9 +395,7 @@ class Container:
         Where containers share a pid namespace, the equals of its processes reach its directory by
         /proc/PID/root; nothing but the control group tells them apart.
         """
-        if self._membership is None:
-            self._membership = find_membership(self.pid)
-        own = self._membership
+        own = self.membership
         return not own.cgroups or own.has_cgroups(read_cgroups(pid))
 
     def _readmit_process(self, pid: int, own: socket.socket) -> None:

@@ -215,20 +215,25 @@ def first_of(processes: list[Identity]) -> Identity:
     return min(roots or processes, key=lambda process: (process.start, process.pid))
 
 
-def cgroup_names(pid: int) -> Iterator[str]:
-    """Yield what may be a container's id: the parts of a process's cgroups, bare and as they are.
+def names_in(part: str) -> Iterator[str]:
+    """Yield what may be a container's id in one part of a control group's path.
 
     Engines write docker-ID.scope, libpod-ID.scope, crio-ID.scope, cri-containerd-ID.scope, or ID.
     """
+    bare = part.removesuffix(".scope").removesuffix(".service")
+    yield from (part, bare)
+    # An id may have dashes itself: every shorter end of it is tried.
+    for i, character in enumerate(bare):
+        if character in "-:":
+            yield bare[i + 1 :]
+
+
+def cgroup_names(pid: int) -> Iterator[str]:
+    """Yield what may be a container's id in the control groups of a process, innermost first."""
     try:
         text = Path(f"/proc/{pid}/cgroup").read_text(errors="surrogateescape")
     except OSError:
         return
     for line in text.splitlines():
         for part in reversed(line.split(":", 2)[-1].split("/")):
-            bare = part.removesuffix(".scope").removesuffix(".service")
-            yield from (part, bare)
-            # An id may have dashes itself: every shorter end of it is tried.
-            for i, character in enumerate(bare):
-                if character in "-:":
-                    yield bare[i + 1 :]
+            yield from names_in(part)

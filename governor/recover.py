@@ -180,7 +180,7 @@ class _Search:
             pidfd,
             row.quota,
             row.devices,
-            Remains(row.key, grant, ledger, tuple(living.values())),
+            Remains(row.key, grant, ledger, tuple(living.values()), row.membership),
         )
 
     def _ledger(self, row: ContainerRow, processes: list[Identity]) -> Ledger | None:

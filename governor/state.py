@@ -25,6 +25,7 @@ from typing import Any
 import structlog
 
 from governor.books import Quota
+from governor.cgroups import Membership
 from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity, boot_id
 
@@ -61,7 +62,10 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class ContainerRow:
-    """A container. `identifier` is None where only its digest, the key, is known."""
+    """A container. `identifier` is None where only its digest, the key, is known.
+
+    `membership` is None where a governor wrote the row that did not keep it.
+    """
 
     key: str
     identifier: str | None
@@ -70,6 +74,7 @@ class ContainerRow:
     devices: tuple[str, ...]
     ledger: FileIdentity
     confirmed: bool = False
+    membership: Membership | None = None
 
 
 class _DamageError(Exception):
@@ -187,6 +192,7 @@ class State:
                 tuple(values["devices"]),
                 FileIdentity(*values["ledger"]),
                 values["confirmed"],
+                _membership(values.get("membership")),
             )
             if row.key != key:
                 raise ValueError(f"container {key} is stored as {row.key}")
@@ -299,6 +305,7 @@ class State:
                 "devices": row.devices,
                 "ledger": row.ledger,
                 "confirmed": row.confirmed,
+                "membership": row.membership and [row.membership.cgroups, row.membership.namespace],
             }
         )
         db.execute("INSERT OR REPLACE INTO containers VALUES (?, ?, ?)", (row.key, text, seal))
@@ -409,6 +416,16 @@ def _is_damage(e: sqlite3.Error) -> bool:
     """Whether an error is the content's fault; a table that is not there has no code of its own."""
     code = _code(e)
     return code in _DAMAGED or code in (sqlite3.SQLITE_OK, sqlite3.SQLITE_ERROR)
+
+
+def _membership(value: Any) -> Membership | None:
+    if value is None:
+        return None
+    cgroups, namespace = value
+    if namespace is not None:
+        device, inode = namespace
+        namespace = device, inode
+    return Membership(dict(cgroups), namespace)
 
 
 def _seal(values: dict[str, Any]) -> tuple[str, str]:

@@ -5,9 +5,10 @@
  *                                directory is HOST on the host, in every way there is; say what
  *                                worked, a line each, and at last how much was tried
  *   hostile knock PID            register by the socket that process PID sees, and say the answer
- *   hostile scribble [PROGRAM..] write anything into the own ledger, and send anything over the
- *                                own socket, until killed; beside it run a program of the same
- *                                container, whose slot is damaged with the rest
+ *   hostile nest                 move to a control group below the own one, as systemd does, start
+ * a process in another one below it that registers, and stay hostile scribble [PROGRAM..] write
+ * anything into the own ledger, and send anything over the own socket, until killed; beside it run
+ * a program of the same container, whose slot is damaged with the rest
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -302,6 +303,77 @@ static void prowl(const char *host, const char *key)
     printf("tried %lu\n", tried);
 }
 
+static void copy(const char *from, const char *to, const char *name)
+{
+    char path[2 * PATH_MAX], bytes[4096];
+    ssize_t size = 0;
+    int fd;
+
+    snprintf(path, sizeof path, "%s/%s", from, name);
+    if ((fd = open(path, O_RDONLY)) >= 0) {
+        size = read(fd, bytes, sizeof bytes);
+        close(fd);
+    }
+    snprintf(path, sizeof path, "%s/%s", to, name);
+    if (size > 0 && (fd = open(path, O_WRONLY)) >= 0) {
+        (void)!write(fd, bytes, (size_t)size);
+        close(fd);
+    }
+}
+
+/* Move below where `groups` says that somebody is, in every hierarchy; /cgroups is the host's. */
+static void descend(char groups[][PATH_MAX], int n, const char *name)
+{
+    for (int i = 0; i < n; i++) {
+        char *controllers = strchr(groups[i], ':') + 1, *path = strchr(controllers, ':') + 1;
+        char own[2 * PATH_MAX], inner[3 * PATH_MAX], file[4 * PATH_MAX];
+        int fd, length = (int)(path - 1 - controllers);
+
+        if (!strncmp(controllers, "name=", 5)) {
+            controllers += 5;
+            length -= 5;
+        } else if (!length && !access("/cgroups/unified", F_OK)) {
+            controllers = "unified";
+            length = 7;
+        }
+        snprintf(own, sizeof own, "/cgroups/%.*s%s", length, controllers, path);
+        snprintf(inner, sizeof inner, "%s/%s", own, name);
+        if (!strcmp(path, "/") || (mkdir(inner, 0755) && errno != EEXIST))
+            continue;
+        copy(own, inner, "cpuset.cpus");
+        copy(own, inner, "cpuset.mems");
+        snprintf(file, sizeof file, "%s/cgroup.procs", inner);
+        fd = open(file, O_WRONLY);
+        if (fd < 0 || write(fd, "0", 1) != 1)
+            printf("not moved to %s: %s\n", inner, strerror(errno));
+        close(fd);
+    }
+}
+
+static void nest(void)
+{
+    static char groups[32][PATH_MAX];
+    FILE *file = fopen("/proc/self/cgroup", "r");
+    uint32_t slot;
+    int n = 0, fd;
+
+    while (file && n < 32 && fgets(groups[n], PATH_MAX, file)) {
+        groups[n][strcspn(groups[n], "\n")] = 0;
+        n++;
+    }
+    descend(groups, n, "init.scope");
+    if (!fork()) {
+        descend(groups, n, "system.slice");
+        if (knock_at(OWN "/governor.sock", &slot, &fd) < 0)
+            printf("no answer: %s\n", strerror(errno));
+        else
+            printf("slot %d, %s\n", (int)slot, fd < 0 ? "no ledger" : "a ledger");
+        close(open("/out/nested", O_CREAT | O_WRONLY, 0644));
+    }
+    for (;;)
+        pause();
+}
+
 static uint64_t draw(void)
 {
     static uint64_t state;
@@ -427,6 +499,8 @@ int main(int argc, char **argv)
             printf("no answer: %s\n", strerror(errno));
         else
             printf("slot %d, %s\n", (int)slot, fd < 0 ? "no ledger" : "a ledger");
+    } else if (argc == 2 && !strcmp(argv[1], "nest")) {
+        nest();
     } else if (argc >= 2 && !strcmp(argv[1], "scribble")) {
         scribble(argv + 2);
     } else {

@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from bench.machine import ROOT, Simulated
 from bench.node import Node, Running
 from bench.progress import read_stamps
+from governor.cgroups import read_cgroups
 from governor.client import ask
 from governor.container import container_key
 from libcontrol import layout, pages
@@ -210,6 +212,54 @@ def test_a_socket_registers_nobody_but_its_container(node: Node) -> None:
     [refused] = events(node, "process-refused")[-1:]
     assert refused["container"] == victim.identifier
     assert len(node.look()[victim.identifier]["processes"]) == 1
+
+
+def with_control_groups(config: dict[str, Any]) -> None:
+    """Edit config.json so: the host's control groups are at /cgroups, and paths are as there."""
+    config["mounts"].append(
+        {"destination": "/cgroups", "type": "bind", "source": "/sys/fs/cgroup", "options": ["rbind", "rw"]}
+    )  # fmt: skip
+
+
+def execute(node: Node, container: Running, *arguments: str) -> str:
+    """Run a program in a container that runs, by its runtime; return what it prints."""
+    command = [
+        node.runtime,
+        "--root",
+        str(node.state_dir),
+        "exec",
+        container.identifier,
+        *arguments,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) -> None:
+    """As systemd does as the first process: it is in init.scope, its services elsewhere, and what `exec` starts above both."""
+    container = node.start(
+        "systemd", ["/usr/bin/hostile", "nest"], {"memory": "1Gi", "compute": "20"},
+        edit=with_control_groups,
+    )  # fmt: skip
+    wait_for((container.out / "nested").exists, "it to register")
+    assert show_output(container) == "slot 0, a ledger\n"
+    pid = inside(node, container)
+    moved = read_cgroups(pid)
+    assert {path.rpartition("/")[2] for path in moved.values()} <= {"init.scope", ""}, moved
+    knock = ("/usr/bin/hostile", "knock", "self")
+    assert execute(node, container, *knock) == "slot 1, a ledger\n"
+    node.stop_governor(signal.SIGKILL)
+    node.start_governor()
+    assert len(node.look()[container.identifier]["processes"]) == 1
+    assert execute(node, container, *knock) == "slot 1, a ledger\n"
+    # A neighbour that shares its pid namespace is as foreign as ever.
+    attacker = node.start(
+        "neighbour", ["/usr/bin/hostile", "knock", "1"], {"memory": "1Gi", "compute": "20"},
+        edit=in_namespace_of(pid),
+    )  # fmt: skip
+    assert node.wait(attacker, WAIT_S) == 0, attacker.output
+    assert attacker.output == "slot -1, no ledger\n"
 
 
 def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:

@@ -46,6 +46,7 @@ class Made:
         self.quota = Quota(2 * GIB, 20, 20)
         self.devices = (device,)
         self.findings = Findings(1)
+        self.membership = Membership()
         self.registered: set[int] = set()
         self.now = Stats()
         self.lets_pass = Passing(0, 0, pending=False)
@@ -141,7 +142,6 @@ class World:
         monkeypatch.setattr(audit, "AUDIT_NS", 0)
         monkeypatch.setattr(audit, "_find_owner", lambda pid, _: self.owners.get(pid))
         monkeypatch.setattr(audit, "started_ns", lambda pid: 2**62 if pid < 1000 else 1)
-        monkeypatch.setattr(cgroups, "find_membership", lambda _: Membership())
         self.patch = monkeypatch
         self.auditor = Auditor(self.containers, self.tally, self.config)
 

@@ -92,6 +92,30 @@ def test_a_container_has_what_neither_the_governor_nor_its_parent_has(kernel: Ke
     assert not membership.has_cgroups({})
 
 
+@pytest.mark.parametrize(
+    ("moved", "groups"),
+    [
+        (["0::/pod/docker-abc.scope/init.scope"], {"": "/pod/docker-abc.scope"}),
+        (["0::/pod/abc"], {"": "/pod/abc"}),
+        # Its own parts may have any name, the outermost is its runtime's.
+        (["0::/pod/abc/x/abc/y"], {"": "/pod/abc"}),
+        (["0::/pod/abc.slice/y", "2:pids:/"], {"": "/pod/abc.slice/y"}),
+        # A group that its runtime did not make has not its name.
+        (["0::/pod/abc/y", "2:pids:/session-7"], {"": "/pod/abc"}),
+        # The group of that name is others' as well.
+        (["0::/abc/pod/abc/y"], {"": "/abc/pod/abc"}),
+        (["0::/abc/y"], {"": "/abc/y"}),
+    ],
+)
+def test_the_group_of_its_name_is_that_of_a_process_that_moved(
+    kernel: Kernel, moved: list[str], groups: dict[str, str]
+) -> None:
+    kernel.process(SELF, "2:pids:/", "0::/abc/tidegate.service")
+    kernel.process(INIT, *moved, parent=SHIM)
+    is_named = {"abc", "docker-abc.scope"}.__contains__
+    assert cgroups.find_membership(INIT, kernel.proc, is_named).cgroups == groups
+
+
 def test_a_process_that_is_gone_tells_nothing(kernel: Kernel) -> None:
     assert kernel.membership(4711) == Membership({}, None)
     assert not Membership({}, None).has_cgroups({"": "/"})

@@ -24,7 +24,7 @@ from typing import Any, cast
 
 import pytest
 
-from governor import metrics, processes
+from governor import cgroups, metrics, processes
 from governor.arbiter import Runner, Stats
 from governor.audit import Auditor
 from governor.books import Books, Device, Quota
@@ -45,6 +45,7 @@ from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open
 from governor.server import Server
 from governor.state import NAME, State
 from libcontrol import layout, pages
+from tests.conftest import lack
 from vdriver.nvml import ProcessMemory, ProcessUse
 
 GIB = 1 << 30
@@ -69,7 +70,7 @@ for line in sys.stdin:
         s, slot, fds = ask(b"r" if command == "register" else b"a")
         held.append(s)
         inode = os.fstat(fds[0]).st_ino if fds else 0
-        if command == "register":
+        if command == "register" and fds:
             ledger = mmap.mmap(fds[0], 0)
             at = 4096 + slot * 8192
             ledger[at + 4:at + 8] = struct.pack("I", os.getpid())
@@ -162,10 +163,13 @@ class World:
         self.children.append(child)
         return child
 
-    async def admit(self, name: str = "one", *, confirm: bool = True) -> Container:
+    async def admit(
+        self, name: str = "one", *, confirm: bool = True, first: Child | None = None
+    ) -> Container:
         """Admit a container whose first process is a child that does nothing else."""
-        first = Child(Path("/"))
-        self.children.append(first)
+        if first is None:
+            first = Child(Path("/"))
+            self.children.append(first)
         request = {
             "id": name, "pid": first.pid,
             "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"},
@@ -285,6 +289,72 @@ def test_who_became_another_program_meanwhile_is_a_new_process(play: Play) -> No
         assert world.one().pids() == {child.pid}
         assert charged(world.one()) == [0, 0, 0, 0]
         assert slot == 0
+
+    play(scene)
+
+
+@pytest.fixture
+def groups() -> Iterator[Callable[[str, int], None]]:
+    """Put a process into a control group below a new one that is called docker-one.scope."""
+    mounts = cgroups.find_mounts()
+    hierarchy = next((one for one in (cgroups.FREEZER, cgroups.V2) if one in mounts), None)
+    if os.geteuid() != 0 or hierarchy is None:
+        lack("needs root and control groups")
+    own = cgroups.read_cgroups("self").get(hierarchy, "/").strip("/")
+    top = mounts[hierarchy] / own / f"tidegate-test-{os.getpid()}" / "docker-one.scope"
+    made: list[Path] = []
+
+    def enter(inner: str, pid: int) -> None:
+        path = top / inner
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            lack(f"needs a control group: {e.strerror}")
+        made.append(path)
+        (path / "cgroup.procs").write_text(str(pid))
+
+    yield enter
+    deadline = time.monotonic() + PATIENCE_S
+    for path in sorted({*made, top, top.parent}, reverse=True):
+        while path.exists():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+            assert time.monotonic() < deadline, path
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
+def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
+    play: Play, groups: Callable[[str, int], None], *, kept: bool
+) -> None:
+    """Its first process may go into a group below its own, as systemd does, before anybody registers and later."""
+
+    async def scene(world: World) -> None:
+        first = Child(Path("/"))
+        world.children.append(first)
+        groups("", first.pid)
+        container = await world.admit(first=first)
+        own = container.membership
+        groups("init.scope", first.pid)
+        child = world.child(container)
+        groups("system.slice", child.pid)
+        assert await child.numbers("register") == (0, os.fstat(container._ledger_fd).st_ino)
+        await world.stop()
+        if not kept:  # by the governor before
+            state = State(Path(world.config.state_dir) / NAME)
+            state.load()
+            state.put(replace(state.containers[container.key], membership=None))
+            state.close()
+        await world.start()
+        again = world.one()
+        assert again.membership == own
+        assert world.state.containers[again.key].membership == own
+        # One that `exec` started, one that the runtime's parent did, and one of another container.
+        executed, outer, other = (world.child(again) for _ in range(3))
+        groups("", executed.pid)
+        groups("../docker-two.scope", other.pid)
+        assert (await executed.numbers("register"))[0] == 1
+        assert (await outer.numbers("register"))[0] == layout.NO_SLOT
+        assert (await other.numbers("register"))[0] == layout.NO_SLOT
 
     play(scene)
 

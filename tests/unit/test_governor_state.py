@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -23,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from governor import state as module
 from governor.books import Quota
+from governor.cgroups import Membership
 from governor.container import container_key
 from governor.daemon import listening
 from governor.errors import GovernorError, StateError
@@ -32,6 +34,12 @@ from governor.state import NAME, ContainerRow, ProcessRow, State
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 ROOT = Path(__file__).resolve().parents[2]
+MEMBERSHIPS = (
+    Membership({"": "/a.slice/docker-1.scope", "name=systemd": "/a.slice/\udcff"}, (4, 2**32 - 1)),
+    Membership({"cpu,cpuacct": "/1"}),
+    Membership(),
+    None,  # of a governor that did not keep it
+)
 
 
 def row(number: int, *, confirmed: bool = False, memory: int = GIB) -> ContainerRow:
@@ -43,6 +51,7 @@ def row(number: int, *, confirmed: bool = False, memory: int = GIB) -> Container
         (UUID,),
         FileIdentity(1, 77 + number),
         confirmed,
+        MEMBERSHIPS[number % len(MEMBERSHIPS)],
     )
 
 
@@ -271,6 +280,24 @@ def test_a_file_of_an_older_version_is_brought_up(
     assert state._db.execute("PRAGMA user_version").fetchone() == (len(later),)
     assert state._db.execute("SELECT DISTINCT more FROM processes").fetchall() == [("x",)]
     state.close()
+
+
+def test_a_row_without_membership_is_one_of_an_older_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / NAME
+    state = opened(path)
+    state.put(row(1))
+    state.close()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        [(text,)] = db.execute("SELECT row FROM containers").fetchall()
+        values = json.loads(text)
+        del values["membership"]
+        db.execute("UPDATE containers SET row = ?, seal = ?", module._seal(values))
+    state = opened(path)
+    assert state.containers == {row(1).key: replace(row(1), membership=None)}
+    state.close()
+    assert capsys.readouterr().out == ""
 
 
 def test_a_file_of_a_newer_version_is_set_aside(

@@ -63,10 +63,14 @@ def container_key(identifier: str) -> str:
 _SO_PEERPIDFD = 77
 
 MOST_UNANSWERED = 64
-"""Connections of one container that have not said who they are, or wait for their turn."""
+"""Connections of one container that have said nothing yet, or wait for their turn; and as many of
+others' that have said nothing."""
 REGISTRATION_S = 0.01
 BURST_S = 2.56
 """A container's processes register a hundred times a second, after a burst of 256."""
+STRANGER = "it is not of this container"
+STRANGERS_S = 1.0
+"""So often a line of the log says that others' processes were turned away."""
 
 
 @dataclass
@@ -208,7 +212,8 @@ class Container:
         self._kept = [remains is not None] * len(devices)
         self._server: asyncio.Server | None = None
         self._closed = False
-        self._unanswered = 0
+        self._unanswered = {True: 0, False: 0}  # its own processes', and others'
+        self._strangers_said = -STRANGERS_S
         self._paced = 0.0  # when a registration would be in time
         self._loop = asyncio.get_running_loop()
         try:
@@ -306,22 +311,27 @@ class Container:
 
         A process that had one from the governor before sends another byte and keeps it. Whoever
         connects or registers without end takes neither descriptors nor rows nor lines of the log
-        from others.
+        from others, and a stranger takes no turn from the container's own.
         """
-        self._unanswered += 1
+        peer: socket.socket = writer.get_extra_info("socket")
+        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = struct.unpack("3i", credentials)[0]
+        is_own = pid in self.pids() or self._is_own(pid)
+        self._unanswered[is_own] += 1
         try:
-            if self._unanswered > MOST_UNANSWERED:
+            if self._unanswered[is_own] > MOST_UNANSWERED:
                 return
             request = await asyncio.wait_for(reader.readexactly(1), 5)
+            if not is_own:
+                writer.write(struct.pack("I", layout.NO_SLOT))
+                self._say_stranger(pid)
+                return
             await self._keep_pace()
             if self._closed:
                 return
-            peer: socket.socket = writer.get_extra_info("socket")
             # A duplicate, because the transport closes its own when this returns.
             own = socket.socket(fileno=os.dup(peer.fileno()))
             own.setblocking(False)
-            credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid = struct.unpack("3i", credentials)[0]
             try:
                 if request == layout.AGAIN:
                     self._readmit_process(pid, own)
@@ -337,7 +347,7 @@ class Container:
         except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
-            self._unanswered -= 1
+            self._unanswered[is_own] -= 1
             writer.close()
 
     async def _keep_pace(self) -> None:
@@ -345,6 +355,12 @@ class Container:
         self._paced = max(self._paced, now - BURST_S) + REGISTRATION_S
         if self._paced > now:
             await asyncio.sleep(self._paced - now)
+
+    def _say_stranger(self, pid: int) -> None:
+        now = time.monotonic()
+        if now - self._strangers_said >= STRANGERS_S:
+            self._strangers_said = now
+            log.warning("process-refused", container=self.identifier, pid=pid, error=STRANGER)
 
     def _admit_process(self, pid: int, own: socket.socket) -> None:
         # A process that became another program has hung up, and comes again.
@@ -364,7 +380,7 @@ class Container:
             raise RuntimeError("it has ended")
         if not self._is_own(pid):
             os.close(pidfd)
-            raise RuntimeError("it is not of this container")
+            raise RuntimeError(STRANGER)
         process = Process(
             slot=slot,
             pid=pid,

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from governor import cgroups, metrics, processes
 from governor.arbiter import Runner, Stats
@@ -355,6 +357,42 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
         assert (await executed.numbers("register"))[0] == 1
         assert (await outer.numbers("register"))[0] == layout.NO_SLOT
         assert (await other.numbers("register"))[0] == layout.NO_SLOT
+
+    play(scene)
+
+
+def test_strangers_take_no_turn_from_a_container_s_own(
+    play: Play, groups: Callable[[str, int], None]
+) -> None:
+    async def scene(world: World) -> None:
+        first = Child(Path("/"))
+        world.children.append(first)
+        groups("", first.pid)
+        container = await world.admit(first=first)
+        child = world.child(container)
+        groups("", child.pid)
+        path = str(container.directory / "governor.sock")
+
+        def knock(byte: bytes) -> bytes:
+            with socket.socket(socket.AF_UNIX) as s:
+                s.settimeout(PATIENCE_S)
+                s.connect(path)
+                s.send(byte)
+                return s.recv(4)
+
+        begun = time.monotonic()
+        with contextlib.ExitStack() as stack, capture_logs() as logs:
+            for byte in (layout.REGISTER, layout.AGAIN) * 200:  # the burst, and more
+                answer = await asyncio.to_thread(knock, byte)
+                assert answer == layout.NO_SLOT.to_bytes(4, "little")
+            lines = [one for one in logs if one["event"] == "process-refused"]
+            assert 1 <= len(lines) <= 1 + (time.monotonic() - begun)
+            assert container._paced == 0
+            for _ in range(200):
+                silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+                await asyncio.to_thread(silent.connect, path)
+            assert (await child.numbers("register"))[0] == 0
+            assert (await child.numbers("again"))[0] == layout.NO_SLOT  # it is there
 
     play(scene)
 

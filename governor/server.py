@@ -56,11 +56,12 @@ def parse_request(line: bytes) -> dict[str, Any]:
     try:
         document: dict[str, Any] = load_json(line)
         json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        # What is just not too deep for JSON can be too deep for who says what is wrong with it.
+        error = jsonschema.exceptions.best_match(_VALIDATOR.iter_errors(document))
     except (ValueError, RecursionError) as e:
         raise RequestError(
             "a request is not JSON", hint="install the same version of hook and governor"
         ) from e
-    error = jsonschema.exceptions.best_match(_VALIDATOR.iter_errors(document))
     if error is not None:
         raise RequestError(
             f"a request is not understood: {show(error.message, 160)}",

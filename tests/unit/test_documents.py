@@ -58,6 +58,23 @@ def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
     holds()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
+    """Where JSON gives up, and just before: there what judges the document has less of the stack left than what read it."""
+    taken = set()
+    for depth in range(800, 1050):
+        lists = "[" * depth + "]" * depth
+        for text in (
+            lists,
+            f'{{"v": 1, "op": "admit", "id": "x", "pid": 1, "annotations": {lists}}}',
+            f'{{"root": {{"path": "rootfs"}}, "annotations": {lists}, "process": {lists}}}',
+            f'{{"ok": true, "more": {lists}, "devices": {lists}}}',
+            f'{{"version": "1", "files": {lists}, "tidegate.gpu/memory": {lists}}}',
+        ):
+            taken.add(refusal(kind, text.encode()) is None)
+    assert False in taken
+
+
 @pytest.mark.parametrize("kind", ["config", "state"])
 def test_every_document_of_the_corpus_can_be_edited_or_is_refused_with_a_line(kind: str) -> None:
     """The wrapper runtime and `precreate` take config.json as the hook does."""

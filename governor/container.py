@@ -243,6 +243,13 @@ class Container:
                 self.confirmed,
                 self.membership,
             )
+            if not self.membership.cgroups:
+                log.warning(
+                    "membership-unknown",
+                    container=identifier,
+                    error="it has no control group of its own that the governor sees; whoever "
+                    "reaches its socket is registered",
+                )
             if remains is not None:
                 self._take_over(remains, config)
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
@@ -725,6 +732,7 @@ class Container:
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
             "processes": sorted(self.pids()),
+            "control_group": bool(self.membership.cgroups),
             "lookups": lookups,
             "devices": devices,
             **self.findings.describe(),

@@ -30,6 +30,7 @@ CHECKS: dict[str, Check] = {
     "governor.configuration": service.configuration,
     "governor.answers": service.answers,
     "governor.gpus": service.gpus,
+    "governor.membership": service.membership,
     "governor.database": service.database,
     "files.programs": programs.programs,
     "files.python": programs.python,

@@ -94,6 +94,25 @@ def gpus(node: Node) -> Iterator[Finding]:
         yield wrong("no GPU takes containers", "see the lines above; nvidia-smi -L lists the GPUs")
 
 
+def membership(node: Node) -> Iterator[Finding]:
+    """Whether the governor can tell each container's processes from others'."""
+    try:
+        containers = _ask(node, "list")["containers"]
+    except TidegateError:
+        yield note("the governor does not answer, so nobody tells of its containers")
+        return
+    unknown = [str(one["id"]) for one in containers if not one.get("control_group", True)]
+    if unknown:
+        yield warning(
+            f"the governor sees no control group of {len(unknown)} of {len(containers)} containers "
+            f"({unknown[0][:64]}): whoever reaches their sockets is registered",
+            "run the governor in the host's control group namespace, and start containers with "
+            "control groups of their own",
+        )
+    else:
+        yield ok(f"each of {len(containers)} containers is known by its control group")
+
+
 def database(node: Node) -> Iterator[Finding]:
     """Whether a governor set its database aside lately."""
     directory = node.config.state_dir

@@ -73,6 +73,7 @@ def test_a_node_that_runs_is_right_as_far_as_it_is_set_up(node: Node) -> None:
         "mirror.content",
         "governor.answers",
         "governor.gpus",
+        "governor.membership",
         "governor.database",
         "files.python",
         "files.runtime",

@@ -140,10 +140,11 @@ def words(examined: Examined) -> str:
 
 @contextmanager
 def governor(host: Host, **answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Have something answer at the governor's socket: `ping` and `gpus`, as the protocol says."""
+    """Have something answer at the governor's socket: `ping`, `gpus` and `list`, as the protocol says."""
     told: dict[str, Any] = {
         "ping": {"pid": 4711, "version": version()},
         "gpus": {"placement": "spread", "gpus": [dict(GPU)], "left_out": []},
+        "list": {"containers": []},
         **answers,
     }
 

@@ -165,6 +165,23 @@ def test_gpus_that_are_lost_closed_or_left_out_are_told(tmp_path: Path) -> None:
         assert host.look("governor.gpus")[-1].startswith("wrong: no GPU takes containers")
 
 
+def test_containers_whose_processes_nobody_can_tell_are_told(tmp_path: Path) -> None:
+    host = Host(tmp_path / "n")
+    with governor(host) as told:
+        assert host.look("governor.membership")[0].startswith("ok: each of 0 containers")
+        told["list"]["containers"] = [
+            {"id": "a", "control_group": True},
+            {"id": "of an older governor"},
+        ]
+        assert host.look("governor.membership")[0].startswith("ok: each of 2 containers")
+        told["list"]["containers"] += [{"id": "b" * 100, "control_group": False}]
+        [found] = host.look("governor.membership")
+        assert found.startswith("warning: the governor sees no control group of 1 of 3 containers ")
+        assert f"({'b' * 64})" in found
+        assert "-> run the governor in the host's control group namespace" in found
+    assert host.look("governor.membership")[0].startswith("note: the governor does not answer")
+
+
 def test_a_database_that_was_set_aside_lately_is_warned_of(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -361,6 +361,29 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
     play(scene)
 
 
+def test_a_container_without_a_control_group_of_its_own_is_said(
+    play: Play, groups: Callable[[str, int], None]
+) -> None:
+    async def scene(world: World) -> None:
+        with capture_logs() as logs:
+            container = await world.admit()
+            other = Child(Path("/"))
+            world.children.append(other)
+            groups("", other.pid)
+            await world.admit("two", first=other)
+            await world.restart()
+        said = [one for one in logs if one["event"] == "membership-unknown"]
+        assert [(one["container"], one["log_level"]) for one in said] == [("one", "warning")] * 2
+        told = {one.identifier: one.describe() for one in world.server.containers.values()}
+        assert {name: one["control_group"] for name, one in told.items()} == {
+            "one": False, "two": True
+        }  # fmt: skip
+        # Then nobody is refused.
+        assert (await world.child(container).numbers("register"))[0] == 0
+
+    play(scene)
+
+
 def test_strangers_take_no_turn_from_a_container_s_own(
     play: Play, groups: Callable[[str, int], None]
 ) -> None:

@@ -68,7 +68,7 @@ others' that have said nothing."""
 REGISTRATION_S = 0.01
 BURST_S = 2.56
 """A container's processes register a hundred times a second, after a burst of 256."""
-STRANGER = "it is not of this container"
+STRANGER = "it is not in the container's control group; enter with the engine's exec, not nsenter"
 STRANGERS_S = 1.0
 """So often a line of the log says that others' processes were turned away."""
 

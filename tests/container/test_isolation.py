@@ -282,6 +282,21 @@ def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
     assert (int.from_bytes(answer, "little"), fds) == (layout.NO_SLOT, [])
 
 
+def test_who_enters_a_container_past_its_engine_is_told_how(node: Node) -> None:
+    victim = start_worker(node, "entered", compute="20")
+    begin(victim)
+    knock = ("/usr/bin/hostile", "knock", "self")
+    enter = ["nsenter", "--target", str(inside(node, victim)), "--mount", "--pid", "--ipc", "--uts"]
+    done = subprocess.run(
+        [*enter, *knock], capture_output=True, text=True, timeout=WAIT_S, check=True
+    )
+    assert done.stdout == "slot -1, no ledger\n"
+    [refused] = events(node, "process-refused")[-1:]
+    assert refused["container"] == victim.identifier
+    assert refused["error"].endswith("; enter with the engine's exec, not nsenter")
+    assert execute(node, victim, *knock) == "slot 1, a ledger\n"
+
+
 def share(container: Running, first: int, last: int) -> float:
     """What a container did of its work between two times, percent of the GPU."""
     stamps = [s for s in read_stamps(container.out / "progress.bin") if first <= s.time < last]

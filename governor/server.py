@@ -46,8 +46,6 @@ MOST_RESERVED = 1024
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Somebody has taken what a connection needs; who governs waits until there is some again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
-
-
 _VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
 
 

@@ -17,7 +17,7 @@ import jsonschema
 from hypothesis import strategies as st
 
 from governor.errors import TidegateError
-from governor.server import SCHEMA_FILE, parse_request
+from governor.server import parse_request
 from oci_hook import reserve
 from oci_hook.client import WRONG, Reservation, parse_admission, parse_answer, parse_reservation
 from oci_hook.edits import Entry, foreign_driver, gpu_nodes
@@ -146,7 +146,6 @@ KINDS = {
         validator("governor/answers.schema.json", "reserve"),
     ),
 }
-assert SCHEMA_FILE.name == "protocol.schema.json"
 
 
 def strict(data: bytes) -> Any:
@@ -207,7 +206,7 @@ def hold(kind: str, data: bytes) -> bool:
     return line is None
 
 
-class Entry_(NamedTuple):  # noqa: N801
+class Case(NamedTuple):
     """One document of the corpus."""
 
     why: str
@@ -215,7 +214,7 @@ class Entry_(NamedTuple):  # noqa: N801
     data: bytes
 
 
-def corpus(kind: str) -> list[Entry_]:
+def corpus(kind: str) -> list[Case]:
     """The documents of a kind: a line each, `document` as JSON, `text`, or `base64` for what is neither."""
     found = []
     for line in (CORPUS / f"{kind}.jsonl").read_text().splitlines():
@@ -226,7 +225,7 @@ def corpus(kind: str) -> list[Entry_]:
             data = entry["text"].encode()
         else:
             data = base64.b64decode(entry["base64"])
-        found.append(Entry_(entry["why"], entry["good"], data))
+        found.append(Case(entry["why"], entry["good"], data))
     return found
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
+from tests.conftest import lack
 from tests.fuzz.documents import KINDS, ROOT, corpus, hold, mutated
 
 SECONDS = float(os.environ.get("TIDEGATE_FUZZ_SECONDS", "60"))
@@ -47,7 +48,7 @@ def test_any_document_is_judged_as_its_schema_says(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_document_is_judged_as_its_schema_says_by_coverage(kind, tmp_path):
     if not ATHERIS.exists():
-        pytest.skip("needs Atheris: run tools/fuzz-environment")
+        lack("needs Atheris: run tools/fuzz-environment")
     seeds = tmp_path / "seeds"
     seeds.mkdir()
     for n, entry in enumerate(corpus("config" if kind == "edit" else kind)):

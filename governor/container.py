@@ -219,10 +219,9 @@ class Container:
         try:
             if remains is None:
                 shutil.rmtree(self.directory, ignore_errors=True)
-            # Users of the host have no business there; the container comes by its own mount.
+            # The governor has made that; whoever took it away does not open it to others.
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.directory.parent.chmod(0o700)  # of a governor before
-            self.directory.mkdir(mode=0o755, parents=True, exist_ok=remains is not None)
+            self.directory.mkdir(mode=0o755, exist_ok=remains is not None)
             grant = remains.grant if remains else None
             self.grant = grant or make_grant(
                 self.directory / "grant", quota, devices, config, strategy=self.strategy

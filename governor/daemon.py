@@ -29,6 +29,7 @@ from governor.config import Config, read_config
 from governor.errors import GovernorError, TidegateError
 from governor.mps import Mps, find_tools
 from governor.reconcile import reconcile
+from governor.recover import CONTAINERS
 from governor.server import Server
 from governor.state import NAME, State
 from vdriver.errors import NvmlError, VdriverError
@@ -136,13 +137,20 @@ def _bound(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
+def _make_directories(runtime: Path) -> None:
+    try:
+        runtime.mkdir(parents=True, exist_ok=True)
+        # Users of the host have no business there; a container comes by its own mount.
+        (runtime / CONTAINERS).mkdir(mode=0o700, exist_ok=True)
+        (runtime / CONTAINERS).chmod(0o700)  # of a governor before
+    except OSError as e:
+        raise GovernorError(f"{runtime}: {e.strerror}", hint="run as root") from e
+
+
 async def govern(config: Config) -> None:
     """Serve until a signal says to stop."""
     runtime = Path(config.runtime_dir)
-    try:
-        (runtime / "containers").mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise GovernorError(f"{runtime}: {e.strerror}", hint="run as root") from e
+    _make_directories(runtime)
     library = load_library(config.library_dir)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -77,7 +77,7 @@ GPU_METRICS = (
     _gauge("gpu_time_grantable_ratio", GPU, "Part of the GPU's time that is left to guarantee"),
     _gauge("gpu_lost", GPU, "1 while the GPU does not answer and nothing of it is granted"),
     _counter("gpu_held_seconds", GPU, "Time for which containers held the GPU"),
-    _counter("gpu_charged_seconds", GPU, "Of that, what was delivered to them and charged"),
+    _counter("gpu_charged_seconds", GPU, "GPU time that was delivered to them and charged"),
     _counter("gpu_lent_seconds", GPU, "Of what was charged, idle time beyond guarantees"),
     _counter(
         "gpu_handover_seconds",

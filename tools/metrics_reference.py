@@ -45,6 +45,10 @@ number on the node, `container` the id that the runtime gave.
 
 What a container counts itself (launches, waits, refused allocations, peak) is as true as its
 program is honest. GPU time, what NVML sees and violations are the governor's own.
+
+Under `timeslice` the hand-over is what was held less what was charged. Under `mps` a container's
+work runs on beside the next one's, and is charged although its grant is over: charged may be more
+than held. There look at what is charged, and at `handover` by itself.
 """
 
 TAIL = """

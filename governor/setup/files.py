@@ -150,8 +150,8 @@ class Root:
             raise explain(e, self.shown(path)) from e
         return True
 
-    def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Replace or make a file in one step; one that is there keeps mode, owner and labels."""
+    def write(self, path: str, data: bytes, *, mode: int = 0o644, keep_mode: bool = True) -> None:
+        """Replace or make a file in one step; one that is there keeps owner, labels and mode."""
         shown = self.shown(path)
         old = self.read(path)
         real = old.real if old else self.find(path)
@@ -169,7 +169,7 @@ class Root:
                     if old is not None:
                         os.fchown(fd, old.uid, old.gid)
                         _copy_labels(host, fd)
-                    os.fchmod(fd, old.mode if old is not None else mode)
+                    os.fchmod(fd, old.mode if old is not None and keep_mode else mode)
                     os.fsync(fd)
                 os.rename(temporary, host)  # noqa: PTH104
             except BaseException:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from governor.cdi import HOOK, KIND, make_spec
+from governor.errors import SetupError
 from governor.setup.files import Root
 
 SUMMARY = "Describe the node's GPUs to engines that know CDI"
@@ -74,6 +75,11 @@ def write(path: Path, spec: dict[str, Any]) -> None:
 
     SetupError says what stands against that.
     """
+    data = json.dumps(spec, indent=2).encode() + b"\n"
     root = Root("/")
-    root.make_directory(str(path.parent.absolute()))
-    root.write(str(path.absolute()), json.dumps(spec, indent=2).encode() + b"\n")
+    try:
+        root.make_directory(str(path.parent.absolute()))
+        # Engines of users read it as well, whoever made the file that was there.
+        root.write(str(path.absolute()), data, keep_mode=False)
+    except SetupError as e:
+        raise SetupError(e.message, hint=f"{e.hint}, or name another --output") from e

@@ -9,6 +9,7 @@ import contextlib
 import re
 import signal
 import socket
+import stat
 import statistics
 import subprocess
 import sys
@@ -280,6 +281,20 @@ def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
         client.sendall(layout.REGISTER)
         answer, fds, _, _ = socket.recv_fds(client, 16, 4)
     assert (int.from_bytes(answer, "little"), fds) == (layout.NO_SLOT, [])
+
+
+@pytest.mark.parametrize("node", ["runc"], indirect=True)  # it is the governor's: one will do
+def test_the_directory_of_containers_is_closed_before_there_are_any(node: Node) -> None:
+    path = node.runtime_dir / "containers"
+    node.stop_governor()
+    assert not list(path.iterdir())
+    path.chmod(0o755)  # as a governor of an older version left it
+    node.start_governor()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    node.stop_governor()
+    path.rmdir()
+    node.start_governor()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
 def test_who_enters_a_container_past_its_engine_is_told_how(node: Node) -> None:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from tests.fuzz.documents import corpus, is_valid, mutated
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
+OTHER = "GPU-00000000-0000-0000-0000-000000000002"
 ADMIT: dict[str, Any] = {
     "v": 1,
     "op": "admit",
@@ -54,12 +55,16 @@ VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
 class Governor:
     """A server on a thread of its own."""
 
-    def __init__(self, directory: Path, library_dir: Path) -> None:
+    def __init__(self, directory: Path, library_dir: Path, uuids: Sequence[str] = (UUID,)) -> None:
         self.directory = directory
-        config = Config(runtime_dir=str(directory), library_dir=str(library_dir))
-        self.runner = Runner(load_library(library_dir), config)
-        devices = [Device(0, UUID, "simulated", 16 * GIB, 0)]
-        self.server = Server(config, Books(devices, config), {UUID: self.runner})
+        config = Config(
+            runtime_dir=str(directory), library_dir=str(library_dir), placement="spread"
+        )
+        library = load_library(library_dir)
+        self.runners = {uuid: Runner(library, config) for uuid in uuids}
+        self.runner = self.runners[UUID]
+        devices = [Device(i, uuid, "simulated", 16 * GIB, i) for i, uuid in enumerate(uuids)]
+        self.server = Server(config, Books(devices, config), self.runners)
         self.path = str(directory / "governor.sock")
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(self.path)
@@ -87,7 +92,8 @@ class Governor:
         self.loop.call_soon_threadsafe(self.task.cancel)
         self.thread.join(10)
         self.listener.close()
-        self.runner.close()
+        for runner in self.runners.values():
+            runner.close()
 
     def directories(self) -> list[str]:
         return [path.name for path in (self.directory / "containers").glob("*")]
@@ -129,8 +135,8 @@ class Client:
 
 
 @pytest.fixture
-def governor(tmp_path: Path, build_dir: Path) -> Iterator[Governor]:
-    made = Governor(tmp_path, build_dir / "libcontrol")
+def governor(request: pytest.FixtureRequest, tmp_path: Path, build_dir: Path) -> Iterator[Governor]:
+    made = Governor(tmp_path, build_dir / "libcontrol", getattr(request, "param", (UUID,)))
     try:
         yield made
     finally:
@@ -317,26 +323,31 @@ def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: i
         assert listed(governor) == ["one"]
 
 
+@pytest.mark.parametrize("governor", [(UUID, OTHER)], ids=["two GPUs"], indirect=True)
 def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pidfd: int) -> None:
-    """Both know its name, as two containers of a copied bundle do."""
+    """Both know its name, as two containers of a copied bundle do. The other gets what is the freest by then."""
+    third = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "30"}
     with Client(governor) as client:
-        token = client.ask(RESERVE)["reservation"]
+        token = client.ask({**RESERVE, "annotations": third})["reservation"]
     answers: dict[str, dict[str, Any]] = {}
     ready = threading.Barrier(2)
     clients = {name: Client(governor) for name in ("one", "two")}
 
     def admit(name: str) -> None:
         ready.wait()
-        answers[name] = clients[name].ask({**ADMIT, "id": name, "reservation": token}, pidfd)
+        request = {**ADMIT, "annotations": third, "id": name, "reservation": token}
+        answers[name] = clients[name].ask(request, pidfd)
 
     threads = [threading.Thread(target=admit, args=(name,)) for name in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(answer["ok"] for answer in answers.values()) == [False, True]
+    given = [[device["uuid"] for device in answer["devices"]] for answer in answers.values()]
+    assert sorted(given) == [[UUID], [OTHER]]
     with Client(governor) as client:
-        assert client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 40
+        gpus = client.ask({"v": 1, "op": "gpus"})["gpus"]
+    assert [gpu["compute_left"] for gpu in gpus] == [70, 70]
     for one in clients.values():
         one.__exit__()
 

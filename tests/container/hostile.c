@@ -274,6 +274,8 @@ static void prowl(const char *host, const char *key)
         "/out/../../../../../../../../../..%s",
     };
     DIR *list;
+    unsigned long before, at_others = 0;
+    int n_others = 0;
 
     for (size_t i = 0; i < sizeof WAYS / sizeof *WAYS; i++) {
         snprintf(path, sizeof path, WAYS[i], host);
@@ -296,11 +298,15 @@ static void prowl(const char *host, const char *key)
     while (list && (entry = readdir(list))) {
         int pid = atoi(entry->d_name);
 
-        if (pid > 0 && pid != getpid())
+        if (pid > 0 && pid != getpid()) {
+            before = tried;
             attack(pid);
+            at_others += tried - before;
+            n_others++;
+        }
     }
     in_a_namespace_of_its_own(host);
-    printf("tried %lu\n", tried);
+    printf("tried %lu, and %lu at %d processes\n", tried - at_others, at_others, n_others);
 }
 
 static void copy(const char *from, const char *to, const char *name)

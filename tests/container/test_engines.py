@@ -211,6 +211,7 @@ def test_a_container_with_annotations_is_governed(site: Site, engine: Engine) ->
     wait_ready(started)
     [seen] = [one for one in site.books().values() if one["id"] == started.identifier]
     assert seen["confirmed"]
+    assert seen["control_group"]  # by which its processes are told from others
     assert seen["pid"] == started.pid
     assert len(seen["processes"]) == 1
     assert seen["devices"][0]["memory_limit"] == 2 * GIB

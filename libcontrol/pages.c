@@ -553,8 +553,9 @@ bool pages_start(void)
                 answer = PAGES_REFUSED;
             } else if (answer == PAGES_REFUSED)
                 control_log(
-                    "the governor does not take this process: 64 of this container use the GPU "
-                    "already, or it cannot be watched; see the governor's log");
+                    "the governor does not take this process: it is not in the container's control "
+                    "group (as with nsenter), 64 of this container use the GPU already, or it "
+                    "cannot be watched; see the governor's log");
             if (answer == PAGES_JOINED || (answer == PAGES_NOBODY && pages_keep_own_books()))
                 atomic_store_release(&started, 1);
             else

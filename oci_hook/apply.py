@@ -11,15 +11,20 @@ import contextlib
 import errno
 import os
 import select
-from collections.abc import Callable
 from functools import partial
-from typing import Any, assert_never
 
 from oci_hook import kernel, traces
 from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
 from oci_hook.image import open_root
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 from oci_hook.traces import TEMPORARY, Trace
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any, assert_never
+else:
+    from oci_hook.record import assert_never
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
 ASIDE = ".ld.so.cache.tidegate-aside"

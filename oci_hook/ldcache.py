@@ -7,7 +7,12 @@ it: every count and offset is bounded before it is used, and what does not fit r
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import NamedTuple
+else:
+    from oci_hook.record import NamedTuple
 
 OLD_MAGIC = b"ld.so-1.7.0"
 NEW_MAGIC = b"glibc-ld.so.cache1.1"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 from oci_hook import ldcache
 from oci_hook.client import Grant
 from oci_hook.errors import ImageError, show
 from oci_hook.image import Image
 from oci_hook.manifest import Manifest, Place, Share
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import Literal, NamedTuple
+else:
+    from oci_hook.record import NamedTuple
 
 
 class BindDirectory(NamedTuple):

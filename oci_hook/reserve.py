@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, NamedTuple
 
 from oci_hook.client import Client, require_reachable
 from oci_hook.edits import (
@@ -25,6 +24,12 @@ from oci_hook.errors import DriverError, HookError, UnservedImageError, show
 from oci_hook.log import Event
 from oci_hook.request import Request, check_request, parse_annotations
 from oci_hook.state import PREFIX, find_root, is_sandbox, parse_document
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import Any, NamedTuple
+else:
+    from oci_hook.record import NamedTuple
 
 VARIABLES = {
     "TIDEGATE_MEMORY": "memory",

@@ -15,10 +15,15 @@ import os
 import re
 import stat
 from binascii import a2b_base64, b2a_base64
-from typing import Any, NamedTuple
 
 from oci_hook import kernel, ldcache
 from oci_hook.state import read_bounded
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import Any, NamedTuple
+else:
+    from oci_hook.record import NamedTuple
 
 DIRECTORY = "traces"  # below the runtime directory
 TEMPORARY = ".ld.so.cache.tidegate"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CONFIG = "/etc/tidegate/runtime"
 RUNTIMES = ("/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc", "/usr/bin/crun")
 HOOK = "/usr/bin/tidegate-hook"
+END_DEADLINE = 6.0  # the engine holds a lock meanwhile
 COMMANDS = frozenset(
     (
         *("checkpoint", "create", "delete", "events", "exec", "features", "help", "init", "kill"),
@@ -323,7 +324,9 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status == 0:
         from oci_hook import traces
+        from oci_hook.main import arm, disarm
 
+        arm(END_DEADLINE, "tidegate-runtime")
         try:
             traces.take_back(node.runtime_dir, call.ident)
             traces.sweep(node.runtime_dir)
@@ -331,6 +334,8 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
             from oci_hook.log import Event
 
             Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
+        finally:
+            disarm()
     return status if status >= 0 else 128 - status
 
 

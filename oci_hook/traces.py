@@ -14,6 +14,7 @@ import json
 import os
 import re
 import stat
+import time
 from binascii import a2b_base64, b2a_base64
 
 from oci_hook import kernel, ldcache
@@ -31,6 +32,8 @@ ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # what runc and crun acc
 STORED_LIMIT = 8 << 20  # a cache of 4 MiB, as text
 ROOT_LIMIT = 8192
 SWEEP = 32
+LOOKS = 64  # into a cache that the container wrote: each name in it may take a walk
+SECONDS = 4.0  # of one end
 
 
 class Trace(NamedTuple):
@@ -161,17 +164,26 @@ def take_back(runtime_dir: str, ident: str) -> None:
         rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except (OSError, ValueError, TypeError):
         traces, rootfd = [], -1  # the root is gone, and all that was in it
-    if rootfd >= 0:
-        procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        here, host = os.fstat(rootfd), os.stat("/")
-        if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
-            for trace in reversed(traces):
-                # ValueError: a damaged cache or note
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    try:
+        if rootfd >= 0:
+            _take_all(rootfd, traces)
+    finally:
+        forget(runtime_dir, ident)  # or the next start meets what held this one
+
+
+def _take_all(rootfd: int, traces: list[Trace]) -> None:
+    """Take traces away, the last first, for as long as an end may take."""
+    until = time.monotonic() + SECONDS
+    procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    here, host = os.fstat(rootfd), os.stat("/")
+    if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
+        for trace in reversed(traces):
+            # ValueError: a damaged cache or note
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if time.monotonic() < until:
                     _take_back(procfd, rootfd, trace, traces)
-        os.close(procfd)
-        os.close(rootfd)
-    forget(runtime_dir, ident)
+    os.close(procfd)
+    os.close(rootfd)
 
 
 def sweep(runtime_dir: str) -> None:
@@ -245,22 +257,29 @@ def _put_back(dirfd: int, name: str, kept: dict[str, Any]) -> None:
 
 
 def _without(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
-    """Give a cache that the container made itself without what leads to our directories."""
+    """Give a cache that the container made itself without what leads to our directories.
+
+    None where it stays: nothing leads there, or it names more directories than are looked at.
+    """
     cache = ldcache.parse(data)
     if cache is None:
         return None
     places = {_identity(rootfd, path) for path in ours} - {None}
-    names = {path.rpartition("/")[2].encode() for path in ours}
-    directories = {entry.path.rpartition(b"/")[0] for entry in cache.entries}
+    names = {path.rpartition("/")[2] for path in ours}
+    directories = {entry.path: _directory_of(entry.path) for entry in cache.entries}
     # By another name, too: /lib may be a link to /usr/lib.
-    leading = {
-        directory
-        for directory in directories
-        if directory.rpartition(b"/")[2] in names
-        and _identity(rootfd, os.fsdecode(directory)) in places
-    }
-    kept = tuple(e for e in cache.entries if e.path.rpartition(b"/")[0] not in leading)
+    looked = {d for d in directories.values() if d.rpartition("/")[2] in names}
+    if len(looked) > LOOKS:
+        return None
+    leading = {directory for directory in looked if _identity(rootfd, directory) in places}
+    kept = tuple(e for e in cache.entries if directories[e.path] not in leading)
     return None if kept == cache.entries else ldcache.write(cache._replace(entries=kept))
+
+
+def _directory_of(path: bytes) -> str:
+    """Give a path's directory, spelled in one way."""
+    text = os.fsdecode(path)
+    return "/".join(part for part in text.split("/")[:-1] if part not in ("", "."))
 
 
 def _identity(rootfd: int, path: str) -> tuple[int, int] | None:

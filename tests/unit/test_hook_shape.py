@@ -163,7 +163,7 @@ HOST_PATHS = {
     ("os.open", "f'/proc/{pid}/stat'"),
     ("os.path.isdir", "json.loads(data.partition(b'\\n')[0])[0]"),
     ("os.path.normpath", "path"),
-    ("os.fsdecode", "directory"),
+    ("os.fsdecode", "path"),
     ("os.fsdecode", "text.partition(b'\\x00')[0]"),
 }
 DESCRIPTORS = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
-from oci_hook import traces
+from oci_hook import kernel, ldcache, runtime, traces
 from oci_hook.traces import Trace, forget, remember, sweep, take_back
 
 PID = 1 << 30  # nobody's
@@ -89,3 +90,94 @@ def test_notes_of_roots_that_are_gone_go(tmp_path: Path, root: Path) -> None:
     forget(str(tmp_path), "c1")
     forget(str(tmp_path), "c1")
     assert not stays.exists()
+
+
+HWCAPS = "usr/lib/x86-64-v2"
+
+
+def container_cache(root: Path, paths: list[str]) -> Path:
+    """A cache that ldconfig made in the container, with libraries of ours, and its own behind them."""
+    (root / HWCAPS).mkdir(parents=True, exist_ok=True)
+    (root / "etc").mkdir(exist_ok=True)
+    entries = [ldcache.Entry(0x303, b"libcuda.so.1", path.encode()) for path in paths]
+    entries.append(ldcache.Entry(0x303, b"libc.so.6", b"/usr/lib/libc.so.6"))
+    cache = root / "etc/ld.so.cache"
+    cache.write_bytes(ldcache.write(ldcache.Cache(tuple(entries))))
+    return cache
+
+
+def made_a_cache(tmp_path: Path, root: Path) -> None:
+    kept = {"attributes": [0o644, 0, 0, 0], "data": "", "ours": [0, 0]}
+    made = [Trace("directory", HWCAPS), Trace("cache", "etc/ld.so.cache", kept)]
+    remember(str(tmp_path), "c1", PID, str(root), made)
+
+
+def test_what_a_container_s_cache_says_of_us_goes_however_it_is_spelled(
+    tmp_path: Path, root: Path
+) -> None:
+    names = [f"/usr/{'./' * n}lib{'/' * n}/x86-64-v2/libcuda.so.1" for n in range(200)]
+    cache = container_cache(root, names)
+    made_a_cache(tmp_path, root)
+    take_back(str(tmp_path), "c1")
+    found = ldcache.parse(cache.read_bytes())
+    assert found is not None
+    assert [entry.soname for entry in found.entries] == [b"libc.so.6"]
+
+
+def test_a_container_s_cache_does_not_choose_how_long_its_end_takes(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each directory that it names could be a walk over the longest links."""
+    cache = container_cache(root, [f"/{n}/x86-64-v2/libcuda.so.1" for n in range(5000)])
+    before = cache.read_bytes()
+    made_a_cache(tmp_path, root)
+    walks = []
+    walk = kernel.open_in_root
+
+    def count(rootfd: int, path: str, *args: int, same_mount: bool = False) -> int:
+        walks.append(path)
+        return walk(rootfd, path, *args, same_mount=same_mount)
+
+    monkeypatch.setattr(kernel, "open_in_root", count)
+    take_back(str(tmp_path), "c1")
+    assert len(walks) < 100
+    assert cache.read_bytes() == before
+    assert not (root / HWCAPS).exists()
+    assert not list((tmp_path / traces.DIRECTORY).iterdir())
+
+
+def test_an_end_that_took_its_time_is_the_last_one(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What holds it would hold the next start, too."""
+    record = keep(tmp_path, root)
+    monkeypatch.setattr(traces, "SECONDS", 0.0)
+    take_back(str(tmp_path), "c1")
+    assert (root / "run/tidegate").exists()
+    assert not record.exists()
+
+    def expire(*_: object) -> None:
+        raise InterruptedError
+
+    record = keep(tmp_path, root)
+    monkeypatch.setattr(traces, "_take_all", expire)
+    with pytest.raises(InterruptedError):
+        take_back(str(tmp_path), "c1")
+    assert not record.exists()
+
+
+def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine holds a lock of the container's meanwhile."""
+
+    def hang(*_: object) -> None:
+        for _ in range(100):
+            time.sleep(0.1)
+
+    node, call = runtime.Node(), runtime.Call()
+    node.runtime, node.runtime_dir, node.log = "/bin/true", str(tmp_path), str(tmp_path / "log")
+    monkeypatch.setattr(traces, "take_back", hang)
+    monkeypatch.setattr(runtime, "END_DEADLINE", 0.2)
+    began = time.monotonic()
+    assert runtime.delete(call, node, ["delete", "c1"]) == 0
+    assert time.monotonic() - began < 5
+    assert "did not finish within 0.2 s" in (tmp_path / "log").read_text()

@@ -119,7 +119,8 @@ def gives_gpu(document: dict[str, Any]) -> bool:
     return (
         bool(gpu_nodes(document))
         or any(
-            rule.get("allow") is True and _is_gpu(rule.get("major"), rule.get("minor"))
+            rule.get("allow") is True
+            and (_is_gpu(rule.get("major"), rule.get("minor")) or _is_of_all(rule))
             for rule in rules
         )
         # Without a right to make nodes, as in a user namespace, the host's are mounted.
@@ -258,6 +259,20 @@ def _edit_devices(document: dict[str, Any], nodes: tuple[Node, ...]) -> None:
 def _is_gpu(major: object, minor: object) -> bool:
     """Tell whether a rule is of GPUs: runtimes take no minor number, and one below 0, for all."""
     return major == GPU_MAJOR and (type(minor) is not int or minor < GPU_MINORS)
+
+
+def _is_of_all(rule: dict[str, Any]) -> bool:
+    """Tell whether a rule lets whoever makes a node use it, of a GPU as of all else.
+
+    Everybody may make nodes (`m`), that alone reaches nothing.
+    """
+    major, minor = rule.get("major"), rule.get("minor")
+    return (
+        rule.get("type") != "b"
+        and (type(major) is not int or major < 0)
+        and (type(minor) is not int or minor < GPU_MINORS)
+        and rule.get("access") != "m"
+    )
 
 
 def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime") -> dict[str, Any]:

@@ -294,7 +294,8 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
 def our_annotations(state: State, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
     """Give the annotations below our prefix: config.json's, which the state may repeat.
 
-    A sandbox has none that count; no sandbox has a GPU, or is `governed`.
+    A sandbox has none that count; no sandbox has a GPU, or is `governed`. containerd and CRI-O give
+    it no right to devices, that of a privileged pod neither.
     """
     if is_sandbox(bundle.annotations) and not governed:
         from oci_hook.edits import gives_gpu

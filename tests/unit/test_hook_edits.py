@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -18,8 +19,17 @@ from governor.books import Device
 from governor.cdi import make_spec
 from governor.errors import SetupError
 from governor.verbs.cdi import write
-from oci_hook.edits import Entry, Node, edit, foreign_driver, gives_gpu, gpu_nodes, host_nodes
-from oci_hook.errors import BundleError, DeviceError, HookError
+from oci_hook.edits import (
+    Entry,
+    Node,
+    edit,
+    foreign_driver,
+    gives_gpu,
+    gpu_nodes,
+    host_nodes,
+    require_no_gpu,
+)
+from oci_hook.errors import BundleError, DeviceError, HookError, UnservedImageError
 from oci_hook.runtime import parse_call, replace_file
 from tests.conftest import lack
 
@@ -103,6 +113,46 @@ def test_a_right_to_all_gpus_is_taken_out() -> None:
         {**ours, "major": 195, "minor": 255},
         {**ours, "major": 195, "minor": 0},
     ]
+
+
+DENIED = {"allow": False, "access": "rwm"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "counts"),
+    [
+        # `docker run --device-cgroup-rule "c *:* rwm"`, or "a *:* rwm"; what --privileged gives
+        ({"type": "c", "major": -1, "minor": -1, "access": "rwm"}, True),
+        ({"type": "a", "major": -1, "minor": -1, "access": "rwm"}, True),
+        ({"type": "c", "access": "r"}, True),
+        ({"access": "rwm"}, True),
+        ({}, True),
+        ({"type": "c", "major": -1, "minor": 0, "access": "w"}, True),
+        # Everybody has these.
+        ({"type": "c", "major": -1, "minor": -1, "access": "m"}, False),
+        ({"type": "b", "major": -1, "minor": -1, "access": "rwm"}, False),
+        ({"type": "c", "major": -1, "minor": 255, "access": "rw"}, False),
+        ({"type": "c", "major": 1, "access": "rwm"}, False),
+    ],
+)
+def test_a_right_to_all_devices_is_a_gpu_and_stays(*, rule: dict[str, Any], counts: bool) -> None:
+    """Nobody starts with it and without a driver; a privileged container lives by it."""
+    document = {"linux": {"resources": {"devices": [DENIED, {"allow": True, **rule}]}}}
+    assert gives_gpu(document) == counts
+    why = UnservedImageError("the image is built on musl", hint="")
+    with pytest.raises(UnservedImageError) if counts else contextlib.nullcontext():
+        require_no_gpu(document, why)
+    assert edited(document)["linux"]["resources"]["devices"][:2] == [
+        DENIED,
+        {"allow": True, **rule},
+    ]
+
+
+def test_a_sandbox_of_a_privileged_pod_gives_no_gpu() -> None:
+    """So containerd and CRI-O make it: neither gives it devices, or what the pod's containers may do."""
+    usual = {"allow": True, "type": "c", "major": 1, "minor": 3, "access": "rwm"}
+    assert not gives_gpu({"linux": {"resources": {"devices": [DENIED]}}})
+    assert not gives_gpu({"linux": {"resources": {"devices": [DENIED, usual]}}})
 
 
 GO, GETOPT = False, True

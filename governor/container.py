@@ -491,6 +491,10 @@ class Container:
         process = identify(pidfd)
         return process.pid > 0 and process == self.row.process
 
+    def has_ended(self) -> bool:
+        """Return whether the container's first process has ended."""
+        return _is_readable(self._pidfd)
+
     def pids(self) -> frozenset[int]:
         """Return the registered processes, by their pids on the host."""
         return frozenset(process.pid for process in self._processes.values())

@@ -367,7 +367,8 @@ class Server:
 
     def _release(self, identifier: str) -> dict[str, Any]:
         container = self._find(identifier)
-        if container is not None:
+        # Another engine's of the same id may run: nobody but its process says that it has ended.
+        if container is not None and container.has_ended():
             self._end(container, "released")
         return {"ok": True}
 

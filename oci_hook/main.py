@@ -215,7 +215,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
 
     # half of the deadline, so that the line says who did not answer
     client = Client(options.runtime_dir, options.timeout / 2)
-    undo = Undo()
+    undo, noted = Undo(), False
     try:
         grant = client.admit(
             ident=state.id,
@@ -246,6 +246,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         skipped = [*plan.skipped, *apply_plan(plan, manifest.hold, container, undo)]
         try:
             traces.remember(options.runtime_dir, state.id, state.pid, bundle.root, undo.traces())
+            noted = True
         except OSError as e:
             skipped.append(f"traces of this container will stay: {e.strerror}")
         if skipped:
@@ -257,7 +258,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except BaseException:
         arm(UNDO_DEADLINE)
         left = undo.run(container)
-        traces.forget(options.runtime_dir, state.id)
+        if noted:  # or it is another engine's, of a container that runs
+            traces.forget(options.runtime_dir, state.id)
         if left:
             event.fields["left_behind"] = left
         raise

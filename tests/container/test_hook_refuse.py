@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from oci_hook.traces import Trace, remember
 from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c, make_library
 from tests.container.conftest import Node
 from tests.container.held import Held
@@ -183,6 +184,18 @@ def test_a_governor_that_refuses_speaks_for_itself(node: Node) -> None:
         77,
         "tidegate: GPU memory: 8Gi asked, 2Gi free on every GPU; ask for less",
     )
+
+
+def test_a_refusal_is_nothing_to_a_container_of_the_same_id(node: Node) -> None:
+    """Another engine's, which runs: what it left in its image is still known when it ends."""
+    node.governor.mode = "refuse"
+    bundle = node.bundle("true")
+    made = [Trace("directory", "run")]
+    with Held(bundle) as held:
+        ident = f"held-{held.process.pid}"
+        remember(str(node.base / "run"), ident, os.getpid(), str(bundle.rootfs), made)
+        assert held.hook(node.hook).returncode == 77
+    assert (node.base / "run/traces" / ident).exists()
 
 
 def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:

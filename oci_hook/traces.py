@@ -10,6 +10,7 @@ descriptors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import time
 from binascii import a2b_base64, b2a_base64
 
 from oci_hook import kernel, ldcache
-from oci_hook.state import read_bounded
+from oci_hook.state import is_text, read_bounded
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ else:
 
 DIRECTORY = "traces"  # below the runtime directory
 TEMPORARY = ".ld.so.cache.tidegate"
-ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # what runc and crun accept, and a file name
+ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # as engines make them; a file's name
 STORED_LIMIT = 8 << 20  # a cache of 4 MiB, as text
-ROOT_LIMIT = 8192
+HEAD_LIMIT = 32 << 10  # the longest path, as text
 SWEEP = 32
 LOOKS = 64  # into a cache that the container wrote: each name in it may take a walk
 SECONDS = 4.0  # of one end
@@ -42,6 +43,16 @@ class Trace(NamedTuple):
     what: str  # directory, file, cache
     path: str  # below the container's root
     kept: dict[str, Any] = {}  # noqa: RUF012 - of a cache: what was there, and how to tell ours
+
+
+class Note(NamedTuple):
+    """Whose traces they are: in the first line of a note."""
+
+    root: str
+    pid: int
+    began: int  # when that process did: numbers are used again; 0 of one that had ended
+    device: int
+    inode: int  # of the root, which may have another name, and other containers
 
 
 class Attributes(NamedTuple):
@@ -86,15 +97,13 @@ def _directory(runtime_dir: str) -> int:
     return os.open(f"{runtime_dir}/{DIRECTORY}", flags)
 
 
-def _path(runtime_dir: str, ident: str) -> str:
-    return f"{runtime_dir}/{DIRECTORY}/{ident}"
-
-
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Trace]) -> None:
-    """Write down what was made for a container; OSError where that cannot be."""
-    if not traces or ID.fullmatch(ident) is None:
-        return
-    data = json.dumps([root, pid]).encode() + b"\n" + json.dumps(traces).encode()
+    """Write down what was made for a container, be it nothing; OSError where that cannot be."""
+    if ID.fullmatch(ident) is None:
+        raise OSError(errno.EINVAL, "its id is not taken for a file's name")
+    place = os.stat(root)
+    note = Note(root, pid, _began(pid), place.st_dev, place.st_ino)
+    data = json.dumps(note).encode() + b"\n" + json.dumps(traces).encode()
     above = os.open(runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(FileExistsError):
@@ -117,7 +126,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
     finally:
         os.close(dirfd)
     # Some engines tell nobody of an end: what they leave here is looked through now and then.
-    if pid % SWEEP == 0:
+    if pid % SWEEP == 0:  # one start of so many, by chance
         sweep(runtime_dir)
 
 
@@ -131,8 +140,8 @@ def forget(runtime_dir: str, ident: str) -> None:
             os.close(dirfd)
 
 
-def _runs(pid: int) -> bool:
-    """Tell whether a process has not ended, as one has that nobody has waited for yet."""
+def _began(pid: int) -> int:
+    """Give when a process began; 0 of one that has ended, if somebody has waited for it or not."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -140,46 +149,88 @@ def _runs(pid: int) -> bool:
         finally:
             os.close(fd)
     except OSError:
-        return False
-    return text.rpartition(b") ")[2][:1] not in (b"", b"Z", b"X")
+        return 0
+    fields = text.rpartition(b") ")[2].split()  # from the third on: proc(5)
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _runs(note: Note) -> bool:
+    return note.began > 0 and _began(note.pid) == note.began
+
+
+def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
+    """Read a note, or how it begins; nothing where there is none, or something else."""
+    path = f"{runtime_dir}/{DIRECTORY}/{ident}"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.read(fd, limit)
+        finally:
+            os.close(fd)
+    except OSError:
+        return b""
+
+
+def _parse_note(data: bytes) -> Note | None:
+    """Take the first line of a note; None where it is none."""
+    try:
+        note = Note(*json.loads(data.partition(b"\n")[0]))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    numbers = all(type(number) is int for number in note[1:])
+    return note if numbers and is_text(note.root) else None
+
+
+def _parse_traces(data: bytes) -> list[Trace]:
+    """Take the rest of a note; there are no traces where it is none."""
+    try:
+        found = [Trace(*trace) for trace in json.loads(data.partition(b"\n")[2])]
+    except (ValueError, TypeError, RecursionError):
+        return []
+    return [t for t in found if is_text(t.what) and is_text(t.path) and type(t.kept) is dict]
+
+
+def _notes(runtime_dir: str) -> dict[str, Note | None]:
+    """Give all notes; None for what is there and is none."""
+    names = os.listdir(f"{runtime_dir}/{DIRECTORY}")
+    return {name: _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) for name in names}
 
 
 def take_back(runtime_dir: str, ident: str) -> None:
     """Take away what a container left, as far as it can be, and forget it.
 
-    A directory that goes takes its mounts along, so nothing is done for a container whose process
-    runs: it is another engine's of the same id.
+    A directory that goes takes its mounts along, in every container: nothing is done while one of
+    the same root runs. The last of them takes away what all have left.
     """
     if ID.fullmatch(ident) is None:
         return
-    data = _read(_path(runtime_dir, ident), STORED_LIMIT)
-    if data is None:
+    own = _parse_note(_read(runtime_dir, ident, HEAD_LIMIT))
+    if own is None:
+        forget(runtime_dir, ident)
         return
-    try:
-        first, _, rest = data.partition(b"\n")
-        root, pid = json.loads(first)
-        if _runs(int(pid)):
-            return
-        traces = [Trace(*trace) for trace in json.loads(rest)]
-        rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (OSError, ValueError, TypeError):
-        traces, rootfd = [], -1  # the root is gone, and all that was in it
-    try:
-        if rootfd >= 0:
-            _take_all(rootfd, traces)
-    finally:
-        forget(runtime_dir, ident)  # or the next start meets what held this one
-
-
-def _take_all(rootfd: int, traces: list[Trace]) -> None:
-    """Take traces away, the last first, for as long as an end may take."""
+    place = own.device, own.inode
+    notes = _notes(runtime_dir).items()
+    shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
+    if any(_runs(note) for _, note in shared):
+        return
     until = time.monotonic() + SECONDS
+    for name, note in sorted(shared, key=lambda item: -item[1].began):
+        try:
+            with contextlib.suppress(OSError):  # it is gone, and all that was in it
+                rootfd = os.open(note.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                _take_all(rootfd, _parse_traces(_read(runtime_dir, name)), until)
+        finally:
+            forget(runtime_dir, name)  # or the next start meets what held this one
+
+
+def _take_all(rootfd: int, traces: list[Trace], until: float) -> None:
+    """Take traces away, the last first, for as long as an end may take."""
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     here, host = os.fstat(rootfd), os.stat("/")
     if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
         for trace in reversed(traces):
-            # ValueError: a damaged cache or note
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            # Others than OSError: a damaged cache or note
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
                 if time.monotonic() < until:
                     _take_back(procfd, rootfd, trace, traces)
     os.close(procfd)
@@ -187,24 +238,16 @@ def _take_all(rootfd: int, traces: list[Trace]) -> None:
 
 
 def sweep(runtime_dir: str) -> None:
-    """Forget the containers whose root is gone: nobody told of their end."""
+    """Forget the containers whose root is gone, nobody told of their end, and what is no note."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(f"{runtime_dir}/{DIRECTORY}"):
-            data = _read(_path(runtime_dir, name), ROOT_LIMIT, part=True)
-            with contextlib.suppress(ValueError):
-                if data and not os.path.isdir(json.loads(data.partition(b"\n")[0])[0]):
-                    forget(runtime_dir, name)
-
-
-def _read(path: str, limit: int, *, part: bool = False) -> bytes | None:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        return os.read(fd, limit) if part else read_bounded(fd, limit)
-    finally:
-        os.close(fd)
+        for name, note in _notes(runtime_dir).items():
+            if note is None:
+                stays = name.startswith("~")  # somebody writes it
+            else:
+                # One that runs may have its root in another mount namespace.
+                stays = _runs(note) or os.path.isdir(note.root)
+            if not stays:
+                forget(runtime_dir, name)
 
 
 def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> None:

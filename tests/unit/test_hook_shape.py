@@ -161,9 +161,11 @@ HOST_PATHS = {
     ("os.open", "f'{runtime_dir}/{DIRECTORY}'"),
     ("os.listdir", "f'{runtime_dir}/{DIRECTORY}'"),
     ("os.open", "f'/proc/{pid}/stat'"),
-    ("os.path.isdir", "json.loads(data.partition(b'\\n')[0])[0]"),
     ("os.path.normpath", "path"),
     ("os.fsdecode", "path"),
+    ("os.stat", "root"),
+    ("os.open", "note.root"),
+    ("os.path.isdir", "note.root"),
     ("os.fsdecode", "text.partition(b'\\x00')[0]"),
 }
 DESCRIPTORS = {

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from oci_hook import kernel, ldcache, runtime, traces
+from oci_hook.errors import MountError
 from oci_hook.traces import Trace, forget, remember, sweep, take_back
 
 PID = 1 << 30  # nobody's
@@ -61,32 +62,105 @@ def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> No
 
 @pytest.mark.parametrize("ident", ["", ".", "..", "../c1", "a/b", "~c1", "a" * 201, "a\nb"])
 def test_an_id_that_is_no_file_name_keeps_nothing(tmp_path: Path, root: Path, ident: str) -> None:
-    remember(str(tmp_path), ident, PID, str(root), [Trace("directory", "run/tidegate")])
+    with pytest.raises(OSError, match="not taken for a file's name"):
+        remember(str(tmp_path), ident, PID, str(root), [Trace("directory", "run/tidegate")])
     assert not (tmp_path / traces.DIRECTORY).exists()
     take_back(str(tmp_path), ident)
     assert (root / "run/tidegate").exists()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]\n[]", b'["/nowhere", 1073741824]\n[]', b'["/", 1073741824]\n[["directory", "tmp", {}]]', b"[1, 1073741824]\n3",
-     b'["/tmp", 1073741824]\n[[]]', b'["/tmp", "x"]\n[]'],
-)  # fmt: skip
+def head(root: object, pid: object = PID, began: object = 0) -> bytes:
+    return json.dumps([root, pid, began, 1, 2]).encode()
+
+
+DAMAGED = [
+    b"", b"{", b"{}", b"[]", b"3", b"[]\n[]", b'["/nowhere", 1073741824]\n[]', b"[" * 100_000,
+    head(1) + b"\n3", head("/\0"), head("/tmp", "x") + b"\n[]", head(["/tmp"]) + b"\n[]",
+]  # fmt: skip
+ODD = [
+    b"", b"3", b"[" * 100_000, b"[[]]", b"[3]", b'[["directory", 3, {}]]', b'[["file", "a", []]]',
+    b'[["cache", "usr/bin/nvidia-smi", {}]]', b'[["cache", "usr/bin/nvidia-smi", {"ours": [0, 0], "attributes": 3}]]',
+    b'[["directory", "", {}]]', b'[["directory", "..", {}]]', b'[["file", "\\ud800", {}]]',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, *(head("/tmp") + b"\n" + odd for odd in ODD)])
 def test_a_damaged_note_is_forgotten(tmp_path: Path, root: Path, content: bytes) -> None:
     record = keep(tmp_path, root)
-    record.write_bytes(content)
+    record.write_bytes(content.replace(b'"/tmp"', json.dumps(str(root)).encode()))
     take_back(str(tmp_path), "c1")
     assert not record.exists()
-    assert Path("/tmp").is_dir()
+    assert (root / "run/tidegate").is_dir()
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_note_is_nothing_to_others(tmp_path: Path, root: Path, content: bytes) -> None:
+    """One bad file stops no start and no end on the node."""
+    record = keep(tmp_path, root)
+    (record.parent / "bad").write_bytes(content)
+    (record.parent / "odd").mkdir()
+    os.mkfifo(record.parent / "pipe")
+    take_back(str(tmp_path), "c1")
+    assert not (root / "run/tidegate").exists()
+    sweep(str(tmp_path))
+    assert [path.name for path in record.parent.iterdir()] == ["odd"]
+    take_back(str(tmp_path), "odd")
+
+
+def test_the_host_s_own_root_loses_nothing(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path, root)
+    here, stat = root.stat(), os.stat
+    monkeypatch.setattr(
+        os, "stat", lambda path, **more: here if path == "/" else stat(path, **more)
+    )
+    take_back(str(tmp_path), "c1")
+    assert (root / "run/tidegate").is_dir()
+
+
+def test_a_number_that_is_used_again_is_another_process(tmp_path: Path, root: Path) -> None:
+    record = keep(tmp_path, root, pid=os.getpid())
+    name, pid, began, *place = json.loads(record.read_bytes().partition(b"\n")[0])
+    record.write_bytes(
+        json.dumps([name, pid, began + 1, *place]).encode()
+        + b"\n"
+        + record.read_bytes().partition(b"\n")[2]
+    )
+    take_back(str(tmp_path), "c1")
+    assert not (root / "run/tidegate").exists()
+    assert not record.exists()
+
+
+def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Path) -> None:
+    """A directory that goes takes its mounts along, in each of them; the second made nothing, all was there."""
+    other = tmp_path / "other name"
+    other.symlink_to(root)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            first = keep(tmp_path, root)
+            remember(str(tmp_path), "c2", process.pid, str(other), [])
+            take_back(str(tmp_path), "c1")
+            assert (root / "run/tidegate").exists()
+            assert first.exists()
+        finally:
+            process.kill()
+    take_back(str(tmp_path), "c2")
+    assert not (root / "run/tidegate").exists()
+    assert not (root / "usr/bin/nvidia-smi").exists()
+    assert not list(first.parent.iterdir())
 
 
 def test_notes_of_roots_that_are_gone_go(tmp_path: Path, root: Path) -> None:
+    """One that runs may have its root in another mount namespace."""
     stays, goes = keep(tmp_path, root), keep(tmp_path, root / "usr", "c2")
-    goes.write_text(goes.read_text().replace("/usr", "/gone"))
+    runs = keep(tmp_path, root / "usr", "c3", pid=os.getpid())
+    for record in (goes, runs):
+        record.write_text(record.read_text().replace("/usr", "/gone", 1))
     (stays.parent / "odd").write_text("no note\n")
+    (stays.parent / "~c4").write_text("")
     sweep(str(tmp_path))
-    assert (stays.exists(), goes.exists()) == (True, False)
-    assert json.loads(stays.read_text().splitlines()[0]) == [str(root), PID]
+    assert {path.name for path in stays.parent.iterdir()} == {"c1", "c3", "~c4"}
     forget(str(tmp_path), "c1")
     forget(str(tmp_path), "c1")
     assert not stays.exists()
@@ -157,11 +231,11 @@ def test_an_end_that_took_its_time_is_the_last_one(
     assert not record.exists()
 
     def expire(*_: object) -> None:
-        raise InterruptedError
+        raise MountError("late", hint="")
 
     record = keep(tmp_path, root)
     monkeypatch.setattr(traces, "_take_all", expire)
-    with pytest.raises(InterruptedError):
+    with pytest.raises(MountError):
         take_back(str(tmp_path), "c1")
     assert not record.exists()
 

@@ -15,6 +15,7 @@ from functools import partial
 
 from oci_hook import kernel, traces
 from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
+from oci_hook.files import as_owner, remove, write_all
 from oci_hook.image import open_root
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
 from oci_hook.traces import TEMPORARY, Trace
@@ -212,27 +213,6 @@ def _own_like(dirfd: int, fd: int) -> None:
         os.fchown(fd, parent.st_uid, parent.st_gid)
 
 
-def _as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
-    """Create as root, or as the directory's owner on a mount that has no place for root."""
-    try:
-        return create()
-    except OSError as e:
-        if e.errno != errno.EOVERFLOW:
-            raise
-    owner = os.fstat(dirfd)
-    before = kernel.set_fs_ids(owner.st_uid, owner.st_gid)
-    try:
-        return create()
-    finally:
-        kernel.set_fs_ids(*before)
-
-
-def _remove(dirfd: int, name: str) -> None:
-    """Remove a name that may be there."""
-    with contextlib.suppress(FileNotFoundError):
-        kernel.unlinkat(dirfd, name)
-
-
 def _exchange(dirfd: int, name: str) -> None:
     """Exchange `name` and TEMPORARY."""
     try:
@@ -336,7 +316,7 @@ class Applier:
         """Make the parts of a path that come after the first `done`, which `fd` is."""
         for depth, name in enumerate(parts[done:], done + 1):
             parent = fd
-            _as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
+            as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
             self.undo.add(partial(kernel.unlinkat, parent, name, directory=True))
             self._note(parent, Trace("directory", "/".join(parts[:depth])))
             readable = kernel.open_child(parent, name, os.O_RDONLY | os.O_DIRECTORY)
@@ -368,7 +348,7 @@ class Applier:
                 raise
             if dirfd < 0:
                 dirfd = self.make_own_directory(parent)
-            made = _as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
+            made = as_owner(dirfd, lambda: kernel.create(dirfd, name, 0o755))
             assert made is not None  # noqa: S101
             self.undo.add(lambda: kernel.unlinkat(dirfd, name))
             self._note(dirfd, Trace("file", path))
@@ -414,14 +394,12 @@ class Applier:
             self.rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True
         )
         for left in (TEMPORARY, ASIDE):  # by a run that was killed
-            _remove(dirfd, left)
-        fd = _as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
+            remove(dirfd, left)
+        fd = as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
         assert fd is not None  # noqa: S101
         try:
             try:
-                view = memoryview(operation.content)
-                while view:
-                    view = view[os.write(fd, view) :]
+                write_all(fd, operation.content)
                 _own_like(dirfd, fd)
                 os.fchmod(fd, 0o644)
                 ours = os.fstat(fd)
@@ -430,13 +408,13 @@ class Applier:
             _exchange(dirfd, name)
         except OSError:
             with contextlib.suppress(OSError):
-                kernel.unlinkat(dirfd, TEMPORARY)
+                remove(dirfd, TEMPORARY)
             raise
         self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
         if self.kept:
             self.kept["ours"] = [ours.st_size, ours.st_mtime_ns]
             self.undo.note(Trace("cache", operation.target, self.kept))
-        self.undo.at_success(partial(_remove, dirfd, TEMPORARY))
+        self.undo.at_success(partial(remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:
         """Apply one operation; one that is optional is left out where the image has no room."""

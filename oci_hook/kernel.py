@@ -183,10 +183,15 @@ def readlink(fd: int) -> str:
     return os.readlink("", dir_fd=fd)
 
 
-def symlinkat(text: str, dirfd: int, name: str, owner: tuple[int, int], mtime: int) -> None:
-    """Make a symbolic link of one name that was not there, somebody's and of a time."""
+def symlinkat(text: str, dirfd: int, name: str) -> None:
+    """Make a symbolic link of one name that was not there."""
     _require_name(name)
     os.symlink(text, name, dir_fd=dirfd)
+
+
+def set_link(dirfd: int, name: str, owner: tuple[int, int], mtime: int) -> None:
+    """Set whose a symbolic link of one name is, and its time in ns."""
+    _require_name(name)
     os.chown(name, *owner, dir_fd=dirfd, follow_symlinks=False)
     os.utime(name, ns=(mtime, mtime), dir_fd=dirfd, follow_symlinks=False)
 

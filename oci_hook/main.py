@@ -304,9 +304,9 @@ def precreate(options: Options, event: Event) -> str:
             outcome, edited = "edited", json.dumps(document).encode()
             event.fields |= {"code": e.code, "message": e.message}
     event.phase("edit")
-    view = memoryview(data if edited is None else edited)
-    while view:
-        view = view[os.write(1, view) :]
+    from oci_hook.files import write_all
+
+    write_all(1, data if edited is None else edited)
     return outcome
 
 

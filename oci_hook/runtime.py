@@ -221,6 +221,8 @@ def _tell_engine(call: Call, line: str) -> None:
 
 def replace_file(path: str, data: bytes) -> None:
     """Put `data` in a file's place: whoever reads it finds all of the old or all of the new."""
+    from oci_hook.files import write_all
+
     directory, name = os.path.split(path)
     dirfd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     temporary = f".{name}.tidegate-{os.getpid()}"
@@ -229,9 +231,7 @@ def replace_file(path: str, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=dirfd)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, data)
             if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
                 os.fchown(fd, old.st_uid, old.st_gid)
             os.fchmod(fd, old.st_mode & 0o7777)

@@ -17,8 +17,10 @@ import re
 import stat
 import time
 from binascii import a2b_base64, b2a_base64
+from functools import partial
 
 from oci_hook import kernel, ldcache
+from oci_hook.files import as_owner, remove, write_all
 from oci_hook.state import is_text, read_bounded
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
@@ -113,13 +115,10 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
         os.close(above)
     temporary = f"~{ident}"  # no id begins so
     try:
-        with contextlib.suppress(FileNotFoundError):
-            kernel.unlinkat(dirfd, temporary)
+        remove(dirfd, temporary)
         fd = kernel.create(dirfd, temporary, 0o600)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, data)
         finally:
             os.close(fd)
         kernel.renameat(dirfd, temporary, ident)
@@ -293,9 +292,10 @@ def _put_back(dirfd: int, name: str, kept: dict[str, Any]) -> None:
     if "link" not in kept:
         _put(dirfd, name, a2b_base64(kept["data"]), attributes)
         return
-    _remove_temporary(dirfd)
+    remove(dirfd, TEMPORARY)
     _, uid, gid, mtime_ns = attributes
-    kernel.symlinkat(kept["link"], dirfd, TEMPORARY, (uid, gid), mtime_ns)
+    as_owner(dirfd, partial(kernel.symlinkat, kept["link"], dirfd, TEMPORARY))
+    kernel.set_link(dirfd, TEMPORARY, (uid, gid), mtime_ns)
     kernel.renameat(dirfd, TEMPORARY, name)
 
 
@@ -335,19 +335,13 @@ def _identity(rootfd: int, path: str) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _remove_temporary(dirfd: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        kernel.unlinkat(dirfd, TEMPORARY)
-
-
 def _put(dirfd: int, name: str, content: bytes, attributes: Attributes) -> None:
-    _remove_temporary(dirfd)
-    fd = kernel.create(dirfd, TEMPORARY, 0o600)
+    remove(dirfd, TEMPORARY)
+    fd = as_owner(dirfd, partial(kernel.create, dirfd, TEMPORARY, 0o600))
+    assert fd is not None  # noqa: S101
     try:
         try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(fd, view) :]
+            write_all(fd, content)
             os.fchown(fd, attributes.uid, attributes.gid)
             os.fchmod(fd, attributes.mode)
             os.utime(fd, ns=(attributes.mtime_ns, attributes.mtime_ns))
@@ -355,5 +349,5 @@ def _put(dirfd: int, name: str, content: bytes, attributes: Attributes) -> None:
             os.close(fd)
         kernel.renameat(dirfd, TEMPORARY, name)
     except OSError:
-        _remove_temporary(dirfd)
+        remove(dirfd, TEMPORARY)
         raise

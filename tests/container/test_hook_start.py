@@ -452,6 +452,59 @@ def test_an_idmapped_root_is_served(node: Node, tmp_path: Path) -> None:
         )  # on disk, as the container's root writes
 
 
+IDMAPPED_END = """
+import os, subprocess, sys
+idmap, namespace, root, run, tree = sys.argv[1:]
+sys.path.insert(0, tree)
+from oci_hook.traces import Trace, keep, remember, take_back
+path = "etc/ld.so.cache"
+below = os.open(root, os.O_PATH | os.O_DIRECTORY)
+subprocess.run([idmap, namespace, root], check=True)
+kept = keep(os.open(root, os.O_PATH | os.O_DIRECTORY), path, b"the image's")
+os.unlink(path, dir_fd=below)
+os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600, dir_fd=below))
+ours = os.stat(path, dir_fd=below)
+kept["ours"] = [ours.st_size, ours.st_mtime_ns]
+remember(run, "c1", 1 << 30, root, [Trace("cache", path, kept)])
+take_back(run, "c1")
+"""
+
+
+@pytest.mark.parametrize("cache", ["file", "link"])
+def test_the_end_puts_a_cache_back_on_an_idmapped_root(tmp_path: Path, cache: str) -> None:
+    idmap = compile_c(IDMAP_C, tmp_path / "idmap")
+    path = tmp_path / "rootfs/etc/ld.so.cache"
+    path.parent.mkdir(parents=True)
+    path.write_text("the image's")
+    if cache == "link":
+        path.rename(path.parent / "other")
+        path.symlink_to("other")
+    before = everything(path)
+    with subprocess.Popen(["unshare", "-U", "sleep", "30"]) as user:
+        namespace = Path(f"/proc/{user.pid}")
+        while (namespace / "ns/user").readlink() == Path("/proc/self/ns/user").readlink():
+            time.sleep(0.01)
+        for name in ("uid_map", "gid_map"):
+            (namespace / name).write_text("0 100000 65536\n")
+        command = [
+            "unshare",
+            "-m",
+            "python3",
+            "-c",
+            IDMAPPED_END,
+            str(idmap),
+            f"{namespace}/ns/user",
+        ]
+        tree_of_code = Path(__file__).parent.parent.parent
+        arguments = [str(tmp_path / "rootfs"), str(tmp_path), str(tree_of_code)]
+        subprocess.run([*command, *arguments], check=True, timeout=30)
+        user.kill()
+    assert everything(path) == before
+    assert sorted(p.name for p in path.parent.iterdir()) == sorted(
+        {path.name, *(["other"] if cache == "link" else [])}
+    )
+
+
 def test_an_optional_driver_starts_a_musl_image_without_it(node: Node, runc: Runtime) -> None:
     bundle = node.bundle(
         "/bin/true-static",

@@ -105,7 +105,9 @@ SLOW = (
 
 def test_a_start_imports_nothing_slow():
     """What a container that asks for a share costs is mostly imports."""
-    names = "apply client edits image kernel main manifest plan request reserve runtime traces"
+    names = (
+        "apply client edits files image kernel main manifest plan request reserve runtime traces"
+    )
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         f"for name in {names.split()}: __import__('oci_hook.' + name)\n"

@@ -184,7 +184,9 @@ DESCRIPTORS = {
 }
 
 
-@pytest.mark.parametrize("module", ["apply.py", "image.py", "plan.py", "traces.py", "elf.py"])
+@pytest.mark.parametrize(
+    "module", ["apply.py", "files.py", "image.py", "plan.py", "traces.py", "elf.py"]
+)
 def test_below_the_root_there_are_only_descriptors(module: str) -> None:
     """runc and NVIDIA's toolkit had a row of CVEs from walking a path in an image twice."""
     for function, argument in calls(HOOK / module):

@@ -1,0 +1,41 @@
+"""What is made and removed below a directory's descriptor, by the start and by the end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+
+from oci_hook import kernel
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of it."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def remove(dirfd: int, name: str) -> None:
+    """Remove a name that may be there."""
+    with contextlib.suppress(FileNotFoundError):
+        kernel.unlinkat(dirfd, name)
+
+
+def as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
+    """Create as root, or as the directory's owner on a mount that has no place for root."""
+    try:
+        return create()
+    except OSError as e:
+        if e.errno != errno.EOVERFLOW:
+            raise
+    owner = os.fstat(dirfd)
+    before = kernel.set_fs_ids(owner.st_uid, owner.st_gid)
+    try:
+        return create()
+    finally:
+        kernel.set_fs_ids(*before)

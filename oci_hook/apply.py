@@ -411,9 +411,8 @@ class Applier:
                 remove(dirfd, TEMPORARY)
             raise
         self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
-        if self.kept:
-            self.kept["ours"] = [ours.st_size, ours.st_mtime_ns]
-            self.undo.note(Trace("cache", operation.target, self.kept))
+        kept = self.kept | {"ours": [ours.st_size, ours.st_mtime_ns]}
+        self.undo.note(Trace("cache", operation.target, kept))
         self.undo.at_success(partial(remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:

@@ -32,7 +32,8 @@ else:
 DIRECTORY = "traces"  # below the runtime directory
 TEMPORARY = ".ld.so.cache.tidegate"
 ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # as engines make them; a file's name
-STORED_LIMIT = 8 << 20  # a cache of 4 MiB, as text
+KEPT_LIMIT = 512 << 10  # of a cache; usual ones have tens of KiB, and /run is memory
+STORED_LIMIT = 1 << 20  # of a note
 HEAD_LIMIT = 32 << 10  # the longest path, as text
 SWEEP = 32
 LOOKS = 64  # into a cache that the container wrote: each name in it may take a walk
@@ -74,7 +75,8 @@ def _attributes(status: os.stat_result) -> Attributes:
 def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
     """Say what is at a path, so that it can be made again: a link, or a file with `data` in it.
 
-    Nothing for all else.  A file is read once: by now its name may be another's.
+    Nothing for all else, and for what is too large: our cache in its place loses what leads to us.
+    A file is read once: by now its name may be another's.
     """
     parent, _, name = path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True)
@@ -89,7 +91,7 @@ def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
             return kept | {"link": kernel.readlink(fd)}
     finally:
         os.close(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != len(data):
+    if not stat.S_ISREG(status.st_mode) or status.st_size != len(data) or len(data) > KEPT_LIMIT:
         return {}
     return kept | {"data": b2a_base64(data, newline=False).decode()}
 
@@ -106,6 +108,8 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
     place = os.stat(root)
     note = Note(root, pid, _began(pid), place.st_dev, place.st_ino)
     data = json.dumps(note).encode() + b"\n" + json.dumps(traces).encode()
+    if len(data) > STORED_LIMIT:
+        raise OSError(errno.EFBIG, f"they take {len(data)} bytes to write down")
     above = os.open(runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(FileExistsError):
@@ -122,6 +126,10 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
         finally:
             os.close(fd)
         kernel.renameat(dirfd, temporary, ident)
+    except OSError:
+        with contextlib.suppress(OSError):
+            remove(dirfd, temporary)
+        raise
     finally:
         os.close(dirfd)
     # Some engines tell nobody of an end: what they leave here is looked through now and then.
@@ -267,7 +275,8 @@ def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> N
                     kernel.unlinkat(dirfd, name)
                 return
             data = None
-            if [status.st_size, status.st_mtime_ns] != trace.kept["ours"]:
+            ours = [status.st_size, status.st_mtime_ns] == trace.kept["ours"]
+            if not ours or "attributes" not in trace.kept:
                 readable = kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
                 try:
                     data = read_bounded(readable, ldcache.CACHE_LIMIT) or b""
@@ -276,8 +285,8 @@ def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> N
         finally:
             os.close(fd)
         if data is not None:
-            ours = [trace.path for trace in traces if trace.what == "directory"]
-            content = _without(rootfd, data, ours)
+            made = [trace.path for trace in traces if trace.what == "directory"]
+            content = _without(rootfd, data, made)
             if content is not None:
                 _put(dirfd, name, content, _attributes(status))
         else:

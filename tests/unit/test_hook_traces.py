@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -255,3 +256,40 @@ def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert runtime.delete(call, node, ["delete", "c1"]) == 0
     assert time.monotonic() - began < 5
     assert "did not finish within 0.2 s" in (tmp_path / "log").read_text()
+
+
+def test_a_large_cache_is_not_kept_and_loses_what_leads_to_us(tmp_path: Path, root: Path) -> None:
+    """/run is memory, which is nobody's."""
+    more = [f"/usr/lib/{'x' * 200}{n}.so" for n in range(4000)]
+    cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1", *more])
+    rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    assert traces.keep(rootfd, "etc/ld.so.cache", cache.read_bytes()) == {}
+    os.close(rootfd)
+    status = cache.stat()
+    made = [
+        Trace("directory", HWCAPS),
+        Trace("cache", "etc/ld.so.cache", {"ours": [status.st_size, status.st_mtime_ns]}),
+    ]
+    remember(str(tmp_path), "c1", PID, str(root), made)
+    take_back(str(tmp_path), "c1")
+    found = ldcache.parse(cache.read_bytes())
+    assert found is not None
+    assert [os.fsdecode(entry.path) for entry in found.entries] == [*more, "/usr/lib/libc.so.6"]
+
+
+def test_a_note_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = [Trace("directory", f"{'ä' * 2000}/{n}") for n in range(200)]
+    with pytest.raises(OSError, match="bytes to write down"):
+        remember(str(tmp_path), "c1", PID, str(root), many)
+    keep(tmp_path, root)
+
+    def full(fd: int, data: bytes) -> None:
+        os.write(fd, data[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(traces, "write_all", full)
+    with pytest.raises(OSError, match="No space"):
+        keep(tmp_path, root, "c2")
+    assert [path.name for path in (tmp_path / traces.DIRECTORY).iterdir()] == ["c1"]

@@ -322,20 +322,20 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
     """Have the real runtime delete a container, then take away what its start left in the image."""
     pid = os.posix_spawn(node.runtime, [node.runtime, *arguments], os.environ)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status == 0:
-        from oci_hook import traces
-        from oci_hook.main import arm, disarm
+    # Whatever it answers: one that does not exist has ended, one that runs keeps what it has.
+    from oci_hook import traces
+    from oci_hook.main import arm, disarm
 
-        arm(END_DEADLINE, "tidegate-runtime")
-        try:
-            traces.take_back(node.runtime_dir, call.ident)
-            traces.sweep(node.runtime_dir)
-        except Exception as e:  # noqa: BLE001 - the container is gone, whatever stays of it
-            from oci_hook.log import Event
+    arm(END_DEADLINE, "tidegate-runtime")
+    try:
+        traces.take_back(node.runtime_dir, call.ident)
+        traces.sweep(node.runtime_dir)
+    except Exception as e:  # noqa: BLE001 - the container is gone, whatever stays of it
+        from oci_hook.log import Event
 
-            Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
-        finally:
-            disarm()
+        Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
+    finally:
+        disarm()
     return status if status >= 0 else 128 - status
 
 

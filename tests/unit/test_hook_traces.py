@@ -293,3 +293,13 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
     with pytest.raises(OSError, match="No space"):
         keep(tmp_path, root, "c2")
     assert [path.name for path in (tmp_path / traces.DIRECTORY).iterdir()] == ["c1"]
+
+
+def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: Path) -> None:
+    """As after a checkpoint: the runtime has removed the container by itself, and says that there is none."""
+    keep(tmp_path, root)
+    node, call = runtime.Node(), runtime.Call()
+    node.runtime, node.runtime_dir = "/bin/false", str(tmp_path)
+    call.command, call.ident = "delete", "c1"
+    assert runtime.delete(call, node, ["delete", "c1"]) == 1
+    assert not (root / "run/tidegate").exists()

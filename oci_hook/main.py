@@ -258,7 +258,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
     except BaseException:
         arm(UNDO_DEADLINE)
         left = undo.run(container)
-        if noted:  # or it is another engine's, of a container that runs
+        # Or the note is another engine's, of a container that runs; or the end does what is left.
+        if noted and not left:
             traces.forget(options.runtime_dir, state.id)
         if left:
             event.fields["left_behind"] = left

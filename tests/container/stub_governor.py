@@ -20,7 +20,8 @@ class StubGovernor:
     """Listens on <runtime_dir>/governor.sock.
 
     `mode` says how it answers: grant, refuse, silent, close, garbage, deny-confirm.  `admitted` holds the admissions that
-    live now, `confirmed` those that were confirmed.  `before_admit` runs before an admission is answered.
+    live now, `confirmed` those that were confirmed.  `before_admit` runs before an admission is answered,
+    `before_confirm` before a confirmation is.
     """
 
     def __init__(self, runtime_dir: Path) -> None:
@@ -28,6 +29,7 @@ class StubGovernor:
         self.mode = "grant"
         self.minor: int | None = None  # of its GPU's device node
         self.before_admit: Callable[[], None] = lambda: None
+        self.before_confirm: Callable[[], None] = lambda: None
         self.schema = json.loads((ROOT / "governor" / "protocol.schema.json").read_text())
         self.requests: list[dict[str, Any]] = []
         self.misfits: list[str] = []
@@ -93,6 +95,8 @@ class StubGovernor:
                     if request["op"] == "admit":
                         mine = request["id"]
                         self.before_admit()
+                    if request["op"] == "confirm":
+                        self.before_confirm()
                     answer = self._answer(request, mine)
                     if answer is None:
                         if self.mode == "close":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook.traces import Trace, remember
+from oci_hook.traces import Trace, remember, take_back
 from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c, make_library
 from tests.container.conftest import Node
 from tests.container.held import Held
@@ -202,6 +202,22 @@ def test_a_confirmation_that_fails_takes_everything_back(node: Node) -> None:
     """All mounts were made and the cache written: all of it goes, the old cache comes back."""
     node.governor.mode = "deny-confirm"
     refuse(node, node.bundle("true"), 77, "the admission is gone")
+
+
+def test_what_could_not_be_taken_back_goes_at_the_end(node: Node) -> None:
+    """Something is in the way meanwhile; the runtime says the end of such a container, too."""
+    node.governor.mode = "deny-confirm"
+    bundle = node.bundle("true")
+    before = tree(bundle.rootfs)
+    way = bundle.rootfs / LIBDIR / "glibc-hwcaps/in the way"
+    node.governor.before_confirm = way.touch
+    with Held(bundle) as held:
+        assert held.hook(node.hook).returncode == 77
+        ident = f"held-{held.process.pid}"
+    assert node.events()[-1]["left_behind"]
+    way.unlink()
+    take_back(str(node.base / "run"), ident)
+    assert tree(bundle.rootfs).keys() == before.keys()
 
 
 NO_EXCHANGE_C = r"""

@@ -17,7 +17,7 @@ from oci_hook.elf import run_path
 from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
 from oci_hook.ldcache import CACHE_LIMIT, is_cache
 from oci_hook.manifest import LIBDIR, Share
-from oci_hook.state import read_bounded
+from oci_hook.state import is_text, read_bounded
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -287,19 +287,24 @@ def inspect_image(
     return image
 
 
-def _process(document: dict[str, Any]) -> tuple[str, list[str], dict[str, str]]:
-    """Give working directory, arguments and environment of a config.json."""
+def _process(document: dict[str, Any]) -> tuple[str, str, dict[str, str]]:
+    """Give working directory, program and environment of a config.json, as far as they are used."""
     process = document.get("process")
     if type(process) is not dict:
-        return "/", [], {}
+        return "/", "", {}
     cwd, arguments, variables = (process.get(name) for name in ("cwd", "args", "env"))
-    pairs = [
-        variable.partition("=")[::2]
-        for variable in (variables if type(variables) is list else ())
-        if type(variable) is str
-    ]
-    program = [a for a in (arguments if type(arguments) is list else ())[:1] if type(a) is str]
-    return cwd if type(cwd) is str else "/", program, dict(pairs)
+    texts = [v for v in (variables if type(variables) is list else ()) if type(v) is str]
+    environment = dict(v.partition("=")[::2] for v in texts)
+    used = {name: environment.get(name, "") for name in ("LD_LIBRARY_PATH", "PATH")}
+    used["cwd"] = cwd if type(cwd) is str else "/"
+    used["args"] = str(arguments[0]) if type(arguments) is list and arguments else ""
+    for name, value in used.items():
+        if not is_text(value):
+            raise BundleError(
+                f"{name} of the process in config.json is {show(value)}, no path",
+                hint="whatever wrote config.json has to write valid Unicode",
+            )
+    return used["cwd"], used["args"], used
 
 
 def _join(at: str, path: str) -> str:
@@ -325,13 +330,13 @@ def search_path(document: dict[str, Any]) -> list[str]:
 
 def program_path(rootfd: int, procfd: int, document: dict[str, Any]) -> list[str]:
     """Give the directories that the program itself, by its RPATH, has a loader search."""
-    cwd, arguments, environment = _process(document)
-    if not arguments:
+    cwd, program, environment = _process(document)
+    if not program:
         return []
-    names = [arguments[0]]
-    if "/" not in arguments[0]:
-        parts = environment.get("PATH", "").split(":")[:SEARCH_LIMIT]
-        names = [f"{part}/{arguments[0]}" for part in parts]
+    names = [program]
+    if "/" not in program:
+        parts = environment["PATH"].split(":")[:SEARCH_LIMIT]
+        names = [f"{part}/{program}" for part in parts]
     for name in names:
         path = _join(cwd, name)
         fd = _find(rootfd, path)

@@ -17,8 +17,8 @@ import pytest
 
 from oci_hook import ldcache
 from oci_hook.client import Grant
-from oci_hook.errors import DriverError, ImageError, MirrorError
-from oci_hook.image import Image, Look, inspect_image, look_at
+from oci_hook.errors import BundleError, DriverError, ImageError, MirrorError
+from oci_hook.image import Image, Look, inspect_image, look_at, search_path
 from oci_hook.manifest import (
     changed_files,
     check_fresh,
@@ -740,3 +740,24 @@ def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) ->
     (tmp_path / "drivers" / f"{V}-0123456789ab").rename(tmp_path / "trash")
     with pytest.raises(MirrorError, match="which is gone"):
         read_manifest(str(tmp_path / "drivers"))
+
+
+@pytest.mark.parametrize(
+    "process",
+    [
+        {"cwd": "/\ud800"},
+        {"env": ["LD_LIBRARY_PATH=/opt/\ud800"]},
+        {"env": ["PATH=/opt/\ud800"], "args": ["true"]},
+        {"args": ["/bin/\ud800"]},
+        {"cwd": "/\0"},
+    ],
+)
+def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[str, Any]) -> None:
+    """As from a config.json in which it is an escape; it is no mistake of ours."""
+    with pytest.raises(BundleError, match="of the process in config.json is .*, no path"):
+        search_path({"process": {"cwd": "/", **process}})
+
+
+def test_what_is_no_path_may_be_anything() -> None:
+    odd = {"cwd": 3, "args": [], "env": ["A=\ud800", 3, "LD_LIBRARY_PATH=/a:b;"]}
+    assert search_path({"process": odd}) == ["a", "b", ""]

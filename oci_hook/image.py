@@ -44,6 +44,7 @@ ELF_HEAD = 20
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
 MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
 HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
+PLATFORM = "x86_64"  # what $PLATFORM of a path means
 VOLUME = "it is on a volume"
 # What must not be found in an image before ours.
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -111,19 +112,26 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
         return None
 
 
-def _read_file(rootfd: int, procfd: int, path: str, limit: int) -> bytes | None:
-    """Read a regular file of the image; None for anything else, and for one over the limit."""
+def _open_regular(rootfd: int, procfd: int, path: str) -> int | None:
+    """Open a regular file of the image for reading; None for anything else."""
     fd = _find(rootfd, path)
     if fd is None:
         return None
     try:
         if not kernel.is_regular(fd):
             return None
-        readable = kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            return read_bounded(readable, limit)
-        finally:
-            os.close(readable)
+        return kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
+    finally:
+        os.close(fd)
+
+
+def _read_file(rootfd: int, procfd: int, path: str, limit: int) -> bytes | None:
+    """Read a regular file of the image; None for anything else, and for one over the limit."""
+    fd = _open_regular(rootfd, procfd, path)
+    if fd is None:
+        return None
+    try:
+        return read_bounded(fd, limit)
     finally:
         os.close(fd)
 
@@ -195,17 +203,11 @@ def _look_at(rootfd: int, path: str) -> Look:
 
 def _is_libc32(rootfd: int, procfd: int, path: str) -> bool:
     """Tell by the head of its ELF header whether a file is a library for i386."""
-    fd = _find(rootfd, path)
+    fd = _open_regular(rootfd, procfd, path)
     if fd is None:
         return False
     try:
-        if not kernel.is_regular(fd):
-            return False
-        readable = kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            head = os.read(readable, ELF_HEAD)
-        finally:
-            os.close(readable)
+        head = os.read(fd, ELF_HEAD)
     finally:
         os.close(fd)
     # magic, ELFCLASS32, and little-endian e_machine EM_386
@@ -313,53 +315,51 @@ def _join(at: str, path: str) -> str:
     return "/".join(part for part in whole.split("/") if part not in ("", "."))
 
 
-def search_path(document: dict[str, Any]) -> list[str]:
-    """Give the directories that LD_LIBRARY_PATH of a config.json names, below the root."""
-    cwd, _, environment = _process(document)
-    value = environment.get("LD_LIBRARY_PATH")
-    if not value:
-        return []
-    entries = value.replace(";", ":").split(":")
+def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, Any]) -> list[str]:
+    """Give the directories, below the root, that a loader searches before its own.
+
+    LD_LIBRARY_PATH of a config.json and the RPATH of its program name them.  Look from the
+    container's mount namespace: the program may be in a volume.
+    """
+    cwd, name, environment = _process(document)
+    value = environment.get("LD_LIBRARY_PATH", "")
+    entries = value.replace(";", ":").split(":") if value else []
     if len(entries) > SEARCH_LIMIT:
         raise ImageError(
             f"LD_LIBRARY_PATH names {len(entries)} directories",
             hint=f"make it shorter: {SEARCH_LIMIT} are looked at",
         )
+    origin, text = "", ""
+    if name:
+        parts = [""] if "/" in name else environment["PATH"].split(":")[:SEARCH_LIMIT]
+        for part in parts:
+            found = _look_at_program(rootfd, procfd, _join(cwd, f"{part}/{name}" if part else name))
+            if found is not None:
+                origin, text = found
+                break
+    entries += text.split(":")[:SEARCH_LIMIT] if text else []
+    tokens = {"ORIGIN": origin, "LIB": library_dir.removeprefix("usr/"), "PLATFORM": PLATFORM}
+    for token, meaning in tokens.items():
+        entries = [
+            e.replace(f"${{{token}}}", meaning).replace(f"${token}", meaning) for e in entries
+        ]
     return [_join(cwd, entry) for entry in entries]  # one that is empty is the working directory
 
 
-def program_path(rootfd: int, procfd: int, document: dict[str, Any]) -> list[str]:
-    """Give the directories that the program itself, by its RPATH, has a loader search."""
-    cwd, program, environment = _process(document)
-    if not program:
-        return []
-    names = [program]
-    if "/" not in program:
-        parts = environment["PATH"].split(":")[:SEARCH_LIMIT]
-        names = [f"{part}/{program}" for part in parts]
-    for name in names:
-        path = _join(cwd, name)
-        fd = _find(rootfd, path)
+def _look_at_program(rootfd: int, procfd: int, path: str) -> tuple[str, str] | None:
+    """Give a program's directory, behind all links as a loader takes it, and its RPATH."""
+    try:
+        fd = _open_regular(rootfd, procfd, path)
         if fd is None:
-            continue
+            return None
         try:
-            if not kernel.is_regular(fd):
-                continue
-            readable = kernel.reopen(procfd, fd, os.O_RDONLY | os.O_NONBLOCK)
-            try:
-                text = run_path(readable)
-            finally:
-                os.close(readable)
-        except OSError:
-            return []
+            # Text, which is walked in the root again.
+            root, place = (kernel.name_of(procfd, n) for n in (rootfd, fd))
+            return place.removeprefix(root).rpartition("/")[0] or "/", run_path(fd)
         finally:
             os.close(fd)
-        origin = "/" + path.rpartition("/")[0]
-        entries = text.split(":")[:SEARCH_LIMIT] if text else []
-        for token in ("$ORIGIN", "${ORIGIN}"):
-            entries = [entry.replace(token, origin) for entry in entries]
-        return [_join(cwd, entry) for entry in entries]
-    return []
+    except OSError:
+        return "", ""
 
 
 def _compat_directories(rootfd: int) -> list[str]:

@@ -147,6 +147,11 @@ def reopen(procfd: int, fd: int, flags: int) -> int:
     return os.open(f"self/fd/{fd}", flags | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=procfd)
 
 
+def name_of(procfd: int, fd: int) -> str:
+    """Give the path by which this process reaches what a descriptor stands for; text, no place."""
+    return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
+
+
 def _require_name(name: str) -> None:
     if not name or "/" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not the name of one entry")

@@ -166,7 +166,6 @@ def prepare(options: Options, state: State, event: Event) -> str:
         inspect_image,
         look_at_places,
         look_for_drivers,
-        program_path,
         search_path,
     )
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
@@ -197,9 +196,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
             manifest.machine,
             compat32=share.compat32 != "no",
         )
-        search = search_path(bundle.document)
-        search += program_path(container.rootfd, container.procfd, bundle.document)
         with Inside(container) as rootfd:
+            search = search_path(rootfd, container.procfd, image.library_dir, bundle.document)
             image = look_for_drivers(rootfd, image, search)
             if share.places:
                 image = look_at_places(rootfd, image, share)

@@ -197,6 +197,10 @@ def _fault(step: Step, root: str) -> str | None:
             return None
         if step.path == "thread-self/mountinfo" and step.numbers[0] >= 0:
             return None
+        if re.fullmatch(r"self/fd/\d+", step.path) and step.numbers[0] >= 0:
+            # What was walked to, opened for reading, by a /proc that a descriptor stands for.
+            there = f"{step.what}/".startswith(f"{root}/") or step.result is None or step.result < 0
+            return None if there else f"R2: it left the root: {step}"
         return f"R2: opened by path: {step}"
     return None
 

@@ -214,15 +214,20 @@ def test_compat_that_an_entry_point_puts_on_the_path_comes_after_ours(
 
 
 @pytest.mark.parametrize("tags", ["--disable-new-dtags", "--enable-new-dtags"])
-@pytest.mark.parametrize("path", ["/opt/app/lib", "$ORIGIN/../lib", "$ORIGIN"])
+@pytest.mark.parametrize("path", ["/opt/app/lib", "$ORIGIN/../lib", "$ORIGIN", "$ORIGIN/../$LIB"])
 def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
     site: Node, make: Make, runtime: Runtime, path: str, tags: str
 ) -> None:
-    """DT_RPATH, which is searched before all else, and DT_RUNPATH; the program is found by PATH."""
-    own = {"$ORIGIN/../lib": "opt/app/lib", "$ORIGIN": "opt/app/bin"}.get(path, "opt/app/lib")
+    """DT_RPATH, which is searched before all else, and DT_RUNPATH; the program is found by PATH, as a link."""
+    own = {
+        "$ORIGIN": "opt/app/bin",
+        "$ORIGIN/../$LIB": "opt/app/lib/x86_64-linux-gnu",
+    }.get(path, "opt/app/lib")
     bundle = make("ask-rpath", str(3 * GIB), str(GIB))
     compile_c(ASK_C, bundle.rootfs / "opt/app/bin/ask-rpath", "-ldl", f"-Wl,{tags},-rpath,{path}")
-    bundle.config["process"]["env"].append("PATH=/nowhere:/opt/app/bin")
+    (bundle.rootfs / "opt/bin").mkdir()
+    (bundle.rootfs / "opt/bin/ask-rpath").symlink_to("../app/bin/ask-rpath")
+    bundle.config["process"]["env"].append("PATH=/nowhere:/opt/bin")
     own_driver(bundle, site, own)
     governed(runtime.run(bundle))
 

@@ -754,10 +754,28 @@ def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) ->
 )
 def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[str, Any]) -> None:
     """As from a config.json in which it is an escape; it is no mistake of ours."""
-    with pytest.raises(BundleError, match="of the process in config.json is .*, no path"):
-        search_path({"process": {"cwd": "/", **process}})
+    with pytest.raises(BundleError, match=r"process in config.json is .*, no path"):
+        search_path(-1, -1, LIBDIR, {"process": {"cwd": "/", **process}})
 
 
 def test_what_is_no_path_may_be_anything() -> None:
     odd = {"cwd": 3, "args": [], "env": ["A=\ud800", 3, "LD_LIBRARY_PATH=/a:b;"]}
-    assert search_path({"process": odd}) == ["a", "b", ""]
+    assert search_path(-1, -1, LIBDIR, {"process": odd}) == ["a", "b", ""]
+
+
+def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> None:
+    (tmp_path / "opt/app").mkdir(parents=True)
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    (tmp_path / "opt/app/run").write_text("#!/bin/sh")
+    (tmp_path / "usr/bin/run").symlink_to("/opt/app/run")
+    names = "$ORIGIN/../lib:${ORIGIN}:/x/$LIB:/x/${PLATFORM}:y"
+    process = {
+        "cwd": "/w",
+        "args": ["run"],
+        "env": ["PATH=/bin:/usr/bin", f"LD_LIBRARY_PATH={names}"],
+    }
+    rootfd, procfd = (os.open(path, os.O_PATH | os.O_DIRECTORY) for path in (tmp_path, "/proc"))
+    found = search_path(rootfd, procfd, LIBDIR, {"process": process})
+    os.close(rootfd)
+    os.close(procfd)
+    assert found == ["opt/app/../lib", "opt/app", "x/lib/x86_64-linux-gnu", "x/x86_64", "w/y"]

@@ -13,6 +13,7 @@ Check = Callable[[Node], Iterator[Finding]]
 
 CHECKS: dict[str, Check] = {
     "kernel.calls": system.calls,
+    "kernel.processor": system.processor,
     "cgroup.version": system.cgroups,
     "cgroup.freezer": system.throttling,
     "security.modules": system.security,

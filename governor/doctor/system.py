@@ -23,6 +23,7 @@ RELABEL = (
     "semanage fcontext -a -t container_file_t '{path}(/.*)?' && restorecon -R {path}, "
     "or start the container with --security-opt label=disable"
 )
+V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}  # of x86-64-v2, as in cpuinfo
 CAP_SYS_ADMIN = 21
 LABELS = ("container_file_t", "container_ro_file_t", "container_share_t")
 
@@ -56,6 +57,23 @@ def calls(node: Node) -> Iterator[Finding]:
         )
     else:
         yield ok(f"Linux {release} has {_listed([name for name, _ in CALLS])}")
+
+
+def processor(node: Node) -> Iterator[Finding]:
+    """Whether loaders look into the subdirectory that the driver is mounted on."""
+    found = re.search(r"^flags\s*:(.*)$", node.read("/proc/cpuinfo") or "", re.MULTILINE)
+    if found is None:
+        yield unseen("/proc/cpuinfo names no flags of a processor")
+        return
+    lacking = sorted(V2 - set(found[1].split()))
+    if lacking:
+        yield wrong(
+            f"the processor is below x86-64-v2 (no {_listed(lacking)}): loaders pass the driver's "
+            "directory over, and find an image's own driver, ungoverned",
+            "give the virtual machine such a processor (QEMU: -cpu host; Proxmox: type host)",
+        )
+    else:
+        yield ok("the processor is of x86-64-v2 or above")
 
 
 def _refused() -> Iterator[tuple[str, int]]:

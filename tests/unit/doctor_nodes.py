@@ -31,6 +31,8 @@ LIBRARIES = "usr/lib/x86_64-linux-gnu"
 UUID = "GPU-6d0b7ab0-2f4f-4d5e-9b3a-0c2d9d2a7f10"
 SMI = f"0, {UUID}, Disabled, Default, Enabled\n"
 
+FLAGS = "processor\t: 0\nflags\t\t: fpu sse2 ssse3 cx16 sse4_1 sse4_2 popcnt lahf_lm avx\n"
+
 GPU = {
     "index": 0,
     "uuid": UUID,
@@ -116,6 +118,7 @@ class Host:
         """Lay a host on which everything is right but the device nodes, which take root to make."""
         host = cls(root)
         host.put("proc/sys/kernel/osrelease", "6.1.0-28-amd64\n")
+        host.put("proc/cpuinfo", FLAGS)
         host.put("proc/self/mounts", "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n")
         host.put_driver()
         host.put_mirror()

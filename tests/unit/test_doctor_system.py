@@ -13,7 +13,7 @@ from governor.config import Config
 from governor.doctor import system
 from governor.doctor.checks import examine
 from governor.doctor.node import Node
-from tests.unit.doctor_nodes import Host, words
+from tests.unit.doctor_nodes import FLAGS, Host, words
 
 V1 = "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n"
 V2 = "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n"
@@ -96,6 +96,15 @@ def test_crun_is_warned_of_where_version_2_has_controllers_beside_version_1(host
             " -> use runc, or boot with systemd.unified_cgroup_hierarchy=1"
         )
     ]
+
+
+def test_a_processor_that_loaders_take_for_an_old_one_is_wrong(host: Host) -> None:
+    assert host.look("kernel.processor") == ["unseen: /proc/cpuinfo names no flags of a processor"]
+    host.put("proc/cpuinfo", FLAGS)
+    assert host.look("kernel.processor") == ["ok: the processor is of x86-64-v2 or above"]
+    host.put("proc/cpuinfo", FLAGS.replace("ssse3", "").replace("sse4_2", ""))
+    [found] = host.look("kernel.processor")
+    assert found.startswith("wrong: the processor is below x86-64-v2 (no sse4_2 and ssse3): ")
 
 
 def test_mounts_that_cannot_be_read_are_not_seen(host: Host) -> None:

@@ -89,6 +89,7 @@ def fresh(node: Node) -> Iterator[Finding]:
 def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
     named: set[str] = set()
     programs: set[str] = set()
+    stages: set[str] = set()
     for edits in file.edits():
         for device in objects(edits, "deviceNodes"):
             path = str(device.get("hostPath") or device.get("path"))
@@ -97,12 +98,19 @@ def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
                 yield wrong(f"{file.path} is stale: {reason}", GENERATE)
         for hook in objects(edits, "hooks"):
             programs.add(str(hook.get("path")))
+            stages.add(str(hook.get("hookName")))
             if not hook.get("env"):
                 yield wrong(
                     f"{file.path}: a hook has no env: an image's environment may reach it", GENERATE
                 )
     for path in sorted(programs):
         yield examine_program(node, path, f"{file.path} has")
+    if stages and "poststop" not in stages:
+        yield warning(
+            f"{file.path} tells the hook of no container's end (no hook poststop): what a start "
+            "makes in a container's layer stays there",
+            GENERATE,
+        )
     lacking = (
         []
         if needs_none(node)

@@ -169,6 +169,12 @@ def podman(node: Node) -> Iterator[Finding]:
             "(no stage precreate): name them with --device",
             SETUP,
         )
+    elif "poststop" not in stages:
+        yield warning(
+            "Podman runs the hook, and tells it of no container's end (no stage poststop): what a "
+            "start makes in a container's layer stays there",
+            SETUP,
+        )
     else:
         yield ok(f"root's Podman runs {', '.join(hook.path for hook in ours)}")
 

@@ -7,7 +7,6 @@ up to the point where the governor would be asked. It asks nobody and changes no
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -75,7 +74,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
         yield "request"
         yield from (f"  {line}" for line in _request(request))
         try:
-            yield from _prepared(args, rootfd, container.volumes, request)
+            yield from _prepared(args, rootfd, container, request)
         except (DriverError, UnservedImageError) as e:
             if not request.optional:
                 raise
@@ -92,6 +91,7 @@ class _Container(NamedTuple):
     annotations: dict[str, str]  # those that count
     root: str | None  # its root file system; None when none was named
     volumes: tuple[str, ...]  # where the bundle mounts something, relative to the root
+    document: dict[str, Any]  # the bundle's config.json, nothing without one
 
 
 def _container(args: argparse.Namespace) -> _Container:
@@ -102,6 +102,7 @@ def _container(args: argparse.Namespace) -> _Container:
 
     annotations: dict[str, str] = {}
     volumes: tuple[str, ...] = ()
+    document: dict[str, Any] = {}
     root = args.rootfs
     if args.bundle is not None:
         directory = str(Path(args.bundle).absolute())
@@ -113,7 +114,8 @@ def _container(args: argparse.Namespace) -> _Container:
         annotations = our_annotations(
             State(ident="", pid=0, bundle=directory, annotations={}), bundle
         )
-        volumes = tuple(_volumes(json.loads(config)))
+        document = bundle.document
+        volumes = tuple(_volumes(document))
         root = root or bundle.root
     for given in args.annotation:
         name, equals, value = given.partition("=")
@@ -128,7 +130,7 @@ def _container(args: argparse.Namespace) -> _Container:
                 f"--annotation {given} is not below {PREFIX}",
                 hint=f"did you mean {PREFIX}{name}?",
             )
-    return _Container(annotations, root, volumes)
+    return _Container(annotations, root, volumes, document)
 
 
 def _volumes(config: dict[str, Any]) -> Iterator[str]:
@@ -186,7 +188,7 @@ def _request(request: Request) -> Iterator[str]:
 
 
 def _prepared(
-    args: argparse.Namespace, rootfd: int | None, volumes: tuple[str, ...], request: Request
+    args: argparse.Namespace, rootfd: int | None, container: _Container, request: Request
 ) -> Iterator[str]:
     from oci_hook.client import Grant
     from oci_hook.manifest import check_fresh, choose_share, module_version, read_manifest
@@ -205,7 +207,7 @@ def _prepared(
         yield "result"
         yield "  name the image's files with --rootfs or --bundle to see the mounts"
         return
-    image = _inspect(rootfd, volumes, manifest, share)
+    image = _inspect(rootfd, container, manifest, share)
     grant = Grant(
         KEY, f"/run/tidegate/containers/{KEY}", (), request.memory or 0, request.compute or 0
     )
@@ -342,20 +344,28 @@ def _operations(plan: Plan) -> Iterator[str]:
                 yield operation.describe()
 
 
-def _inspect(rootfd: int, volumes: tuple[str, ...], manifest: Manifest, share: Share) -> Image:
+def _inspect(rootfd: int, container: _Container, manifest: Manifest, share: Share) -> Image:
     """Look into the image as the hook does, and at what the bundle is going to mount in it."""
-    from oci_hook.image import VOLUME, Look, inspect_image, look_at_places, look_for_drivers
+    from oci_hook.image import (
+        VOLUME,
+        Look,
+        inspect_image,
+        look_at_places,
+        look_for_drivers,
+        search_path,
+    )
 
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         image = inspect_image(rootfd, procfd, manifest.machine, compat32=share.compat32 != "no")
+        search = search_path(rootfd, procfd, image.library_dir, container.document)
     finally:
         os.close(procfd)
-    image = look_at_places(rootfd, look_for_drivers(rootfd, image, []), share)
+    image = look_at_places(rootfd, look_for_drivers(rootfd, image, search), share)
     mounted = {
         path: Look("unusable", VOLUME)
         for path in image.looks
-        if any(f"{path}/".startswith(f"{volume}/") for volume in volumes)
+        if any(f"{path}/".startswith(f"{volume}/") for volume in container.volumes)
     }
     return image._replace(looks=image.looks | mounted)
 

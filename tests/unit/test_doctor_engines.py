@@ -335,7 +335,7 @@ def hook_file(**changes: Any) -> dict[str, Any]:
             "env": ["PATH=/usr/bin"],
         },
         "when": {"annotations": {r"^tidegate\.gpu/": ".*"}},
-        "stages": ["createRuntime", "precreate"],
+        "stages": ["createRuntime", "precreate", "poststop"],
     }
     return {**document, **changes}
 
@@ -403,6 +403,10 @@ def test_podman_runs_the_hook_and_adds_devices(host: Host) -> None:
     assert host.look("podman.hooks")[0].startswith(
         "warning: Podman runs the hook, and nothing of Tidegate's"
     )
+    host.json(LOCAL, hook_file(stages=["createRuntime", "precreate"]))
+    assert host.look("podman.hooks")[0].startswith(
+        "warning: Podman runs the hook, and tells it of no container's end"
+    )
     host.json(LOCAL, hook_file(stages=["precreate"]))
     assert state(host.look("podman.hooks")) == ["wrong"]
 
@@ -441,20 +445,20 @@ def test_crio_that_would_run_the_hook_twice_is_warned_of(host: Host) -> None:
 
 
 def cdi(
-    kind: str = "tidegate.gpu/shared", node: str = "/dev/nvidia0", *, env: bool = True
+    kind: str = "tidegate.gpu/shared",
+    node: str = "/dev/nvidia0",
+    *,
+    env: bool = True,
+    stages: tuple[str, ...] = ("createRuntime", "poststop"),
 ) -> dict[str, Any]:
-    hook = {
-        "hookName": "createRuntime",
-        "path": HOOK,
-        "args": [],
-        **({"env": ["A=b"]} if env else {}),
-    }
+    hook = {"path": HOOK, "args": [], **({"env": ["A=b"]} if env else {})}
+    hooks = [{"hookName": name, **hook} for name in stages]
     device = {"name": "0", "containerEdits": {"deviceNodes": [{"path": node}]}}
     return {
         "cdiVersion": "0.5.0",
         "kind": kind,
         "devices": [device],
-        "containerEdits": {"hooks": [hook]},
+        "containerEdits": {"hooks": hooks},
     }
 
 
@@ -471,6 +475,8 @@ def test_a_cdi_file_is_stale_where_its_devices_are_gone(host: Host) -> None:
     ]
     host.json("etc/cdi/tidegate.json", cdi(env=False))
     assert "a hook has no env" in host.look("cdi.fresh")[0]
+    host.json("etc/cdi/tidegate.json", cdi(stages=("createRuntime",)))
+    assert any("no container's end (no hook poststop)" in line for line in host.look("cdi.fresh"))
 
 
 def test_a_cdi_file_is_stale_where_it_lacks_a_gpu(host: Host) -> None:

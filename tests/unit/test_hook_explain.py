@@ -254,3 +254,20 @@ def test_many_names_take_several_lines(node: Path, capsys: pytest.CaptureFixture
     assert lines[at].startswith("  compute          13: libnvidia-number-00.so.1, ")
     assert lines[at + 1].startswith(" " * 23 + "libnvidia-number-")
     assert max(map(len, lines[at : at + 4])) <= 112
+
+
+def test_a_driver_of_the_image_s_own_that_its_path_names_is_explained(
+    node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the hook mounts ours below it."""
+    (node / "image/opt/own").mkdir(parents=True)
+    (node / "image/opt/own/libcuda.so.1").touch()
+    config = {
+        "root": {"path": "image"},
+        "annotations": {"tidegate.gpu/memory": "1Gi"},
+        "process": {"cwd": "/", "args": ["/bin/true"], "env": ["LD_LIBRARY_PATH=/opt/own"]},
+    }
+    (node / "config.json").write_text(json.dumps(config))
+    status, out, err = fail(node, capsys, "--bundle", str(node))
+    assert (status, err) == (0, "")
+    assert "/opt/own/glibc-hwcaps/x86-64-v2" in out

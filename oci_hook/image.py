@@ -401,9 +401,20 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
                 f" before the node's, and {VOLUME if volume else 'is named through links and ..'}",
                 hint="leave that directory out of the container and of LD_LIBRARY_PATH",
             )
-        _require_empty(rootfd, f"{plain}/{image.subdirectory}")
-        found.append(plain)
+        if not _is_main(rootfd, image, plain):
+            _require_empty(rootfd, f"{plain}/{image.subdirectory}")
+            found.append(plain)
     return image._replace(own=tuple(found))
+
+
+def _is_main(rootfd: int, image: Image, directory: str) -> bool:
+    """Tell whether a link below a directory leads to where the driver is mounted in any case."""
+    parts = image.subdirectory.split("/")
+    for below in ("/".join(parts[:depth]) for depth in range(1, len(parts) + 1)):
+        place = _identify(rootfd, f"{directory}/{below}")
+        if place is not None and place == _identify(rootfd, f"{image.library_dir}/{below}"):
+            return True
+    return False
 
 
 def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:

@@ -18,7 +18,7 @@ import pytest
 from oci_hook import ldcache
 from oci_hook.client import Grant
 from oci_hook.errors import BundleError, DriverError, ImageError, MirrorError
-from oci_hook.image import Image, Look, inspect_image, look_at, search_path
+from oci_hook.image import Image, Look, inspect_image, look_at, look_for_drivers, search_path
 from oci_hook.manifest import (
     changed_files,
     check_fresh,
@@ -779,3 +779,21 @@ def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> Non
     os.close(rootfd)
     os.close(procfd)
     assert found == ["opt/app/../lib", "opt/app", "x/lib/x86_64-linux-gnu", "x/x86_64", "w/y"]
+
+
+@pytest.mark.parametrize("there", ["glibc-hwcaps", "glibc-hwcaps/x86-64-v2"])
+def test_a_directory_whose_links_lead_to_the_driver_s_is_served_with_it(
+    tmp_path: Path, there: str
+) -> None:
+    """Nothing more has to be mounted, and could be: our own mount is there by then."""
+    (tmp_path / LIBDIR / there).mkdir(parents=True)
+    (tmp_path / "opt/lib").mkdir(parents=True)
+    (tmp_path / "opt/lib/libcuda.so.1").touch()
+    link = tmp_path / "opt/lib/glibc-hwcaps"
+    link.symlink_to(f"/{LIBDIR}/glibc-hwcaps")
+    rootfd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    image = look_for_drivers(rootfd, Image(LIBDIR, TARGET, None), ["opt/lib"])
+    link.unlink()
+    other = look_for_drivers(rootfd, Image(LIBDIR, TARGET, None), ["opt/lib"])
+    os.close(rootfd)
+    assert (image.own, other.own) == ((), ("opt/lib",))

@@ -30,12 +30,14 @@ MS_PRIVATE = 1 << 18
 OPEN_TREE_CLONE = 1
 OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 PR_SET_DUMPABLE = 4
+PR_SET_PDEATHSIG = 1
 RENAME_EXCHANGE = 2
 RESOLVE_BENEATH = 0x08
 RESOLVE_IN_ROOT = 0x10
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_NO_XDEV = 0x01
+SIGKILL = 9
 STATX_MNT_ID = 0x1000
 TRIES = 1000  # of a walk that others disturb
 
@@ -300,6 +302,11 @@ def setns(fd: int, nstype: int, path: str) -> None:
 def set_undumpable() -> None:
     """Keep /proc/PID of this process closed to whoever shares a namespace with it later."""
     _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
+
+
+def die_with_parent() -> None:
+    """Have this process killed when its parent ends, also after an execve."""
+    _check(_libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl")
 
 
 def set_fs_ids(uid: int, gid: int) -> tuple[int, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -303,3 +305,36 @@ def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: P
     call.command, call.ident = "delete", "c1"
     assert runtime.delete(call, node, ["delete", "c1"]) == 1
     assert not (root / "run/tidegate").exists()
+
+
+def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> None:
+    """An engine that tries again meets no other one at work."""
+    keep(tmp_path, root)
+    real, said = tmp_path / "runtime", tmp_path / "said"
+    real.write_text(f"#!/bin/sh\necho $$ > {said}.new && mv {said}.new {said}\nexec sleep 60\n")
+    real.chmod(0o755)
+    (tmp_path / "settings").write_text(f"runtime {real}\nruntime-dir {tmp_path}\n")
+    code = "from oci_hook import runtime; runtime.main()"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--tidegate-config",
+        str(tmp_path / "settings"),
+        "delete",
+        "c1",
+    ]
+    with subprocess.Popen(command, cwd=Path(traces.__file__).parents[1]) as wrapper:
+        for _ in range(200):
+            if said.exists():
+                break
+            time.sleep(0.05)
+        wrapper.kill()
+    child = Path(f"/proc/{int(said.read_text())}/stat")
+    for _ in range(100):
+        with contextlib.suppress(OSError):
+            if child.read_text().rpartition(") ")[2][0] != "Z":
+                time.sleep(0.05)
+                continue
+        return
+    pytest.fail("the real delete goes on")

@@ -496,6 +496,7 @@ class ContainerdCri(Ctr):
 
     name = "cri"
     namespace = "k8s.io"
+    privileged = False  # what the pod may be
 
     def _load(self, image: Path) -> None:
         super()._load(image)
@@ -519,7 +520,7 @@ class ContainerdCri(Ctr):
             1: {1: started.name, 2: started.name, 3: "team"},
             3: str(started.out),
             7: strings(started.annotations),
-            8: {2: {1: {1: NODE, 2: CONTAINER}}},
+            8: {2: {1: {1: NODE, 2: CONTAINER}, 6: int(self.privileged)}},
         }
 
     def _run(self, started: Started, arguments: list[str], *, ours: bool, image: str) -> str:

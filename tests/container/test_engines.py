@@ -361,8 +361,12 @@ def test_a_commit_of_what_runs_holds_no_file_of_the_driver_and_runs_without_us(
 
 
 @pytest.mark.parametrize("engine", [ContainerdCri], ids=lambda kind: kind.name, indirect=True)
-def test_the_sandbox_of_a_pod_takes_no_quota(site: Site, engine: Engine) -> None:
+@pytest.mark.parametrize("privileged", [False, True])
+def test_the_sandbox_of_a_pod_takes_no_quota(
+    site: Site, engine: ContainerdCri, monkeypatch: pytest.MonkeyPatch, *, privileged: bool
+) -> None:
     """A pod's annotations reach its sandbox, too, and it has its container's handler."""
+    monkeypatch.setattr(engine, "privileged", privileged)
     started = engine.run(*IDLE, annotations=GOOD)
     assert set(site.books()) == {started.identifier}
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bench.gang_figures import summarise as summarise_gangs
+from bench.hook import summarise as summarise_starts
 from bench.memory import judge as judge_memory
 from bench.memory import longest_stretch
 from bench.mirror import faults
@@ -223,6 +224,23 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def hook(options: argparse.Namespace) -> dict[str, Any]:
+    """What a start of a container costs, from the directory of a run of bench.hook."""
+    report, run = read_run(options.source / "hook.json", "bench.hook")
+    name_commit(run, options.commit)
+    claimed = report.pop("summary")
+    if claimed != summarise_starts(report):
+        raise ResultError("the starts do not give what the report says they cost")
+    return {
+        "suite": "hook",
+        **run,
+        "gpu": {"kind": "simulated", "name": "Tidegate Simulated GPU", "driver": "simulated"},
+        "configuration": {"rounds": min(len(taken["bare"]) for taken in report["ways"].values())},
+        "raw": report,
+        "summary": claimed,
+    }
+
+
 JUDGED = (
     "outcome", "result", "reason", "host", "paid", "late", "waited", "gpu_us", "process", "device",
     "returned", "after",
@@ -314,6 +332,7 @@ def gangs(options: argparse.Namespace) -> dict[str, Any]:
 
 SUITES: dict[str, Suite] = {
     "gangs": gangs,
+    "hook": hook,
     "judge": judge,
     "memory": memory,
     "mirror": mirror,

@@ -1,0 +1,61 @@
+"""What a start costs, kept as a result: the figures are those of the starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import hook, report_docs, run
+
+STARTS = {
+    "bare": [10.0, 12.0, 11.0],
+    "trivial": [11.0, 13.0, 12.0],
+    "asks-not": [24.0, 26.0, 80.0],
+    "governed": [40.0, 42.0, 41.5],
+    "wrapper-asks-not": [30.0, 31.0, 32.0],
+    "wrapper-governed": [70.0, 72.0, 71.0],
+}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    machine = {"processor": "p", "cores": 2, "memory": 1, "kernel": "k"}
+    found: dict[str, Any] = {
+        "ways": {"runc": STARTS},
+        "crowd": {"runc": {"ms": [*range(1, 101)], "failures": ["x"]}},
+        "run": {"command": "c", "date": "2026-01-02T00:00:00+00:00", "commit": "0" * 40, "machine": machine},
+    }  # fmt: skip
+    return found | {"summary": hook.summarise(found)}
+
+
+def keep(directory: Path, report: dict[str, Any]) -> dict[str, Any]:
+    (directory / "hook.json").write_text(json.dumps(report))
+    out = directory / "result.json"
+    assert run.main(["--suite", "hook", "--from", str(directory), "--out", str(out)]) == 0
+    kept: dict[str, Any] = json.loads(out.read_text())
+    return kept
+
+
+def test_what_a_start_costs_is_the_median_of_differences(
+    tmp_path: Path, report: dict[str, Any]
+) -> None:
+    kept = keep(tmp_path, report)
+    found = kept["summary"]["runc"]
+    assert found["added_ms"]["asks-not"] == 14.0
+    assert found["added_ms"]["governed"] == 30.0
+    assert (found["crowd_p50_ms"], found["crowd_p99_ms"], found["failures"]) == (50.5, 99, 1)
+    line = "| runc, 11.0 ms | 1.0 | 14.0 | 30.0 | 20.0 | 60.0 | 50 / 99 | 1 |"
+    assert line in report_docs.build_page({"x": kept}).text
+
+
+def test_a_figure_that_the_starts_do_not_give_is_refused(
+    tmp_path: Path, report: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report["summary"]["runc"]["added_ms"]["governed"] = 29.0
+    (tmp_path / "hook.json").write_text(json.dumps(report))
+    words = ["--suite", "hook", "--from", str(tmp_path), "--out", str(tmp_path / "x.json")]
+    assert run.main(words) != 0
+    assert "do not give" in capsys.readouterr().err

@@ -757,6 +757,7 @@ class Container:
             self._loop.remove_reader(self._pidfd)
         if self._server is not None:
             self._server.close()
+            self._server = None  # it holds us
         for slot in () if keep else list(self._processes):
             self._end_process(slot)
         self._forget(keep=keep)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import mmap
 import os
@@ -569,6 +570,25 @@ def test_a_directory_that_cannot_be_made_leaves_nothing(governor: Governor, pidf
     blocked.unlink()
     with Client(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
+
+
+def test_what_is_open_for_a_container_is_closed_with_it(governor: Governor, pidfd: int) -> None:
+    """Not when Python looks for what refers to itself: a node that starts many would run out."""
+
+    def begin_and_end() -> None:
+        with Client(governor) as client:
+            assert client.ask(ADMIT, pidfd)["ok"]
+        wait_for(lambda: listed(governor) == [])
+
+    begin_and_end()  # what is opened once
+    gc.disable()
+    try:
+        before = descriptors()
+        for _ in range(5):
+            begin_and_end()
+        wait_for(lambda: descriptors() <= before + 1)
+    finally:
+        gc.enable()
 
 
 def test_a_container_that_is_dead_already_is_struck_out(

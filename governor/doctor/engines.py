@@ -27,6 +27,7 @@ from governor.doctor.node import (
     table,
 )
 from governor.doctor.programs import examine_program, wrapper_settings
+from governor.setup.tomltext import merged
 from oci_hook.runtime import CONFIG
 from oci_hook.state import PREFIX
 
@@ -149,16 +150,6 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
 # containerd
 
 
-def _merge(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Lay one document over another, as containerd does with what it imports."""
-    merged = dict(one)
-    for name, value in other.items():
-        old = merged.get(name)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[name] = _merge(old, value) if both else value  # type: ignore[arg-type]
-    return merged
-
-
 class Containerd(NamedTuple):
     """A configuration of containerd's; `whole` says that its defaults and all imports are in it."""
 
@@ -183,7 +174,7 @@ def containerd_config(node: Node, path: str) -> Containerd | None:
         for name in node.names(directory):
             if fnmatchcase(name, PurePosixPath(pattern).name):
                 imported = read_toml(node, f"{directory}/{name}") or {}
-                document = _merge(document, imported)
+                document = merged(document, imported)
     return Containerd(document)
 
 
@@ -291,7 +282,7 @@ def crio_config(node: Node) -> dict[str, Any] | None:
         return None
     document: dict[str, Any] = {}
     for path in files:
-        document = _merge(document, read_toml(node, path) or {})
+        document = merged(document, read_toml(node, path) or {})
     return document
 
 

@@ -38,6 +38,7 @@
 #define HELPER_ENTER_NS (20 * NS_PER_MS) /* how long a launch on its way is waited for */
 #define HELPER_LATE_NS  (NS_PER_MS)      /* and how long past the end of the grant */
 #define HELPER_LOOK_NS  (NS_PER_MS)      /* between two looks whether it has ended */
+#define HELPER_ASK_NS   (20 * NS_PER_US) /* the same where others wait for the end */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
@@ -287,8 +288,11 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         /* It should have been reached unless it is one of those that are left. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
             return helper_patience(deadline, now);
-        if (atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS)
+        if (atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS) {
+            if (queue_asks(q) && queue_runs(q))
+                return left > HELPER_ASK_NS ? left : HELPER_ASK_NS;
             queue_share(q);
+        }
         helper_release(g, grant, ledger, now, queue_left(&g->queue, now));
         return NS_PER_S;
     }

@@ -20,6 +20,10 @@
 #define QUEUE_NO_EVENT  (-1)
 #define QUEUE_STALL_NS  (200 * NS_PER_MS)
 
+/* After how many intervals that may have grown it is asked whether they have: at first, at most. */
+#define QUEUE_DOUBTS     4
+#define QUEUE_DOUBTS_MAX 64
+
 struct queue_event {
     CUevent event;
     CUcontext ctx;
@@ -56,6 +60,8 @@ struct queue_marker {
     uint32_t serial;    /* which marker it is */
     bool unknown;       /* how long some of it takes was not known */
     bool loose;         /* the GPU may have had nothing to do meanwhile, or others' work beside */
+    bool shared;        /* it was others' work beside its end */
+    bool asked;         /* others waited for its end, to see how long it takes */
     uint64_t submitted; /* predicted work up to here, ever */
     uint64_t expected;  /* when the model says that it will be reached */
     uint64_t look_at;   /* no query before */
@@ -79,7 +85,10 @@ struct queue {
     uint64_t beside_ns; /* and perhaps for so much longer */
     uint64_t shared_ns; /* how much of the first interval of this era that is, at most */
     uint32_t shared_era;
-    float rise; /* one of ESTIMATE_RISE */
+    uint32_t n_doubts;  /* ends beside others' work that came late, since it was asked */
+    uint32_t patience;  /* at how many it is asked again */
+    uint32_t asked_era; /* whose end others wait for */
+    float rise;         /* one of ESTIMATE_RISE */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
     struct queue_stream streams[QUEUE_N_STREAMS];
@@ -129,6 +138,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
 uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
                     uint64_t *lengthp, bool *knownp);
 void queue_give_up(struct queue *q, uint64_t until);
+bool queue_asks(struct queue *q);
 void queue_share(struct queue *q);
 void queue_open(struct queue *q, uint64_t now);
 void queue_forget_stream(struct queue *q, CUstream stream);

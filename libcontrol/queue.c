@@ -381,10 +381,12 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         float rise = q->rise;
         bool learns = (int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until;
 
-        if (m->shared && measured > predicted + predicted / 32)
+        if (m->shared && measured > predicted + predicted / 4 + QUEUE_DOUBT_NS)
             q->n_doubts++;
-        if (m->asked && measured > shared + predicted + predicted / 32)
-            q->patience = 1; /* it has grown: until that is known it is asked every other time */
+        if (m->asked && measured > shared + predicted + predicted / 4 + QUEUE_DOUBT_NS) {
+            q->patience = QUEUE_DOUBTS;
+            rise = ESTIMATE_RISE; /* nobody else's work is in that */
+        }
         /* It took no longer than what was measured, and no less than that without what may have
          * been in it: in between the model says. */
         if (m->loose || (shared && !m->unknown)) {

@@ -23,6 +23,7 @@
 /* After how many intervals that may have grown it is asked whether they have: at first, at most. */
 #define QUEUE_DOUBTS     4
 #define QUEUE_DOUBTS_MAX 64
+#define QUEUE_DOUBT_NS   (100 * NS_PER_US) /* by so much and a quarter it is late */
 
 struct queue_event {
     CUevent event;

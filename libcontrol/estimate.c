@@ -17,6 +17,7 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
 {
     atomic_store_relaxed(&e->kinds[kind].n_samples, 0);
+    e->kinds[kind].checked = ESTIMATE_NEVER;
     __atomic_store(&e->kinds[kind].ns, &ns, __ATOMIC_RELAXED);
     atomic_store_relaxed(&e->kinds[kind].blocks, blocks);
     atomic_store_relaxed(&e->kinds[kind].key, key);
@@ -109,6 +110,22 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
     for (uint32_t i = 0; i < interval->n_parts; i++)
         sum += estimate_ns(e, interval->parts[i].kind) * interval->parts[i].count;
     return sum;
+}
+
+/* That the interval is not longer than it should be is known for some grants. */
+void estimate_check(struct estimate *e, const struct estimate_interval *interval, uint32_t grant)
+{
+    for (uint32_t i = 0; i < interval->n_parts; i++)
+        e->kinds[interval->parts[i].kind].checked = grant;
+}
+
+bool estimate_unchecked(const struct estimate *e, const struct estimate_interval *interval,
+                        uint32_t grant)
+{
+    for (uint32_t i = 0; i < interval->n_parts; i++)
+        if (grant - e->kinds[interval->parts[i].kind].checked > ESTIMATE_CHECKED)
+            return true;
+    return false;
 }
 
 /*

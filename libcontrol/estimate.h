@@ -14,7 +14,10 @@
 #define ESTIMATE_N_KINDS    4096
 #define ESTIMATE_UNKNOWN_NS 50000 /* before the first measurement */
 #define ESTIMATE_N_PARTS    8
-#define ESTIMATE_N_LEARN    2 /* measurements until a kind is known */
+#define ESTIMATE_N_LEARN    2  /* measurements until a kind is known */
+#define ESTIMATE_CHECKED    32 /* grants for which it is, once it was checked */
+
+#define ESTIMATE_NEVER 0x80000000u /* in no grant: there are not so many */
 
 /* By how much a kind is taken to be longer after one measurement, at most: others' time may be in
  * it. Where containers run at the same time it is in one of four, by a tenth or more (H200, before
@@ -40,6 +43,7 @@ struct estimate {
         uint64_t blocks;
         float ns;
         uint32_t n_samples;
+        uint32_t checked; /* the grant in which longer work would last have been found out */
     } kinds[ESTIMATE_N_KINDS];
 };
 
@@ -51,5 +55,8 @@ unsigned estimate_samples(const struct estimate *e, uint32_t kind);
 void estimate_add(const struct estimate *e, struct estimate_interval *interval, uint32_t kind,
                   uint32_t count);
 uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_interval *interval);
+void estimate_check(struct estimate *e, const struct estimate_interval *interval, uint32_t grant);
+bool estimate_unchecked(const struct estimate *e, const struct estimate_interval *interval,
+                        uint32_t grant);
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise);

@@ -17,7 +17,6 @@ void queue_init(struct queue *q)
 {
     q->reference = QUEUE_NO_EVENT;
     q->rise = ESTIMATE_RISE;
-    q->patience = QUEUE_DOUBTS;
     q->asked_era = q->era - 1;
 }
 
@@ -230,7 +229,7 @@ bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uin
     mark->handle_of_stream = s->stream;
     m->event = event;
     m->before = QUEUE_NO_EVENT;
-    m->loose = m->shared = m->asked = false;
+    m->loose = m->shared = false;
     if (s->interval.n_parts && s->era == era && s->last_era == era) {
         m->before = s->last;
         m->loose = s->gap || !(held || q->busy_until > now);
@@ -381,12 +380,12 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         float rise = q->rise;
         bool learns = (int32_t)(q->given_up - m->serial) < 0 || now >= q->given_up_until;
 
-        if (m->shared && measured > predicted + predicted / 4 + QUEUE_DOUBT_NS)
+        bool late = measured > shared + predicted + predicted / 4;
+
+        if (!m->loose && !late)
+            estimate_check(e, &m->interval, m->era);
+        else if (m->shared && late && estimate_unchecked(e, &m->interval, m->era))
             q->n_doubts++;
-        if (m->asked && measured > shared + predicted + predicted / 4 + QUEUE_DOUBT_NS) {
-            q->patience = QUEUE_DOUBTS;
-            rise = ESTIMATE_RISE; /* nobody else's work is in that */
-        }
         /* It took no longer than what was measured, and no less than that without what may have
          * been in it: in between the model says. */
         if (m->loose || (shared && !m->unknown)) {
@@ -441,24 +440,16 @@ void queue_give_up(struct queue *q, uint64_t until)
 
 /*
  * Whether the others are to wait for the end of what is left. Beside theirs it takes longer, and
- * whether it also has grown that does not tell; where all of a grant is one interval nothing would.
- * So it is asked once in a while: the more seldom the less came of it.
+ * whether it also has grown that does not tell: work that ends no grant tells, and where there is
+ * none, as where a grant is one interval, it is asked once in a while.
  */
 bool queue_asks(struct queue *q)
 {
-    if (q->asked_era == q->era)
-        return true;
-    if (q->n_doubts < q->patience)
-        return false;
-    q->asked_era = q->era;
-    q->n_doubts = 0;
-    q->patience = q->patience * 2 < QUEUE_DOUBTS_MAX ? q->patience * 2 : QUEUE_DOUBTS_MAX;
-    for (unsigned i = 0; i < q->n_markers; i++) {
-        struct queue_marker *m = &q->markers[(q->head + i) % QUEUE_N_MARKERS];
-
-        m->asked = m->era == q->era;
+    if (q->n_doubts >= QUEUE_DOUBTS) {
+        q->n_doubts = 0;
+        q->asked_era = q->era;
     }
-    return true;
+    return q->asked_era == q->era;
 }
 
 /* From now on others' work runs beside what is left: it may take longer than it is charged for. */

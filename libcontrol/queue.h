@@ -19,11 +19,7 @@
 #define QUEUE_N_EVENTS  512
 #define QUEUE_NO_EVENT  (-1)
 #define QUEUE_STALL_NS  (200 * NS_PER_MS)
-
-/* After how many intervals that may have grown it is asked whether they have: at first, at most. */
-#define QUEUE_DOUBTS     4
-#define QUEUE_DOUBTS_MAX 64
-#define QUEUE_DOUBT_NS   (100 * NS_PER_US) /* by so much and a quarter it is late */
+#define QUEUE_DOUBTS    4 /* after so many intervals that may have grown it is asked */
 
 struct queue_event {
     CUevent event;
@@ -62,7 +58,6 @@ struct queue_marker {
     bool unknown;       /* how long some of it takes was not known */
     bool loose;         /* the GPU may have had nothing to do meanwhile, or others' work beside */
     bool shared;        /* it was others' work beside its end */
-    bool asked;         /* others waited for its end, to see how long it takes */
     uint64_t submitted; /* predicted work up to here, ever */
     uint64_t expected;  /* when the model says that it will be reached */
     uint64_t look_at;   /* no query before */
@@ -87,7 +82,6 @@ struct queue {
     uint64_t shared_ns; /* how much of the first interval of this era that is, at most */
     uint32_t shared_era;
     uint32_t n_doubts;  /* ends beside others' work that came late, since it was asked */
-    uint32_t patience;  /* at how many it is asked again */
     uint32_t asked_era; /* whose end others wait for */
     float rise;         /* one of ESTIMATE_RISE */
     unsigned head, n_markers;

@@ -1002,22 +1002,22 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
     agent.run(MEET)
     agent.run("s = out('cuStreamCreate', 1); words[1] = 1")
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
-    agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
-    before = charged_after(agent, 0, 195_000_000, "launch(1000, s)")
+    agent.run("for i in range(4): launch_meet(20_000_000, 1, s); driver.call('cuCtxSynchronize')")
+    before = charged_after(agent, 0, 78_000_000, "launch(1000, s)")
     node.write("contended", 1)
-    for epoch in range(3, 23, 2):
+    for epoch in range(3, 123, 2):
         grant(node, 0, epoch)
-        agent.send(f"launch_meet(50_000_000, {epoch}, s)")
+        agent.send(f"launch_meet(20_000_000, {epoch}, s)")
         until_field(agent, "want", 1)
-        grant(node, time.monotonic_ns() + 30_000_000, epoch + 1)
+        grant(node, time.monotonic_ns() + 10_000_000, epoch + 1)
         wake(node)
         agent.answer()
-        time.sleep(0.1)  # twice as long as it used to take
+        time.sleep(0.04)  # twice as long as it used to take
         agent.run(f"words[1] = {epoch}; driver.call('cuStreamSynchronize', s)")
         until_field(agent, "released_epoch", epoch + 1)
-    grant(node, time.monotonic_ns() + 3600 * SECOND, 23)
-    charged = charged_after(agent, before, 600_000_000, "launch(1000, s)") / 1e6
-    assert charged > 620, charged  # ten times 50, were it never asked
+    grant(node, time.monotonic_ns() + 3600 * SECOND, 123)
+    charged = charged_after(agent, before, 1_240_000_000, "launch(1000, s)") / 1e6
+    assert charged > 1500, charged  # sixty times 20 were it never asked
 
 
 def test_with_mps_only_who_is_next_puts_work_into_held_streams(node: Node) -> None:

@@ -300,6 +300,8 @@ def enter_hook(document: dict[str, Any], entry: Entry) -> None:
                 hooks[stage] = kept
             else:
                 del hooks[stage]
+    if hooks.get("createRuntime") is None:
+        hooks.pop("createRuntime", None)  # so that ours stands where it will the next time
     _list(hooks, "createRuntime").append(hook_entry(entry.path, (*entry.arguments, *more)))
 
 

@@ -79,6 +79,13 @@ def test_edits_done_twice_are_done_once(document: dict[str, Any]) -> None:
     foreign_driver(once)
 
 
+def test_edits_done_twice_give_the_same_bytes() -> None:
+    """A stage that is null counts as none: ours is behind the others from the first time on."""
+    once = edited({"hooks": {"createRuntime": None, "poststop": [{"path": "/usr/bin/other"}]}})
+    assert list(once["hooks"]) == ["poststop", "createRuntime"]
+    assert json.dumps(edited(once)) == json.dumps(once)
+
+
 def test_the_hook_is_entered_once_whoever_entered_it() -> None:
     ours = {"path": ENTRY.path, "args": ["x", "--governed", "prestart"]}
     other = {"path": "/usr/bin/other"}

@@ -32,8 +32,8 @@ from governor.mps import Event, Mps
 from governor.recover import Found, find_containers
 from governor.state import State
 from oci_hook.errors import HookError, show
+from oci_hook.notation import load_json
 from oci_hook.request import Request, check_request, parse_annotations
-from oci_hook.state import load_json
 
 log = structlog.get_logger()
 

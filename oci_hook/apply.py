@@ -7,24 +7,26 @@ container's root there are only descriptors: no path is walked twice, and links 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import select
-from functools import partial
 
 from oci_hook import kernel, traces
 from oci_hook.errors import BundleError, HookError, ImageError, MirrorError, MountError, show
 from oci_hook.files import as_owner, remove, write_all
 from oci_hook.image import open_root
 from oci_hook.plan import BindDirectory, BindFile, Operation, Plan, WriteCache
+from oci_hook.record import suppress
 from oci_hook.traces import TEMPORARY, Trace
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from functools import partial
     from typing import Any, assert_never
 else:
+    from _functools import partial  # functools has collections and more
+
     from oci_hook.record import assert_never
 
 READONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
@@ -139,14 +141,14 @@ class Undo:
         """Give up the way back and remove what it needed; what cannot be, the next run removes."""
         self.steps.clear()
         while self.remains:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.remains.pop()()
 
     def back_to(self, count: int) -> None:
         """Take back what came after the first `count` steps, from inside; what cannot be, stays."""
         self.noted = [(n, trace) for n, trace in self.noted if n <= count]
         while len(self.steps) > count:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.steps.pop()()
 
     def run(self, container: Container) -> list[str]:
@@ -407,7 +409,7 @@ class Applier:
                 os.close(fd)
             _exchange(dirfd, name)
         except OSError:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 remove(dirfd, TEMPORARY)
             raise
         self.undo.add(partial(kernel.renameat, dirfd, TEMPORARY, name))
@@ -473,7 +475,7 @@ def _keep(plan: Plan, container: Container) -> dict[str, Any]:
     """Say what the image has where a cache will be written."""
     for operation in plan.operations:
         if isinstance(operation, WriteCache):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 return traces.keep(container.rootfd, operation.target, operation.before)
     return {}
 

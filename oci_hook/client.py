@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import _socket as socket  # without the names of numbers and selectors, which take 2 ms
-import json
 import os
-import struct
+from _struct import Struct, pack  # struct is no more than a list of its names
 
 from oci_hook.errors import GovernorError, RefusedError, show
-from oci_hook.state import is_text, load_json
+from oci_hook.notation import dump_json, load_json
+from oci_hook.state import is_text
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ LINE_LIMIT = 64 << 10
 MOST_MINOR = (1 << 20) - 1  # MINORMASK
 MOST_MEMORY = 1 << 50
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of an answer
-PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+PEER = Struct("=iII")  # struct ucred: pid, uid, gid
 START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
 
 
@@ -177,13 +177,13 @@ class Client:
 
     def _request(self, op: str, fds: tuple[int, ...] = (), **fields: object) -> dict[str, Any]:
         """Send one request and wait for its answer, which is `ok`."""
-        line = json.dumps({"v": 1, "op": op, **fields}).encode() + b"\n"
+        line = dump_json({"v": 1, "op": op, **fields}).encode() + b"\n"
         if len(line) > LINE_LIMIT:
             raise GovernorError(
                 f"the request {op} takes {len(line)} bytes", hint=f"{LINE_LIMIT} are accepted"
             )
         try:
-            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))
+            rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, pack(f"{len(fds)}i", *fds))
             sent = self.socket.sendmsg([line], [rights]) if fds else 0
             if sent < len(line):  # to send nothing fails too, once the other side has closed
                 self.socket.sendall(line[sent:])

@@ -7,11 +7,11 @@ device nodes that config.json names outlast a reload of systemd. The mounts are 
 from __future__ import annotations
 
 import os
-import re
 import stat
 
+from oci_hook.entry import PREFIX
 from oci_hook.errors import BundleError, DeviceError, HookError, show
-from oci_hook.state import PREFIX
+from oci_hook.letters import DIGITS, consists_of
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ TOKEN_LIMIT = 64
 GPU_MAJOR = 195  # Linux's devices.txt: nvidia
 GPU_MINORS = 254  # modeset and control are behind
 CONTROL = ("nvidiactl", "nvidia-uvm")
-GPU_NODE = re.compile(r"/dev/nvidia[0-9]+")
+GPU_NODE = "/dev/nvidia"  # and a number
 HOOK_ENV = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin",)
 HOOK_TIMEOUT = 30
 STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
@@ -124,8 +124,13 @@ def gives_gpu(document: dict[str, Any]) -> bool:
             for rule in rules
         )
         # Without a right to make nodes, as in a user namespace, the host's are mounted.
-        or any(GPU_NODE.fullmatch(str(m.get("source"))) for m in _members(document, "", "mounts"))
+        or any(is_gpu_node(str(m.get("source"))) for m in _members(document, "", "mounts"))
     )
+
+
+def is_gpu_node(path: str) -> bool:
+    """Tell whether a path of the host is a GPU's."""
+    return path.startswith(GPU_NODE) and consists_of(path[len(GPU_NODE) :], DIGITS)
 
 
 def require_no_gpu(document: dict[str, Any], why: HookError) -> None:

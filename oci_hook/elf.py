@@ -7,11 +7,11 @@ file that makes no sense has no path.  Only the dynamic section and its strings 
 from __future__ import annotations
 
 import os
-import struct
+from _struct import Struct  # struct is no more than a list of its names
 
-EHEADER = struct.Struct("<4sBBB9xHHIQQQIHHHHHH")
-PHEADER = struct.Struct("<IIQQQQQQ")
-DYNAMIC = struct.Struct("<qQ")
+EHEADER = Struct("<4sBBB9xHHIQQQIHHHHHH")
+PHEADER = Struct("<IIQQQQQQ")
+DYNAMIC = Struct("<qQ")
 PT_LOAD, PT_DYNAMIC = 1, 2
 DT_NULL, DT_STRTAB, DT_RPATH, DT_RUNPATH = 0, 5, 15, 29
 EM_X86_64 = 62

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 
 from oci_hook import kernel
+from oci_hook.record import suppress
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def write_all(fd: int, data: bytes) -> None:
 
 def remove(dirfd: int, name: str) -> None:
     """Remove a name that may be there."""
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         kernel.unlinkat(dirfd, name)
 
 

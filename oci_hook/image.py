@@ -14,10 +14,11 @@ from itertools import islice
 
 from oci_hook import kernel
 from oci_hook.elf import run_path
+from oci_hook.entry import read_bounded
 from oci_hook.errors import BundleError, ImageError, UnservedImageError, show
 from oci_hook.ldcache import CACHE_LIMIT, is_cache
 from oci_hook.manifest import LIBDIR, Share
-from oci_hook.state import is_text, read_bounded
+from oci_hook.state import is_text
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ it: every count and offset is bounded before it is used, and what does not fit r
 
 from __future__ import annotations
 
-import struct
+from _struct import Struct, iter_unpack, pack  # struct is no more than a list of its names
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ PATH_LIMIT = 4096
 SECTIONS_LIMIT = 16  # glibc has two kinds
 HWCAPS_LIMIT = 4096
 
-OLD_HEADER = struct.Struct("=12sI")  # eleven characters, one of padding
+OLD_HEADER = Struct("=12sI")  # eleven characters, one of padding
 OLD_ENTRY_SIZE = 12
-HEADER = struct.Struct("=20sIIB3xI12x")
-ENTRY = struct.Struct("=iIIIQ")
-EXTENSION = struct.Struct("=II")
-SECTION = struct.Struct("=IIII")
+HEADER = Struct("=20sIIB3xI12x")
+ENTRY = Struct("=iIIIQ")
+EXTENSION = Struct("=II")
+SECTION = Struct("=IIII")
 ENDIAN_UNSET, ENDIAN_LITTLE = 0, 2
 
 
@@ -146,7 +146,7 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
                 raise CacheError("the hwcaps section is damaged")
             hwcaps = tuple(
                 _string(data, o, NAME_LIMIT)
-                for (o,) in struct.iter_unpack("=I", data[start : start + size])
+                for (o,) in iter_unpack("=I", data[start : start + size])
             )
     return hwcaps, generator
 
@@ -235,7 +235,7 @@ def write(cache: Cache) -> bytes:
     )
     hwcaps = None
     if cache.hwcaps is not None:
-        hwcaps = b"".join(struct.pack("=I", place(name)) for name in cache.hwcaps)
+        hwcaps = b"".join(pack("=I", place(name)) for name in cache.hwcaps)
     sections = [
         (tag, content)
         for tag, content in ((TAG_GENERATOR, cache.generator), (TAG_HWCAPS, hwcaps))

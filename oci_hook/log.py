@@ -13,11 +13,12 @@ PRIORITY_ERROR = 27  # daemon.err
 class Event:
     """What happened, with the milliseconds of each phase."""
 
-    def __init__(self, stage: str, log: str | None) -> None:
+    def __init__(self, stage: str, log: str | None, began: float | None = None) -> None:
+        """Begin now, or at a time of the monotonic clock."""
         self.fields: dict[str, object] = {"event": "hook-done", "stage": stage}
         self.phases: dict[str, float] = {}
         self.log = log
-        self.begin = self.last = time.monotonic()
+        self.begin = self.last = time.monotonic() if began is None else began
 
     def phase(self, name: str) -> None:
         """Say that a phase is over."""
@@ -27,13 +28,13 @@ class Event:
 
     def emit(self, outcome: str, **fields: object) -> None:
         """Write the line, once."""
-        import json
+        from oci_hook.notation import dump_json
 
         # As the governor writes it: a file of its own has no other.
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.fields |= {"timestamp": stamp, "outcome": outcome, **fields, "ms": self.phases}
         self.fields["total_ms"] = round((time.monotonic() - self.begin) * 1000, 2)
-        line = json.dumps(self.fields)
+        line = dump_json(self.fields)
         try:
             if self.log is None:
                 self._syslog(line, PRIORITY_ERROR if outcome == "failed" else PRIORITY_INFO)
@@ -53,11 +54,15 @@ class Event:
             pass
 
     def _syslog(self, line: str, priority: int) -> None:
-        import socket
+        import _socket as socket  # without the names of numbers and selectors
 
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as s:
+        text = f"<{priority}>tidegate-hook[{os.getpid()}]: {line}".encode()
+        s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
             s.setblocking(False)
-            s.sendto(f"<{priority}>tidegate-hook[{os.getpid()}]: {line}".encode(), SYSLOG)
+            s.sendto(text, SYSLOG)
+        finally:
+            s.close()
 
 
 def complain(line: str) -> None:

@@ -1,7 +1,6 @@
-"""The hook, from its arguments to its exit status.
+"""The hook, for a container that may ask for something: `oci_hook.entry` has seen to all others.
 
-Modules that only a GPU container needs are imported after it is known to be one: every other
-container of the node pays for the interpreter, json and two files read.
+Modules that only a GPU container needs are imported after it is known to be one.
 """
 
 from __future__ import annotations
@@ -9,132 +8,34 @@ from __future__ import annotations
 import os
 import sys
 
+from oci_hook.entry import (
+    CONFIG_LIMIT,
+    PREFIX,
+    Options,
+    arm,
+    may_mention_us,
+    read_bounded,
+)
 from oci_hook.errors import (
     BundleError,
     DriverError,
     HookError,
     InternalError,
-    MountError,
     UnservedImageError,
     show,
 )
 from oci_hook.log import Event, complain
 from oci_hook.state import (
-    PREFIX,
-    STATE_LIMIT,
     State,
     is_sandbox,
-    may_mention_us,
     our_annotations,
     parse_config,
+    parse_document,
     parse_state,
-    read_bounded,
     read_config,
 )
 
-TYPE_CHECKING = False  # typing itself takes 3 ms
-if TYPE_CHECKING:
-    import signal
-    from types import FrameType
-else:
-    import _signal as signal  # without the names of numbers, which take 4 ms
-
-STAGES = ("prestart", "createRuntime", "precreate", "poststop")
-USAGE = (
-    "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--dev-dir DIR] "
-    "[--module-version FILE] [--log FILE] [--timeout SECONDS] [--governed] "
-    "{prestart|createRuntime|precreate|poststop}"
-)
-WITH_VALUE = (
-    "--runtime-dir",
-    "--driver-dir",
-    "--dev-dir",
-    "--module-version",
-    "--log",
-    "--timeout",
-)
-DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
 UNDO_DEADLINE = 5.0
-
-
-class Options:
-    """The command line."""
-
-    def __init__(self) -> None:
-        self.runtime_dir = "/run/tidegate"
-        self.driver_dir = "/var/lib/tidegate/driver"
-        self.module_version = "/proc/driver/nvidia/version"
-        self.log: str | None = None
-        self.timeout = DEADLINE
-        self.dev_dir = "/dev"
-        self.governed = False  # who entered the hook says so, whatever the annotations say
-        self.stage = ""
-        self.given: tuple[str, ...] = ()  # the options, to be written into config.json
-
-
-def parse_arguments(arguments: list[str]) -> Options:
-    """Parse the command line; argparse would take 10 ms."""
-    options = Options()
-    rest = iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name in WITH_VALUE:
-            if not equals:
-                value = next(rest, "")
-            try:
-                setattr(
-                    options,
-                    name[2:].replace("-", "_"),
-                    float(value) if name == "--timeout" else value,
-                )
-            except ValueError:
-                value = ""
-            if not value or not 0 < options.timeout <= 3600:
-                raise InternalError(f"option {show(name)} is '{show(value)}'", hint=USAGE)
-            options.given += (name, value)
-        elif argument == "--governed":
-            options.governed = True
-        elif argument in STAGES and not options.stage:
-            options.stage = argument
-        else:
-            raise InternalError(f"argument '{show(argument)}' is not understood", hint=USAGE)
-    if not options.stage:
-        raise InternalError("no stage is given", hint=USAGE)
-    return options
-
-
-def arm(seconds: float, who: str = "the hook") -> None:
-    """Set a deadline of our own: without one a hook that hangs holds the runtime for ever."""
-
-    def expire(_signal: int, _frame: FrameType | None) -> None:
-        raise MountError(
-            f"{who} did not finish within {seconds:g} s", hint="see the hook's log on the node"
-        )
-
-    signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def disarm() -> None:
-    """Take the deadline back."""
-    signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def asks_nothing(state: bytes | None) -> bool:
-    """Tell without parsing that a container asks for nothing, as most of a node do.
-
-    To import json takes as long as all else. What is not as every runtime writes it is parsed.
-    """
-    if state is None or may_mention_us(state) or state.count(b'"bundle"') != 1:
-        return False
-    colon, _, rest = state.partition(b'"bundle"')[2].partition(b'"')
-    path, quote, _ = rest.partition(b'"')
-    if colon.strip() != b":" or not quote or b"\\" in path or not path.startswith(b"/"):
-        return False
-    try:
-        return not may_mention_us(read_config(os.fsdecode(path)))
-    except (HookError, ValueError):
-        return False  # who parses it says what is wrong
 
 
 def prepare(options: Options, state: State, event: Event) -> str:
@@ -269,8 +170,6 @@ def prepare(options: Options, state: State, event: Event) -> str:
 
 def precreate(options: Options, event: Event) -> str:
     """Podman's own stage: config.json comes on stdin, and goes on stdout as it is to be."""
-    from oci_hook.state import CONFIG_LIMIT
-
     data = read_bounded(0, CONFIG_LIMIT)
     if data is None:
         raise BundleError(
@@ -278,11 +177,9 @@ def precreate(options: Options, event: Event) -> str:
         )
     outcome, edited = "no-request", None
     if may_mention_us(data):
-        import json
-
         from oci_hook.edits import Entry, enter_hook
+        from oci_hook.notation import dump_json
         from oci_hook.reserve import Settings, edit_config
-        from oci_hook.state import parse_document
 
         settings = Settings(
             # Under no other name than it has: a file of the engine's enters it by that, too.
@@ -300,7 +197,7 @@ def precreate(options: Options, event: Event) -> str:
             # Podman shows the status alone. The hook finds the same, and its line is shown.
             document, _, _ = parse_document(data, name)
             enter_hook(document, settings.entry)
-            outcome, edited = "edited", json.dumps(document).encode()
+            outcome, edited = "edited", dump_json(document).encode()
             event.fields |= {"code": e.code, "message": e.message}
     event.phase("edit")
     from oci_hook.files import write_all
@@ -326,37 +223,25 @@ def release(options: Options, state: State) -> str:
     return "released"
 
 
-def run(arguments: list[str]) -> int:
-    """Do what the command line asks; gives the exit status."""
-    event = Event("?", None)
-    stage = ""
-    try:
-        options = parse_arguments(arguments)
-        stage = options.stage
-        event = Event(stage, options.log)
-        arm(options.timeout)
-        if stage == "precreate":
-            outcome = precreate(options, event)
-        else:
-            raw = read_bounded(0, STATE_LIMIT)
-            if not options.governed and asks_nothing(raw):
-                return 0
-            state = parse_state(raw, needs_pid=stage != "poststop")
-            event.fields["id"] = show(state.id, 128)
-            outcome = (
-                release(options, state) if stage == "poststop" else prepare(options, state, event)
-            )
-        disarm()
-    except Exception as e:  # noqa: BLE001
-        disarm()
-        error = e if isinstance(e, HookError) else _internal(e)
-        complain(error.line())
-        event.emit("failed", code=error.code, message=error.message, hint=error.hint)
-        # a container that is gone stays gone, whatever we have to say about it
-        return 0 if stage == "poststop" else error.status
-    if outcome != "no-request":
-        event.emit(outcome)
-    return 0
+def serve(options: Options, raw: bytes | None, event: Event) -> str:
+    """Do what a stage is for; `raw` is the OCI state. Gives the outcome."""
+    if options.stage == "precreate":
+        return precreate(options, event)
+    state = parse_state(raw, needs_pid=options.stage != "poststop")
+    event.fields["id"] = show(state.id, 128)
+    if options.stage == "poststop":
+        return release(options, state)
+    return prepare(options, state, event)
+
+
+def fail(e: Exception, options: Options, event: Event | None) -> int:
+    """Say what went wrong; gives the exit status."""
+    error = e if isinstance(e, HookError) else _internal(e)
+    complain(error.line())
+    event = event or Event(options.stage or "?", options.log)
+    event.emit("failed", code=error.code, message=error.message, hint=error.hint)
+    # a container that is gone stays gone, whatever we have to say about it
+    return 0 if options.stage == "poststop" else error.status
 
 
 def _internal(e: Exception) -> InternalError:
@@ -371,19 +256,3 @@ def _internal(e: Exception) -> InternalError:
         f"{type(e).__name__} at {where}: {show(e)}",
         hint="report this at the project's issue tracker",
     )
-
-
-def main() -> None:
-    """Run and end the process."""
-    os.environ.clear()
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(
-                "/dev/null", os.O_RDWR
-            )  # or a descriptor of ours becomes somebody's standard error
-    os.closerange(3, 1 << 30)
-    os.umask(0o022)
-    status = run(sys.argv[1:])
-    os._exit(status)  # nothing to flush, and the interpreter's end takes milliseconds

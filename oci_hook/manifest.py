@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 
+from oci_hook.entry import read_bounded
 from oci_hook.errors import DriverError, MirrorError, show
+from oci_hook.letters import DIGITS, HEX, LETTERS, consists_of, is_below, is_path, is_version
+from oci_hook.notation import load_json
 from oci_hook.request import ALL_CAPABILITIES
-from oci_hook.state import load_json, read_bounded
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import Any, Literal, NamedTuple
 else:
     from oci_hook.record import NamedTuple
@@ -30,19 +31,6 @@ TRIES = 8
 COMPAT32 = "compat32"
 LIBDIR = "{libdir}"
 MODULE_VERSION = "/proc/driver/nvidia/version"
-# "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
-# modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
-KERNEL_VERSION = re.compile(rb"Kernel Module(?: +for \S+)? +([0-9]+(?:\.[0-9]+){1,3})\s")
-
-_NAME = (
-    r"(?!\.{0,2}(?:/|\Z))[^/\0\ud800-\udc7f\udd00-\udfff]+"  # no name to the kernel is half a pair
-)
-RELATIVE = re.compile(f"{_NAME}(?:/{_NAME})*")
-ABSOLUTE = re.compile(r"/[^\0\ud800-\udc7f\udd00-\udfff]*")
-ODD = re.compile(r"[/\0\ud800-\udc7f\udd00-\udfff]")
-GENERATION = re.compile(r"[0-9A-Za-z.]+-[0-9a-f]{12}")
-VERSION = re.compile(r"[0-9]+(?:\.[0-9]+){1,3}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
 ROLES = ("library", "control", "origin", "program", "data", "link")
 # The members of each object, as vdriver/manifest.schema.json has them.
 DOCUMENT = frozenset(
@@ -162,8 +150,21 @@ def _texts(value: Any) -> list[str]:
     return [_text(item) for item in _list(value)]
 
 
-def _matching(pattern: re.Pattern[str], value: Any) -> str:
-    if not pattern.fullmatch(_text(value)):
+def _is_generation(text: str) -> bool:
+    version, _, digest = text.rpartition("-")
+    return consists_of(version, DIGITS + LETTERS + ".") and _is_digest(digest, 12)
+
+
+def _is_digest(text: str, digits: int) -> bool:
+    return len(text) == digits and consists_of(text, HEX)
+
+
+def _is_absolute(text: str) -> bool:
+    return text.startswith("/") and is_path(text)
+
+
+def _checked(value: Any, fits: Callable[[str], bool]) -> str:
+    if not fits(_text(value)):
         raise ValueError(f"{show(value)}")
     return value  # type: ignore[no-any-return]
 
@@ -176,12 +177,12 @@ def _whole(value: Any, least: int | None = None) -> int:
 
 def _confined(path: Any) -> str:
     """Check a relative path of the manifest: it stays below the generation and has no odd parts."""
-    return _matching(RELATIVE, path)
+    return _checked(path, is_below)
 
 
 def _absolute(path: Any) -> str:
     """Check an absolute path; gives it without its first slash."""
-    return _confined(_text(path)[1:]) if _text(path)[:1] == "/" else _matching(RELATIVE, "")
+    return _confined(_text(path)[1:]) if _text(path)[:1] == "/" else _confined("")
 
 
 def _target(path: Any) -> str:
@@ -193,7 +194,7 @@ def _names(value: Any, least: int = 0) -> frozenset[str]:
     """Check the names of entries of one directory, all at once: a manifest has a thousand."""
     result = frozenset(_list(value, least))
     joined = "".join(result)
-    if result & {"", ".", ".."} or ODD.search(joined):
+    if result & {"", ".", ".."} or "/" in joined or not is_path(joined):
         raise ValueError(f"names {show(sorted(result))}")
     return result
 
@@ -235,6 +236,7 @@ def _parse_files(value: Any) -> list[dict[str, Any]]:
     """Check the files, as far as it can be done all at once: a driver has hundreds."""
     files = _list(value)
     texts: list[str] = []
+    digests: list[str] = []
     for entry in files:
         if type(entry) is not dict or not FILE <= entry.keys() <= FILE_ALL:
             _object(entry, FILE, FILE_MORE)
@@ -246,8 +248,11 @@ def _parse_files(value: Any) -> list[dict[str, Any]]:
         if type(entry.get("mtime_ns", 0)) is not int:
             _whole(entry["mtime_ns"])
         if "sha256" in entry:
-            _matching(SHA256, entry["sha256"])
+            digests.append(entry["sha256"])
     "".join(texts)  # a TypeError, where one is no text
+    if not {64}.issuperset(map(len, digests)) or "".join(digests).strip(HEX):
+        for digest in digests:
+            _checked(digest, lambda text: _is_digest(text, 64))
     if files:
         _confined("/".join([entry["path"] for entry in files]))  # where one is not, all are not
     return files
@@ -256,7 +261,7 @@ def _parse_files(value: Any) -> list[dict[str, Any]]:
 def _parse_watched(value: Any) -> Watched:
     entry = _object(value, WATCHED)
     return Watched(
-        _matching(ABSOLUTE, entry["path"]),
+        _checked(entry["path"], _is_absolute),
         _choice(entry["role"], "driver", "control"),
         _whole(entry["size"], 0),
         _whole(entry["mtime_ns"]),
@@ -299,8 +304,8 @@ def parse_manifest(data: bytes, directory: str) -> Manifest:
     binds = [_object(b, PROGRAM) for b in _list(document["binds"])]
     return Manifest(
         directory=directory,
-        generation=_matching(GENERATION, document["generation"]),
-        version=_matching(VERSION, driver["version"]),
+        generation=_checked(document["generation"], _is_generation),
+        version=_checked(driver["version"], is_version),
         kind=_choice(driver["kind"], "nvidia", "simulated", "wsl"),
         machine=_choice(document["machine"], "x86_64", "aarch64"),
         sets=tuple(map(_parse_set, _list(document["sets"], 1))),
@@ -374,7 +379,7 @@ def module_version(path: str = MODULE_VERSION) -> str | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            match = KERNEL_VERSION.search(os.read(fd, VERSION_LIMIT))
+            return find_version(os.read(fd, VERSION_LIMIT))
         finally:
             os.close(fd)
     except (FileNotFoundError, NotADirectoryError):
@@ -383,7 +388,27 @@ def module_version(path: str = MODULE_VERSION) -> str | None:
         raise MirrorError(
             f"{path}: {e.strerror}", hint="see whether the kernel module works"
         ) from e
-    return match[1].decode() if match else None
+
+
+def find_version(text: bytes) -> str | None:
+    """Find the version in what the kernel module says of itself.
+
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
+    modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
+    """
+    for said in text.split(b"Kernel Module")[1:]:
+        rest = said.lstrip(b" ")
+        if rest.startswith(b"for ") and rest != said:
+            machine, blank, behind = rest[len(b"for ") :].partition(b" ")
+            if machine.split() != [machine]:
+                continue
+            said, rest = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - what is left of it
+        if rest == said or not rest[:1].isdigit():
+            continue
+        version = rest.split(None, 1)[0].decode("ascii", "replace")
+        if is_version(version) and rest[len(version) :][:1].isspace():
+            return version
+    return None
 
 
 def check_fresh(manifest: Manifest, module: str | None) -> None:

@@ -5,10 +5,9 @@ annotations.schema.json says the same to everybody else, and a test runs one cor
 
 from __future__ import annotations
 
-import re
-
+from oci_hook.entry import PREFIX
 from oci_hook.errors import AnnotationError, show
-from oci_hook.state import PREFIX
+from oci_hook.letters import HEX, consists_of, is_number
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -23,15 +22,9 @@ ALL_CAPABILITIES = "all"
 DEFAULT_CAPABILITIES = ("compute", "utility")
 ANNOTATIONS_LIMIT = 32 << 10  # half of what a line of the governor's protocol holds
 
-_HEX = "[0-9a-f]"
-_UUID = f"GPU-{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
-# The digits that each unit leaves room for keep every quantity below 2^50 bytes.
-_MEMORY = re.compile(
-    r"[1-9][0-9]{0,14}|[1-9][0-9]{0,11}Ki|[1-9][0-9]{0,8}Mi|[1-9][0-9]{0,5}Gi|[1-9][0-9]{0,2}Ti"
-)
-_PERCENT = re.compile(r"[1-9][0-9]?|100")
-_COUNT = re.compile(r"[1-9]|[1-5][0-9]|6[0-4]")
-_DEVICE = re.compile(rf"0|[1-9]|[1-5][0-9]|6[0-3]|{_UUID}")
+MEMORY_DIGITS = {"": 15, "Ki": 12, "Mi": 9, "Gi": 6, "Ti": 3}  # every quantity is below 2^50 bytes
+GPUS = 64
+UUID = [8, 4, 4, 4, 12]  # the digits between its dashes
 
 
 class Request(NamedTuple):
@@ -54,19 +47,20 @@ def _refuse(name: str, value: str, accepted: str, hint: str) -> AnnotationError:
 
 
 def _parse_memory(name: str, value: str) -> int:
-    if not _MEMORY.fullmatch(value):
+    digits = value.rstrip("KMGTi")
+    unit = value[len(digits) :]
+    if not (unit in MEMORY_DIGITS and is_number(digits, 10 ** MEMORY_DIGITS[unit] - 1)):
         raise _refuse(
             name,
             value,
             "a whole number of bytes, or of Ki, Mi, Gi or Ti, from 1 to 999Ti",
             "write it like 8Gi or 512Mi",
         )
-    digits = value.rstrip("KMGTi")
-    return int(digits) * UNITS[value[len(digits) :]]
+    return int(digits) * UNITS[unit]
 
 
 def _parse_percent(name: str, value: str) -> int:
-    if not _PERCENT.fullmatch(value):
+    if not is_number(value, 100):
         raise _refuse(
             name,
             value,
@@ -77,7 +71,7 @@ def _parse_percent(name: str, value: str) -> int:
 
 
 def _parse_count(name: str, value: str) -> int:
-    if not _COUNT.fullmatch(value):
+    if not is_number(value, GPUS):
         raise _refuse(name, value, "a whole number from 1 to 64", "write how many GPUs, like 2")
     return int(value)
 
@@ -89,12 +83,21 @@ def _parse_list(name: str, value: str, accepted: str, hint: str) -> tuple[str, .
     return items
 
 
+def _is_uuid(text: str) -> bool:
+    kind, *parts = text.split("-")
+    return (
+        kind == "GPU"
+        and [len(part) for part in parts] == UUID
+        and all(consists_of(part, HEX) for part in parts)
+    )
+
+
 def _parse_devices(name: str, value: str) -> tuple[str, ...]:
     accepted = "a comma-separated list of GPU indices from 0 to 63 and UUIDs (GPU-...)"
     hint = "nvidia-smi -L on the node lists them"
     items = _parse_list(name, value, accepted, hint)
     for item in items:
-        if not _DEVICE.fullmatch(item):
+        if not (item == "0" or is_number(item, GPUS - 1) or _is_uuid(item)):
             raise _refuse(name, value, accepted, hint)
     return items
 

@@ -5,7 +5,6 @@ The governor says which GPU it will be and keeps it for a while; the hook confir
 
 from __future__ import annotations
 
-import json
 import os
 
 from oci_hook.client import Client, require_reachable
@@ -20,10 +19,12 @@ from oci_hook.edits import (
     require_no_gpu,
     take_reservation,
 )
+from oci_hook.entry import PREFIX
 from oci_hook.errors import DriverError, HookError, UnservedImageError, show
 from oci_hook.log import Event
+from oci_hook.notation import dump_json
 from oci_hook.request import Request, check_request, parse_annotations
-from oci_hook.state import PREFIX, find_root, is_sandbox, parse_document
+from oci_hook.state import find_root, is_sandbox, parse_document
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -149,4 +150,4 @@ def edit_config(
         nodes=nodes,
         entry=settings.entry,
     )
-    return "edited", json.dumps(document).encode()
+    return "edited", dump_json(document).encode()

@@ -200,14 +200,15 @@ def _tell_engine(call: Call, line: str) -> None:
     """Write the line where the engine looks for it: containerd's shim reads the runtime's log."""
     if not call.log or call.log.startswith(("journald:", "syslog:")):
         return
-    import json
     import time
+
+    from oci_hook.notation import dump_json
 
     if call.log_format == "json":
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        text = json.dumps({"level": "error", "msg": line, "time": now})
+        text = dump_json({"level": "error", "msg": line, "time": now})
     else:
-        text = f"level=error msg={json.dumps(line)}"
+        text = f"level=error msg={dump_json(line)}"
     try:
         flags = (
             os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -247,7 +248,8 @@ def replace_file(path: str, data: bytes) -> None:
 
 def prepare(call: Call, node: Node, event: Event) -> None:
     """Edit config.json where the container asks for a GPU; HookError says why it cannot start."""
-    from oci_hook.state import may_mention_us, read_file
+    from oci_hook.entry import may_mention_us
+    from oci_hook.state import read_file
 
     # The kernel's way, as the runtimes go there: links first, then `..`.
     bundle = os.path.realpath(call.bundle or ".")
@@ -258,9 +260,12 @@ def prepare(call: Call, node: Node, event: Event) -> None:
     allowed = node.environment == "allow"
     if not may_mention_us(data) and not (allowed and b"TIDEGATE_" in data):
         return
+    import gc
+
+    gc.disable()  # to look for what is in circles takes 2 ms
     from oci_hook.edits import Entry
+    from oci_hook.entry import arm, disarm, parse_arguments
     from oci_hook.errors import BundleError, show
-    from oci_hook.main import arm, disarm, parse_arguments
     from oci_hook.reserve import Settings, edit_config
 
     if path != f"{bundle}/config.json":
@@ -297,8 +302,9 @@ def prepare(call: Call, node: Node, event: Event) -> None:
 
 def _refuse_elsewhere(data: bytes, path: str) -> None:
     """Refuse a container by crun's --config that asks for a GPU: the hook reads the bundle's."""
+    from oci_hook.entry import PREFIX
     from oci_hook.errors import BundleError, show
-    from oci_hook.state import PREFIX, parse_document
+    from oci_hook.state import parse_document
 
     _, annotations, _ = parse_document(data, show(path))
     if any(name.startswith(PREFIX) for name in annotations):
@@ -329,7 +335,7 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     # Whatever it answers: one that does not exist has ended, one that runs keeps what it has.
     from oci_hook import traces
-    from oci_hook.main import arm, disarm
+    from oci_hook.entry import arm, disarm
 
     arm(END_DEADLINE, "tidegate-runtime")
     try:

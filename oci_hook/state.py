@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import stat
 
+from oci_hook.entry import CONFIG_LIMIT, PREFIX, STATE_LIMIT, read_bounded
 from oci_hook.errors import AnnotationError, BundleError, HookError, StateError, show
+from oci_hook.notation import load_json
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
-PREFIX = "tidegate.gpu/"
-STATE_LIMIT = 4 << 20
-CONFIG_LIMIT = 4 << 20  # parsed it is 50 times as large, where it holds what is smallest
 ID_LIMIT = 1024
 PID_LIMIT = 1 << 22  # PID_MAX_LIMIT
 
@@ -83,19 +81,6 @@ def is_sandbox(annotations: dict[str, str]) -> bool:
     return bool(said) and all(kind == "sandbox" for kind in said)
 
 
-def read_bounded(fd: int, limit: int) -> bytes | None:
-    """Read to the end of `fd`; None when there is more than `limit`."""
-    parts: list[bytes] = []
-    size = 0
-    while size <= limit:
-        part = os.read(fd, min(1 << 20, limit + 1 - size))
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-        size += len(part)
-    return None
-
-
 def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, object]:
     """Build an object; refuse an annotation given twice: readers differ in which one wins.
 
@@ -113,27 +98,6 @@ def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, obje
                 twice.append(key)
             seen.add(key)
     return result
-
-
-def _number(text: str) -> int | float:
-    """Give a number with a fraction or an exponent: 5.0 is a whole one, 1e999 is none."""
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text[:40]} is no number that can be kept")
-    return int(value) if value.is_integer() else value
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
-
-
-def load_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as its standard has it, NaN is none; ValueError or RecursionError otherwise."""
-    import json
-
-    return json.loads(
-        data.decode(), object_pairs_hook=pairs, parse_float=_number, parse_constant=_no_number
-    )
 
 
 def is_text(value: object) -> bool:
@@ -231,15 +195,6 @@ def read_file(path: str, hint: str) -> bytes:
             f"{show(path)} is larger than {CONFIG_LIMIT} bytes", hint="make it smaller"
         )
     return data
-
-
-def may_mention_us(config: bytes) -> bool:
-    """Tell without parsing whether config.json can hold an annotation of ours.
-
-    Most containers of a node hold none, and this is all they pay for.  An escape could spell the
-    prefix, so text with an escaped ASCII character is parsed to be sure.
-    """
-    return PREFIX.encode()[:-1] in config or b"\\u00" in config
 
 
 def parse_config(data: bytes, bundle: str) -> Bundle:

@@ -9,29 +9,32 @@ descriptors.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import os
-import re
 import stat
 import time
 from binascii import a2b_base64, b2a_base64
-from functools import partial
 
 from oci_hook import kernel, ldcache
+from oci_hook.entry import read_bounded
 from oci_hook.files import as_owner, remove, write_all
-from oci_hook.state import is_text, read_bounded
+from oci_hook.letters import DIGITS, LETTERS, consists_of
+from oci_hook.notation import dump_json, load_json
+from oci_hook.record import suppress
+from oci_hook.state import is_text
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
+    from functools import partial
     from typing import Any, NamedTuple
 else:
+    from _functools import partial  # functools has collections and more
+
     from oci_hook.record import NamedTuple
 
 DIRECTORY = "traces"  # below the runtime directory
 TEMPORARY = ".ld.so.cache.tidegate"
-ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # as engines make them; a file's name
+ID_LIMIT = 200  # of a file's name, too
 KEPT_LIMIT = 512 << 10  # of a cache; usual ones have tens of KiB, and /run is memory
 STORED_LIMIT = 1 << 20  # of a note
 HEAD_LIMIT = 32 << 10  # the longest path, as text
@@ -96,6 +99,15 @@ def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
     return kept | {"data": b2a_base64(data, newline=False).decode()}
 
 
+def is_name(ident: str) -> bool:
+    """Tell whether an id is as engines make them: a file can have it for a name."""
+    return (
+        0 < len(ident) <= ID_LIMIT
+        and consists_of(ident, LETTERS + DIGITS + "_.+-")
+        and ident[0] not in ".+-"
+    )
+
+
 def _directory(runtime_dir: str) -> int:
     flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(f"{runtime_dir}/{DIRECTORY}", flags)
@@ -103,16 +115,16 @@ def _directory(runtime_dir: str) -> int:
 
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Trace]) -> None:
     """Write down what was made for a container, be it nothing; OSError where that cannot be."""
-    if ID.fullmatch(ident) is None:
+    if not is_name(ident):
         raise OSError(errno.EINVAL, "its id is not taken for a file's name")
     place = os.stat(root)
     note = Note(root, pid, _began(pid), place.st_dev, place.st_ino)
-    data = json.dumps(note).encode() + b"\n" + json.dumps(traces).encode()
+    data = dump_json(note).encode() + b"\n" + dump_json(traces).encode()
     if len(data) > STORED_LIMIT:
         raise OSError(errno.EFBIG, f"they take {len(data)} bytes to write down")
     above = os.open(runtime_dir, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             kernel.mkdirat(above, DIRECTORY, 0o700)
         dirfd = _directory(runtime_dir)
     finally:
@@ -127,7 +139,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
             os.close(fd)
         kernel.renameat(dirfd, temporary, ident)
     except OSError:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             remove(dirfd, temporary)
         raise
     finally:
@@ -139,7 +151,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
 
 def forget(runtime_dir: str, ident: str) -> None:
     """Forget a container: what it left is gone, or stays."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         dirfd = _directory(runtime_dir)
         try:
             kernel.unlinkat(dirfd, ident)
@@ -180,8 +192,10 @@ def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
 
 def _parse_note(data: bytes) -> Note | None:
     """Take the first line of a note; None where it is none."""
+    if not data:
+        return None  # most often; to parse nothing takes as long as all else
     try:
-        note = Note(*json.loads(data.partition(b"\n")[0]))
+        note = Note(*load_json(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None
     numbers = all(type(number) is int for number in note[1:])
@@ -191,7 +205,7 @@ def _parse_note(data: bytes) -> Note | None:
 def _parse_traces(data: bytes) -> list[Trace]:
     """Take the rest of a note; there are no traces where it is none."""
     try:
-        found = [Trace(*trace) for trace in json.loads(data.partition(b"\n")[2])]
+        found = [Trace(*trace) for trace in load_json(data.partition(b"\n")[2])]
     except (ValueError, TypeError, RecursionError):
         return []
     return [t for t in found if is_text(t.what) and is_text(t.path) and type(t.kept) is dict]
@@ -209,7 +223,7 @@ def take_back(runtime_dir: str, ident: str) -> None:
     A directory that goes takes its mounts along, in every container: nothing is done while one of
     the same root runs. The last of them takes away what all have left.
     """
-    if ID.fullmatch(ident) is None:
+    if not is_name(ident):
         return
     own = _parse_note(_read(runtime_dir, ident, HEAD_LIMIT))
     if own is None:
@@ -223,7 +237,7 @@ def take_back(runtime_dir: str, ident: str) -> None:
     until = time.monotonic() + SECONDS
     for name, note in sorted(shared, key=lambda item: -item[1].began):
         try:
-            with contextlib.suppress(OSError):  # it is gone, and all that was in it
+            with suppress(OSError):  # it is gone, and all that was in it
                 rootfd = os.open(note.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
                 _take_all(rootfd, _parse_traces(_read(runtime_dir, name)), until)
         finally:
@@ -237,7 +251,7 @@ def _take_all(rootfd: int, traces: list[Trace], until: float) -> None:
     if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
         for trace in reversed(traces):
             # Others than OSError: a damaged cache or note
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
                 if time.monotonic() < until:
                     _take_back(procfd, rootfd, trace, traces)
     os.close(procfd)
@@ -246,7 +260,7 @@ def _take_all(rootfd: int, traces: list[Trace], until: float) -> None:
 
 def sweep(runtime_dir: str) -> None:
     """Forget the containers whose root is gone, nobody told of their end, and what is no note."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for name, note in _notes(runtime_dir).items():
             if note is None:
                 stays = name.startswith("~")  # somebody writes it

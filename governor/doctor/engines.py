@@ -28,8 +28,8 @@ from governor.doctor.node import (
 )
 from governor.doctor.programs import examine_program, wrapper_settings
 from governor.setup.tomltext import merged
+from oci_hook.entry import PREFIX
 from oci_hook.runtime import CONFIG
-from oci_hook.state import PREFIX
 
 NAME = "tidegate"
 """Of the runtime or handler, in every engine's configuration."""

@@ -97,8 +97,9 @@ class _Container(NamedTuple):
 def _container(args: argparse.Namespace) -> _Container:
     """Return the container; the hook's errors for a bundle, RequestError for the options."""
     from governor.errors import RequestError
+    from oci_hook.entry import PREFIX
     from oci_hook.request import PARSERS
-    from oci_hook.state import PREFIX, State, our_annotations, parse_config, read_config
+    from oci_hook.state import State, our_annotations, parse_config, read_config
 
     annotations: dict[str, str] = {}
     volumes: tuple[str, ...] = ()

@@ -320,7 +320,7 @@ import sys
 sys.path.insert(0, {root!r})
 from oci_hook import kernel
 kernel.RESOLVE_IN_ROOT = kernel.RESOLVE_NO_MAGICLINKS = 0
-from oci_hook.main import main
+from oci_hook.entry import main
 main()
 """
 

@@ -21,11 +21,13 @@ from governor.server import parse_request
 from oci_hook import reserve
 from oci_hook.client import WRONG, Reservation, parse_admission, parse_answer, parse_reservation
 from oci_hook.edits import Entry, foreign_driver, gpu_nodes
+from oci_hook.entry import PREFIX
 from oci_hook.errors import AnnotationError, GovernorError, HookError, InternalError, MirrorError
 from oci_hook.log import Event
 from oci_hook.manifest import parse_manifest
+from oci_hook.notation import load_json
 from oci_hook.request import parse_annotations
-from oci_hook.state import PREFIX, load_json, our_annotations, parse_config, parse_state
+from oci_hook.state import our_annotations, parse_config, parse_state
 from vdriver import manifest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from oci_hook.state import CONFIG_LIMIT
+from oci_hook.entry import CONFIG_LIMIT
 from tests.fuzz.documents import KINDS, bases, corpus, hold, is_valid, mutated, refusal
 
 HOOK = Path(__file__).parents[2] / "oci_hook"

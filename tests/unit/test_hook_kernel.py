@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook import kernel
+from oci_hook import foreign, kernel
 
 # Renames two directories as fast as it can: the kernel cannot tell then where a ".." led.
 DISTURB = """
@@ -48,7 +49,7 @@ def test_a_walk_that_never_comes_to_an_end_is_an_error(monkeypatch: pytest.Monke
 
         def syscall(self, *_: object) -> int:
             self.calls += 1
-            kernel.ctypes.set_errno(kernel.errno.EAGAIN)
+            ctypes.set_errno(kernel.errno.EAGAIN)
             return -1
 
     busy = Busy()
@@ -57,3 +58,30 @@ def test_a_walk_that_never_comes_to_an_end_is_an_error(monkeypatch: pytest.Monke
     with pytest.raises(BlockingIOError):
         kernel.open_in_root(3, "lib")
     assert busy.calls == kernel.TRIES
+
+
+TYPES = (
+    "c_int",
+    "c_uint",
+    "c_long",
+    "c_ulong",
+    "c_size_t",
+    "c_char_p",
+    "c_uint8",
+    "c_uint32",
+    "c_uint64",
+)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_the_types_are_those_of_ctypes(name: str) -> None:
+    ours, theirs = getattr(foreign, name), getattr(ctypes, name)
+    assert ctypes.sizeof(ours) == ctypes.sizeof(theirs)
+    assert ours._type_.lower() == theirs._type_.lower()
+    assert (ours._type_.isupper()) == (theirs._type_.isupper())
+
+
+def test_an_error_of_a_call_is_found() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        kernel.setns(-1, 0, "nothing")
+    assert ctypes.get_errno() == kernel.errno.EBADF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oci_hook import state
+from oci_hook.entry import CONFIG_LIMIT, PREFIX, asks_nothing, may_mention_us
 from oci_hook.errors import AnnotationError, BundleError, HookError, StateError
-from oci_hook.main import asks_nothing
 from oci_hook.state import (
-    PREFIX,
     Bundle,
     State,
-    may_mention_us,
     our_annotations,
     parse_config,
     parse_state,
@@ -254,8 +253,6 @@ def test_an_oversized_config_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(BundleError, match="not a regular file"):
         state.read_config(str(tmp_path))
@@ -317,5 +314,10 @@ def test_an_ordinary_container_is_decided_on_without_parsing(tmp_path: Path) -> 
     # These are parsed, and then the line says what is wrong.
     assert not asks_nothing(None)
     assert not asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path / "none")}).encode())
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/config.json")
+    assert not asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path / "pipe")}).encode())
+    (tmp_path / "config.json").write_bytes(b"{}" + b" " * CONFIG_LIMIT)
+    assert not asks_nothing(json.dumps({**GOOD, "bundle": str(tmp_path)}).encode())
     assert not asks_nothing(b'{"id": "x"}')
     assert not asks_nothing(b'{"bundle": 3}')

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from oci_hook.edits import HOOK_ENV, HOOK_TIMEOUT
-from oci_hook.main import STAGES
+from oci_hook.entry import STAGES
 from tests.unit.setup_tree import put, put_programs, setup, snapshot, text
 
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"

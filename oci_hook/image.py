@@ -45,7 +45,11 @@ ELF_HEAD = 20
 LOADERS = {"x86_64": "ld-linux-x86-64.so.2"}
 MUSL = {"x86_64": "lib/ld-musl-x86_64.so.1"}
 HWCAPS = {"x86_64": "glibc-hwcaps/x86-64-v2"}
-PLATFORM = "x86_64"  # what $PLATFORM of a path means
+PLATFORMS = ("x86_64", "haswell", "xeon_phi")  # what $PLATFORM means, by processor and loader
+# Where else a loader looks for what a directory has: before ours, and, one below the other in this
+# order, up to glibc 2.36, behind it.
+BEFORE = ("glibc-hwcaps/x86-64-v4", "glibc-hwcaps/x86-64-v3")
+BEHIND = ("tls", "haswell", "xeon_phi", "avx512_1", "x86_64")
 VOLUME = "it is on a volume"
 # What must not be found in an image before ours.
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -339,10 +343,12 @@ def search_path(rootfd: int, procfd: int, library_dir: str, document: dict[str, 
                 origin, text = found
                 break
     entries += text.split(":")[:SEARCH_LIMIT] if text else []
-    tokens = {"ORIGIN": origin, "LIB": library_dir.removeprefix("usr/"), "PLATFORM": PLATFORM}
-    for token, meaning in tokens.items():
+    tokens = (("ORIGIN", (origin,)), ("LIB", (library_dir.removeprefix("usr/"),)))
+    for token, meanings in (*tokens, ("PLATFORM", PLATFORMS)):
         entries = [
-            e.replace(f"${{{token}}}", meaning).replace(f"${token}", meaning) for e in entries
+            e.replace(f"${{{token}}}", meaning).replace(f"${token}", meaning)
+            for e in entries
+            for meaning in (meanings if token in e else meanings[:1])
         ]
     return [_join(cwd, entry) for entry in entries]  # one that is empty is the working directory
 
@@ -384,21 +390,23 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
     own = kernel.mount_id(rootfd)
     seen: set[tuple[int, int, int]] = set()
     found: list[str] = []
-    for path in (image.library_dir, *search, *_compat_directories(rootfd)):
+    default = (path for paths in LIBRARY_DIRS.values() for path in paths)
+    for path in (image.library_dir, *default, *search, *_compat_directories(rootfd)):
         place = _identify(rootfd, path)
         if place is None or place in seen:
             continue
         seen.add(place)
+        _refuse_before(rootfd, path, image)
         if path == image.library_dir:
             continue
-        names = [name for name in GOVERNED if _is_file(rootfd, f"{path}/{name}")]
-        if not names:
+        name = _find_driver(rootfd, path, (image.subdirectory, *_behind(rootfd, path, BEHIND)))
+        if not name:
             continue
         volume = place[0] != own
         plain = os.path.normpath(path)  # what a path with .. means, unless there are links
         if volume or _identify(rootfd, plain) != place:
             raise ImageError(
-                f"{show('/' + path)} has a driver of its own ({names[0]}), which would be found"
+                f"{show('/' + path)} has a driver of its own ({name}), which would be found"
                 f" before the node's, and {VOLUME if volume else 'is named through links and ..'}",
                 hint="leave that directory out of the container and of LD_LIBRARY_PATH",
             )
@@ -406,6 +414,43 @@ def look_for_drivers(rootfd: int, image: Image, search: list[str]) -> Image:
             _require_empty(rootfd, f"{plain}/{image.subdirectory}")
             found.append(plain)
     return image._replace(own=tuple(found))
+
+
+def _refuse_before(rootfd: int, path: str, image: Image) -> None:
+    """Refuse a driver that a loader finds before what it looks into for ours.
+
+    Ours there instead would cover what else the image has there.
+    """
+    if image.subdirectory not in HWCAPS.values():
+        return
+    for name in BEFORE:
+        driver = _find_driver(rootfd, f"{path}/{name}")
+        if driver:
+            raise ImageError(
+                f"{show(f'/{path}/{name}')} has a driver of its own ({driver}), which would be"
+                " found before the node's",
+                hint="remove it from the image",
+            )
+
+
+def _behind(rootfd: int, path: str, names: tuple[str, ...]) -> list[str]:
+    """Give the directories of a directory, of those names, that a loader up to 2.36 looks into."""
+    found = []
+    for place, name in enumerate(names, 1):
+        if _identify(rootfd, f"{path}/{name}") is not None:
+            below = _behind(rootfd, f"{path}/{name}", names[place:])
+            found += [name, *(f"{name}/{more}" for more in below)]
+    return found
+
+
+def _find_driver(rootfd: int, path: str, below: tuple[str, ...] = ()) -> str:
+    """Name the first of the driver's libraries in a directory, or in others below it."""
+    for directory in ("", *below):
+        for library in GOVERNED:
+            name = f"{directory}/{library}" if directory else library
+            if _is_file(rootfd, f"{path}/{name}"):
+                return name
+    return ""
 
 
 def _is_main(rootfd: int, image: Image, directory: str) -> bool:

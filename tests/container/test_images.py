@@ -232,6 +232,76 @@ def test_a_program_whose_rpath_leads_to_its_own_driver_gets_ours(
     governed(runtime.run(bundle))
 
 
+@pytest.mark.parametrize("below", ["tls", "haswell", "haswell/avx512_1/x86_64", "x86_64"])
+def test_a_driver_that_an_older_loader_finds_below_comes_after_ours(
+    site: Node, make: Make, runtime: Runtime, below: str
+) -> None:
+    """Up to glibc 2.36; the directory that LD_LIBRARY_PATH names has none itself."""
+    bundle = make()
+    own_driver(bundle, site, f"opt/app/lib/{below}")
+    environment(bundle, "/opt/app/lib")
+    governed(runtime.run(bundle))
+
+
+@pytest.mark.parametrize("platform", ["haswell", "x86_64"])
+def test_a_driver_behind_platform_comes_after_ours(
+    site: Node, make: Make, runtime: Runtime, platform: str
+) -> None:
+    """A loader takes $PLATFORM for one of these, by the processor."""
+    bundle = make()
+    own_driver(bundle, site, f"opt/{platform}/lib")
+    environment(bundle, "/opt/$PLATFORM/lib")
+    governed(runtime.run(bundle))
+
+
+def test_a_driver_in_a_directory_that_is_searched_before_glibc_s_comes_after_ours(
+    site: Node, make: Make, runtime: Runtime
+) -> None:
+    """A root whose /lib is no link to /usr/lib: a loader looks there first."""
+    bundle = make()
+    (bundle.rootfs / "lib").unlink()
+    own_driver(bundle, site, "lib/x86_64-linux-gnu")
+    governed(runtime.run(bundle))
+
+
+@pytest.mark.parametrize("level", ["x86-64-v4", "x86-64-v3", "x86-64-v2"])
+@pytest.mark.parametrize("place", ["default", "compat", "opt", "rpath", "cache"])
+def test_a_driver_where_a_loader_looks_before_ours_is_refused(
+    site: Node, make: Make, runtime: Runtime, place: str, level: str
+) -> None:
+    """What else an image has for newer processors is not covered, so nothing is mounted in its place."""
+    bundle = make(*(["/opt/ask", str(3 * GIB), str(GIB)] if place == "rpath" else []))
+    directory = {"default": LIBDIR, "compat": COMPAT}.get(place, "opt/app/lib")
+    if place == "rpath":
+        compile_c(ASK_C, bundle.rootfs / "opt/ask", "-ldl", "-Wl,-rpath,$ORIGIN/app/lib")
+    own_driver(bundle, site, f"{directory}/glibc-hwcaps/{level}")
+    if place == "cache":
+        # The image's cache says so; that LD_LIBRARY_PATH does, too, is what cannot be governed.
+        ldconfig(bundle, directory)
+    environment(bundle, f"/{directory}")
+    ran = runtime.run(bundle)
+    assert (ran.status != 0, ran.stdout) == (True, "")
+    if runtime.name == "runc":
+        assert f"tidegate: /{directory}/glibc-hwcaps/{level} " in ran.stderr
+        assert "libcuda.so.1" in ran.stderr
+        assert ran.stderr.count("tidegate: ") == 1
+    del bundle.config["hooks"]
+    ran = runtime.run(bundle)
+    if Path("/proc/cpuinfo").read_text().count("avx512vl"):  # what a loader asks for v4
+        assert ran.stdout.split()[:2] == [str(GIVEN), str(GIVEN)], ran.stderr
+
+
+def test_a_cache_does_not_lead_to_a_driver_for_newer_processors(
+    site: Node, make: Make, runtime: Runtime
+) -> None:
+    """Of a directory that nothing else names: the cache leads to ours."""
+    bundle = make()
+    own_driver(bundle, site, "opt/app/lib/glibc-hwcaps/x86-64-v3")
+    own_driver(bundle, site, "opt/app/lib")
+    ldconfig(bundle, "opt/app/lib")
+    governed(runtime.run(bundle))
+
+
 @pytest.mark.parametrize("cache", ["leads elsewhere", "nothing else", "damaged", "cut", "empty"])
 def test_a_cache_does_not_lead_past_us(
     site: Node, make: Make, runtime: Runtime, cache: str

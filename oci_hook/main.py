@@ -91,6 +91,9 @@ def prepare(options: Options, state: State, event: Event) -> str:
         container = Container(state.pid, bundle.root)
         # Of a run whose end nobody told.
         traces.take_back(options.runtime_dir, state.id)
+        # Until this process ends: others of this root meet all that it makes, or nothing.
+        place = os.fstat(container.rootfd)
+        traces.lock(options.runtime_dir, place.st_dev, place.st_ino)
         image = inspect_image(
             container.rootfd,
             container.procfd,

@@ -10,6 +10,7 @@ descriptors.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import time
@@ -33,6 +34,7 @@ else:
     from oci_hook.record import NamedTuple
 
 DIRECTORY = "traces"  # below the runtime directory
+LOCK = "traces.lock"  # beside it
 TEMPORARY = ".ld.so.cache.tidegate"
 ID_LIMIT = 200  # of a file's name, too
 KEPT_LIMIT = 512 << 10  # of a cache; usual ones have tens of KiB, and /run is memory
@@ -59,6 +61,7 @@ class Note(NamedTuple):
     began: int  # when that process did: numbers are used again; 0 of one that had ended
     device: int
     inode: int  # of the root, which may have another name, and other containers
+    made: int = 0  # when, by the monotonic clock: of two, the later one met what the other had made
 
 
 class Attributes(NamedTuple):
@@ -113,12 +116,34 @@ def _directory(runtime_dir: str) -> int:
     return os.open(f"{runtime_dir}/{DIRECTORY}", flags)
 
 
+def lock(runtime_dir: str, device: int, inode: int) -> int:
+    """Wait until nobody starts or ends a container of this root.
+
+    Until the descriptor that it gives is closed, or the process ends; it has no other of that file.
+    Between a look and what is made, or what is made and its note, another's end would take away
+    what this one uses, mounts along. -1 where there is no lock to be had.
+
+    A byte of one file stands for a root, so no lock leaves anything.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(f"{runtime_dir}/{LOCK}", flags, 0o600)
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX, 1, (device << 40 ^ inode) & ((1 << 62) - 1))
+        except BaseException:
+            os.close(fd)
+            raise
+    except OSError:
+        return -1
+    return fd
+
+
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Trace]) -> None:
     """Write down what was made for a container, be it nothing; OSError where that cannot be."""
     if not is_name(ident):
         raise OSError(errno.EINVAL, "its id is not taken for a file's name")
     place = os.stat(root)
-    note = Note(root, pid, _began(pid), place.st_dev, place.st_ino)
+    note = Note(root, pid, _began(pid), place.st_dev, place.st_ino, time.monotonic_ns())
     data = dump_json(note).encode() + b"\n" + dump_json(traces).encode()
     if len(data) > STORED_LIMIT:
         raise OSError(errno.EFBIG, f"they take {len(data)} bytes to write down")
@@ -137,6 +162,9 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
             write_all(fd, data)
         finally:
             os.close(fd)
+        # What an earlier one of this id made may be in use by others of its root, who take it away.
+        with suppress(FileNotFoundError):
+            kernel.renameat(dirfd, ident, f"{ident}@{note.made}")
         kernel.renameat(dirfd, temporary, ident)
     except OSError:
         with suppress(OSError):
@@ -229,13 +257,23 @@ def take_back(runtime_dir: str, ident: str) -> None:
     if own is None:
         forget(runtime_dir, ident)
         return
+    held = lock(runtime_dir, own.device, own.inode)
+    try:
+        _take_from_root(runtime_dir, own)
+    finally:
+        if held >= 0:
+            os.close(held)
+
+
+def _take_from_root(runtime_dir: str, own: Note) -> None:
+    """Take away what all containers of one root left, if none of them runs."""
     place = own.device, own.inode
     notes = _notes(runtime_dir).items()
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
     if any(_runs(note) for _, note in shared):
         return
     until = time.monotonic() + SECONDS
-    for name, note in sorted(shared, key=lambda item: -item[1].began):
+    for name, note in sorted(shared, key=lambda item: (item[1].made, item[1].began), reverse=True):
         try:
             with suppress(OSError):  # it is gone, and all that was in it
                 rootfd = os.open(note.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)

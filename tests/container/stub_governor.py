@@ -128,7 +128,10 @@ class StubGovernor:
                 }
             elif request["op"] == "admit":
                 assert mine is not None
-                directory = self.runtime_dir / "containers" / f"key{len(self.requests)}"
+                number = len(self.requests)  # several may have asked by now
+                while (self.runtime_dir / "containers" / f"key{number}").exists():
+                    number += 1
+                directory = self.runtime_dir / "containers" / f"key{number}"
                 directory.mkdir(parents=True)
                 (directory / "grant").write_bytes(b"TIDEGATE".ljust(4096, b"\0"))
                 self.admitted[mine] = request

@@ -414,3 +414,20 @@ def test_a_hook_that_comes_while_its_generation_goes_takes_the_next(node: Node) 
         assert hook.stderr.read() == b""
         hook.stderr.close()
     assert node.events()[0]["generation"] == new.name
+
+
+def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) -> None:
+    """To mount it along would be to mount what nobody asked for, and to leave it as writable as it is on the host."""
+    generation = node.own_mirror()
+    path = node.base / "sockets"
+    (path / "below").mkdir(parents=True)
+    manifest = json.loads((generation / "manifest.json").read_text())
+    manifest["binds"] = [{"path": str(path), "capability": "utility"}]
+    (generation / "manifest.json").write_text(json.dumps(manifest))
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(path / "below")], check=True)
+    try:
+        with Held(node.bundle("true")) as held:
+            assert held.hook(node.hook).returncode == 0
+            assert [m for m in held.mounts() if "sockets" in m] == [str(path)]
+    finally:
+        subprocess.run(["umount", str(path / "below")], check=True)

@@ -31,6 +31,8 @@ from tests.container.assault import (
 from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, add_user_namespace
 from tests.container.canary import SECRET, Canary
 from tests.container.conftest import Node
+from tests.container.held import Held
+from tests.container.test_hook_attack import wait_for
 
 Attack = Callable[[Bundle, Canary], None]
 
@@ -948,3 +950,21 @@ def test_the_canary_sings(tmp_path: Path) -> None:
         touch()
         with pytest.raises(AssertionError):
             canary.check()
+
+
+def test_standard_descriptors_that_are_closed_become_none_of_the_hook_s(node: Node) -> None:
+    """R12: what is written to standard error would be written into one of them."""
+    node.governor.mode = "silent"
+    node.timeout = 4.0
+    with Held(node.bundle("true")) as held:
+        hook = subprocess.Popen(
+            ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *node.hook, "createRuntime"],
+            stdin=subprocess.PIPE,
+        )
+        assert hook.stdin is not None
+        hook.stdin.write(held.state())
+        hook.stdin.close()
+        wait_for(lambda: node.governor.requests)
+        found = [Path(f"/proc/{hook.pid}/fd/{n}").readlink() for n in (1, 2)]
+        assert hook.wait() == 75
+    assert found == [Path("/dev/null")] * 2

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from oci_hook import traces
+from oci_hook.traces import Trace
 from tests.container.bundles import (
     GPU,
     LIBDIR,
@@ -533,3 +535,57 @@ def test_an_optional_driver_starts_a_musl_image_without_it(node: Node, runc: Run
 def test_versioned_names_are_there_too(node: Node, runc: Runtime) -> None:
     ran = runc.run(node.bundle(f"probe libcuda.so.{VERSION}"))
     assert ran.stdout.endswith(f"/glibc-hwcaps/x86-64-v2/libcuda.so.{VERSION} tidegate's libcuda\n")
+
+
+def test_a_volume_over_what_the_image_has_leaves_the_image_s(node: Node, runtime: Runtime) -> None:
+    """What is made in a volume is not what the image has under the same name: at the end that is not ours."""
+    bundle = node.bundle("stat -c %s /run/tidegate/grant")
+    (bundle.rootfs / "run/tidegate").mkdir()
+    bundle.config["mounts"].append({"destination": "/run", "type": "tmpfs", "source": "tmpfs"})
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stdout) == (0, "4096\n"), ran.stderr
+    assert (bundle.rootfs / "run/tidegate").is_dir()
+
+
+def test_a_cache_that_is_a_link_to_the_host_changes_nothing_there(
+    node: Node, runtime: Runtime
+) -> None:
+    """The image has a cache under the path that the host has a file at; the link comes back with owner and time."""
+    victim = node.base / "victim"
+    victim.write_bytes(b"the host's")
+    before = everything(victim)
+    bundle = node.bundle(PROBE)
+    path, inside = bundle.rootfs / "etc/ld.so.cache", bundle.rootfs / str(victim).lstrip("/")
+    inside.parent.mkdir(parents=True)
+    path.rename(inside)
+    path.symlink_to(victim)
+    os.utime(path, ns=(1, 1), follow_symlinks=False)
+    os.lchown(path, 1234, 1234)
+    kept = everything(path)
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stdout) == (0, FOUND), ran.stderr
+    assert everything(path) == kept
+    assert everything(victim) == before
+
+
+def test_nothing_goes_from_another_mount(node: Node) -> None:
+    """What is mounted below a root on the host is not the container's."""
+    root, run = node.base / "rootfs", node.base / "run"
+    for directory in ("volume", "etc"):
+        (root / directory).mkdir(parents=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(root / directory)], check=True)
+    try:
+        (root / "volume/tidegate").mkdir()
+        (root / "volume/smi").touch()
+        (root / "etc/ld.so.cache").write_bytes(b"of the volume")
+        rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
+        with pytest.raises(OSError, match="Invalid cross-device link"):
+            traces.keep(rootfd, "etc/ld.so.cache", b"of the volume")
+        os.close(rootfd)
+        made = [Trace("directory", "volume/tidegate"), Trace("file", "volume/smi")]
+        traces.remember(str(run), "c1", 1 << 30, str(root), made)
+        traces.take_back(str(run), "c1")
+        assert {p.name for p in (root / "volume").iterdir()} == {"tidegate", "smi"}
+    finally:
+        for directory in ("volume", "etc"):
+            subprocess.run(["umount", str(root / directory)], check=True)

@@ -288,3 +288,9 @@ def test_a_configuration_that_is_wrong_is_said(node: Node, wrapped: Wrapped) -> 
     ran = wrapped.run(plain(node, "true"))
     assert ran.status == 78
     assert f"{wrapped.settings}:1: 'runtim /usr/bin/runc'; accepted are" in ran.stderr
+
+
+def test_precreate_takes_no_endless_config(node: Node, dev: Path) -> None:
+    answer = precreate(node, dev, b'{"a": "' + b"x" * (5 << 20) + b'"}')
+    assert (answer.status, answer.stdout) == (66, "")
+    assert "config.json on stdin is larger than 4194304 bytes" in answer.stderr

@@ -7,7 +7,9 @@ import copy
 import json
 import os
 import stat
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from governor.books import Device
 from governor.cdi import make_spec
 from governor.errors import SetupError
 from governor.verbs.cdi import write
+from oci_hook import runtime
 from oci_hook.edits import (
+    RESERVATION,
     Entry,
     Node,
     edit,
@@ -28,9 +32,11 @@ from oci_hook.edits import (
     gpu_nodes,
     host_nodes,
     require_no_gpu,
+    take_reservation,
 )
 from oci_hook.errors import BundleError, DeviceError, HookError, UnservedImageError
-from oci_hook.runtime import parse_call, replace_file
+from oci_hook.log import Event
+from oci_hook.runtime import Call, left_traces, parse_call, replace_file
 from tests.conftest import lack
 
 NODES = (Node("/dev/nvidiactl", 195, 255), Node("/dev/nvidia0", 195, 0))
@@ -362,3 +368,62 @@ def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
         SetupError, match=r"file is not a directory; move it away, or name another --output$"
     ):
         write(tmp_path / "file" / "tidegate.json", {})
+
+
+@pytest.mark.parametrize("token", ["", "../x", "a b", "a" * 65, "\u0661", "\u00e4", "a\n"])
+def test_a_reservation_is_a_token(token: str) -> None:
+    """It comes back from whoever wrote config.json, and goes to the governor."""
+    annotations = {RESERVATION: token, "tidegate.gpu/memory": "1Gi"}
+    assert take_reservation(annotations) == ""
+    assert annotations == {"tidegate.gpu/memory": "1Gi"}
+    assert take_reservation({RESERVATION: "aB3"}) == "aB3"
+
+
+@pytest.mark.parametrize("ident", ["", ".", "..", "../c1", "/c1", "a/../../c1"])
+def test_an_id_is_no_path_to_the_wrapper(tmp_path: Path, ident: str) -> None:
+    (tmp_path / "traces/a").mkdir(parents=True)
+    for place in (tmp_path / "c1", tmp_path / "traces/c1"):
+        place.touch()
+    call, node = Call(), runtime.Node()
+    call.command, node.runtime_dir = "delete", str(tmp_path)
+    call.ident = "c1"
+    assert left_traces(call, node)
+    call.ident = ident
+    assert not left_traces(call, node)
+
+
+@pytest.mark.parametrize("writer", ["hook", "wrapper"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_log_that_is_a_link_or_a_pipe_is_left_alone(
+    tmp_path: Path, kind: str, writer: str
+) -> None:
+    """Others may write where a log is: it leads to no other file, and holds nobody."""
+    log, other = tmp_path / "log", tmp_path / "other"
+    other.write_text("as it was\n")
+    log.symlink_to(other) if kind == "link" else os.mkfifo(log)
+    call = Call()
+    call.log = str(log)
+    if writer == "hook":
+        write = partial(Event("prestart", str(log)).emit, "failed")
+    else:
+        write = partial(runtime._tell_engine, call, "a line")
+    ends = threading.Thread(target=write, daemon=True)
+    ends.start()
+    ends.join(5)
+    assert not ends.is_alive()
+    assert other.read_text() == "as it was\n"
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_a_file_is_replaced_through_nothing_that_is_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path, other = tmp_path / "config.json", tmp_path / "other"
+    path.write_text("old")
+    other.write_text("as it was")
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    temporary = tmp_path / ".config.json.tidegate-7"
+    temporary.symlink_to(other) if kind == "link" else os.link(other, temporary)
+    with pytest.raises(FileExistsError):
+        replace_file(str(path), b"new")
+    assert (path.read_text(), other.read_text()) == ("old", "as it was")

@@ -85,3 +85,27 @@ def test_an_error_of_a_call_is_found() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         kernel.setns(-1, 0, "nothing")
     assert ctypes.get_errno() == kernel.errno.EBADF
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "../a"])
+def test_a_name_is_of_one_entry(tmp_path: Path, name: str) -> None:
+    """Whoever gives these calls a path has it walked by nobody: it is a mistake of ours, and nothing happens."""
+    (tmp_path / "a").mkdir()
+    directory = os.open(tmp_path / "a", os.O_PATH | os.O_DIRECTORY)
+    calls = (
+        lambda: kernel.open_child(directory, name),
+        lambda: kernel.mkdirat(directory, name, 0o755),
+        lambda: kernel.create(directory, name, 0o600),
+        lambda: kernel.unlinkat(directory, name),
+        lambda: kernel.unlinkat(directory, name, directory=True),
+        lambda: kernel.symlinkat("a", directory, name),
+        lambda: kernel.set_link(directory, name, (0, 0), 0),
+        lambda: kernel.renameat(directory, name, "b"),
+        lambda: kernel.renameat(directory, "b", name),
+        lambda: kernel.exchange(directory, name, "b"),
+        lambda: kernel.exchange(directory, "b", name),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="is not the name of one entry"):
+            call()
+    os.close(directory)

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+import oci_hook.image
 from oci_hook import ldcache
 from oci_hook.client import Grant
-from oci_hook.errors import BundleError, DriverError, ImageError, MirrorError
+from oci_hook.errors import BundleError, DriverError, ImageError, MirrorError, UnservedImageError
 from oci_hook.image import Image, Look, inspect_image, look_at, look_for_drivers, search_path
 from oci_hook.manifest import (
     changed_files,
@@ -798,3 +799,101 @@ def test_a_directory_whose_links_lead_to_the_driver_s_is_served_with_it(
     other = look_for_drivers(rootfd, Image(LIBDIR, TARGET, None), ["opt/lib"])
     os.close(rootfd)
     assert (image.own, other.own) == ((), ("opt/lib",))
+
+
+def look(tmp_path: Path, *search: str) -> Image:
+    rootfd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    try:
+        return look_for_drivers(rootfd, Image(LIBDIR, TARGET, None), list(search))
+    finally:
+        os.close(rootfd)
+
+
+def test_a_directory_named_libcuda_is_no_driver(tmp_path: Path) -> None:
+    (tmp_path / LIBDIR).mkdir(parents=True)
+    (tmp_path / "opt/lib/libcuda.so.1").mkdir(parents=True)
+    (tmp_path / LIBDIR / "glibc-hwcaps/x86-64-v3/libcuda.so.1").mkdir(parents=True)
+    assert look(tmp_path, "opt/lib").own == ()
+
+
+def test_a_path_through_links_and_dots_is_refused(tmp_path: Path) -> None:
+    """What is mounted by its text would be in another directory than the one that a loader looks into."""
+    (tmp_path / "srv/app").mkdir(parents=True)
+    (tmp_path / "srv/lib").mkdir()
+    (tmp_path / "srv/lib/libcuda.so.1").touch()
+    (tmp_path / "opt/lib").mkdir(parents=True)
+    (tmp_path / "opt/link").symlink_to("/srv/app")
+    with pytest.raises(ImageError, match=r"/opt/link/../lib has a driver .* links and \.\."):
+        look(tmp_path, "opt/link/../lib")
+    assert look(tmp_path, "opt/link/../../srv/../srv/lib").own == ("srv/lib",)
+
+
+def inspect(tmp_path: Path) -> Image:
+    rootfd, procfd = (os.open(p, os.O_PATH | os.O_DIRECTORY) for p in (tmp_path, "/proc"))
+    try:
+        return inspect_image(rootfd, procfd, "x86_64")
+    finally:
+        os.close(rootfd)
+        os.close(procfd)
+
+
+def test_a_directory_named_libc_is_no_glibc(tmp_path: Path) -> None:
+    """The next directory may have one."""
+    (tmp_path / "usr/lib64").mkdir(parents=True)
+    (tmp_path / "usr/lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
+    (tmp_path / LIBDIR / "libc.so.6").mkdir(parents=True)
+    with pytest.raises(UnservedImageError, match="the image has no glibc"):
+        inspect(tmp_path)
+    (tmp_path / "usr/lib64/libc.so.6").touch()
+    assert inspect(tmp_path).library_dir == "usr/lib64"
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "fifo"])
+def test_something_else_in_the_driver_s_place_is_refused(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
+    target = tmp_path / TARGET
+    target.parent.mkdir(parents=True)
+    (tmp_path / LIBDIR / "libc.so.6").touch()
+    match kind:
+        case "file":
+            target.touch()
+        case "fifo":
+            os.mkfifo(target)
+        case _:
+            target.symlink_to("nowhere")
+    with pytest.raises(ImageError, match=rf"/{TARGET} in the image is not a directory, "):
+        inspect(tmp_path)
+
+
+def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each directory is a walk in the image: its author does not choose how many there are."""
+    limit = oci_hook.image.SEARCH_LIMIT
+    names = ":".join(f"/{n}" for n in range(limit + 1))
+    with pytest.raises(ImageError, match="LD_LIBRARY_PATH names 257 directories"):
+        search_path(-1, -1, LIBDIR, {"process": {"env": [f"LD_LIBRARY_PATH={names}"]}})
+    tried: list[str] = []
+
+    def nothing(_root: int, _proc: int, path: str) -> None:
+        tried.append(path)
+
+    monkeypatch.setattr(oci_hook.image, "_look_at_program", nothing)
+    process = {"args": ["run"], "env": [f"PATH={names}"]}
+    assert search_path(-1, -1, LIBDIR, {"process": process}) == []
+    assert len(tried) == limit
+    monkeypatch.setattr(oci_hook.image, "_look_at_program", lambda *_: ("/", names))
+    assert len(search_path(-1, -1, LIBDIR, {"process": process})) == limit
+    for n in range(limit + 1):
+        (tmp_path / f"usr/local/cuda-{n}").mkdir(parents=True)
+    rootfd = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    found = oci_hook.image._compat_directories(rootfd)
+    os.close(rootfd)
+    assert len(found) == limit * len(oci_hook.image.COMPAT)
+
+
+def test_a_manifest_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_node(tmp_path)
+    assert read_manifest(str(tmp_path / "drivers")).version == V
+    monkeypatch.setattr("oci_hook.manifest.MANIFEST_LIMIT", 100)
+    with pytest.raises(MirrorError, match=r"manifest.json is larger than 100 bytes"):
+        read_manifest(str(tmp_path / "drivers"))

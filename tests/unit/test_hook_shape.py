@@ -136,6 +136,7 @@ HOST_PATHS = {
     ("os.open", "runtime_dir"),
     ("os.open", "f'{runtime_dir}/{DIRECTORY}'"),
     ("os.listdir", "f'{runtime_dir}/{DIRECTORY}'"),
+    ("os.open", "f'{runtime_dir}/{LOCK}'"),
     ("os.open", "f'/proc/{pid}/stat'"),
     ("os.path.normpath", "path"),
     ("os.fsdecode", "path"),

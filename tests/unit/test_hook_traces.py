@@ -9,12 +9,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from oci_hook import kernel, ldcache, runtime, traces
 from oci_hook.errors import MountError
+from oci_hook.main import arm, disarm
 from oci_hook.traces import Trace, forget, remember, sweep, take_back
 
 PID = 1 << 30  # nobody's
@@ -103,9 +105,13 @@ def test_a_damaged_note_is_nothing_to_others(tmp_path: Path, root: Path, content
     (record.parent / "bad").write_bytes(content)
     (record.parent / "odd").mkdir()
     os.mkfifo(record.parent / "pipe")
-    take_back(str(tmp_path), "c1")
+    arm(10)  # or a pipe would hold the test
+    try:
+        take_back(str(tmp_path), "c1")
+        sweep(str(tmp_path))
+    finally:
+        disarm()
     assert not (root / "run/tidegate").exists()
-    sweep(str(tmp_path))
     assert [path.name for path in record.parent.iterdir()] == ["odd"]
     take_back(str(tmp_path), "odd")
 
@@ -338,3 +344,168 @@ def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> No
                 continue
         return
     pytest.fail("the real delete goes on")
+
+
+@pytest.mark.parametrize("place", ["usr/bin/nvidia-smi", "etc/ld.so.cache"])
+def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str) -> None:
+    """The container has put it there, and to open it may be to do something."""
+    (root / "etc").mkdir()
+    os.mkfifo(root / place)
+    kept = {
+        "attributes": [0o644, 0, 0, 0],
+        "data": "",
+        "ours": [0, (root / place).stat().st_mtime_ns],
+    }
+    made = [Trace("file", "usr/bin/nvidia-smi"), Trace("cache", "etc/ld.so.cache", kept)]
+    remember(str(tmp_path), "c1", PID, str(root), made)
+    take_back(str(tmp_path), "c1")
+    assert (root / place).is_fifo()
+
+
+def test_only_what_was_read_is_kept(root: Path) -> None:
+    """By the time that it is kept the name may be another file's, or something else's."""
+    (root / "etc").mkdir()
+    path = root / "etc/ld.so.cache"
+    rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    path.write_bytes(b"as it was")
+    assert traces.keep(rootfd, "etc/ld.so.cache", b"as it was")["data"] == "YXMgaXQgd2Fz"
+    path.write_bytes(b"another, that is longer")
+    assert traces.keep(rootfd, "etc/ld.so.cache", b"as it was") == {}
+    path.unlink()
+    os.mkfifo(path)
+    assert traces.keep(rootfd, "etc/ld.so.cache", b"") == {}
+    os.close(rootfd)
+
+
+def test_an_end_reads_no_endless_cache(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The container's last cache is a file with 1 TiB of nothing in it."""
+    cache = container_cache(root, [])
+    with cache.open("r+b") as file:
+        file.truncate(1 << 40)
+    made_a_cache(tmp_path, root)
+    size, read = 0, os.read
+
+    def count(fd: int, most: int) -> bytes:
+        nonlocal size
+        data = read(fd, most)
+        size += len(data)
+        assert size < 8 << 20
+        return data
+
+    monkeypatch.setattr(os, "read", count)
+    take_back(str(tmp_path), "c1")
+    assert cache.stat().st_size == 1 << 40
+    assert not (root / HWCAPS).exists()
+
+
+def test_an_id_is_no_path_at_the_end(tmp_path: Path, root: Path) -> None:
+    record = keep(tmp_path, root)
+    record.rename(tmp_path / "c1")
+    take_back(str(tmp_path), "../c1")
+    assert (root / "run/tidegate").exists()
+    assert (tmp_path / "c1").exists()
+
+
+def test_an_end_writes_through_no_link(tmp_path: Path, root: Path) -> None:
+    """Where the new cache is written the container has a link to the host."""
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"the host's")
+    cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1"])
+    (root / "etc" / traces.TEMPORARY).symlink_to(victim)
+    made_a_cache(tmp_path, root)
+    take_back(str(tmp_path), "c1")
+    assert victim.read_bytes() == b"the host's"
+    assert b"libcuda" not in cache.read_bytes()
+    assert [path.name for path in (root / "etc").iterdir()] == ["ld.so.cache"]
+
+
+def test_an_id_that_comes_back_to_a_root_in_use_keeps_what_it_made(
+    tmp_path: Path, root: Path
+) -> None:
+    """Its second start meets all that its first one made, which another container uses meanwhile."""
+    keep(tmp_path, root)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            remember(str(tmp_path), "c2", process.pid, str(root), [])
+            take_back(str(tmp_path), "c1")
+            remember(str(tmp_path), "c1", PID, str(root), [])
+            take_back(str(tmp_path), "c1")
+            assert (root / "run/tidegate").exists()
+        finally:
+            process.kill()
+    take_back(str(tmp_path), "c2")
+    assert not (root / "run/tidegate").exists()
+    assert not list((tmp_path / traces.DIRECTORY).iterdir())
+
+
+@pytest.mark.parametrize("began", [1, -1])
+def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -> None:
+    """The second start met the first one's cache, whichever process is older: both go, the image's comes back."""
+    cache = container_cache(root, [])
+    rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    before = cache.read_bytes(), cache.stat().st_mtime_ns
+    for number, ident in enumerate(("c1", "c2"), 1):
+        kept = traces.keep(rootfd, "etc/ld.so.cache", cache.read_bytes())
+        container_cache(root, [f"/{HWCAPS}/{n}.so" for n in range(number)])
+        status = cache.stat()
+        made = Trace(
+            "cache", "etc/ld.so.cache", kept | {"ours": [status.st_size, status.st_mtime_ns]}
+        )
+        remember(str(tmp_path), ident, PID, str(root), [Trace("directory", HWCAPS), made])
+        record = tmp_path / traces.DIRECTORY / ident
+        note, rest = record.read_bytes().split(b"\n")
+        name, pid, _, *more = json.loads(note)
+        began_at = 10 + began * number
+        record.write_bytes(json.dumps([name, pid, began_at, *more]).encode() + b"\n" + rest)
+    os.close(rootfd)
+    take_back(str(tmp_path), "c1")
+    assert (cache.read_bytes(), cache.stat().st_mtime_ns) == before
+    assert not (root / HWCAPS).exists()
+
+
+@contextlib.contextmanager
+def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
+    """Another process is at work on a root."""
+    code = (
+        "import sys; from oci_hook.traces import lock; lock(sys.argv[1], *map(int, sys.argv[2:]));"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, *map(str, (runtime_dir, device, inode))]
+    with subprocess.Popen(
+        command, cwd=Path(traces.__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        yield
+        assert holder.stdin is not None
+        holder.stdin.close()
+        holder.wait()
+
+
+def test_a_lock_is_of_one_root(tmp_path: Path) -> None:
+    """Who holds one holds up nobody of another root; where there can be none, nobody waits."""
+    with locked(tmp_path, 1, 2):
+        os.close(traces.lock(str(tmp_path), 1, 3))
+        os.close(traces.lock(str(tmp_path), 2, 2))
+        arm(0.3)
+        with pytest.raises(MountError, match="did not finish"):
+            traces.lock(str(tmp_path), 1, 2)
+    os.close(traces.lock(str(tmp_path), 1, 2))
+    assert traces.lock(str(tmp_path / "nowhere"), 1, 2) == -1
+
+
+def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> None:
+    """What that makes has no note yet."""
+    record = keep(tmp_path, root)
+    status = root.stat()
+    with locked(tmp_path, status.st_dev, status.st_ino):
+        arm(0.3)
+        with pytest.raises(MountError, match="did not finish"):
+            take_back(str(tmp_path), "c1")
+        assert (root / "run/tidegate").exists()
+        assert record.exists()
+    take_back(str(tmp_path), "c1")
+    assert not (root / "run/tidegate").exists()
+    assert not list(record.parent.iterdir())

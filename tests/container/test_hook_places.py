@@ -92,15 +92,18 @@ def test_files_of_the_image_stay_beside_the_drivers(node: Node, runtime: Runtime
     assert tree(bundle.rootfs).keys() == before.keys()
 
 
+@pytest.mark.parametrize("there", [(), ("icd.d",)])
 def test_a_volume_of_the_configuration_leaves_a_place_the_next_directory(
-    node: Node, runtime: Runtime
+    node: Node, runtime: Runtime, there: tuple[str, ...]
 ) -> None:
     """The runtime mounts it in the container alone: from the host's side the directory is empty."""
     bundle = node.bundle(
-        "ls -A /etc/vulkan; cat /usr/share/vulkan/icd.d/*", annotations=asking("graphics")
+        "ls -AR /etc/vulkan; cat /usr/share/vulkan/icd.d/*", annotations=asking("graphics")
     )
     volume = node.base / "volume"
     volume.mkdir()
+    for name in there:
+        (volume / name).mkdir()
     bundle.config["mounts"].append(
         {
             "destination": "/etc/vulkan",
@@ -111,9 +114,11 @@ def test_a_volume_of_the_configuration_leaves_a_place_the_next_directory(
     )
     (bundle.rootfs / "usr/share/vulkan/icd.d").mkdir(parents=True)
     ran = runtime.run(bundle)
-    assert (ran.status, ran.stdout) == (0, "the driver's nvidia_icd.json\n"), ran.stderr
+    assert ran.status == 0, ran.stderr
+    assert ran.stdout.count("nvidia_icd.json") == 1
+    assert ran.stdout.endswith("the driver's nvidia_icd.json\n")
     assert "skipped" not in node.events()[0]
-    assert list(volume.iterdir()) == []
+    assert [path.name for path in volume.iterdir()] == list(there)
 
 
 def test_a_restart_puts_the_drivers_files_where_they_were(node: Node, runc: Runtime) -> None:
@@ -431,3 +436,23 @@ def test_what_the_host_mounts_below_a_directory_stays_with_the_host(node: Node) 
             assert [m for m in held.mounts() if "sockets" in m] == [str(path)]
     finally:
         subprocess.run(["umount", str(path / "below")], check=True)
+
+
+def test_a_volume_in_place_of_a_directory_of_the_host_stays(node: Node, runtime: Runtime) -> None:
+    """What the configuration mounts there is what its user wants there."""
+    sockets = node.made / "host-sockets"
+    bundle = node.bundle(f"ls -A {sockets}", annotations=asking("graphics"))
+    volume = node.base / "volume"
+    volume.mkdir()
+    (volume / "own").touch()
+    bundle.config["mounts"].append(
+        {
+            "destination": str(sockets),
+            "type": "bind",
+            "source": str(volume),
+            "options": ["rbind", "rprivate"],
+        }
+    )
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stdout) == (0, "own\n"), ran.stderr
+    assert f"{sockets}: it is on a volume" in node.events()[0]["skipped"]

@@ -260,7 +260,8 @@ def test_nothing_stays_in_the_image(node: Node, runtime: Runtime, cache: str) ->
 
 def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime) -> None:
     """Only what is empty goes, and of a cache that ldconfig wrote in the container only what leads to us."""
-    bundle = node.bundle("ldconfig; true")
+    bundle = node.bundle("echo /opt/own >/etc/ld.so.conf; ldconfig; true")
+    make_library(bundle.rootfs / "opt/own/libown.so.1", "libown.so.1", "the image's")
     assert runc.run(bundle).status == 0
     assert not (bundle.rootfs / TARGET).exists()
     listed = subprocess.run(
@@ -270,6 +271,7 @@ def test_what_the_container_makes_in_our_places_stays(node: Node, runc: Runtime)
         check=True,
     ).stdout
     assert "libc.so.6 (libc6,x86-64" in listed
+    assert "/opt/own/libown.so.1" in listed
     assert "libcuda" not in listed
 
 

@@ -146,7 +146,18 @@ HOST_PATHS = {
     ("os.fsdecode", "text.partition(b'\\x00')[0]"),
 }
 DESCRIPTORS = {
-    "os.close": {"fd", "rootfd", "dirfd", "procfd", "above", "made", "readable", "entry", "other"},
+    "os.close": {
+        "fd",
+        "rootfd",
+        "dirfd",
+        "procfd",
+        "above",
+        "made",
+        "readable",
+        "entry",
+        "other",
+        "held",
+    },
     "os.fdopen": {"fd"},
     "os.fstat": {"rootfd", "c.rootfd", "dirfd", "fd"},
     "os.fchown": {"fd"},

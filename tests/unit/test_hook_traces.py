@@ -403,9 +403,12 @@ def test_an_end_reads_no_endless_cache(
 def test_an_id_is_no_path_at_the_end(tmp_path: Path, root: Path) -> None:
     record = keep(tmp_path, root)
     record.rename(tmp_path / "c1")
-    take_back(str(tmp_path), "../c1")
+    (tmp_path / "c2").write_bytes(b"no note")
+    for ident in ("../c1", "../c2"):
+        take_back(str(tmp_path), ident)
     assert (root / "run/tidegate").exists()
     assert (tmp_path / "c1").exists()
+    assert (tmp_path / "c2").exists()
 
 
 def test_an_end_writes_through_no_link(tmp_path: Path, root: Path) -> None:

@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Callable
@@ -212,9 +213,38 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def put_odd(path: Path, kind: str) -> None:
+    """Put something else than a file, or an odd one, in the place of whatever is there."""
+    remove(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            directory = os.open(path.parent, os.O_PATH)
+            with socket.socket(socket.AF_UNIX) as s:
+                s.bind(f"/proc/self/fd/{directory}/{path.name}")
+            os.close(directory)
+        case "char":
+            os.mknod(path, 0o020666, os.makedev(1, 5))  # /dev/zero
+        case "block":
+            os.mknod(path, 0o060666, os.makedev(7, 200))  # a loop device that nobody has
+        case "directory":
+            path.mkdir()
+            (path / "x").touch()
+        case "endless":
+            with path.open("wb") as f:
+                f.write(b"glibc-ld.so.cache1.1")
+                f.truncate(1 << 40)
+        case "empty":
+            path.touch()
+        case "dangling":
+            path.symlink_to("nowhere")
+
+
 def below_root(bundle: Bundle, path: Path) -> Path:
     """Give the place in the image that has a path of the host's."""
     return bundle.rootfs / str(path).lstrip("/")
 
 
-__all__ = ["LOOK", "TARGET", "Outcome", "assault", "exchange", "put_link", "remove"]
+__all__ = ["LOOK", "TARGET", "Outcome", "assault", "exchange", "put_link", "put_odd", "remove"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.container.assault import put_odd
 from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c
 from tests.container.conftest import Node
 from tests.container.held import Held
@@ -253,7 +253,7 @@ def test_loops_and_dangling_links_end_with_a_line(node: Node, place: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "kind", ["fifo", "socket", "device", "directory", "huge", "zeros", "hostile", "hard link"]
+    "kind", ["fifo", "socket", "char", "directory", "endless", "zeros", "hostile", "hard link"]
 )
 @pytest.mark.parametrize(
     "place",
@@ -275,21 +275,10 @@ def test_odd_files_neither_hang_nor_break_the_hook(
     if path.exists():
         path.unlink()
     match kind:
-        case "fifo":
-            os.mkfifo(path)
-        case "socket":
-            directory = os.open(path.parent, os.O_PATH)
-            with socket.socket(socket.AF_UNIX) as s:
-                s.bind(f"/proc/self/fd/{directory}/{path.name}")
-            os.close(directory)
-        case "device":
-            os.mknod(path, 0o020666, os.makedev(1, 5))  # /dev/zero, which never ends
+        case "fifo" | "socket" | "char" | "endless":
+            put_odd(path, kind)
         case "directory":
             path.mkdir()
-        case "huge":
-            with path.open("wb") as f:
-                f.write(b"glibc-ld.so.cache1.1")
-                f.truncate(1 << 40)
         case "zeros":
             path.write_bytes(b"glibc-ld.so.cache1.1" + bytes(1 << 20))
         case "hostile":

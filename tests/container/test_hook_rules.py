@@ -24,6 +24,7 @@ from tests.container.assault import (
     below_root,
     lay_traps,
     put_link,
+    put_odd,
     remove,
     run_nothing,
     traps,
@@ -159,34 +160,6 @@ ODD_PLACES = [
     "usr/lib/i386-linux-gnu/libc.so.6",
 ]
 QUICK_KINDS = {"fifo", "char"}
-
-
-def put_odd(path: Path, kind: str) -> None:
-    remove(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    match kind:
-        case "fifo":
-            os.mkfifo(path)
-        case "socket":
-            directory = os.open(path.parent, os.O_PATH)
-            with socket.socket(socket.AF_UNIX) as s:
-                s.bind(f"/proc/self/fd/{directory}/{path.name}")
-            os.close(directory)
-        case "char":
-            os.mknod(path, 0o020666, os.makedev(1, 5))  # /dev/zero
-        case "block":
-            os.mknod(path, 0o060666, os.makedev(7, 200))  # a loop device that nobody has
-        case "directory":
-            path.mkdir()
-            (path / "x").touch()
-        case "endless":
-            with path.open("wb") as f:
-                f.write(b"glibc-ld.so.cache1.1")
-                f.truncate(1 << 40)
-        case "empty":
-            path.touch()
-        case "dangling":
-            path.symlink_to("nowhere")
 
 
 @pytest.mark.parametrize(

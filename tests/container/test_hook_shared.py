@@ -60,7 +60,9 @@ def run(runtime: Runtime, bundle: Bundle, name: str) -> Ran:
     return Ran(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("capabilities", ["the same", "different"])
+@pytest.mark.parametrize(
+    "capabilities", ["different", pytest.param("the same", marks=pytest.mark.slow)]
+)
 def test_starts_and_ends_at_once_over_one_root(
     node: Node, runtime: Runtime, shared: Path, capabilities: str
 ) -> None:

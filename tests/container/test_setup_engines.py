@@ -24,7 +24,7 @@ from governor.setup import plan
 from tests.container.bundles import make_rootfs
 from tests.container.cri import Cri, strings
 from tests.container.engine_host import EngineHost
-from tests.container.engines import IMAGE, pack_image
+from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
 from tests.container.test_engines import SUITES, unpacked
 from tests.unit.setup_tree import put, put_programs, setup
 from tests.unit.test_setup_containerd import CONFIG as CONTAINERD_TOML
@@ -39,15 +39,6 @@ cat >/dev/null
 PATHS = "/usr/sbin:/usr/bin:/sbin:/bin"
 ASKS = ("--annotation", "tidegate.gpu/memory=4Gi")
 DAEMON = '{\n  "bridge": "none",\n  "iptables": false,\n  "ip6tables": false,\n  "ip-forward": false\n}\n'
-CONTAINERS = """[containers]
-netns = "none"
-log_driver = "k8s-file"
-default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
-[engine]
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-runtime = "runc"
-"""
 CONFIG2 = """version = 2 # as it was
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{image}"
@@ -111,7 +102,7 @@ def answers(site: Site, *command: str) -> str:
 
 def test_podman(site):
     host = site.host
-    host.write("/etc/containers/containers.conf", CONTAINERS)
+    host.write("/etc/containers/containers.conf", CONTAINERS_CONF.format(runtime="runc"))
     host.check("podman", "load", "--input", str(site.image))
     run = ("podman", "run", "--rm", "--pull=never", "--network=none")
     site.setup("podman")

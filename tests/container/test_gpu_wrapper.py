@@ -1,0 +1,27 @@
+"""The step of tests/gpu/run that looks at a machine's control groups, on the simulated GPU and this machine's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import wrapper
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("build_dir")
+def test_a_container_by_the_wrapper_is_known_by_its_control_group(
+    tmp_path: Path, require: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    require("runc", "gcc")
+    output = tmp_path / "wrapper"
+    status = wrapper.main(["--simulated", "--output", str(output)])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    report = json.loads((output / "wrapper.json").read_text())
+    assert report["wrong"] == []
+    assert report["who joined that group from outside"].startswith("accused: unregistered")
+    assert len(report["processes, with one by exec"]) == 2

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from oci_hook.apply import Container
+from oci_hook.errors import BundleError
 from oci_hook.traces import Trace, remember, take_back
 from tests.container.bundles import LIBDIR, TARGET, Bundle, Runtime, compile_c, make_library
 from tests.container.conftest import Node
@@ -397,6 +399,20 @@ def test_a_process_that_has_ended(node: Node) -> None:
         done = held.hook(node.hook, stdin=held.state(pid=ended.pid))
     assert done.returncode == 66
     check_line(done.stderr)
+
+
+def test_a_number_that_is_anothers_by_now_is_not_the_container_s(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends while the hook takes hold of it, and the next one gets its number."""
+    bundle = node.bundle("true")
+    with Held(bundle) as held, subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        gone = os.pidfd_open(ended.pid)
+        monkeypatch.setattr(os, "pidfd_open", lambda _: gone)
+        with pytest.raises(BundleError, match="of the OCI state has ended"):
+            Container(held.process.pid, str(bundle.rootfs))
+    os.close(gone)
 
 
 @pytest.mark.parametrize(

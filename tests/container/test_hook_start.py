@@ -591,3 +591,13 @@ def test_nothing_goes_from_another_mount(node: Node) -> None:
     finally:
         for directory in ("volume", "etc"):
             subprocess.run(["umount", str(root / directory)], check=True)
+
+
+def test_the_umask_of_who_starts_the_hook_does_not_count(node: Node) -> None:
+    """A container's programs need not be root to find the driver."""
+    bundle = node.bundle("true")
+    with Held(bundle) as held:
+        hook = ["sh", "-c", 'umask 077 && exec "$@"', "sh", *node.hook]
+        assert held.hook(hook).returncode == 0
+    for place in (f"{LIBDIR}/glibc-hwcaps", TARGET, "run/tidegate", "usr/bin/nvidia-smi"):
+        assert (bundle.rootfs / place).stat().st_mode & 0o777 == 0o755, place

@@ -11,7 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from oci_hook.elf import run_path
+from oci_hook.elf import (
+    DT_RPATH,
+    DT_STRTAB,
+    DYNAMIC,
+    EHEADER,
+    EM_X86_64,
+    PHEADER,
+    PT_DYNAMIC,
+    PT_LOAD,
+    run_path,
+)
 
 PATHS = "/opt/a:$ORIGIN/../lib"
 
@@ -73,3 +83,27 @@ def test_a_damaged_program_raises_nothing(
     del content[data.draw(st.integers(0, len(content)) | st.just(len(content))) :]
     (tmp_path / "file").write_bytes(content)
     assert len(ask(tmp_path / "file")) <= 4 * (16 << 10) + 3
+
+
+@pytest.mark.parametrize("wild", ["", "table", "dynamic section", "path", "strings"])
+def test_what_lies_where_no_file_goes_is_not_read(tmp_path: Path, wild: str) -> None:
+    """The system call takes no such number, and Python would raise for it."""
+    far = 1 << 63
+
+    def number(name: str, usual: int) -> int:
+        return far if wild == name else usual
+
+    dynamic, strings = EHEADER.size + 2 * PHEADER.size, EHEADER.size + 2 * PHEADER.size + 48
+    head = EHEADER.pack(
+        *(b"\x7fELF", 2, 1, 1, 3, EM_X86_64, 1, 0, number("table", EHEADER.size), 0, 0),
+        *(EHEADER.size, PHEADER.size, 2, 0, 0, 0),
+    )
+    base = number("strings", 0)
+    segments = PHEADER.pack(PT_LOAD, 4, base, 0, 0, 4096, 4096, 1) + PHEADER.pack(
+        PT_DYNAMIC, 4, number("dynamic section", dynamic), dynamic, dynamic, 48, 48, 8
+    )
+    entries = ((DT_STRTAB, strings), (DT_RPATH, number("path", 0)), (0, 0))
+    (tmp_path / "file").write_bytes(
+        head + segments + b"".join(DYNAMIC.pack(*entry) for entry in entries) + b"/opt\0"
+    )
+    assert ask(tmp_path / "file") == ("" if wild else "/opt")

@@ -346,20 +346,31 @@ def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> No
     pytest.fail("the real delete goes on")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link"])
 @pytest.mark.parametrize("place", ["usr/bin/nvidia-smi", "etc/ld.so.cache"])
-def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str) -> None:
+def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str, kind: str) -> None:
     """The container has put it there, and to open it may be to do something."""
     (root / "etc").mkdir()
-    os.mkfifo(root / place)
+    if kind == "link":  # to what would go, or be written anew
+        container_cache(root, ["/run/tidegate/libcuda.so.1"]).rename(root / "other")
+        if place == "usr/bin/nvidia-smi":
+            (root / "other").write_bytes(b"")
+        (root / place).symlink_to("../../other" if place.count("/") > 1 else "../other")
+    else:
+        os.mkfifo(root / place)
     kept = {
         "attributes": [0o644, 0, 0, 0],
         "data": "",
-        "ours": [0, (root / place).stat().st_mtime_ns],
+        "ours": [0, (root / place).lstat().st_mtime_ns],
     }
-    made = [Trace("file", "usr/bin/nvidia-smi"), Trace("cache", "etc/ld.so.cache", kept)]
+    made = [
+        Trace("directory", "run/tidegate"),
+        Trace("file", "usr/bin/nvidia-smi"),
+        Trace("cache", "etc/ld.so.cache", kept),
+    ]
     remember(str(tmp_path), "c1", PID, str(root), made)
     take_back(str(tmp_path), "c1")
-    assert (root / place).is_fifo()
+    assert (root / place).is_symlink() if kind == "link" else (root / place).is_fifo()
 
 
 def test_only_what_was_read_is_kept(root: Path) -> None:
@@ -512,3 +523,14 @@ def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> Non
     take_back(str(tmp_path), "c1")
     assert not (root / "run/tidegate").exists()
     assert not list(record.parent.iterdir())
+
+
+def test_notes_behind_a_link_are_nobody_s(tmp_path: Path, root: Path) -> None:
+    record = keep(tmp_path, root)
+    other = tmp_path / "other"
+    record.parent.rename(other)
+    record.parent.symlink_to(other)
+    forget(str(tmp_path), "c1")
+    with pytest.raises(NotADirectoryError):
+        keep(tmp_path, root, "c2")
+    assert [path.name for path in other.iterdir()] == ["c1"]

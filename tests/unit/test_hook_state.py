@@ -11,12 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from oci_hook import state
-from oci_hook.entry import CONFIG_LIMIT, PREFIX, asks_nothing, may_mention_us
+from oci_hook.entry import CONFIG_LIMIT, PREFIX, arm, asks_nothing, disarm, may_mention_us
 from oci_hook.errors import AnnotationError, BundleError, HookError, StateError
-<<<<<<< HEAD
-=======
-from oci_hook.main import arm, asks_nothing, disarm
->>>>>>> 548ec6e (hook: starts and ends of one root wait for each other)
 from oci_hook.state import (
     Bundle,
     State,

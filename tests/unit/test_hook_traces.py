@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from oci_hook import kernel, ldcache, runtime, traces
+from oci_hook.entry import arm, disarm
 from oci_hook.errors import MountError
-from oci_hook.main import arm, disarm
 from oci_hook.traces import Trace, forget, remember, sweep, take_back
 
 PID = 1 << 30  # nobody's

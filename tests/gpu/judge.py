@@ -143,7 +143,9 @@ def accounted(row: Mapping[str, Any], change: int, *, late: bool) -> bool:
         charged = counters.get("memory", 0)
         found = max(sign * charged, sign * (charged - counters.get("unseen", 0)))
         found += max(0, sign * counters.get("provisional", 0))
-        if late:
+        # Charged in the call as nobody knew how much, and the governor knew before we looked.
+        settled = counters.get("provisional_ns", 0) > 0 >= counters.get("provisional", 0)
+        if late or (settled and sign > 0):
             found += sign * counters.get("overhead", 0)
         if 2 * found >= abs(change):
             return True

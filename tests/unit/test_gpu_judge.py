@@ -124,6 +124,14 @@ def test_any_call_may_make_the_driver_take_a_little_for_itself():
     assert faults(ran(process=2 * MIB)) == ("takes 2 MiB unseen",)
 
 
+def test_what_a_call_announced_may_be_known_to_the_governor_before_anybody_looks():
+    settled = {"provisional": -MIB, "provisional_ns": 5, "overhead": 520 * MIB}
+    assert faults(ran(process=6 * MIB, returned=settled)) == ()
+    for wrong in ({"provisional_ns": 0}, {"overhead": 2 * MIB}, {"provisional": 1}):
+        row = ran(process=6 * MIB, returned=settled | wrong)
+        assert faults(row) == ("takes 6 MiB unseen",)
+
+
 def test_what_the_governor_finds_excuses_no_work():
     row = ran(process=64 * MIB, late=True, gpu_us=1000.0, after={"overhead": 64 * MIB})
     assert faults(row) == ("works 1000 us past the gate",)

@@ -590,18 +590,20 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
 static uint64_t taken_at(const struct arbiter *arbiter)
 {
     const struct arbiter_config *config = &arbiter->config;
+    const struct tenant *t = &arbiter->tenants[arbiter->holder];
     uint64_t end = arbiter->deadline;
     uint64_t sign = arbiter->alive > end ? arbiter->alive : end;
+    uint64_t seen = t->sign_ns > sign ? t->sign_ns : sign;
+    uint64_t latest = end + config->overdue_ns;
 
+    if (!arbiter->lent && !t->n_impatient) {
+        if (latest < end + config->longest_ns)
+            latest = end + config->longest_ns;
+        if (latest > sign + config->overdue_ns)
+            latest = sign + config->overdue_ns;
+    }
     /* Nobody there is awake to give it back: not since it was due, or has long been. */
-    if (arbiter->tenants[arbiter->holder].sign_ns + 2 * config->lead_ns < end)
-        return end + config->overdue_ns / 2;
-    if (arbiter->lent || arbiter->tenants[arbiter->holder].n_impatient)
-        return end + config->overdue_ns;
-    if (sign + config->overdue_ns < end + config->longest_ns)
-        return sign + config->overdue_ns;
-    return end +
-           (config->longest_ns > config->overdue_ns ? config->longest_ns : config->overdue_ns);
+    return latest < seen + config->overdue_ns / 2 ? latest : seen + config->overdue_ns / 2;
 }
 
 /* The earliest time at which somebody other than `except` who wants the GPU may have it. Whose turn

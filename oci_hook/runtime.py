@@ -189,13 +189,6 @@ def read_node(path: str) -> Node:
     return node
 
 
-def _fail(line: str) -> int:
-    from oci_hook.log import complain
-
-    complain(f"tidegate-runtime: {line}")
-    return 78
-
-
 def _tell_engine(call: Call, line: str) -> None:
     """Write the line where the engine looks for it: containerd's shim reads the runtime's log."""
     if not call.log or call.log.startswith(("journald:", "syslog:")):
@@ -218,6 +211,21 @@ def _tell_engine(call: Call, line: str) -> None:
         os.close(fd)
     except OSError:
         pass
+
+
+def _fail(call: Call, line: str, log: str = "") -> int:
+    """Say what is wrong with the node's settings, in the engine's log and the node's, too."""
+    from oci_hook.errors import show
+    from oci_hook.log import Event, complain
+
+    complain(f"tidegate-runtime: {line}")
+    _tell_engine(call, f"tidegate-runtime: {line}")
+    if call.command in MAKING:
+        message, _, hint = line.partition("; ")
+        event = Event("runtime", log or None)
+        event.fields["id"] = show(call.ident, 128)
+        event.emit("failed", code="config", message=message, hint=hint)
+    return 78
 
 
 def replace_file(path: str, data: bytes) -> None:
@@ -360,7 +368,8 @@ def main() -> None:
     try:
         node = read_node(config)
     except SettingsError as e:
-        sys.exit(_fail(str(e)))
+        # Engines write the log's name as every runtime reads it.
+        sys.exit(_fail(parse_call(arguments), str(e)))
     real = os.path.basename(os.path.realpath(node.runtime))
     call = parse_call(arguments, like_crun=any(name in real for name in GETOPT))
     if call.command in MAKING:
@@ -389,4 +398,5 @@ def main() -> None:
             sys.exit(delete(call, node, arguments))
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - that is what we are for
     except OSError as e:
-        sys.exit(_fail(f"{node.runtime}: {e.strerror}; write `runtime /its/path` to {config}"))
+        line = f"{node.runtime}: {e.strerror}; write `runtime /its/path` to {config}"
+        sys.exit(_fail(call, line, node.log))

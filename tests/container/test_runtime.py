@@ -290,6 +290,36 @@ def test_a_configuration_that_is_wrong_is_said(node: Node, wrapped: Wrapped) -> 
     assert f"{wrapped.settings}:1: 'runtim /usr/bin/runc'; accepted are" in ran.stderr
 
 
+@pytest.mark.parametrize("settings", ["runtim /usr/bin/runc\n", "runtime /usr/bin/gone\n"])
+def test_a_configuration_that_is_wrong_is_said_where_engines_look(
+    tmp_path: Path, settings: str
+) -> None:
+    """containerd's shim shows what is in the runtime's log, and nothing of its standard error."""
+    file, log = tmp_path / "settings", tmp_path / "log.json"
+    file.write_text(settings)
+    ran = subprocess.run(
+        [
+            *(str(WRAPPER), "--tidegate-config", str(file), "--root", "/run/none"),
+            *("--log", str(log), "--log-format", "json", "state", "x"),
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 78
+    assert ran.stderr == f"{json.loads(log.read_text())['msg']}\n"
+
+
+def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path) -> None:
+    file, log = tmp_path / "settings", tmp_path / "log"
+    file.write_text(f"runtime /usr/bin/gone\nlog {log}\n")
+    command = [str(WRAPPER), "--tidegate-config", str(file), "create", "-b", str(tmp_path), "one"]
+    (tmp_path / "config.json").write_text("{}")
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 78, ran.stderr
+    event = json.loads(log.read_text())
+    assert (event["id"], event["outcome"], event["code"]) == ("one", "failed", "config")
+    assert event["hint"] == f"write `runtime /its/path` to {file}"
+
+
 def test_precreate_takes_no_endless_config(node: Node, dev: Path) -> None:
     answer = precreate(node, dev, b'{"a": "' + b"x" * (5 << 20) + b'"}')
     assert (answer.status, answer.stdout) == (66, "")

@@ -104,7 +104,7 @@ def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
                     f"{file.path}: a hook has no env: an image's environment may reach it", GENERATE
                 )
     for path in sorted(programs):
-        yield examine_program(node, path, f"{file.path} has")
+        yield examine_program(node, path, f"{file.path}:")
     if stages and "poststop" not in stages:
         yield warning(
             f"{file.path} tells the hook of no container's end (no hook poststop): what a start "

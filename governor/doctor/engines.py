@@ -29,7 +29,7 @@ from governor.doctor.node import (
 from governor.doctor.programs import examine_program, wrapper_settings
 from governor.setup.tomltext import merged
 from oci_hook.entry import PREFIX
-from oci_hook.runtime import CONFIG
+from oci_hook.runtime import CONFIG, HOOK
 
 NAME = "tidegate"
 """Of the runtime or handler, in every engine's configuration."""
@@ -73,13 +73,34 @@ podman_version = partial(_version, program="podman")
 nerdctl = partial(_version, program="nerdctl")
 
 
-def _wrapper(node: Node, path: object, what: str, remedy: str) -> Finding:
-    """Say whether what an engine runs is the wrapper runtime, and can be run."""
+def _wrapper(
+    node: Node, path: object, what: str, remedy: str, *, elsewhere: bool = False
+) -> Finding:
+    """Say whether what an engine runs is the wrapper runtime, and can be run.
+
+    `elsewhere` says that it may have settings of its own.
+    """
     if not isinstance(path, str) or not path.startswith("/"):
         return wrong(f"{what} runs {path!r}, accepted is an absolute path", remedy)
     if not PurePosixPath(path).name.startswith(f"{NAME}-"):
         return wrong(f"{what} runs {path}, which is not the wrapper tidegate-runtime", remedy)
-    return examine_program(node, path, f"{what},")
+    lacks = None if elsewhere else _unhooked(node, path, what)
+    return lacks or examine_program(node, path, f"{what},")
+
+
+def _unhooked(node: Node, path: str, what: str) -> Finding | None:
+    """Say that a checkout's wrapper would enter a hook that is not installed."""
+    own = str(PurePosixPath(path).with_name("tidegate-hook"))
+    try:
+        hook = wrapper_settings(node).hook
+    except BrokenError:
+        return None  # files.runtime says so
+    if hook != HOOK or own == HOOK or node.stat(HOOK) is not None or node.stat(own) is None:
+        return None
+    return wrong(
+        f"{what}, {path} enters the hook {HOOK}, which is missing",
+        f"write `hook {own}` to {CONFIG}",
+    )
 
 
 # Docker
@@ -142,7 +163,9 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
             "systemctl reload docker",
         )
     else:
-        yield _wrapper(node, path, f"Docker's runtime {NAME}", "tidegate setup docker")
+        what = f"Docker's runtime {NAME}"
+        given = running.get("runtimeArgs") or named.get("runtimeArgs")
+        yield _wrapper(node, path, what, "tidegate setup docker", elsewhere=bool(given))
         if info is not None and running and not named:
             yield note(f"dockerd has the runtime {NAME} from elsewhere than {DAEMON_JSON}")
 

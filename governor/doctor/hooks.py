@@ -119,7 +119,7 @@ def in_force(node: Node) -> Iterator[Finding]:
 
 
 def _examine(node: Node, hook: HookFile) -> Iterator[Finding]:
-    yield examine_program(node, hook.program, f"{hook.path} has")
+    yield examine_program(node, hook.program, f"{hook.path}:")
     stages = set(strings(hook.document.get("stages")))
     if not stages & {*STAGES, "precreate", "poststop"}:
         yield wrong(f"{hook.path} names no stage of Tidegate's: {sorted(stages)}", SETUP)

@@ -85,11 +85,14 @@ def _writable(node: Node, status: os.stat_result) -> str | None:
     return None
 
 
-def examine_program(node: Node, path: str, what: str) -> Finding:
-    """Say whether root can run the program at `path`, and nobody else can change it."""
+def examine_program(node: Node, path: str, what: str, install: str = PACKAGE) -> Finding:
+    """Say whether root can run the program at `path`, and nobody else can change it.
+
+    `install` mends that it is missing.
+    """
     status = node.stat(path)
     if status is None:
-        return wrong(f"{what} {path} is missing", PACKAGE)
+        return wrong(f"{what} {path} is missing", install)
     if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o111 != 0o111:
         return wrong(
             f"{what} {path} has mode {stat.S_IMODE(status.st_mode):04o}, it cannot be run",
@@ -119,7 +122,10 @@ def programs(node: Node) -> Iterator[Finding]:
         elif found == path:
             yield examine_program(node, path, what)
         else:
-            yield warning(f"{what} is not installed; this checkout has {found}", PACKAGE)
+            yield warning(
+                f"{what} is not installed; this checkout has {found}",
+                f"tidegate setup ENGINE --bin-dir {CHECKOUT / 'oci_hook'} enters that one",
+            )
 
 
 def python(node: Node) -> Iterator[Finding]:
@@ -175,9 +181,11 @@ def low_level(node: Node) -> Iterator[Finding]:
     """What the wrapper runs, and the hook that it enters."""
     settings = wrapper_settings(node)
     if settings.hook != HOOK:
-        yield examine_program(node, settings.hook, f"the hook of {CONFIG},")
+        install = f"install it, or correct `hook` in {CONFIG}"
+        yield examine_program(node, settings.hook, f"the hook of {CONFIG},", install)
     if settings.runtime:
-        yield examine_program(node, settings.runtime, f"the runtime of {CONFIG},")
+        install = f"install it, or correct `runtime` in {CONFIG}"
+        yield examine_program(node, settings.runtime, f"the runtime of {CONFIG},", install)
         return
     for path in RUNTIMES:
         if node.stat(path) is not None:

@@ -109,6 +109,29 @@ def test_docker_that_has_not_read_its_file_again_is_wrong(host: Host) -> None:
     ]
 
 
+def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host: Host) -> None:
+    own = "/opt/checkout/oci_hook"
+    for name in ("tidegate-runtime", "tidegate-hook"):
+        host.program(f"{own}/{name}")
+    host.remove("usr/bin/tidegate-hook")
+    runtime = {"path": f"{own}/tidegate-runtime"}
+    set_docker(host, {"runtimes": {"tidegate": runtime}})
+    assert host.look("docker.runtime") == [
+        (
+            f"wrong: Docker's runtime tidegate, {own}/tidegate-runtime enters the hook"
+            f" /usr/bin/tidegate-hook, which is missing -> write `hook {own}/tidegate-hook` to /etc/tidegate/runtime"
+        )
+    ]
+    right = [f"ok: Docker's runtime tidegate, {own}/tidegate-runtime"]
+    # Settings in another place are for who put them there.
+    elsewhere = {**runtime, "runtimeArgs": ["--tidegate-config", "/etc/other"]}
+    set_docker(host, {"runtimes": {"tidegate": elsewhere}})
+    assert host.look("docker.runtime") == right
+    set_docker(host, {"runtimes": {"tidegate": runtime}})
+    host.put("etc/tidegate/runtime", f"hook {own}/tidegate-hook\n")
+    assert host.look("docker.runtime") == right
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
@@ -343,7 +366,7 @@ def hook_file(**changes: Any) -> dict[str, Any]:
 def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
     assert state(host.look("hooks.in-force")) == ["note"]
     host.json(LOCAL, hook_file())
-    assert host.look("hooks.in-force") == [f"ok: /{LOCAL} has {HOOK}"]
+    assert host.look("hooks.in-force") == [f"ok: /{LOCAL}: {HOOK}"]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +376,7 @@ def test_hooks_of_ours_that_run_are_right(host: Host) -> None:
         ({"hook": {"path": "tidegate-hook"}}, f"wrong: /{LOCAL}: hook.path is 'tidegate-hook'"),
         (
             {"hook": {"path": "/opt/tidegate-hook", "env": ["A=b"]}},
-            f"wrong: /{LOCAL} has /opt/tidegate-hook is missing",
+            f"wrong: /{LOCAL}: /opt/tidegate-hook is missing",
         ),
         ({"hook": {"path": HOOK}}, f"wrong: /{LOCAL}: hook.env is empty"),
         ({"stages": ["poststart"]}, f"wrong: /{LOCAL} names no stage of Tidegate's"),
@@ -470,7 +493,7 @@ def test_a_cdi_file_is_stale_where_its_devices_are_gone(host: Host) -> None:
     )
     host.put("dev/nvidia0")
     assert host.look("cdi.fresh") == [
-        f"ok: /etc/cdi/tidegate.json has {HOOK}",
+        f"ok: /etc/cdi/tidegate.json: {HOOK}",
         "ok: /etc/cdi/tidegate.json (tidegate.gpu/shared) names 1 device nodes",
     ]
     host.json("etc/cdi/tidegate.json", cdi(env=False))
@@ -555,6 +578,6 @@ def test_what_cdi_generate_writes_is_right(host: Host) -> None:
     simulated = Device(0, "GPU-a", "Tidegate Simulated GPU", 16 << 30)  # which has no device node
     host.json("run/cdi/tidegate.json", make_spec([simulated]))
     assert host.look("cdi.fresh") == [
-        f"ok: /run/cdi/tidegate.json has {HOOK}",
+        f"ok: /run/cdi/tidegate.json: {HOOK}",
         "ok: /run/cdi/tidegate.json (tidegate.gpu/shared) names 0 device nodes",
     ]

@@ -135,6 +135,7 @@ def test_the_runtime_that_the_wrapper_runs_is_told(host: Host) -> None:
     host.put("etc/tidegate/runtime", "# by hand\nruntime /usr/bin/crun\n")
     assert host.look("files.runtime")[0].startswith(
         "wrong: the runtime of /etc/tidegate/runtime, /usr/bin/crun is missing"
+        " -> install it, or correct `runtime` in /etc/tidegate/runtime"
     )
     host.program("usr/bin/crun")
     assert host.look("files.runtime") == ["ok: the runtime of /etc/tidegate/runtime, /usr/bin/crun"]
@@ -152,6 +153,7 @@ def test_another_hook_of_the_wrappers_is_examined(host: Host) -> None:
     host.put("etc/tidegate/runtime", "hook /opt/tidegate-hook\n")
     assert host.look("files.runtime")[0].startswith(
         "wrong: the hook of /etc/tidegate/runtime, /opt/tidegate-hook is missing"
+        " -> install it, or correct `hook` in /etc/tidegate/runtime"
     )
     host.program("opt/tidegate-hook")
     assert (

@@ -28,6 +28,8 @@ def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict
                 line = stream.readline()
     except OSError as e:
         reason = e.strerror or str(e)
+        if isinstance(e, PermissionError):
+            hint = "run it as root"
         raise GovernorError(f"the governor does not answer at {path}: {reason}", hint=hint) from e
     try:
         answer: dict[str, Any] = json.loads(line)

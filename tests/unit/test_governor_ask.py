@@ -1,0 +1,36 @@
+"""What the command line says where the governor cannot be asked."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from governor.client import ask
+from governor.config import Config
+from governor.errors import GovernorError
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        (
+            ConnectionRefusedError(111, "Connection refused"),
+            "start tidegate-governor, or name its directory with --runtime-dir",
+        ),
+        (PermissionError(13, "Permission denied"), "run it as root"),
+    ],
+)
+def test_who_may_not_ask_is_not_told_to_start_a_governor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, hint: str
+) -> None:
+    class Socket(socket.socket):
+        def connect(self, _address: object, /) -> None:
+            raise error
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    with pytest.raises(GovernorError) as caught:
+        ask(Config(runtime_dir=str(tmp_path)), "list")
+    assert caught.value.hint == hint
+    assert caught.value.message.endswith(f"governor.sock: {error.strerror}")

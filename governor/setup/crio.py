@@ -53,7 +53,10 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
     part = {"tables": [*RUNTIMES, HANDLER], "comments": [WRITTEN.format("crio")]}
     result.changes.append(Change(path, text, (part,)))
     result.look_at_wrapper(root, options)
-    result.todo = [UNDONE]
+    result.todo = [
+        UNDONE,
+        "tidegate setup crio --runtime-class | kubectl apply -f -    # once a cluster",
+    ]
     return result
 
 

@@ -64,7 +64,8 @@ def _files(args: argparse.Namespace) -> list[Path]:
     if not found:
         raise RequestError(
             f"this node has no journal, and none of {', '.join(SYSLOG_FILES)}",
-            hint="run a syslog daemon, or give the hook --log FILE and name that here",
+            hint="run a syslog daemon, or give the hook --log FILE and the wrapper's settings"
+            " `log FILE`; name it here with --log",
         )
     return found
 

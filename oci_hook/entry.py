@@ -32,6 +32,7 @@ WITH_VALUE = (
 )
 DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
 PREFIX = "tidegate.gpu/"
+ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
 STATE_LIMIT = 4 << 20
 CONFIG_LIMIT = 4 << 20  # parsed it is 50 times as large, where it holds what is smallest
 PART = 64 << 10  # what is read first; most of what is read is smaller
@@ -126,9 +127,12 @@ def may_mention_us(config: bytes) -> bool:
     """Tell without parsing whether config.json can hold an annotation of ours.
 
     Most containers of a node hold none, and this is all they pay for.  An escape could spell the
-    prefix, so text with an escaped ASCII character is parsed to be sure.
+    prefix, so text with one of its characters escaped is parsed to be sure. Go escapes "&", "<" and
+    ">", which half of all command lines have: they are none of those.
     """
-    return PREFIX.encode()[:-1] in config or b"\\u00" in config
+    if PREFIX.encode()[:-1] in config:
+        return True
+    return b"\\u00" in config and any(map(config.lower().__contains__, ESCAPES))
 
 
 def asks_nothing(state: "bytes | None") -> bool:
@@ -137,7 +141,9 @@ def asks_nothing(state: "bytes | None") -> bool:
     To parse takes modules. What is not as every runtime writes it is parsed, and who parses it
     says what is wrong.
     """
-    if state is None or may_mention_us(state) or state.count(b'"bundle"') != 1:
+    if state is None or may_mention_us(state):
+        return False
+    if state.count(b'"bundle"') != 1 or b"\\u00" in state:  # by which it could be spelled, too
         return False
     colon, _, rest = state.partition(b'"bundle"')[2].partition(b'"')
     path, quote, _ = rest.partition(b'"')
@@ -190,7 +196,8 @@ def run(arguments: "list[str]") -> int:
 def main() -> None:
     """Run and end the process."""
     for name in posix.environ:
-        posix.unsetenv(name)
+        if name:  # "=x" has none, and cannot be unset
+            posix.unsetenv(name)
     posix.environ.clear()
     for fd in range(3):
         try:

@@ -259,24 +259,32 @@ def take_back(runtime_dir: str, ident: str) -> None:
         return
     held = lock(runtime_dir, own.device, own.inode)
     try:
-        _take_from_root(runtime_dir, own)
+        _take_from_root(runtime_dir, ident, own)
     finally:
         if held >= 0:
             os.close(held)
 
 
-def _take_from_root(runtime_dir: str, own: Note) -> None:
+def _take_from_root(runtime_dir: str, ident: str, own: Note) -> None:
     """Take away what all containers of one root left, if none of them runs."""
     place = own.device, own.inode
     notes = _notes(runtime_dir).items()
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
-    if any(_runs(note) for _, note in shared):
+    running = {(note.device, note.inode) for _, note in notes if note and _runs(note)}
+    if place in running:
+        # Whoever meets all that it needs made nothing: notes of its restarts would pile up.
+        if not _runs(own) and not _parse_traces(_read(runtime_dir, ident)):
+            forget(runtime_dir, ident)
         return
     until = time.monotonic() + SECONDS
     for name, note in sorted(shared, key=lambda item: (item[1].made, item[1].began), reverse=True):
         try:
             with suppress(OSError):  # it is gone, and all that was in it
                 rootfd = os.open(note.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                here = os.fstat(rootfd)
+                if (here.st_dev, here.st_ino) in running:  # its name leads to another one by now
+                    os.close(rootfd)
+                    continue
                 _take_all(rootfd, _parse_traces(_read(runtime_dir, name)), until)
         finally:
             forget(runtime_dir, name)  # or the next start meets what held this one
@@ -305,7 +313,8 @@ def sweep(runtime_dir: str) -> None:
             else:
                 # One that runs may have its root in another mount namespace.
                 stays = _runs(note) or os.path.isdir(note.root)
-            if not stays:
+            # What was no note, or of a root that is gone, may by now be one of a start.
+            if not stays and _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) == note:
                 forget(runtime_dir, name)
 
 

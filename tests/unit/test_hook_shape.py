@@ -233,12 +233,13 @@ entry.main()
             f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}",
             who,
         ],
-        env={"PATH": "/image", "TZ": "/image", "LD_LIBRARY_PATH": "/image"},
+        env={"PATH": "/image", "TZ": "/image", "LD_LIBRARY_PATH": "/image", "": "no name"},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == {"python": "[]", "C": ""}[who]
+    # What has no name cannot be unset, and is found by none.
+    assert done.stdout == {"python": "[]", "C": "=no name\n"}[who]
 
 
 def classes() -> list[type[HookError]]:

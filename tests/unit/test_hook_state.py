@@ -233,6 +233,11 @@ def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: boo
         '{"annotations": {"tidegate.gpu\\/memory": "1Gi"}}',
         '{"annotations": {"\\u0074idegate.gpu/memory": "1Gi"}}',
         '{"annotations": {"tidegate\\u002egpu/memory": "1Gi"}}',
+        *(
+            '{"annotations": {"' + PREFIX.replace(c, form % ord(c), 1) + 'memory": "1Gi"}}'
+            for c in PREFIX
+            for form in ("\\u%04x", "\\u%04X")
+        ),
     ],
 )
 def test_no_spelling_of_an_annotation_is_overlooked(text: str) -> None:
@@ -243,6 +248,8 @@ def test_no_spelling_of_an_annotation_is_overlooked(text: str) -> None:
 
 def test_other_containers_are_not_parsed() -> None:
     assert not may_mention_us(b'{"annotations": {"org.example/tidegate": "x", "y": "\\n"}}')
+    # Go's way to write "&&" and ">", as in a shell's line.
+    assert not may_mention_us(rb'{"process": {"args": ["sh", "-c", "a \u0026\u0026 b \u003e c"]}}')
 
 
 def test_an_oversized_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +317,16 @@ def test_who_is_taken_to_ask_for_nothing_does_not(
     )
     if asks_nothing(data):
         assert [name for name in (*config, *annotations) if name.startswith(PREFIX)] == []
+
+
+def test_a_bundle_that_is_spelled_by_escapes_is_parsed(tmp_path: Path) -> None:
+    """Its annotations name another one, which asks for nothing."""
+    (tmp_path / "config.json").write_text("{}")
+    said = {**GOOD, "annotations": {"bundle": str(tmp_path)}}
+    assert said["bundle"] != str(tmp_path)
+    data = json.dumps(said).replace('"bundle"', '"\\u0062undle"', 1).encode()
+    assert json.loads(data) == said
+    assert not asks_nothing(data)
 
 
 def test_an_ordinary_container_is_decided_on_without_parsing(tmp_path: Path) -> None:

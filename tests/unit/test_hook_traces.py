@@ -525,6 +525,59 @@ def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> Non
     assert not list(record.parent.iterdir())
 
 
+def test_restarts_over_a_root_in_use_leave_no_notes(tmp_path: Path, root: Path) -> None:
+    """Each end reads all notes, and they are in memory."""
+    record = keep(tmp_path, root)
+    remember(str(tmp_path), "c2", os.getpid(), str(root), [])
+    for _ in range(5):
+        take_back(str(tmp_path), "c1")
+        remember(str(tmp_path), "c1", PID, str(root), [])
+    assert len(list(record.parent.iterdir())) == 3  # the first one's, the last one's, c2's
+    take_back(str(tmp_path), "c2")
+    assert record.with_name("c2").exists()
+
+
+def test_a_root_s_name_that_leads_to_another_one_takes_nothing_from_it(
+    tmp_path: Path, root: Path
+) -> None:
+    """Directories that go take mounts along: those of a container that runs there by now."""
+    keep(tmp_path, root)
+    root.rename(tmp_path / "before")
+    (root / "run/tidegate").mkdir(parents=True)
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            runs = keep(tmp_path, root, "c2", pid=process.pid)
+            take_back(str(tmp_path), "c1")
+            assert (root / "run/tidegate").exists()
+            assert [path.name for path in runs.parent.iterdir()] == ["c2"]
+        finally:
+            process.kill()
+    take_back(str(tmp_path), "c2")
+    assert not (root / "run/tidegate").exists()
+
+
+@pytest.mark.parametrize("found", ["gone", "nothing"])
+def test_who_sweeps_forgets_no_note_of_a_start_meanwhile(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    """An id comes back between the look at its note and the end of it."""
+    looked = traces._notes
+    record = keep(tmp_path, root)
+    record.write_text(record.read_text().replace("/rootfs", "/gone", 1))
+
+    def then_it_starts(runtime_dir: str) -> dict[str, traces.Note | None]:
+        monkeypatch.setattr(traces, "_notes", looked)
+        if found == "nothing":  # as between a start's two renames
+            record.write_bytes(b"")
+        notes = looked(runtime_dir)
+        keep(tmp_path, root, pid=os.getpid())
+        return notes
+
+    monkeypatch.setattr(traces, "_notes", then_it_starts)
+    sweep(str(tmp_path))
+    assert traces._read(str(tmp_path), "c1")
+
+
 def test_notes_behind_a_link_are_nobody_s(tmp_path: Path, root: Path) -> None:
     record = keep(tmp_path, root)
     other = tmp_path / "other"

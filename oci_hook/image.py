@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from itertools import islice
 
 from oci_hook import kernel
@@ -55,6 +56,7 @@ VOLUME = "it is on a volume"
 GOVERNED = ("libcuda.so.1", "libnvidia-ml.so.1")
 COMPAT = ("compat", "compat/lib", "compat/lib.real")  # of CUDA's packages, below /usr/local/cuda*
 SEARCH_LIMIT = 256
+LINKS_LIMIT = 40  # of the kernel's
 ABSENT = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENAMETOOLONG}
 HINT = "use a glibc-based image, or set tidegate.gpu/driver: optional to start without a GPU"
 
@@ -114,7 +116,48 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
     except OSError as e:
         if e.errno not in ABSENT:
             raise  # a call that a seccomp filter refuses says nothing about the image
+        if e.errno in {errno.ENOENT, errno.ELOOP} and _leads_through_proc(rootfd, path, e.errno):
+            raise ImageError(
+                f"{show('/' + path.lstrip('/'))} leads through /proc, to wherever the process that"
+                " follows it is",
+                hint="name the directory itself",
+            ) from None
         return None
+
+
+def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
+    """Tell whether what is not found is only not there for us.
+
+    A loader follows /proc/self, of which there is none for a process outside, and its links to
+    roots and descriptors, which nobody here does.
+    """
+    rest, here, links = path.split("/")[::-1], list[str](), 0
+    while rest:
+        part = rest.pop()
+        if part in ("", "."):
+            continue
+        if part == "..":
+            here = here[:-1]
+            continue
+        if here == ["proc"]:
+            return True
+        try:
+            fd = kernel.open_in_root(rootfd, "/".join((*here, part)), os.O_PATH | os.O_NOFOLLOW)
+        except OSError:
+            break
+        try:
+            if stat.S_ISLNK(os.fstat(fd).st_mode):
+                links += 1
+                if links > LINKS_LIMIT:
+                    return False  # nobody comes to its end
+                target = os.readlink("", dir_fd=fd)
+                here = [] if target.startswith("/") else here
+                rest += target.split("/")[::-1]
+            else:
+                here = [*here, part]
+        finally:
+            os.close(fd)
+    return reason == errno.ELOOP  # of a link that only the kernel reads
 
 
 def _open_regular(rootfd: int, procfd: int, path: str) -> int | None:

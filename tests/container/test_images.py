@@ -371,6 +371,47 @@ def test_a_driver_in_a_volume_that_the_path_names_is_refused(
         )
 
 
+@pytest.mark.parametrize("hooked", [True, False])
+@pytest.mark.parametrize(
+    ("path", "link"),
+    [
+        ("/proc/self/root/opt/own", None),
+        ("/proc/thread-self/root/opt/own", None),
+        ("/proc/1/root/opt/own", None),
+        ("/dev/fd/../root/opt/own", None),
+        ("/opt/link/own", ("opt/link", "/proc/self/root/opt")),
+        ("/opt/other", ("opt/other/libcuda.so.1", "../../proc/self/root/opt/own/libcuda.so.1")),
+        (f"/{LIBDIR}", (f"{LIBDIR}/glibc-hwcaps", "/proc/self/root/opt/own/glibc-hwcaps")),
+    ],
+)
+def test_a_driver_that_only_a_process_inside_finds_is_refused(
+    site: Node,
+    make: Make,
+    runtime: Runtime,
+    path: str,
+    link: tuple[str, str] | None,
+    *,
+    hooked: bool,
+) -> None:
+    """/proc/self/root is the container's own root, to whoever is in it; no walk from outside follows that."""
+    bundle = make()
+    own_driver(bundle, site, "opt/own/glibc-hwcaps/x86-64-v2")
+    own_driver(bundle, site, "opt/own")
+    if link:
+        (bundle.rootfs / link[0]).parent.mkdir(parents=True, exist_ok=True)
+        (bundle.rootfs / link[0]).symlink_to(link[1])
+    environment(bundle, path)
+    if not hooked:
+        del bundle.config["hooks"]
+        ran = runtime.run(bundle)
+        assert ran.stdout.split()[:2] == [str(GIVEN), str(GIVEN)], ran.stderr
+        return
+    ran = runtime.run(bundle)
+    assert (ran.status != 0, ran.stdout) == (True, "")
+    if runtime.name == "runc":
+        assert "leads through /proc" in ran.stderr
+
+
 @pytest.mark.parametrize("way", ["hook", "cdi hook", "mount"])
 def test_a_driver_that_nvidias_toolkit_brings_is_refused(
     make: Make, runtime: Runtime, way: str

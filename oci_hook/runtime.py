@@ -149,13 +149,18 @@ class SettingsError(Exception):
     """The node's settings are wrong; the message is the line that says so."""
 
 
-def parse_node(text: str, path: str) -> Node:
-    """Take the settings from a file's text; `path` is for the error."""
+def parse_node(text: str, path: str, *, strict: bool = True) -> Node:
+    """Take the settings from a file's text; `path` is for the error.
+
+    Not `strict`: what is wrong is passed over.
+    """
     node = Node()
     for number, line in enumerate(text.splitlines(), 1):
         name, _, value = line.strip().partition(" ")
         field = name.replace("-", "_")
         if not name or name.startswith("#"):
+            continue
+        if not strict and not (field in Node.__slots__ and value.strip()):
             continue
         if field not in Node.__slots__ or not value.strip():
             known = ", ".join(slot.replace("_", "-") for slot in Node.__slots__)
@@ -163,23 +168,28 @@ def parse_node(text: str, path: str) -> Node:
                 f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value"
             )
         setattr(node, field, value.strip())
-    if node.environment not in ("", "allow", "ignore"):
+    if strict and node.environment not in ("", "allow", "ignore"):
         raise SettingsError(
             f"{path}: environment is '{node.environment[:80]}'; write allow or ignore"
         )
     return node
 
 
-def read_node(path: str) -> Node:
-    """Read the settings; SettingsError for what is wrong, or where there is no runtime."""
+def read_node(path: str, *, strict: bool = True) -> Node:
+    """Read the settings; SettingsError for what is wrong, or where there is no runtime.
+
+    Not `strict`: for that alone.
+    """
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", errors="strict" if strict else "replace") as file:
             text = file.read(1 << 16)
     except FileNotFoundError:
         text = ""
     except (OSError, ValueError) as e:
-        raise SettingsError(f"{path}: {e}; make it readable text") from e
-    node = parse_node(text, path)
+        if strict:
+            raise SettingsError(f"{path}: {e}; make it readable text") from e
+        text = ""
+    node = parse_node(text, path, strict=strict)
     if not node.runtime:
         node.runtime = next((r for r in RUNTIMES if os.access(r, os.X_OK)), "")
     if not node.runtime.startswith("/"):
@@ -369,7 +379,13 @@ def main() -> None:
         node = read_node(config)
     except SettingsError as e:
         # Engines write the log's name as every runtime reads it.
-        sys.exit(_fail(parse_call(arguments), str(e)))
+        call = parse_call(arguments)
+        if call.command in MAKING:
+            sys.exit(_fail(call, str(e)))
+        try:  # what runs can be looked at and ended, whatever is wrong
+            node = read_node(config, strict=False)
+        except SettingsError as none:
+            sys.exit(_fail(call, str(none)))
     real = os.path.basename(os.path.realpath(node.runtime))
     call = parse_call(arguments, like_crun=any(name in real for name in GETOPT))
     if call.command in MAKING:

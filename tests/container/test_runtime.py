@@ -297,15 +297,30 @@ def test_a_configuration_that_is_wrong_is_said_where_engines_look(
     """containerd's shim shows what is in the runtime's log, and nothing of its standard error."""
     file, log = tmp_path / "settings", tmp_path / "log.json"
     file.write_text(settings)
+    (tmp_path / "config.json").write_text('{"ociVersion": "1.0.2"}')
     ran = subprocess.run(
         [
             *(str(WRAPPER), "--tidegate-config", str(file), "--root", "/run/none"),
-            *("--log", str(log), "--log-format", "json", "state", "x"),
+            *("--log", str(log), "--log-format", "json", "create", "x"),
         ],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert ran.returncode == 78
     assert ran.stderr == f"{json.loads(log.read_text())['msg']}\n"
+
+
+@pytest.mark.parametrize("wrong", [b"log\n", b"environment often\n", b"#\xff\n"])
+def test_what_runs_is_ended_whatever_is_wrong_with_the_configuration(
+    tmp_path: Path, wrong: bytes
+) -> None:
+    file, runtime = tmp_path / "settings", tmp_path / "runtime"
+    runtime.write_text('#!/bin/sh\necho "$@"\n')
+    runtime.chmod(0o755)
+    file.write_bytes(wrong + f"runtime {runtime}\nruntime-dir {tmp_path}\n".encode())
+    for command in ("state", "kill", "delete", "list"):
+        call = [str(WRAPPER), "--tidegate-config", str(file), command, "x"]
+        ran = subprocess.run(call, capture_output=True, text=True, check=False)
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{command} x\n", "")
 
 
 def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path) -> None:

@@ -116,6 +116,16 @@ def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
     except OSError as e:
         if e.errno not in ABSENT:
             raise  # a call that a seccomp filter refuses says nothing about the image
+        return None
+
+
+def _find_as_loader(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
+    """Open in root what a loader would come to; ImageError for what only a process inside finds."""
+    try:
+        return kernel.open_in_root(rootfd, path, flags)
+    except OSError as e:
+        if e.errno not in ABSENT:
+            raise
         if e.errno in {errno.ENOENT, errno.ELOOP} and _leads_through_proc(rootfd, path, e.errno):
             raise ImageError(
                 f"{show('/' + path.lstrip('/'))} leads through /proc, to wherever the process that"
@@ -150,7 +160,7 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
                 links += 1
                 if links > LINKS_LIMIT:
                     return False  # nobody comes to its end
-                target = os.readlink("", dir_fd=fd)
+                target = kernel.readlink(fd)
                 here = [] if target.startswith("/") else here
                 rest += target.split("/")[::-1]
             else:
@@ -508,7 +518,7 @@ def _is_main(rootfd: int, image: Image, directory: str) -> bool:
 
 def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:
     """Give mount, device and inode of a directory."""
-    fd = _find(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY)
+    fd = _find_as_loader(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY)
     if fd is None:
         return None
     status, mount = os.fstat(fd), kernel.mount_id(fd)
@@ -517,7 +527,7 @@ def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:
 
 
 def _is_file(rootfd: int, path: str) -> bool:
-    fd = _find(rootfd, path)
+    fd = _find_as_loader(rootfd, path)
     if fd is None:
         return False
     regular = kernel.is_regular(fd)

@@ -394,6 +394,7 @@ def listening(config: Config) -> Iterator[socket.socket | None]:
         ) from e
     with listener:
         listener.setblocking(False)
+        listener.listen()  # who comes before it is served waits, and is not refused
         try:
             yield listener
         finally:

@@ -225,15 +225,18 @@ def C(_):
 entry.run = vars()[sys.argv[1]]
 entry.main()
 """
+    program = f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}"
+    command = [b"/usr/bin/python3", b"-ISE", b"-c", program.encode(), who.encode()]
+    environment = [b"PATH=/image", b"TZ=/image", b"LD_LIBRARY_PATH=/image", b"=no name"]
+    # By execve(2) itself: newer versions of Python know no entry without a name.
+    starter = f"""
+import ctypes
+def words(them):
+    return (ctypes.c_char_p * (len(them) + 1))(*them)
+ctypes.CDLL(None).execve({command[0]!r}, words({command!r}), words({environment!r}))
+"""
     done = subprocess.run(
-        [
-            "/usr/bin/python3",
-            "-ISE",
-            "-c",
-            f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}",
-            who,
-        ],
-        env={"PATH": "/image", "TZ": "/image", "LD_LIBRARY_PATH": "/image", "": "no name"},
+        [sys.executable, "-c", starter],
         capture_output=True,
         text=True,
         check=True,

@@ -421,7 +421,6 @@ def nested(depth: int) -> str:
 HOSTILE = {
     "enormous": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": "' + "x" * (9 << 20) + '"}',
     "deep": nested(100_000),
-    "as deep as can be": nested(990),
     "twice": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "linux": {}, "linux": {"devices": []}}',
     "annotation twice": '{"annotations": {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/memory": "2Gi"}}',
     "digits": '{"annotations": {"tidegate.gpu/memory": "1Gi"}, "x": ' + "9" * 10_000 + "}",
@@ -465,6 +464,26 @@ def test_a_hostile_config_ends_with_a_line(
         assert [hook["path"] for hook in hooks] == [node.hook[0]]
         assert "devices" not in answer.stdout
     assert {request["op"] for request in node.governor.requests} <= {"reserve"}
+
+
+@pytest.mark.slow
+def test_a_config_as_deep_as_can_be_is_refused_or_the_runtime_s(
+    node: Node, dev: Path, wrapped: Wrapped
+) -> None:
+    """Around the depth from which on it is refused, what is read is written as well."""
+    assert dev
+    bundle = node.bundle("true")
+    ends = set()
+    for depth in range(960, 1010):
+        (bundle.path / "config.json").write_text(nested(depth))
+        done = subprocess.run(
+            wrapped.command("run", "--bundle", str(bundle.path), f"x{depth}"),
+            capture_output=True, text=True, check=False, timeout=30,
+        )  # fmt: skip
+        assert "Traceback" not in done.stderr
+        assert (done.returncode in (64, 66)) == done.stderr.startswith("tidegate: "), done.stderr
+        ends.add(done.returncode in (64, 66))
+    assert ends == {True, False}
 
 
 def precreate_bytes(node: Node, dev: Path, data: bytes) -> Ran:

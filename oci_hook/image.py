@@ -109,24 +109,17 @@ def open_root(root: str) -> int:
     return rootfd
 
 
-def _find(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
-    """Open in root; None when there is nothing, or nothing that can be walked to."""
+def _find(rootfd: int, path: str, flags: int = os.O_PATH, *, as_loader: bool = False) -> int | None:
+    """Open in root; None when there is nothing, or nothing that can be walked to.
+
+    Where a loader looks (`as_loader`) what only a process inside comes to is an ImageError.
+    """
     try:
         return kernel.open_in_root(rootfd, path, flags)
     except OSError as e:
         if e.errno not in ABSENT:
             raise  # a call that a seccomp filter refuses says nothing about the image
-        return None
-
-
-def _find_as_loader(rootfd: int, path: str, flags: int = os.O_PATH) -> int | None:
-    """Open in root what a loader would come to; ImageError for what only a process inside finds."""
-    try:
-        return kernel.open_in_root(rootfd, path, flags)
-    except OSError as e:
-        if e.errno not in ABSENT:
-            raise
-        if e.errno in {errno.ENOENT, errno.ELOOP} and _leads_through_proc(rootfd, path, e.errno):
+        if as_loader and _leads_through_proc(rootfd, path, e.errno):
             raise ImageError(
                 f"{show('/' + path.lstrip('/'))} leads through /proc, to wherever the process that"
                 " follows it is",
@@ -518,7 +511,7 @@ def _is_main(rootfd: int, image: Image, directory: str) -> bool:
 
 def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:
     """Give mount, device and inode of a directory."""
-    fd = _find_as_loader(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY)
+    fd = _find(rootfd, path or ".", os.O_PATH | os.O_DIRECTORY, as_loader=True)
     if fd is None:
         return None
     status, mount = os.fstat(fd), kernel.mount_id(fd)
@@ -527,7 +520,7 @@ def _identify(rootfd: int, path: str) -> tuple[int, int, int] | None:
 
 
 def _is_file(rootfd: int, path: str) -> bool:
-    fd = _find_as_loader(rootfd, path)
+    fd = _find(rootfd, path, as_loader=True)
     if fd is None:
         return False
     regular = kernel.is_regular(fd)

@@ -962,8 +962,8 @@ def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: Node)
     assert agent.run("share < 0.4"), agent.run("share")
 
 
-def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(node: Node) -> None:
-    """Kernels of two containers that run at the same time take longer, each of them."""
+def mps_agent(node: Node) -> Agent:
+    """An agent with mps that has the GPU, and gives it back with up to 60 ms left."""
     agent = quick_agent(node)
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
     node.write("strategy", STRATEGY_MPS)
@@ -971,6 +971,12 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(nod
     agent.run(MEET)
     agent.run("s = out('cuStreamCreate', 1); words[1] = 1")
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    return agent
+
+
+def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(node: Node) -> None:
+    """Kernels of two containers that run at the same time take longer, each of them."""
+    agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
     before = charged_after(agent, 0, 195_000_000, "launch(1000, s)")
     node.write("contended", 1)
@@ -995,13 +1001,7 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
     node: Node,
 ) -> None:
     """That it ends late beside others' work says nothing: once in a while they wait for its end."""
-    agent = quick_agent(node)
-    pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
-    node.write("strategy", STRATEGY_MPS)
-    agent.run(LAUNCH)
-    agent.run(MEET)
-    agent.run("s = out('cuStreamCreate', 1); words[1] = 1")
-    grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
+    agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(20_000_000, 1, s); driver.call('cuCtxSynchronize')")
     before = charged_after(agent, 0, 78_000_000, "launch(1000, s)")
     node.write("contended", 1)

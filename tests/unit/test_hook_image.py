@@ -22,8 +22,8 @@ def rootfd(tmp_path: Path) -> Iterator[int]:
 def test_an_endless_link_is_nothing(tmp_path: Path, rootfd: int) -> None:
     (tmp_path / "one").symlink_to("two")
     (tmp_path / "two").symlink_to("/one")
-    assert image._find_as_loader(rootfd, "one") is None
-    assert image._find_as_loader(rootfd, "one/lib") is None
+    assert image._find(rootfd, "one", as_loader=True) is None
+    assert image._find(rootfd, "one/lib", as_loader=True) is None
 
 
 def test_what_is_not_there_is_nothing_whatever_leads_there(tmp_path: Path, rootfd: int) -> None:
@@ -32,7 +32,7 @@ def test_what_is_not_there_is_nothing_whatever_leads_there(tmp_path: Path, rootf
     (tmp_path / "a/file").write_text("")
     (tmp_path / "a/proc").symlink_to("b/proc/self")
     for path in ("a/up", "/a/up/lib", "a/file/x", "a/b/../none", "a/proc/root", "none/proc/self"):
-        assert image._find_as_loader(rootfd, path) is None, path
+        assert image._find(rootfd, path, as_loader=True) is None, path
 
 
 @pytest.mark.parametrize("path", ["proc/self", "/proc//self/root/a", "a/../proc/none", "link/x"])
@@ -43,7 +43,7 @@ def test_a_way_through_proc_is_refused_where_it_ends_for_us(
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("/a/../proc/self")
     with pytest.raises(ImageError, match="leads through /proc"):
-        image._find_as_loader(rootfd, path)
+        image._find(rootfd, path, as_loader=True)
 
 
 def test_a_link_to_where_a_process_is_is_refused() -> None:
@@ -52,8 +52,8 @@ def test_a_link_to_where_a_process_is_is_refused() -> None:
     try:
         for path in ("self/root/none", f"{os.getpid()}/cwd", "self/root"):
             with pytest.raises(ImageError, match="leads through /proc"):
-                image._find_as_loader(rootfd, path)
-        found = image._find_as_loader(rootfd, "self/status")
+                image._find(rootfd, path, as_loader=True)
+        found = image._find(rootfd, "self/status", as_loader=True)
         assert found is not None
         os.close(found)
     finally:

@@ -236,11 +236,13 @@ struct ledger_slot {
     uint32_t state; /* governor, release: 0 free, 1 in use */
     uint32_t pid; /* container, relaxed: the process, in its own namespace */
     uint64_t lookups; /* container, relaxed: cuGetProcAddress answers replaced */
-    uint64_t reserved[14];
+    uint64_t namespace; /* governor, relaxed: inode of its PID namespace, 0: unknown */
+    uint64_t reserved[13];
     uint8_t pad[8064];
 };
 _Static_assert(offsetof(struct ledger_slot, state) == 0, "ledger_slot.state");
 _Static_assert(offsetof(struct ledger_slot, pid) == 4, "ledger_slot.pid");
 _Static_assert(offsetof(struct ledger_slot, lookups) == 8, "ledger_slot.lookups");
-_Static_assert(offsetof(struct ledger_slot, reserved) == 16, "ledger_slot.reserved");
+_Static_assert(offsetof(struct ledger_slot, namespace) == 16, "ledger_slot.namespace");
+_Static_assert(offsetof(struct ledger_slot, reserved) == 24, "ledger_slot.reserved");
 _Static_assert(sizeof(struct ledger_slot) == 8192, "ledger_slot");

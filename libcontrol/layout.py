@@ -169,7 +169,8 @@ LEDGER_SLOT = Struct(
         Field("state", "u32", 1, "governor", "release", "0 free, 1 in use"),
         Field("pid", "u32", 1, "container", doc="the process, in its own namespace"),
         Field("lookups", "u64", 1, "container", doc="cuGetProcAddress answers replaced"),
-        Field("reserved", "u64", 14, "container"),
+        Field("namespace", "u64", 1, "governor", doc="inode of its PID namespace, 0: unknown"),
+        Field("reserved", "u64", 13, "container"),
     ),
     "One process; its devices follow at LEDGER_SLOT_DEVICES.",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _socket as socket  # without the names of numbers and selectors, which take 2 ms
 import os
 from _struct import Struct, pack  # struct is no more than a list of its names
+from time import monotonic, sleep
 
 from oci_hook.errors import GovernorError, RefusedError, show
 from oci_hook.notation import dump_json, load_json
@@ -21,6 +22,7 @@ MOST_MINOR = (1 << 20) - 1  # MINORMASK
 MOST_MEMORY = 1 << 50
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of an answer
 PEER = Struct("=iII")  # struct ucred: pid, uid, gid
+PATIENCE = 5.0  # seconds; a governor that is restarted, as by an upgrade, is away for less
 START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
 
 
@@ -135,17 +137,36 @@ def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> 
 class Client:
     """One connection to the governor.  An admission lives as long as it does, until confirmed."""
 
-    def __init__(self, runtime_dir: str, timeout: float) -> None:
+    def __init__(self, runtime_dir: str, timeout: float, patience: float = 0.0) -> None:
+        """Connect. Where the governor was and is not, wait `patience` seconds for it at most.
+
+        No longer than for an answer, so that the line says who is missing. Where more wait than the
+        kernel queues it is there, and busy: that is waited for in any case.
+        """
         self.path = f"{runtime_dir}/governor.sock"
         self.timeout = timeout
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.socket.settimeout(timeout)
         self.buffer = b""
-        try:
-            self.socket.connect(self.path)
-        except (OSError, ValueError) as e:
-            self.socket.close()
-            raise self._lost("connect", e) from e
+        began = monotonic()
+        while True:
+            try:
+                self.socket.connect(self.path)
+                break
+            except (OSError, ValueError) as e:
+                gone = isinstance(e, FileNotFoundError | ConnectionRefusedError)
+                full = isinstance(e, BlockingIOError)  # with a timeout, connect(2) does not wait
+                most = min(PATIENCE if full else patience if gone else 0.0, timeout)
+                if monotonic() - began < most and os.path.isdir(runtime_dir):
+                    sleep(0.05)
+                    continue
+                self.socket.close()
+                if full:
+                    raise GovernorError(
+                        f"the governor took no connection at {show(self.path)} within {most:g} s",
+                        hint=START,
+                    ) from e
+                raise self._lost("connect", e) from e
         self._require_trusted()
 
     def _require_trusted(self) -> None:
@@ -164,7 +185,11 @@ class Client:
             return GovernorError(
                 f"the governor did not answer {op} within {self.timeout:g} s", hint=START
             )
-        reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
+        if isinstance(e, FileNotFoundError):
+            # Not the system's words: Podman takes them for a program that is missing.
+            reason = "there is no socket"
+        else:
+            reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
         return GovernorError(
             f"the governor is not reachable at {show(self.path)} ({op}: {reason})", hint=START
         )

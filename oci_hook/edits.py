@@ -86,7 +86,7 @@ def _list(parent: dict[str, Any], name: str) -> list[Any]:
     return value
 
 
-def _members(document: dict[str, Any], outer: str, name: str) -> list[dict[str, Any]]:
+def members(document: dict[str, Any], outer: str, name: str) -> list[dict[str, Any]]:
     """Give the objects in a list of config.json, for reading: what is not as it should be is left.
 
     The runtime has checked it, or will.
@@ -102,7 +102,7 @@ def gpu_nodes(document: dict[str, Any]) -> tuple[int, ...]:
         sorted(
             {
                 device["minor"]
-                for device in _members(document, "linux", "devices")
+                for device in members(document, "linux", "devices")
                 if device.get("major") == GPU_MAJOR
                 and type(device.get("minor")) is int
                 and 0 <= device["minor"] < GPU_MINORS
@@ -115,7 +115,7 @@ def gives_gpu(document: dict[str, Any]) -> bool:
     """Tell whether config.json lets the container reach a GPU, whether we prepare it or not."""
     linux = document.get("linux")
     resources = linux.get("resources") if type(linux) is dict else None
-    rules = _members({"resources": resources}, "resources", "devices")
+    rules = members({"resources": resources}, "resources", "devices")
     return (
         bool(gpu_nodes(document))
         or any(
@@ -124,7 +124,7 @@ def gives_gpu(document: dict[str, Any]) -> bool:
             for rule in rules
         )
         # Without a right to make nodes, as in a user namespace, the host's are mounted.
-        or any(is_gpu_node(str(m.get("source"))) for m in _members(document, "", "mounts"))
+        or any(is_gpu_node(str(m.get("source"))) for m in members(document, "", "mounts"))
     )
 
 
@@ -148,11 +148,11 @@ def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
 def foreign_driver(document: dict[str, Any]) -> str:
     """Give what else puts a driver into the container, or nothing."""
     for stage in STAGES:
-        for hook in _members(document, "hooks", stage):
+        for hook in members(document, "hooks", stage):
             name = os.path.basename(str(hook.get("path")))
             if name in FOREIGN:
                 return f"hook {name}"
-    for mount in _members(document, "", "mounts"):
+    for mount in members(document, "", "mounts"):
         where = str(mount.get("destination"))
         if os.path.basename(where).startswith("libcuda.so."):
             return f"mount on {show(where)}"
@@ -174,7 +174,7 @@ def governed_by(document: dict[str, Any], path: str) -> bool:
     """Tell whether a device of ours was asked for by name: CDI enters the hook so."""
     return any(
         hook.get("path") == path and type(hook.get("args")) is list and "--governed" in hook["args"]
-        for hook in _members(document, "hooks", "createRuntime")
+        for hook in members(document, "hooks", "createRuntime")
     )
 
 

@@ -20,6 +20,7 @@ STAGES = ("prestart", "createRuntime", "precreate", "poststop")
 USAGE = (
     "usage: tidegate-hook [--runtime-dir DIR] [--driver-dir DIR] [--dev-dir DIR] "
     "[--module-version FILE] [--log FILE] [--timeout SECONDS] [--governed] "
+    "[--claim UID --share NAME] "
     "{prestart|createRuntime|precreate|poststop}"
 )
 WITH_VALUE = (
@@ -29,7 +30,11 @@ WITH_VALUE = (
     "--module-version",
     "--log",
     "--timeout",
+    "--claim",
+    "--share",
 )
+OF_CLAIMS = ("--claim", "--share")
+NAME_LIMIT = 253  # of a claim's uid and a share's name
 DEADLINE = 20.0  # runtimes have none of their own unless the hook entry sets one
 PREFIX = "tidegate.gpu/"
 ESCAPES = tuple([b"\\u%04x" % ord(character) for character in PREFIX])
@@ -50,6 +55,8 @@ class Options:
         self.timeout = DEADLINE
         self.dev_dir = "/dev"
         self.governed = False  # who entered the hook says so, whatever the annotations say
+        self.claim = ""  # whose share the container has
+        self.share = ""
         self.stage = ""
         self.given: tuple[str, ...] = ()  # the options, to be written into config.json
 
@@ -73,7 +80,10 @@ def parse_arguments(arguments: "list[str]") -> Options:
                 value = ""
             if not value or not 0 < options.timeout <= 3600:
                 raise _misuse("option {} is '{}'", name, value)
-            options.given += (name, value)
+            if name not in OF_CLAIMS:
+                options.given += (name, value)
+            elif len(value) > NAME_LIMIT or not value.isascii() or not value.isprintable():
+                raise _misuse("option {} is '{}'", name, value)
         elif argument == "--governed":
             options.governed = True
         elif argument in STAGES and not options.stage:
@@ -82,6 +92,10 @@ def parse_arguments(arguments: "list[str]") -> Options:
             raise _misuse("argument '{}' is not understood", argument)
     if not options.stage:
         raise _misuse("no stage is given")
+    if (options.claim == "") != (options.share == "") or (
+        options.claim and options.stage == "precreate"
+    ):
+        raise _misuse("--claim and --share go together, and not with precreate")
     return options
 
 
@@ -172,7 +186,7 @@ def run(arguments: "list[str]") -> int:
         raw = None
         if options.stage != "precreate":
             raw = read_bounded(0, STATE_LIMIT)
-            if not options.governed and asks_nothing(raw):
+            if not options.governed and not options.claim and asks_nothing(raw):
                 return 0
         import gc
 

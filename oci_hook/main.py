@@ -41,21 +41,32 @@ UNDO_DEADLINE = 5.0
 def prepare(options: Options, state: State, event: Event) -> str:
     """Prepare one container; gives the outcome."""
     config = read_config(state.bundle)
+    governed = options.governed or options.claim != ""
     if (
-        not options.governed
+        not governed
         and not may_mention_us(config)
         and not any(name.startswith(PREFIX) for name in state.annotations)
     ):
         return "no-request"
     bundle = parse_config(config, state.bundle)
-    annotations = our_annotations(state, bundle, governed=options.governed)
-    if not annotations and not options.governed:
+    annotations = our_annotations(state, bundle, governed=governed)
+    if not annotations and not governed:
         return "no-request"
+    from oci_hook.claims import as_request, find_claims, require_named
+
+    claims = find_claims(bundle.document, os.path.abspath(sys.argv[0]))
+    require_named(claims, (options.claim, options.share))
+    if claims and claims[0] != (options.claim, options.share):
+        return "prepared-already"  # by the entry of the first share, or yet to be
+    if claims:
+        event.fields["claims"] = list(dict(claims))  # their uids
+    if "pod" in bundle.identity:
+        event.fields["pod"] = f"{bundle.identity.get('namespace', '')}/{bundle.identity['pod']}"
     event.phase("state")
 
     from oci_hook import kernel, traces
     from oci_hook.apply import Container, Inside, Undo, apply_plan, explain
-    from oci_hook.client import Client, require_reachable
+    from oci_hook.client import PATIENCE, Client, require_reachable
     from oci_hook.edits import (
         check_devices,
         gpu_nodes,
@@ -116,7 +127,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         raise explain(e, f"look into {show(bundle.root)}") from e
 
     # half of the deadline, so that the line says who did not answer
-    client = Client(options.runtime_dir, options.timeout / 2)
+    client = Client(options.runtime_dir, options.timeout / 2, PATIENCE)
     undo, noted = Undo(), False
     try:
         grant = client.admit(
@@ -128,7 +139,8 @@ def prepare(options: Options, state: State, event: Event) -> str:
             identity=bundle.identity,
             reservation=reservation,
             nodes=nodes,
-            exact=options.governed,
+            exact=governed,
+            **({"claims": as_request(claims)} if claims else {}),
         )
         event.phase("admit")
         if grant.already:
@@ -216,7 +228,8 @@ def release(options: Options, state: State) -> str:
     traces.take_back(options.runtime_dir, state.id)
     traces.sweep(options.runtime_dir)
     asks = any(name.startswith(PREFIX) for name in state.annotations)
-    if not options.governed and (is_sandbox(state.annotations) or not asks):
+    governed = options.governed or options.claim != ""
+    if not governed and (is_sandbox(state.annotations) or not asks):
         return "no-request"
     from oci_hook.client import Client
 

@@ -180,3 +180,17 @@ def check_request(request: Request, annotations: dict[str, str]) -> None:
             f"annotations below {PREFIX} take {size} bytes, accepted are {ANNOTATIONS_LIMIT}",
             hint="shorten them",
         )
+
+
+BESIDE_CLAIM = ("capabilities", "driver")
+
+
+def refuse_beside(annotations: dict[str, str], claims: str) -> None:
+    """Refuse annotations that say what a claim says; `claims` names those of the container."""
+    for name in annotations:
+        if name[len(PREFIX) :] not in BESIDE_CLAIM:
+            raise AnnotationError(
+                f"annotation {show(name)} stands beside {show(claims, 200)}, which says how much of"
+                " which GPU the container has",
+                hint="remove the annotation, or the claim",
+            )

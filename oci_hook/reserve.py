@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-from oci_hook.client import Client, require_reachable
+from oci_hook.claims import find_claims
+from oci_hook.client import PATIENCE, Client, require_reachable
 from oci_hook.edits import (
     Entry,
     edit,
@@ -110,6 +111,8 @@ def edit_config(
     wrong; nothing is reserved then, or not for long.
     """
     document, annotations, identity = parse_document(data, show(name))
+    if find_claims(document, settings.entry.path):
+        return "no-request", None  # its nodes and the hook are there, and its GPUs are booked
     exact = governed_by(document, settings.entry.path)
     if is_sandbox(annotations) and not exact and not gives_gpu(document):
         return "no-request", None
@@ -130,7 +133,7 @@ def edit_config(
             require_no_gpu(document, why)
             event.fields |= {"code": why.code, "message": why.message}
             return "without-gpu", None
-    client = Client(settings.runtime_dir, settings.timeout)
+    client = Client(settings.runtime_dir, settings.timeout, PATIENCE)
     try:
         answer = client.reserve(
             ours,

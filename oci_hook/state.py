@@ -63,6 +63,8 @@ IDENTITY = {
     "io.kubernetes.pod.name": "pod",
     "io.kubernetes.pod.uid": "pod_uid",
     "io.kubernetes.container.name": "container",
+    "nerdctl/name": "name",
+    "nerdctl/namespace": "namespace",
 }
 
 
@@ -231,7 +233,8 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
         data, BundleError, name, "the runtime has to write a valid config.json", twice
     )
     annotations = _annotations(document, BundleError, name)
-    asks = b'"--governed"' in data or any(known.startswith(PREFIX) for known in annotations)
+    asks = b'"--governed"' in data or b'"--claim' in data
+    asks = asks or any(known.startswith(PREFIX) for known in annotations)
     if twice and asks:
         # crun takes the first of them, runc and we the last.
         raise BundleError(

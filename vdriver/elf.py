@@ -29,10 +29,13 @@ from vdriver.errors import LibraryError
 MAX_READS = 500_000
 MAX_BYTES = 8 << 20
 MAX_HEADERS = 1024
-MAX_NOTES = 64 << 10  # bytes; pyelftools takes a note's owner apart byte by byte, in memory
+MAX_NOTES = 64 << 10  # bytes; a driver's library has some hundred
 MAX_TEXT = 4096  # PATH_MAX
 MAX_NAME = 255  # NAME_MAX: a soname is a file name
 
+NT_GNU_ABI_TAG = 1
+NT_GNU_BUILD_ID = 3
+ABI_SYSTEMS = {0: "Linux", 1: "Gnu", 2: "Solaris2", 3: "Freebsd", 4: "Netbsd", 5: "Syllable"}
 MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_386": "i386", "EM_ARM": "arm"}
 
 # What a search by name finds. LOOS is GNU's own: a unique symbol, an indirect function.
@@ -286,26 +289,36 @@ def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
     build_id = abi = None
     segments = list(elf.iter_segments("PT_NOTE"))
     _require(sum(s["p_filesz"] for s in segments) <= MAX_NOTES, f"notes of over {MAX_NOTES} bytes")
-    whole = elf.stream.end
     for segment in segments:
-        start = segment["p_offset"]
-        elf.stream.end = start + segment["p_filesz"]
-        for note in segment.iter_notes():
-            there = len(note["n_descdata"]) == note["n_descsz"]
-            _require(there, "a note ends behind its segment")
-            # pyelftools goes on at the next multiple of four, whatever the alignment.
-            aligned = segment["p_align"] != 8 or not (note["n_offset"] - start) % 8
-            _require(aligned, "a note is not aligned to 8 bytes, as its segment is")
-            content = note["n_desc"]
-            match note["n_name"], note["n_type"]:
-                case "GNU", "NT_GNU_BUILD_ID":
-                    build_id = build_id or content
-                case "GNU", "NT_GNU_ABI_TAG":
-                    system = str(content["abi_os"]).removeprefix("ELF_NOTE_OS_").capitalize()
-                    version = (content[f"abi_{part}"] for part in ("major", "minor", "tiny"))
-                    abi = abi or f"{system} {'.'.join(map(str, version))}"
-    elf.stream.end = whole
+        for name, kind, content in _notes(elf, segment):
+            if (name, kind) == (b"GNU", NT_GNU_BUILD_ID):
+                build_id = build_id or content.hex()
+            elif (name, kind) == (b"GNU", NT_GNU_ABI_TAG):
+                _require(len(content) >= 16, "a note of its ABI is cut off")
+                system, *version = struct.unpack_from("<4I", content)
+                name_of = ABI_SYSTEMS.get(system, str(system))
+                abi = abi or f"{name_of} {'.'.join(map(str, version))}"
     return build_id, abi
+
+
+def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
+    """Yield name, type and content of each note of a segment.
+
+    Read here, because pyelftools before 0.31 takes the padding at a segment's end for a note.
+    """
+    elf.stream.seek(segment["p_offset"])
+    data = elf.stream.read(segment["p_filesz"])
+    at, header = 0, struct.Struct("<III")
+    while at + header.size < len(data):
+        # The next multiple of four, whatever the alignment.
+        aligned = segment["p_align"] != 8 or not at % 8
+        _require(aligned, "a note is not aligned to 8 bytes, as its segment is")
+        name_size, size, kind = header.unpack_from(data, at)
+        start = at + header.size + (name_size + 3) // 4 * 4
+        _require(start + size <= len(data), "a note ends behind its segment")
+        name = data[at + header.size :][:name_size].partition(b"\0")[0]
+        yield name, kind, data[start : start + size]
+        at = start + (size + 3) // 4 * 4
 
 
 def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:

@@ -65,6 +65,7 @@ class Topology:
 
     nodes: Mapping[str, int] = field(default_factory=dict)
     routes: Mapping[frozenset[str], Route] = field(default_factory=dict)
+    addresses: Mapping[str, str] = field(default_factory=dict)  # on the PCI bus
 
 
 @dataclass(frozen=True)
@@ -174,11 +175,20 @@ class Nvml:
             level = self._told("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
             ancestor = Ancestor(level) if level in list(Ancestor) else None
             routes[frozenset((one, other))] = Route(direct + switched, ancestor)
-        return Topology({u: node for u, node in nodes.items() if node is not None}, routes)
+        return Topology(
+            {u: node for u, node in nodes.items() if node is not None},
+            routes,
+            {u: address for u, address in addresses.items() if address is not None},
+        )
 
     def driver_version(self) -> str:
         """Return the version of the driver that answers."""
         return str(_call("nvmlSystemGetDriverVersion", self._nvml.nvmlSystemGetDriverVersion))
+
+    def cuda_version(self) -> str | None:
+        """Return the newest CUDA that the driver has, like 13.0; None where it does not say."""
+        number = self._told("nvmlSystemGetCudaDriverVersion_v2")
+        return None if not number else f"{number // 1000}.{number % 1000 // 10}"
 
     def memory_used(self, uuid: str) -> int | None:
         """Return the bytes in use on a GPU, by anybody, the driver's own included."""

@@ -107,7 +107,7 @@ def plan_mirror(
             raise MirrorError(
                 f"{library.path} is {library.bits}-bit {library.machine}, "
                 f"the driver is 64-bit {driver.machine}",
-                hint="install tidegate-control for the driver's machine",
+                hint="install tidegate for the driver's machine",
             )
     builder = _Builder()
     cuda, nvml = (control.cuda, control.cuda_content), (control.nvml, control.nvml_content)

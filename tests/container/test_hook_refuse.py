@@ -159,7 +159,7 @@ def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str)
 
 def test_no_governor(node: Node) -> None:
     (node.base / "run/governor.sock").unlink()
-    refuse(node, node.bundle("true"), 75, "governor.sock (connect: No such file or directory)")
+    refuse(node, node.bundle("true"), 75, "governor.sock (connect: there is no socket)")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,51 @@ def test_a_directory_is_mounted_by_its_whole_path_alone(directory: object) -> No
     assert parse_admission(ANSWER).directory == "/run/tidegate/k1"
     with pytest.raises((ValueError, TypeError)):
         parse_admission({**ANSWER, "directory": directory})
+
+
+def queue_up(path: Path) -> list[socket.socket]:
+    """Fill the queue of a listener at `path` that accepts nobody; give it first, then who waits."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    listener.listen(1)
+    made = [listener]
+    while True:
+        made.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        made[-1].setblocking(False)
+        try:
+            made[-1].connect(str(path))
+        except BlockingIOError:
+            return made
+
+
+def test_who_comes_when_many_wait_for_the_governor_waits_too(tmp_path: Path) -> None:
+    """A node that boots starts more containers at once than the kernel queues connections."""
+    made = queue_up(tmp_path / "governor.sock")
+    accepting = threading.Timer(0.3, lambda: made.append(made[0].accept()[0]))
+    accepting.start()
+    try:
+        Client(str(tmp_path), 10.0).close()
+    finally:
+        accepting.join()
+        for one in made:
+            one.close()
+
+
+def test_a_governor_that_accepts_nobody_is_named_in_the_end(tmp_path: Path) -> None:
+    made = queue_up(tmp_path / "governor.sock")
+    began = time.monotonic()
+    with pytest.raises(GovernorError, match=r"took no connection at .* within 0\.5 s"):
+        Client(str(tmp_path), 0.5, 5.0)
+    assert 0.5 <= time.monotonic() - began < 4
+    for one in made:
+        one.close()
+
+
+def test_who_is_missing_is_told_without_the_systems_words(tmp_path: Path) -> None:
+    # Podman looks for "no such file or directory" and calls that a program that was not found.
+    with pytest.raises(GovernorError) as caught:
+        Client(str(tmp_path), 0.2)
+    where = f"{tmp_path}/governor.sock"
+    assert caught.value.message == (
+        f"the governor is not reachable at {where} (connect: there is no socket)"
+    )

@@ -271,3 +271,30 @@ def test_a_driver_of_the_image_s_own_that_its_path_names_is_explained(
     status, out, err = fail(node, capsys, "--bundle", str(node))
     assert (status, err) == (0, "")
     assert "/opt/own/glibc-hwcaps/x86-64-v2" in out
+
+
+def test_a_container_of_a_claim_has_its_quota_from_that(
+    node: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tidegate-hook", "--claim", "4c6e", "--share", "gpu", "createRuntime"]
+    config = {
+        "root": {"path": str(node / "image")},
+        "hooks": {"createRuntime": [{"path": "/usr/bin/tidegate-hook", "args": words}]},
+    }
+    (node / "config.json").write_text(json.dumps(config))
+    options = ["--driver-dir", f"{node}/drivers", "--module-version", f"{node}/version"]
+    options += ["--bundle", str(node)]
+    assert cli.main(["explain", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == [
+        "claims 4c6e say how much of which GPU: tidegate claims shows them",
+        "request",
+        "  capabilities  compute, utility",
+        "  driver        required",
+    ]
+    assert "result, if the governor admits it" in lines
+    assert cli.main(["explain", *options, "--annotation", "tidegate.gpu/memory=8Gi"]) != 0
+    assert "stands beside claim 4c6e" in capsys.readouterr().err
+    # Of another hook's entries it knows nothing.
+    assert cli.main(["explain", *options, "--hook", "/opt/hook"]) == 0
+    assert "left alone" in capsys.readouterr().out

@@ -124,7 +124,9 @@ def test_the_schema_closes_every_table_and_asks_each_for_its_source():
 @pytest.mark.parametrize(("path", "value", "fault"), MISSPELT)
 def test_the_schema_refuses_what_is_misspelt(document, path, value, fault):
     put(document, path, value)
-    assert faults(document) == [fault]
+    # jsonschema said it so before 4.21, as in Debian 12.
+    found = [one.replace("is too short", "should be non-empty") for one in faults(document)]
+    assert found == [fault]
 
 
 def test_a_table_without_a_source_is_refused(document):

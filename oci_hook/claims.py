@@ -1,0 +1,85 @@
+"""The claims of a container, by the entries of our hook in config.json.
+
+The node's driver writes them into a CDI specification of its own for each claim, and nobody but the
+engine writes them into config.json: what a tenant says, in annotations or in the environment, names
+no claim. A container with several shares has several entries. The first of them does all.
+"""
+
+from __future__ import annotations
+
+import os
+
+from oci_hook.edits import members
+from oci_hook.entry import parse_arguments
+from oci_hook.errors import BundleError, HookError, show
+
+TYPE_CHECKING = False  # typing itself takes 3 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+STAGES = ("prestart", "createRuntime")  # in the order in which a runtime runs them
+HINT = "claims and their entries are the node driver's: see the log of tidegate-dra"
+
+
+def leads_to(path: object, own: str) -> bool:
+    """Tell whether a hook's entry runs our own hook, be it by another name of it."""
+    if path == own:
+        return True
+    if type(path) is not str or not path.startswith("/") or "\0" in path:
+        return False
+    try:
+        one, other = os.stat(path), os.stat(own)
+    except OSError:
+        return False
+    return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
+
+
+def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ...]:
+    """Give the shares that config.json names, by claim and name; `own` is our hook's path.
+
+    BundleError where a device of a GPU is asked for besides: it would not be the claim's.
+    """
+    found: dict[tuple[str, str], None] = {}
+    shared = False
+    for stage in STAGES:
+        for hook in members(document, "hooks", stage):
+            args = hook.get("args")
+            if not leads_to(hook.get("path"), own) or type(args) is not list:
+                continue
+            words = [word if type(word) is str else "" for word in args[1:]]
+            claims = any(word.partition("=")[0] in ("--claim", "--share") for word in words)
+            shared = shared or "--governed" in words
+            if not claims:
+                continue
+            try:
+                options = parse_arguments(words)
+            except HookError as e:
+                raise BundleError(
+                    f"an entry of the hook in config.json is not understood: {e.message}", hint=HINT
+                ) from e
+            found[options.claim, options.share] = None
+    if found and shared:
+        uid, _ = next(iter(found))
+        raise BundleError(
+            f"config.json asks for a device of tidegate.gpu/shared beside claim {show(uid)}",
+            hint="ask for one of them",
+        )
+    return tuple(found)
+
+
+def require_named(claims: tuple[tuple[str, str], ...], own: tuple[str, str]) -> None:
+    """Refuse a share by which we were entered and which config.json does not name."""
+    if own[0] and own not in claims:
+        raise BundleError(
+            f"the hook was entered for share {show(own[1])} of claim {show(own[0])}, which"
+            " config.json does not name",
+            hint=HINT,
+        )
+
+
+def as_request(claims: tuple[tuple[str, str], ...]) -> list[dict[str, Any]]:
+    """Give the shares as the governor's protocol has them."""
+    names: dict[str, list[str]] = {}
+    for uid, share in claims:
+        names.setdefault(uid, []).append(share)
+    return [{"uid": uid, "shares": shares} for uid, shares in names.items()]

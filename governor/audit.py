@@ -81,7 +81,7 @@ class _Watched:
 
     container: Container
     devices: dict[str, _Device] = field(default_factory=dict)
-    group: Group | None = None
+    groups: list[Group] = field(default_factory=list)
     """While it is frozen by us."""
     frozen_s: float | None = None
     """How long it was frozen last, while the violation lasts."""
@@ -104,7 +104,6 @@ class Auditor:
         self._containers = containers
         self._tally = tally
         self._policy = config.on_violation
-        self._context_bytes = config.context_memory
         self._watched: dict[Container, _Watched] = {}
         self._audited_ns: dict[str, int] = {}
         self._record = Path(config.runtime_dir) / RECORD
@@ -112,6 +111,10 @@ class Auditor:
         self._left: list[dict[str, str]] = []  # still frozen, as the record has them
         self._again_at = 0.0
         self._thaw_leftovers()
+
+    def configure(self, config: Config) -> None:
+        """Do what a new configuration says from now on; who is frozen is thawed in its time."""
+        self._policy = config.on_violation
 
     # Looking
 
@@ -153,7 +156,7 @@ class Auditor:
             idle = self._is_idle(watched, device, i, charges[container], now_ns)
             facts = Facts(
                 now_ns=now_ns,
-                allowed=allowed_memory(container.quota.memory, self._context_bytes),
+                allowed=allowed_memory(container.quota.memory, container.context_memory),
                 memory={pid: one.used or 0 for pid, one in own.items()},
                 unregistered=frozenset(
                     pid
@@ -162,7 +165,7 @@ class Auditor:
                 ),
                 samples=_samples(look.samples, frozenset(own) | known, wall_ns),
                 idle=idle,
-                frozen=watched.group is not None,
+                frozen=bool(watched.groups),
             )
             for episode, began in watched.devices[device.uuid].judge.look(facts):
                 self._tell(watched, i, episode, began=began)
@@ -243,7 +246,7 @@ class Auditor:
             episode.began = time.time()
             container.findings.add(episode)
             container.findings.counts[i][episode.kind] += 1
-            self._tally.violations[episode.kind] += 1
+            self._tally.violate(container.identifier, episode)
         else:
             episode.ended = time.time()
         (log.warning if began else log.info)(
@@ -277,7 +280,7 @@ class Auditor:
 
     def _act(self, watched: _Watched) -> None:
         """Freeze who is accused, and again if he still is when he has been looked at."""
-        if self._policy != "throttle" or watched.group is not None:
+        if self._policy != "throttle" or watched.groups:
             return
         if watched.frozen_s is not None and time.monotonic() < watched.watched_until:
             return
@@ -290,15 +293,22 @@ class Auditor:
     def _freeze(self, watched: _Watched) -> None:
         container = watched.container
         seconds = next_freeze(watched.frozen_s)
+        stopped: list[Group] = []
         try:
-            watched.group = self._open_group(watched)
+            watched.groups = self._open_groups(watched)
             # Written before: a governor that dies in between leaves word of it.
             self._write_record()
-            watched.group.freeze()
+            for group in watched.groups:
+                group.freeze()
+                stopped.append(group)
         except (CannotFreezeError, OSError) as e:
-            if watched.group is not None:
-                watched.group.close()
-                watched.group = None
+            for group in stopped:
+                with contextlib.suppress(CannotFreezeError, OSError):
+                    group.thaw()
+            if watched.groups:
+                for group in watched.groups:
+                    group.close()
+                watched.groups = []
                 self._forget_record()
             if str(e) != watched.excused:
                 watched.excused = str(e)
@@ -311,28 +321,44 @@ class Auditor:
         watched.thaw_at = time.monotonic() + seconds
         container.findings.frozen = True
         self._tally.throttles += 1
-        log.warning(
-            "container-frozen",
-            container=container.identifier,
-            cgroup=watched.group.path,
-            seconds=seconds,
-        )
+        for group in watched.groups:
+            log.warning(
+                "container-frozen",
+                container=container.identifier,
+                cgroup=group.path,
+                seconds=seconds,
+            )
         self._poll(watched)
 
-    def _open_group(self, watched: _Watched) -> Group:
+    def _open_groups(self, watched: _Watched) -> list[Group]:
+        """Open the control groups of all that is one container; CannotFreezeError if none can be.
+
+        Of containers that share a claim those are frozen that can be.
+        """
         container = watched.container
         others = {
-            one.container.identifier: one.container.membership
+            member.identifier: member.membership
             for one in self._watched.values()
             if one is not watched
+            for member in one.container.members
         }
         mounts = cgroups.find_mounts()
-        group = cgroups.open_group(container.membership, container.pid, others, mounts)
-        # The group is found by a pid, and that is the container's as long as it lives.
-        if not container.lives():
-            group.close()
-            raise CannotFreezeError("its first process has ended")
-        return group
+        groups: list[Group] = []
+        reason = CannotFreezeError("its first process has ended")
+        for member in container.members:
+            try:
+                group = cgroups.open_group(member.membership, member.pid, others, mounts)
+            except CannotFreezeError as e:
+                reason = e
+                continue
+            # The group is found by a pid, and that is the container's as long as it lives.
+            if member.has_ended():
+                group.close()
+            else:
+                groups.append(group)
+        if not groups:
+            raise reason
+        return groups
 
     def _poll(self, watched: _Watched) -> None:
         left = max(0.0, watched.thaw_at - time.monotonic())
@@ -353,19 +379,20 @@ class Auditor:
             self._poll(watched)
 
     def _thaw(self, watched: _Watched, why: str) -> None:
-        if watched.group is None:
+        if not watched.groups:
             return
-        container, group, watched.group = watched.container, watched.group, None
+        container, groups, watched.groups = watched.container, watched.groups, []
         if watched.timer is not None:
             watched.timer.cancel()
-        try:
-            group.thaw()
-        except (CannotFreezeError, OSError) as e:
-            why = "gone"  # with all that was in it
-            if not _is_gone(e):
-                why = "failed"
-                self._keep_left(_entry(container, group), e)
-        group.close()
+        for group in groups:
+            try:
+                group.thaw()
+            except (CannotFreezeError, OSError) as e:
+                why = "gone"  # with all that was in it
+                if not _is_gone(e):
+                    why = "failed"
+                    self._keep_left(_entry(container, group), e)
+            group.close()
         container.findings.frozen = False
         watched.watched_until = time.monotonic() + WATCH_S
         self._forget_record()
@@ -375,9 +402,7 @@ class Auditor:
 
     def _write_record(self) -> None:
         frozen = self._left + [
-            _entry(one.container, one.group)
-            for one in self._watched.values()
-            if one.group is not None
+            _entry(one.container, group) for one in self._watched.values() for group in one.groups
         ]
         if not frozen:
             self._record.unlink(missing_ok=True)
@@ -460,11 +485,11 @@ def _is_gone(e: Exception) -> bool:
 def _find_owner(pid: int, watched: Sequence[_Watched]) -> Container | None:
     groups = cgroups.read_cgroups(pid)
     for one in watched:
-        if one.container.membership.has_cgroups(groups):
+        if one.container.has_cgroups(groups):
             return one.container
     namespaces = cgroups.pid_namespaces(pid)
     for one in watched:
-        if one.container.membership.has_namespaces(namespaces):
+        if one.container.has_namespaces(namespaces):
             return one.container
     return None
 
@@ -480,10 +505,13 @@ def _samples(
 
 
 def _is_killed(container: Container) -> bool:
-    """Return whether SIGKILL waits for a container's first process."""
-    status = status_fields(container.pid)
+    """Return whether SIGKILL waits for a container's first process, or one of several."""
     bit = 1 << (signal.SIGKILL - 1)
-    return any(int(status.get(name, "0"), 16) & bit for name in ("SigPnd", "ShdPnd"))
+    return any(
+        int(status_fields(member.pid).get(name, "0"), 16) & bit
+        for member in container.members
+        for name in ("SigPnd", "ShdPnd")
+    )
 
 
 def _words(kind: str, amount: int) -> str:

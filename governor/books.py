@@ -7,9 +7,9 @@ never passes 100 %. Which GPUs a container gets is `placement`'s to say, why it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from governor.config import Config
 from governor.errors import RefusedError
@@ -19,7 +19,12 @@ from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
 from vdriver.nvml import Topology
 
+if TYPE_CHECKING:
+    from governor.claims import Claim, Share
+
 MIB = 1 << 20
+CLAIMED = "claim "
+"""So the names of claims' shares begin in the books; a container's is its key."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,11 @@ class _Gpu:
     @property
     def compute_used(self) -> int:
         return sum(quota.compute for quota in self.quotas.values())
+
+
+def share_key(claim: Claim, share: Share) -> str:
+    """Return the name of a claim's share in the books."""
+    return f"{CLAIMED}{claim.uid} {share.name}"
 
 
 def check_memory(memory: int, config: Config, what: str) -> None:
@@ -136,6 +146,10 @@ class Books:
         self._topology = topology or Topology()
         self._near = Nearness([device.uuid for device in devices], self._topology)
         self._left_out = dict(left_out or {})
+
+    def configure(self, config: Config) -> None:
+        """Admit by a new configuration from now on; how GPUs are shared stays."""
+        self._config = config
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -204,15 +218,20 @@ class Books:
         Nothing is asked for: it may have more than a new one would get. RefusedError changes
         nothing: a GPU is gone.
         """
-        known = {gpu.device.uuid: gpu for gpu in self._gpus}
-        missing = [uuid for uuid in uuids if uuid not in known]
-        if missing:
-            raise RefusedError(
-                f"this node has no GPU {missing[0]} any more", hint="see the kernel log, or reboot"
-            )
+        devices = self.named(uuids)
         for uuid in uuids:
-            known[uuid].quotas[key] = quota
-        return tuple(known[uuid].device for uuid in uuids)
+            self._gpu(uuid).quotas[key] = quota
+        return devices
+
+    def named(self, uuids: Iterable[str]) -> tuple[Device, ...]:
+        """Return GPUs by their UUIDs; RefusedError for one that the node has no more."""
+        known = {gpu.device.uuid: gpu.device for gpu in self._gpus}
+        for uuid in uuids:
+            if uuid not in known:
+                raise RefusedError(
+                    f"this node has no GPU {uuid} any more", hint="see the kernel log, or reboot"
+                )
+        return tuple(known[uuid] for uuid in uuids)
 
     def change(self, key: str, quota: Quota) -> None:
         """Give a container another quota on the GPUs that it has; RefusedError changes nothing."""
@@ -238,6 +257,94 @@ class Books:
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
+    def admit_claim(self, claim: Claim) -> None:
+        """Enter the shares of a claim; RefusedError changes nothing."""
+        try:
+            for share in claim.shares:
+                self._admit_share(claim, share)
+        except RefusedError:
+            self.leave_claim(claim)
+            raise
+
+    def _admit_share(self, claim: Claim, share: Share) -> None:
+        gpu = self._claimed(claim, share.device)
+        check_memory(share.quota.memory, self._config, f"{claim}: memory")
+        if gpu.lost is not None:
+            raise RefusedError(
+                f"{claim} asks for GPU {gpu.device.index}, which does not answer: {gpu.lost}",
+                hint="see the kernel log",
+            )
+        if share.strategy not in ("auto", gpu.strategy):
+            raise RefusedError(
+                f"{claim} asks for {share.strategy} on GPU {gpu.device.index}, which is shared by"
+                f" {gpu.strategy}",
+                hint="leave strategy out, or have the node share that GPU so",
+            )
+        room = self._room(gpu)
+        if not room.holds(share.quota):
+            raise RefusedError(
+                f"{claim} asks for {room.short_of(share.quota)}",
+                hint="wait until a container ends; containers that were started beside the"
+                " cluster's scheduler take from the same GPU (tidegate ps)",
+            )
+        gpu.quotas[share_key(claim, share)] = share.quota
+
+    def change_claim(self, old: Claim, new: Claim) -> None:
+        """Put a claim in the place of another; RefusedError changes nothing."""
+        self.leave_claim(old)
+        try:
+            self.admit_claim(new)
+        except RefusedError:
+            self.restore_claim(old)
+            raise
+
+    def restore_claim(self, claim: Claim) -> tuple[str, ...]:
+        """Enter a claim that was admitted before, and return the GPUs of it that are gone."""
+        known = {gpu.device.uuid: gpu for gpu in self._gpus}
+        for share in claim.shares:
+            if share.device in known:
+                known[share.device].quotas[share_key(claim, share)] = share.quota
+        return tuple(share.device for share in claim.shares if share.device not in known)
+
+    def leave_claim(self, claim: Claim) -> None:
+        """Strike a claim out; one that is not in the books is no error."""
+        for share in claim.shares:
+            self.leave(share_key(claim, share))
+
+    def claimed(self, claim: Claim, uuids: Iterable[str]) -> tuple[Device, ...]:
+        """Return GPUs of a claim for a container that uses them now, in NVML's order.
+
+        RefusedError where one does not answer or takes nobody.
+        """
+        gpus = sorted(
+            (self._claimed(claim, uuid) for uuid in uuids), key=lambda gpu: gpu.device.index
+        )
+        for gpu in gpus:
+            why = gpu.lost or gpu.closed
+            if why is not None:
+                what = "takes no container now" if gpu.lost is None else "does not answer"
+                raise RefusedError(
+                    f"GPU {gpu.device.index} of {claim} {what}: {why}",
+                    hint="see the governor's log and the kernel's",
+                )
+            if gpu.strategy == "mps" and len(gpus) > 1:
+                raise RefusedError(
+                    f"{claim} has {len(gpus)} GPUs, and GPU {gpu.device.index} is shared by mps:"
+                    " a client of MPS has one",
+                    hint="ask for one GPU, or for timeslice",
+                )
+        return tuple(gpu.device for gpu in gpus)
+
+    def _claimed(self, claim: Claim, uuid: str) -> _Gpu:
+        for gpu in self._gpus:
+            if gpu.device.uuid == uuid:
+                return gpu
+        reasons = "".join(f"; GPU {i} is not shared: {why}" for i, why in self._left_out.items())
+        raise RefusedError(
+            f"{claim} asks for {uuid}, which this node does not have{reasons}",
+            hint="tidegate check lists its GPUs",
+        )
+
     def set_lost(self, uuid: str, reason: str | None) -> None:
         """Grant nothing more of a GPU that does not answer, and again when it does (None).
 
@@ -256,6 +363,7 @@ class Books:
         """Return what `tidegate check` shows of the GPUs: bytes, percent and ways between them."""
         return {
             "placement": self._config.placement,
+            "context_memory": self._config.context_memory,
             "gpus": [self._describe(gpu) for gpu in self._gpus],
             "left_out": [
                 {"index": index, "reason": reason}
@@ -278,10 +386,12 @@ class Books:
             "memory": max(gpu.device.memory - self._config.memory_reserve, 0),
             "memory_left": room.memory,
             "compute_left": room.compute,
-            "containers": len(gpu.quotas),
+            "containers": sum(not key.startswith(CLAIMED) for key in gpu.quotas),
+            "claims": sum(key.startswith(CLAIMED) for key in gpu.quotas),
             "strategy": gpu.strategy,
             "closed": gpu.closed,
             "numa_node": self._topology.nodes.get(gpu.device.uuid),
+            "pci": self._topology.addresses.get(gpu.device.uuid),
             "lost": gpu.lost,
             "routes": routes,
         }

@@ -15,6 +15,7 @@ from governor.books import Device
 from oci_hook.edits import CONTROL, Node, hook_entry, host_nodes
 
 KIND = "tidegate.gpu/shared"
+CLAIM_KIND = "tidegate.gpu/claim"
 VERSION = "0.5.0"
 """The lowest in which a device's name may begin with a digit; older engines refuse newer ones."""
 HOOK = "/usr/bin/tidegate-hook"
@@ -55,6 +56,49 @@ def make_spec(
         "devices": [{"name": name, "containerEdits": _edits(own)} for name, own in named],
         "containerEdits": edits,
     }
+
+
+def claim_device(uid: str, share: str) -> str:
+    """Return the name of the device of a claim's share: no name has a slash in it there."""
+    return f"{uid}-{share.replace('/', '_')}"
+
+
+def make_claim_spec(
+    uid: str,
+    shares: Sequence[tuple[str, int | None]],
+    *,
+    hook: str = HOOK,
+    arguments: Sequence[str] = (),
+    dev_dir: str = "/dev",
+) -> dict[str, Any]:
+    """Return the specification of a claim: a device for each share, by its name and minor number.
+
+    A container gets the nodes of its shares' GPUs, and for each share an entry of the hook that
+    names it; the end is told once. DeviceError for a node that the host does not have.
+    """
+    minors = tuple(dict.fromkeys(minor for _, minor in shares if minor is not None))
+    found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
+    control, own = found[: len(CONTROL)], dict(zip(minors, found[len(CONTROL) :], strict=True))
+    devices = []
+    for name, minor in shares:
+        of_share = (*arguments, "--claim", uid, "--share", name)
+        edits = _edits([] if minor is None else [own[minor]])
+        edits["hooks"] = [
+            {"hookName": "createRuntime", **hook_entry(hook, of_share, "createRuntime")}
+        ]
+        devices.append({"name": claim_device(uid, name), "containerEdits": edits})
+    end = (*arguments, "--claim", uid, "--share", shares[0][0])
+    spec: dict[str, Any] = {
+        "cdiVersion": VERSION,
+        "kind": CLAIM_KIND,
+        "devices": devices,
+        "containerEdits": {
+            "hooks": [{"hookName": "poststop", **hook_entry(hook, end, "poststop")}],
+        },
+    }
+    if control:
+        spec["containerEdits"]["deviceNodes"] = control
+    return spec
 
 
 def _edits(nodes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,15 +8,30 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol, cast
 
+from governor import VERSION
+from governor.errors import one_line
+
 VERBS = (
-    *("refresh", "verify", "gc", "check", "doctor", "explain", "ps", "set", "events", "cdi"),
-    "setup",
+    *(
+        "ps",
+        "top",
+        "inspect",
+        "claims",
+        "set",
+        "events",
+        "check",
+        "reload",
+        "doctor",
+        "explain",
+        "setup",
+    ),
+    *("cdi", "convert", "refresh", "verify", "gc", "install"),
 )
 
 
@@ -34,6 +49,10 @@ class Verb(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; whatever an operator can act on becomes one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A name that the terminal's encoding lacks is no reason to show nothing at all.
+            stream.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
     # The verb stands first, so its module alone is imported: `ps` does not wait for pyelftools.
     verbs = (args[0],) if args and args[0] in VERBS else VERBS
@@ -61,9 +80,7 @@ def parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="tidegate", description="Shares a GPU among containers by quota."
     )
-    top.add_argument(
-        "--version", action=_Version, nargs=0, help="show program's version number and exit"
-    )
+    top.add_argument("--version", action="version", version=f"tidegate {VERSION}")
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in verbs:
         verb = load(name)
@@ -73,33 +90,9 @@ def parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
     return top
 
 
-class _Version(argparse.Action):
-    """Look the version up when it is asked for: that takes 20 ms."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"tidegate {version()}")
-        parser.exit()
-
-
 def load(name: str) -> Verb:
     """Import the module of one verb."""
     return cast("Verb", importlib.import_module(f"governor.verbs.{name}"))
-
-
-def version() -> str:
-    """Return the version that is installed, or the checkout's where nothing is."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("tidegate")
-    except metadata.PackageNotFoundError:
-        import tomllib
-
-        project = Path(__file__).parents[1] / "pyproject.toml"
-        try:
-            return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
-        except OSError:
-            return "unknown"
 
 
 def _as_line(error: Exception) -> tuple[str, int] | None:
@@ -112,7 +105,7 @@ def _as_line(error: Exception) -> tuple[str, int] | None:
     if not isinstance(status, int) or not isinstance(getattr(error, "code", None), str):
         return None
     message = str(getattr(error, "message", error))
-    return " ".join((f"{message}; {hint}" if hint else message).split()), status
+    return one_line(f"{message}; {hint}" if hint else message), status
 
 
 if __name__ == "__main__":

@@ -6,10 +6,27 @@ import json
 import socket
 from typing import Any
 
-from governor.config import Config
-from governor.errors import GovernorError, RefusedError, RequestError, TidegateError
+from governor.config import Config, read_config
+from governor.errors import ConfigError, GovernorError, RefusedError, RequestError, TidegateError
 
-_KINDS: dict[str, type[TidegateError]] = {kind.code: kind for kind in (RefusedError, RequestError)}
+_KINDS: dict[str, type[TidegateError]] = {
+    kind.code: kind for kind in (ConfigError, RefusedError, RequestError)
+}
+
+
+def node_config(file: str | None, runtime_dir: str | None) -> Config:
+    """Return what it takes to ask the governor: files count for where it listens, and no more.
+
+    The node's own may be wrong: the governor goes on with what it has, so it is asked all the same.
+    """
+    if runtime_dir is not None:
+        return Config(runtime_dir=runtime_dir)
+    try:
+        return read_config(file)
+    except ConfigError:
+        if file is not None:
+            raise
+        return Config()
 
 
 def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:

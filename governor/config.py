@@ -1,26 +1,34 @@
-"""The node's configuration: one YAML file, checked against config.schema.json.
+"""The node's configuration: YAML files, each checked against config.schema.json, and merged.
 
-A file that is absent means the defaults; one that is wrong is an error that names the option.
-Nothing is guessed from a wrong file.
+A file `NAME.yaml` comes first, then `NAME.d/*.yaml` in the order of their names; of what is said
+twice the last counts. Files that are absent mean the defaults; one that is wrong is an error that
+names it and the option. Nothing is guessed from a wrong file.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from governor import places
 from governor.errors import ConfigError
 
 PATH = Path("/etc/tidegate/config.yaml")
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 MIB = 1 << 20
+FILE_LIMIT = 1 << 16
+"""Of a configuration file, bytes: one that never ends is not read, and what is takes a second."""
 
+LISTED = "tidegate.yaml(5) lists the options"
+"""Packages bring the manual page, and not the documents."""
 STRATEGIES = ("timeslice", "mps")
 """How a GPU can be shared; the first is what a node does that says nothing."""
 
@@ -39,17 +47,20 @@ def parse_quantity(value: str | int, option: str) -> int:
     return int(match[1]) * _UNITS[match[2] or ""]
 
 
-def parse_listen(value: str | bool, name: str = "configuration") -> str:  # noqa: FBT001 - YAML's
-    """Return where to serve metrics. To YAML 1.1 the word off is false."""
+def parse_listen(
+    value: str | bool,  # noqa: FBT001 - YAML's
+    name: str = "configuration",
+    option: str = "metrics.listen",
+) -> str:
+    """Return where to serve metrics, or the page. To YAML 1.1 the word off is false."""
     if value is False:
         return "off"
     address = re.fullmatch(r"(?:127\.0\.0\.1|\[::1\]):([1-9][0-9]{0,4})", str(value))
     if value in ("off", "unix") or (address and int(address[1]) < 1 << 16):
         return str(value)
     raise ConfigError(
-        f"{name}: metrics.listen is {value!r}, "
-        "accepted are off, unix, 127.0.0.1:PORT and '[::1]:PORT'",
-        hint="metrics name containers: to show them elsewhere put a proxy that asks who it is"
+        f"{name}: {option} is {value!r}, accepted are off, unix, 127.0.0.1:PORT and '[::1]:PORT'",
+        hint="containers are named there: to show them elsewhere put a proxy that asks who it is"
         " in front",
     )
 
@@ -65,8 +76,7 @@ def _lookahead_us() -> int:
 
 
 def _library_dir() -> str:
-    checkout = Path(__file__).resolve().parent.parent / "build/meson/libcontrol"
-    return str(checkout) if checkout.is_dir() else "/usr/lib/tidegate"
+    return str(places.library_dir())
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,13 @@ class Defaults:
 @dataclass(frozen=True)
 class Metrics:
     """Where metrics are served: off, unix, or an address of this machine's own."""
+
+    listen: str = "off"
+
+
+@dataclass(frozen=True)
+class Web:
+    """Where the page is served: off, unix, or an address of this machine's own."""
 
     listen: str = "off"
 
@@ -112,6 +129,7 @@ class Config:
     placement: str = "spread"
     on_violation: str = "report"
     metrics: Metrics = field(default_factory=Metrics)
+    web: Web = field(default_factory=Web)
     strategies: tuple[str, ...] = STRATEGIES[:1]
     gpus: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     mps_quantum_ms: float = 1.0
@@ -124,33 +142,173 @@ class Config:
         return own.get("strategy", self.strategies[0])
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, the files that it was merged from, and which of them said what.
+
+    `origins` names a file by option, like `placement` and `defaults.memory`; what it lacks has its
+    default.
+    """
+
+    config: Config
+    files: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
 def parse_config(text: str, name: str = "configuration") -> Config:
     """Return the configuration that `text` describes; ConfigError names what is wrong with it."""
+    return merge_config([(name, text)]).config
+
+
+def merge_config(texts: Iterable[tuple[str, str]]) -> Loaded:
+    """Return what several files say together, each with its name; the last one has the last word.
+
+    Mappings are merged by their keys; a list takes the place of the one before.
+    """
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    names = []
+    for name, text in texts:
+        document = _read_values(_parse_document(text, name), name)
+        names.append(name)
+        for option in _options(document):
+            origins[option] = name
+        _merge(merged, document)
+    return Loaded(_build(merged, origins), tuple(names), origins)
+
+
+def _options(document: Mapping[str, Any]) -> list[str]:
+    return [
+        option
+        for name, value in document.items()
+        for option in (
+            [f"{name}.{inner}" for inner in value] if isinstance(value, dict) else [name]
+        )
+    ]
+
+
+def _merge(into: dict[str, Any], document: Mapping[str, Any]) -> None:
+    for name, value in document.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+@functools.cache
+def _loader() -> Any:
+    """Return what reads YAML: without aliases, and with every name said once.
+
+    A few lines of aliases to aliases are a document of gigabytes to whoever looks at it, and what
+    is said twice in one file is a mistake.
+    """
+    import yaml
+    from yaml.composer import ComposerError
+    from yaml.constructor import ConstructorError
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+                raise ComposerError(None, None, "an alias is not accepted", mark)
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:  # noqa: FBT001, FBT002 - YAML's
+            names = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in names:
+                        what = f"{key.value[:64]} is given twice"
+                        raise ConstructorError(None, None, what, key.start_mark)
+                    names.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def _parse_document(text: str, name: str) -> dict[str, Any]:
     import jsonschema
     import yaml
 
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        reason = " ".join(str(e).split())
-        raise ConfigError(f"{name}: not YAML: {reason}", hint="correct the file") from e
+        document = yaml.load(text, _loader())  # noqa: S506 - it is a SafeLoader
+    except yaml.MarkedYAMLError as e:
+        where = f", line {e.problem_mark.line + 1}" if e.problem_mark else ""
+        said = " ".join(part for part in (e.problem, e.context) if part)
+        raise ConfigError(f"{name}: not YAML{where}: {said}"[:300], hint="correct the file") from e
+    except Exception as e:
+        # What it makes of tags and of depth is any of Python's errors.
+        reason = " ".join(str(e).split()) or type(e).__name__
+        raise ConfigError(f"{name}: not YAML: {reason}"[:300], hint="correct the file") from e
     document = {} if document is None else document
     if isinstance(document, dict) and isinstance(document.get("gpus"), dict):
         # An index is a number in YAML and a name in JSON.
         document["gpus"] = {str(gpu): own for gpu, own in document["gpus"].items()}
-    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    error = jsonschema.exceptions.best_match(
-        jsonschema.Draft202012Validator(schema).iter_errors(document)
-    )
+    try:
+        error = jsonschema.exceptions.best_match(
+            jsonschema.Draft202012Validator(read_schema()).iter_errors(document)
+        )
+    except ValueError as e:  # Python writes no number of thousands of digits
+        raise ConfigError(f"{name}: {e}"[:300], hint="correct the file") from e
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the file"
         if error.validator == "additionalProperties" and "properties" in error.schema:
             raise _unknown(name, error)
         raise ConfigError(
             f"{name}: {where}: {error.message}"[:300],
-            hint="docs/reference/configuration.md lists the options",
+            hint=LISTED,
         )
-    return _build(_whole(document), name)
+    return dict(_whole(document))
+
+
+@functools.cache
+def read_schema() -> dict[str, Any]:
+    """Return the schema, which has each option's meaning and when a new value takes effect."""
+    schema: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    return schema
+
+
+EFFECTS = ("now", "next", "restart")
+"""When a value that is loaded anew counts: at once, for what starts from then on, or for the next
+governor. An option whose `effect` the schema does not say needs a restart."""
+
+
+def effect_of(option: str) -> str:
+    """Return when a new value of an option takes effect, one of EFFECTS."""
+    outer = read_schema()["properties"][option.partition(".")[0]]
+    return str(outer.get("effect", "restart"))
+
+
+def option_schema(option: str) -> dict[str, Any]:
+    """Return what the schema says of an option, like `placement` or `defaults.memory`."""
+    found: dict[str, Any] = read_schema()
+    for name in option.split("."):
+        found = found["properties"][name]
+    return found
+
+
+def show_value(option: str, value: Any) -> str:
+    """Return an option's value as one would write it."""
+    if option_schema(option).get("type") == ["string", "integer"] and isinstance(value, int):
+        unit, size = next((u, s) for u, s in reversed(_UNITS.items()) if value % s == 0)
+        return f"{value // size}{unit}"
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(_whole(value))
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Return the options that differ, with both values, in the order of the options."""
+    before, after = describe(old), describe(new)
+    found: dict[str, tuple[Any, Any]] = {}
+    for name, value in before.items():
+        if isinstance(value, dict) and name != "gpus":
+            for inner, own in value.items():
+                if own != after[name][inner]:
+                    found[f"{name}.{inner}"] = own, after[name][inner]
+        elif value != after[name]:
+            found[name] = value, after[name]
+    return found
 
 
 def _unknown(name: str, error: Any) -> ConfigError:
@@ -167,7 +325,7 @@ def _unknown(name: str, error: Any) -> ConfigError:
     elif close:
         hint = f"did you mean {'.'.join([*path, close[0]])}?"
     else:
-        hint = "docs/reference/configuration.md lists the options"
+        hint = LISTED
     return ConfigError(f"{name}: {'.'.join([*path, option])[:200]} is no option", hint=hint)
 
 
@@ -178,7 +336,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _build(document: dict[str, Any], name: str) -> Config:
+def _read_values(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return one file's values as Config has them, options that a file leaves out left out."""
     values = dict(document)
     for option in ("quantum_ms", "quantum_most_ms", "mps_quantum_ms", "mps_fault_s"):
         if math.isnan(values.get(option, 1)):
@@ -187,40 +346,99 @@ def _build(document: dict[str, Any], name: str) -> Config:
     for option in ("memory_reserve", "context_memory"):
         if option in values:
             values[option] = parse_quantity(values[option], f"{name}: {option}")
+    if "memory" in values.get("defaults", {}):
+        memory = parse_quantity(values["defaults"]["memory"], f"{name}: defaults.memory")
+        values["defaults"] = {**values["defaults"], "memory": memory}
+    for option in ("metrics", "web"):
+        if "listen" in values.get(option, {}):
+            listen = parse_listen(values[option]["listen"], name, f"{option}.listen")
+            values[option] = {**values[option], "listen": listen}
+    return values
+
+
+def _build(values: dict[str, Any], origins: Mapping[str, str]) -> Config:
     if "strategies" in values:
         values["strategies"] = tuple(values["strategies"])
     allowed = values.get("strategies", Config.strategies)
     for gpu, own in values.get("gpus", {}).items():
         if own["strategy"] not in allowed:
             raise ConfigError(
-                f"{name}: gpus.{gpu}.strategy is {own['strategy']}, strategies allows"
-                f" {', '.join(allowed)}",
+                f"{origins[f'gpus.{gpu}']}: gpus.{gpu}.strategy is {own['strategy']}, strategies"
+                f" allows {', '.join(allowed)}",
                 hint="add it to strategies, or choose one of those",
             )
-    defaults = dict(values.pop("defaults", {}))
-    if "memory" in defaults:
-        defaults["memory"] = parse_quantity(defaults["memory"], f"{name}: defaults.memory")
-    metrics = Metrics(parse_listen(values.pop("metrics", {}).get("listen", "off"), name))
-    return Config(**values, metrics=metrics, defaults=Defaults(**defaults))
+    inner: dict[str, Any] = {
+        "metrics": Metrics(**values.pop("metrics", {})),
+        "web": Web(**values.pop("web", {})),
+        "defaults": Defaults(**values.pop("defaults", {})),
+    }
+    return Config(**values, **inner)
 
 
-def read_config(path: str | Path | None = None) -> Config:
-    """Read the file at `path`; without one, the node's own if it exists."""
-    if path is None and not PATH.exists():
-        return Config()
-    file = Path(path or PATH)
+def find_files(path: Path) -> list[Path]:
+    """Return the files that are merged: the one at `path` if it is there, then its drop-ins.
+
+    Those of `config.yaml` are `config.d/*.yaml` beside it; ConfigError where they cannot be listed.
+    """
+    found = [path] if os.path.lexists(path) else []
+    if path.suffix != ".yaml":
+        return found
+    directory = path.with_suffix(".d")
     try:
-        text = file.read_text(encoding="utf-8")
+        names = sorted(os.listdir(directory))  # noqa: PTH208
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as e:
+        raise ConfigError(f"{directory}: {e.strerror}", hint="make it readable") from e
+    return found + [directory / name for name in names if is_drop_in(name)]
+
+
+def is_drop_in(name: str) -> bool:
+    """Return whether a file of that name in the directory of drop-ins is read."""
+    return name.endswith(".yaml") and not name.startswith(".")
+
+
+def load_config(path: str | Path | None = None) -> Loaded:
+    """Read the file at `path` and its drop-ins; without a path the node's own, if there are any."""
+    file = Path(path or PATH)
+    files = find_files(file)
+    if path is not None and file not in files:
+        files.insert(0, file)  # that it is not there is said by who reads it
+    return merge_config([(str(one), _read_text(one)) for one in files])
+
+
+def _read_text(file: Path) -> str:
+    try:
+        # Not to wait for whoever would write into a FIFO of that name.
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            mode = os.fstat(fd).st_mode
+            if not stat.S_ISREG(mode):
+                what = "Is a directory" if stat.S_ISDIR(mode) else "no regular file"
+                raise ConfigError(f"{file}: {what}", hint="name a readable file")
+            data = b""
+            while len(data) <= FILE_LIMIT and (part := os.read(fd, FILE_LIMIT)):
+                data += part
+        finally:
+            os.close(fd)
+        if len(data) > FILE_LIMIT:
+            raise ConfigError(f"{file}: more than {FILE_LIMIT >> 10} KiB", hint="make it smaller")
+        return data.decode()
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not UTF-8"
         raise ConfigError(f"{file}: {reason}", hint="name a readable file") from e
-    return parse_config(text, str(file))
+
+
+def read_config(path: str | Path | None = None) -> Config:
+    """Read the file at `path` and its drop-ins; without a path the node's own, if there are any."""
+    return load_config(path).config
 
 
 def describe(config: Config) -> dict[str, Any]:
     """Return the configuration as plain values, in the order of its options."""
     plain: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(config)}
     plain["metrics"] = {f.name: getattr(config.metrics, f.name) for f in fields(config.metrics)}
+    plain["web"] = {f.name: getattr(config.web, f.name) for f in fields(config.web)}
     plain["strategies"] = list(config.strategies)
     plain["gpus"] = {gpu: dict(own) for gpu, own in config.gpus.items()}
     plain["defaults"] = {f.name: getattr(config.defaults, f.name) for f in fields(config.defaults)}

@@ -1,5 +1,8 @@
 """One admitted container: its directory, its two pages, its socket and its processes.
 
+Containers that use the same shares of claims are one here, with several first processes: what one
+of them is charged the others cannot have.
+
 The directory is bound into the container read-only; it holds the grant page and the socket, not
 the socket file alone, because a bound socket file refuses for ever after the governor restarts.
 """
@@ -10,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 import hashlib
+import json
 import os
 import select
 import shutil
@@ -29,12 +33,20 @@ import structlog
 from governor.arbiter import NOBODY, WHOLE, Runner, Stats
 from governor.books import Device, Quota
 from governor.cgroups import Membership, find_membership, read_cgroups
+from governor.claims import Claim, Share, Use, uses_key
 from governor.config import Config
-from governor.counters import Counters, GpuTime
+from governor.counters import Counters, GpuTime, Rates
 from governor.mps import DIRECTORY, Event, Mps
-from governor.processes import Identity, identify, names_in, namespace_pid, start_time
+from governor.processes import (
+    Identity,
+    identify,
+    names_in,
+    namespace_pid,
+    pid_namespace,
+    start_time,
+)
 from governor.region import Ledger, make_grant, make_ledger, take_over
-from governor.state import ContainerRow, ProcessRow, State
+from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
 from governor.usage import (
     Charge,
     Debt,
@@ -61,6 +73,9 @@ def container_key(identifier: str) -> str:
 
 
 _SO_PEERPIDFD = 77
+
+CLAIMS = "claims"
+"""The file in a container's directory that says whose shares it uses."""
 
 MOST_UNANSWERED = 64
 """Connections of one container that have said nothing yet, or wait for their turn; and as many of
@@ -95,6 +110,39 @@ class Memory:
 
 
 @dataclass(eq=False)
+class Member:
+    """A container as its engine made it; it lives as long as its first process."""
+
+    identifier: str
+    row: MemberRow
+    pidfd: int
+
+    @property
+    def pid(self) -> int:
+        """Its first process."""
+        return self.row.process.pid
+
+    @property
+    def membership(self) -> Membership:
+        """What tells its processes from others."""
+        return self.row.membership or Membership()
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether its start was told to be over."""
+        return self.row.confirmed
+
+    def has_ended(self) -> bool:
+        """Return whether its first process has ended."""
+        return _is_readable(self.pidfd)
+
+    def is_process(self, pidfd: int) -> bool:
+        """Return whether a pidfd is of its first process, which lives."""
+        process = identify(pidfd)
+        return process.pid > 0 and process == self.row.process
+
+
+@dataclass(eq=False)
 class Process:
     """A registered process; compared by identity, for a slot and a pid come again."""
 
@@ -107,6 +155,8 @@ class Process:
     start_us: int
     start_ns: int
     uses: list[_Use]
+    member: Member | None = None
+    """Whose it is, where several containers are one."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +174,7 @@ class Remains:
 
     `grant` and `ledger` are None where they could not be found again, and are made anew; then
     nobody who runs sees them. With each process comes its pidfd. `membership` is None where it was
-    not kept.
+    not kept. `others` are the containers beside the first, with their pidfds.
     """
 
     key: str
@@ -132,6 +182,11 @@ class Remains:
     ledger: Ledger | None
     processes: tuple[tuple[ProcessRow, int], ...]
     membership: Membership | None = None
+    others: tuple[tuple[MemberRow, int], ...] = ()
+
+
+def _called(row: MemberRow, key: str) -> str:
+    return row.identifier or f"recovered-{key}-{row.process.pid}"
 
 
 def _hung_up(peer: socket.socket | None) -> bool:
@@ -178,7 +233,6 @@ class Container:
         *,
         identifier: str,
         pidfd: int,
-        pid: int,
         quota: Quota,
         devices: tuple[Device, ...],
         runners: dict[str, Runner],
@@ -186,17 +240,28 @@ class Container:
         state: State | None = None,
         remains: Remains | None = None,
         mps: Mps | None = None,
+        whose: Whose | None = None,
+        claims: Sequence[tuple[Claim, Share]] = (),
     ) -> None:
-        """Make what a new container needs, or take over one that runs: what remains of it."""
-        self.identifier = identifier
-        self.key = remains.key if remains else container_key(identifier)
-        self.pid = pid
+        """Make what a new container needs, or take over one that runs: what remains of it.
+
+        `claims` are the shares that it uses, where it has its quota from them.
+        """
+        self.claims = tuple(claims)
+        self.uses: tuple[Use, ...] = tuple((claim.uid, share.name) for claim, share in claims)
+        new_key = uses_key(self.uses) if self.uses else container_key(identifier)
+        self.key = remains.key if remains else new_key
+        others = remains.others if remains else ()
+        row = MemberRow(None, identify(pidfd), remains is not None, None, whose or Whose())
+        if self.uses or container_key(identifier) == self.key:
+            row = replace(row, identifier=identifier)
+        self.members = [Member(identifier, row, pidfd)]
+        self.members += [Member(_called(one, self.key), one, fd) for one, fd in others]
         self.quota = quota
         self.devices = devices
         self.directory = Path(config.runtime_dir) / "containers" / self.key
-        self.confirmed = remains is not None
-        self._context_bytes = config.context_memory
-        self._pidfd = pidfd
+        self.context_memory = config.context_memory
+        self._on_end: Callable[[Container, Member], None] = lambda *_: None
         self._state = state or State()
         self._mps = mps
         self._runners = [runners[device.uuid] for device in devices]
@@ -207,6 +272,8 @@ class Container:
         self._looked_ns = [0] * len(devices)
         self._told_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
+        self._rates = [Rates() for _ in devices]
+        self.called: str | None = None  # by its engine; None as long as nobody has looked
         self.findings = Findings(len(devices))
         # What the page says of memory holds until we have looked ourselves.
         self._kept = [remains is not None] * len(devices)
@@ -226,29 +293,25 @@ class Container:
             self.grant = grant or make_grant(
                 self.directory / "grant", quota, devices, config, strategy=self.strategy
             )
+            if self.claims and remains is None:
+                self._note_claims()
             if mps is not None:
                 mps.link(self.directory)
             found = remains.ledger if remains else None
             self._ledger_fd, self.ledger = ledger = found or make_ledger()
-            first = identify(pidfd)
-            self.membership = self._find_membership(first, remains)
+            row = replace(row, membership=self._find_membership(row.process, remains))
+            self.members[0].row = row
+            for member in self.members:
+                self._look_at(member)
             self.row = ContainerRow(
                 self.key,
-                identifier if container_key(identifier) == self.key else None,
-                first,
-                quota,
-                tuple(device.uuid for device in devices),
-                ledger.file,
-                self.confirmed,
-                self.membership,
+                quota=quota,
+                devices=tuple(device.uuid for device in devices),
+                ledger=ledger.file,
+                uses=self.uses,
+                others=tuple(member.row for member in self.members[1:]),
+                **vars(row),
             )
-            if not self.membership.cgroups:
-                log.warning(
-                    "membership-unknown",
-                    container=identifier,
-                    error="it has no control group of its own that the governor sees; whoever "
-                    "reaches its socket is registered",
-                )
             if remains is not None:
                 self._take_over(remains, config)
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
@@ -260,6 +323,97 @@ class Container:
         except BaseException:
             self._forget(keep=remains is not None)
             raise
+
+    # Who has it
+
+    @property
+    def identifier(self) -> str:
+        """The id of the container; where there are several, of the one that came first."""
+        return self.members[0].identifier if self.members else ""
+
+    @property
+    def pid(self) -> int:
+        """The first process of that one."""
+        return self.members[0].pid if self.members else 0
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the start of one of them is over."""
+        return any(member.confirmed for member in self.members)
+
+    @staticmethod
+    def _look_at(member: Member) -> None:
+        if not member.membership.cgroups:
+            log.warning(
+                "membership-unknown",
+                container=member.identifier,
+                error="it has no control group of its own that the governor sees; whoever "
+                "reaches its socket is registered",
+            )
+
+    def join(self, identifier: str, pidfd: int, whose: Whose) -> Member:
+        """Let one more container use the same shares."""
+        first = identify(pidfd)
+        membership = find_membership(first.pid)
+        row = MemberRow(identifier, first, membership=membership, whose=whose)
+        member = Member(identifier, row, pidfd)
+        self._look_at(member)
+        self.members.append(member)
+        self._loop.add_reader(pidfd, self._member_ended, member)
+        self._renew_row()
+        return member
+
+    def confirm(self, member: Member) -> ContainerRow:
+        """Return the row in which a member's start is over."""
+        members = [
+            replace(one.row, confirmed=True) if one is member else one.row for one in self.members
+        ]
+        return self.row.of(members)
+
+    def confirmed_as(self, row: ContainerRow) -> None:
+        """Take the rows of members that were written."""
+        self.row = row
+        for member, own in zip(self.members, row.members, strict=True):
+            member.row = own
+
+    def part(self, member: Member) -> None:
+        """Let go of a container that has ended, or did not start; another one stays."""
+        if member is self.members[0]:
+            self.called = None  # by the next one's name from now on
+        self.members.remove(member)
+        self._loop.remove_reader(member.pidfd)
+        os.close(member.pidfd)
+        for process in self._processes.values():
+            if process.member is member:
+                process.member = None
+        self._renew_row()
+
+    def _renew_row(self) -> None:
+        self.row = self.row.of([member.row for member in self.members])
+
+    def _member_ended(self, member: Member) -> None:
+        self._on_end(self, member)
+
+    def member_of(self, pid: int) -> Member | None:
+        """Return whose a process is; nobody's when all have control groups and it is in none."""
+        groups = read_cgroups(pid)
+        own = [one for one in self.members if one.membership.has_cgroups(groups)]
+        return next(iter(own), next((m for m in self.members if not m.membership.cgroups), None))
+
+    def has_cgroups(self, groups: Mapping[str, str]) -> bool:
+        """Return whether a process in these control groups is the container's."""
+        return any(member.membership.has_cgroups(groups) for member in self.members)
+
+    def has_namespaces(self, namespaces: tuple[tuple[int, int], ...]) -> bool:
+        """Return whether a process in these pid namespaces is the container's."""
+        return any(member.membership.has_namespaces(namespaces) for member in self.members)
+
+    def _note_claims(self) -> None:
+        """Write down beside the page whose quota it is: a state that is damaged has forgotten."""
+        claims = {claim.uid: claim.describe() for claim, _ in self.claims}
+        path = self.directory / CLAIMS
+        path.write_text(json.dumps({"claims": list(claims.values()), "uses": self.uses}) + "\n")
+        path.chmod(0o644)
 
     def _find_membership(self, first: Identity, remains: Remains | None) -> Membership:
         if remains is None:
@@ -277,7 +431,8 @@ class Container:
         take_over(self.grant, config, self.strategy)
         usage = {(entry["pid"], entry["start_us"]): entry for entry in pages.read_usage(self.grant)}
         for row, pidfd in remains.processes:
-            inner = namespace_pid(row.process.pid, self.pid)
+            member = self.member_of(row.process.pid)
+            inner = namespace_pid(row.process.pid, member.pid if member else self.pid)
             uses = [_Use() for _ in self.devices]
             peaks = usage.get((inner, row.start_us), {}).get("memory_peak", ())
             for use, peak in zip(uses, peaks if isinstance(peaks, tuple) else (), strict=False):
@@ -293,6 +448,7 @@ class Container:
                     start_us=row.start_us,
                     start_ns=time.monotonic_ns(),
                     uses=uses,
+                    member=member,
                 )
             )
         for slot in range(layout.N_SLOTS):
@@ -302,15 +458,17 @@ class Container:
             self.ledger, 0, "ledger_header", "n_slots", 1 + max(self._processes, default=-1)
         )
 
-    async def listen(self, on_end: Callable[[Container], None]) -> None:
-        """Serve the container's processes, and call `on_end` when its first process has ended."""
+    async def listen(self, on_end: Callable[[Container, Member], None]) -> None:
+        """Serve the container's processes, and call `on_end` when a first process has ended."""
         path = self.directory / "governor.sock"
+        self._on_end = on_end
         try:
             self._server = await asyncio.start_unix_server(self._register, path=str(path))
             path.chmod(0o666)  # whoever runs in the container; the directory is in no other
         finally:
             # Also of one that cannot be reached: it has to end.
-            self._loop.add_reader(self._pidfd, on_end, self)
+            for member in self.members:
+                self._loop.add_reader(member.pidfd, self._member_ended, member)
 
     async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give a process its slot: one byte comes, the slot's number and the ledger go back.
@@ -384,7 +542,8 @@ class Container:
         if not pid or who.pid != pid:
             os.close(pidfd)
             raise RuntimeError("it has ended")
-        if not self._is_own(pid):
+        member = self.member_of(pid)
+        if member is None:
             os.close(pidfd)
             raise RuntimeError(STRANGER)
         process = Process(
@@ -393,10 +552,11 @@ class Container:
             start=who.start,
             pidfd=pidfd,
             socket=own,
-            inner_pid=namespace_pid(pid, self.pid),
+            inner_pid=namespace_pid(pid, member.pid if member else self.pid),
             start_us=time.time_ns() // 1000,
             start_ns=time.monotonic_ns(),
             uses=[_Use() for _ in self.devices],
+            member=member,
         )
         # Before the slot is in use: one that is, and is nobody's, means that the file was damaged.
         self._state.register(
@@ -417,8 +577,7 @@ class Container:
         Where containers share a pid namespace, the equals of its processes reach its directory by
         /proc/PID/root; nothing but the control group tells them apart.
         """
-        own = self.membership
-        return not own.cgroups or own.has_cgroups(read_cgroups(pid))
+        return self.member_of(pid) is not None
 
     def _readmit_process(self, pid: int, own: socket.socket) -> None:
         """Connect again to a process that the governor before registered, or that lost us."""
@@ -437,7 +596,9 @@ class Container:
     def _enter(self, process: Process) -> None:
         """Put a process in its slot."""
         slot = process.slot
-        pages.write(self.ledger, pages.slot_base(slot), "ledger_slot", "state", 1)
+        base = pages.slot_base(slot)
+        pages.write(self.ledger, base, "ledger_slot", "namespace", pid_namespace(process.pid))
+        pages.write(self.ledger, base, "ledger_slot", "state", 1)
         seen = pages.read(self.ledger, 0, "ledger_header", "n_slots")
         if slot >= seen:
             pages.write(self.ledger, 0, "ledger_header", "n_slots", slot + 1)
@@ -486,15 +647,6 @@ class Container:
         except OSError as e:
             log.warning("container-not-told", container=self.identifier, error=e.strerror)
 
-    def is_process(self, pidfd: int) -> bool:
-        """Return whether a pidfd is of the container's first process, which lives."""
-        process = identify(pidfd)
-        return process.pid > 0 and process == self.row.process
-
-    def has_ended(self) -> bool:
-        """Return whether the container's first process has ended."""
-        return _is_readable(self._pidfd)
-
     def pids(self) -> frozenset[int]:
         """Return the registered processes, by their pids on the host."""
         return frozenset(process.pid for process in self._processes.values())
@@ -531,7 +683,7 @@ class Container:
             if look is not None:
                 seen = look.seen.get(process.pid, 0)
                 books = before.get(process, Charge()), charge
-                use.debt.look(look.began_ns, seen, *books, self._context_bytes, ended_ns=now_ns)
+                use.debt.look(look.began_ns, seen, *books, self.context_memory, ended_ns=now_ns)
             use.used = charge.used(use.debt.bytes, since)
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
@@ -568,6 +720,7 @@ class Container:
         if self.is_open(device) and look is not None:
             by_pid = sampled_percent(look.samples, self.pids())
             sampled = {process: by_pid.get(process.pid, 0) for process in charges}
+        self._rate(device)
         held_ns = int(self._runners[device].stats(self._tenants[device]).held_ns)
         busy = {process: charge.busy_ns for process, charge in charges.items()}
         parts = self._meters[device].look(now_ns, busy, held_ns, sampled)
@@ -637,6 +790,19 @@ class Container:
             for i, device in enumerate(self.devices)
         }
 
+    def _rate(self, device: int) -> dict[str, float | None]:
+        """Return what it had of GPU `device` lately, percent of the time, and remember it."""
+        now_ns = time.monotonic_ns()
+        time_of = self._counters.time(device, self.stats(device), now_ns)
+        waited_ns = self.counted(device)["wait_ns"]
+        return self._rates[device].look(
+            now_ns, delivered=time_of.charged_ns, lent=time_of.lent_ns, waited=waited_ns
+        )
+
+    def configure(self, config: Config) -> None:
+        """Put new settings of the node in force; how large a context is stays as it was."""
+        take_over(self.grant, config, self.strategy)
+
     def counted(self, device: int) -> Mapping[str, int]:
         """Return what its processes counted on GPU `device`, those that ended included."""
         return self._counters.processes(self.ledger, self._processes, device)
@@ -657,12 +823,22 @@ class Container:
         return read_passing(self.ledger, self._processes, device)
 
     def lives(self) -> bool:
-        """Return whether its first process has not ended."""
-        return not _is_readable(self._pidfd)
+        """Return whether a first process has not ended."""
+        return any(not member.has_ended() for member in self.members)
 
     def kill(self) -> None:
-        """End its first process, and with that its pid namespace; OSError if that fails."""
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        """End its first process, and with that its pid namespace; OSError if that fails.
+
+        Where several containers are one, each of them: what is held is held by all.
+        """
+        failed: list[OSError] = []
+        for member in self.members:
+            try:
+                signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
+            except OSError as e:
+                failed.append(e)
+        if len(failed) == len(self.members):
+            raise failed[0]
 
     def stats(self, device: int) -> Stats:
         """Return what the arbiter says of GPU `device`."""
@@ -683,8 +859,11 @@ class Container:
                 pages.write(self.grant, base, "grant_device", name, value)
             runner.set(tenant, *shares)
 
-    def describe(self) -> dict[str, Any]:
-        """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts."""
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts.
+
+        Of each container that is one with others; what these have of GPUs they have together.
+        """
         devices = []
         for i, device in enumerate(self.devices):
             stats = self._runners[i].stats(self._tenants[i])
@@ -710,6 +889,8 @@ class Container:
                 {
                     "uuid": device.uuid,
                     "index": device.index,
+                    **self._rate(i),
+                    "waiting": self._waiting(i),
                     "memory_limit": self.quota.memory,
                     "memory_used": self.used(i),
                     "memory_peak": pages.read(self.ledger, 0, "ledger_header", "memory_peak", i),
@@ -725,21 +906,53 @@ class Container:
             pages.read(self.ledger, pages.slot_base(slot), "ledger_slot", "lookups")
             for slot in self._processes
         )
-        return {
-            "id": self.identifier,
+        claims: dict[str, dict[str, Any]] = {}
+        for claim, share in self.claims:
+            named = {"uid": claim.uid, "namespace": claim.namespace, "name": claim.name}
+            claims.setdefault(claim.uid, {**named, "shares": []})["shares"].append(share.name)
+        common = {
             "key": self.key,
-            "pid": self.pid,
-            "confirmed": self.confirmed,
+            "claims": list(claims.values()),
+            "together": len(self.members),
             "compute": self.quota.compute,
             "compute_limit": self.quota.compute_limit,
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
-            "processes": sorted(self.pids()),
-            "control_group": bool(self.membership.cgroups),
             "lookups": lookups,
             "devices": devices,
             **self.findings.describe(),
         }
+        return [
+            {
+                "id": member.identifier,
+                "pid": member.pid,
+                "confirmed": member.confirmed,
+                "bundle": member.row.whose.bundle,
+                "identity": dict(member.row.whose.identity),
+                "processes": self._processes_of(member),
+                "control_group": bool(member.membership.cgroups),
+                **common,
+            }
+            for member in self.members
+        ]
+
+    def _processes_of(self, member: Member) -> list[int]:
+        """Return the registered processes of a container; what is nobody's is the oldest's."""
+        oldest = self.members[0]
+        return sorted(
+            {
+                process.pid  # once, whatever it opened connections for
+                for process in self._processes.values()
+                if (process.member or oldest) is member
+            }
+        )
+
+    def _waiting(self, device: int) -> int:
+        """Return how many of its processes say that they wait for time on GPU `device`."""
+        return sum(
+            pages.read(self.ledger, layout.ledger_device(slot, device), "ledger_device", "want") > 0
+            for slot in self._processes
+        )
 
     def close(self, *, keep: bool = False) -> None:
         """Take everything back: the GPU, the slots, the socket, the directory.
@@ -753,8 +966,9 @@ class Container:
         if not keep:
             # First: a directory that the state does not know is looked at, and removed.
             self._state.leave(self.key)
-        with contextlib.suppress(OSError, ValueError):
-            self._loop.remove_reader(self._pidfd)
+        for member in self.members:
+            with contextlib.suppress(OSError, ValueError):
+                self._loop.remove_reader(member.pidfd)
         if self._server is not None:
             self._server.close()
             self._server = None  # it holds us
@@ -778,7 +992,8 @@ class Container:
             if process.socket is not None:
                 _part(process.socket)
         self._processes.clear()
-        os.close(self._pidfd)
+        for member in self.members:
+            os.close(member.pidfd)
         if hasattr(self, "_ledger_fd"):
             os.close(self._ledger_fd)
         if not keep:

@@ -8,13 +8,14 @@ be nonsense, and go back; here they are bounded, and the highest stands.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from mmap import mmap
 from typing import Protocol
 
 from governor.arbiter import Stats
+from governor.violations import Episode
 from libcontrol import layout, pages
 
 OF_PROCESSES = ("launches", "waits", "wait_ns", "refused")
@@ -100,6 +101,40 @@ def _read(ledger: mmap, slot: int, device: int) -> dict[str, int]:
     }
 
 
+RATE_NS = 2_000_000_000
+"""So far back a rate reaches: some hundred grants, and short enough to see what happens."""
+LEAST_NS = 100_000_000
+"""Over less a rate says nothing."""
+MOST_RATE = 1e6
+"""Percent: ten thousand threads that wait all the time. What a ledger says may be nonsense."""
+
+
+class Rates:
+    """What a container had of a GPU over the last two seconds, in percent of that time.
+
+    Each look is remembered, so whoever asks gets the time since the oldest one within the window.
+    """
+
+    def __init__(self) -> None:
+        self._looks: deque[tuple[int, dict[str, int]]] = deque()
+
+    def look(self, now_ns: int, **counters: int) -> dict[str, float | None]:
+        """Return each counter's rate; None while too little time has passed to tell."""
+        looks = self._looks
+        while len(looks) > 1 and looks[1][0] <= now_ns - RATE_NS:
+            looks.popleft()
+        then_ns, before = looks[0] if looks else (now_ns, counters)
+        if not looks or now_ns - looks[-1][0] >= LEAST_NS:
+            looks.append((now_ns, counters))
+        passed = now_ns - then_ns
+        if passed < LEAST_NS:
+            return dict.fromkeys(counters)
+        return {
+            name: min(MOST_RATE, round(100 * max(0, value - before[name]) / passed, 1))
+            for name, value in counters.items()
+        }
+
+
 @dataclass
 class Looks:
     """Looks at NVML on one GPU: how many, how many failed, and seconds that they took together."""
@@ -107,6 +142,23 @@ class Looks:
     made: int = 0
     failed: int = 0
     seconds: float = 0.0
+
+
+MOST_REMEMBERED = 64
+"""Of refusals, and of violations, the last so many are remembered."""
+TEXT_LIMIT = 1024
+"""Characters of what is remembered of a refusal; a request can have 64 KiB of foreign text."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An admission that was refused: when, in seconds since 1970, whose, and why."""
+
+    at: float
+    container: str
+    code: str
+    message: str
+    hint: str
 
 
 class Timed(Protocol):
@@ -129,7 +181,24 @@ class Tally:
     stops: int = 0
     looks: dict[str, Looks] = field(default_factory=dict)
     """By the GPU's UUID."""
+    refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MOST_REMEMBERED))
+    """The last ones, the newest at the end."""
+    episodes: deque[tuple[str, Episode]] = field(
+        default_factory=lambda: deque(maxlen=MOST_REMEMBERED)
+    )
+    """The last violations with their containers' ids, of containers that ended, too."""
     _past: dict[str, GpuTime] = field(default_factory=dict)
+
+    def refuse(self, at: float, container: str, code: str, message: str, hint: str) -> None:
+        """Count an admission that was refused, and remember why."""
+        self.refused[code] += 1
+        texts = (text[:TEXT_LIMIT] for text in (container, code, message, hint))
+        self.refusals.append(Refusal(at, *texts))
+
+    def violate(self, container: str, episode: Episode) -> None:
+        """Count a violation that begins, and remember it."""
+        self.violations[episode.kind] += 1
+        self.episodes.append((container, episode))
 
     def container_ended(self, container: Timed) -> None:
         """Keep what a container had, while the arbiter still knows it."""

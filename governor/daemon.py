@@ -1,8 +1,7 @@
 """The governor's life: read the configuration, find the GPUs, serve, stop.
 
-`tidegate-governor [--config FILE] [--runtime-dir DIR] [--state-dir DIR] [--driver-dir DIR]`. It
-logs one event per line (JSON when standard error is not a terminal) and ends on SIGTERM or SIGINT.
-However it ends, the next one takes over what runs.
+It logs one event per line (JSON when standard error is not a terminal), reads its configuration
+again on SIGHUP, and ends on SIGTERM or SIGINT. However it ends, the next one takes over what runs.
 """
 
 from __future__ import annotations
@@ -15,28 +14,35 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import structlog
 
-from governor import metrics
+from governor import metrics, web
 from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
 from governor.books import Books, Device
-from governor.config import Config, read_config
+from governor.config import Config, Loaded, load_config
 from governor.errors import GovernorError, TidegateError
+from governor.history import History
 from governor.mps import Mps, find_tools
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
 from governor.server import Server
+from governor.settings import Settings
 from governor.state import NAME, State
 from vdriver.errors import NvmlError, VdriverError
 from vdriver.manifest import read_manifest
 from vdriver.nvml import Nvml
 
 log = structlog.get_logger()
+
+SUMMARY = "Share this node's GPUs among containers by quota"
+OVERRIDES = ("runtime_dir", "state_dir", "driver_dir")
+"""Options of the configuration that the command line may say instead."""
 
 
 def original_nvml(driver_dir: str) -> Path:
@@ -125,7 +131,7 @@ def _bound(path: Path) -> Iterator[socket.socket]:
             listener.bind(str(path))
         except OSError as e:
             raise GovernorError(
-                f"{path}: {e.strerror}", hint="a socket's path has 107 bytes at most, on a tmpfs"
+                f"{path}: {e.strerror or e}", hint="choose a runtime_dir on a tmpfs"
             ) from e
         finally:
             os.umask(before)
@@ -137,7 +143,17 @@ def _bound(path: Path) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
+LONGEST_SOCKET = 107
+"""Of a socket's path, bytes: the kernel's."""
+
+
 def _make_directories(runtime: Path) -> None:
+    longest = runtime / CONTAINERS / ("0" * 16) / "governor.sock"
+    if (too_long := len(os.fsencode(longest)) - LONGEST_SOCKET) > 0:
+        raise GovernorError(
+            f"{runtime}: the sockets of containers would have paths that are too long",
+            hint=f"choose a runtime_dir that is shorter by {too_long}",
+        )
     try:
         runtime.mkdir(parents=True, exist_ok=True)
         # Users of the host have no business there; a container comes by its own mount.
@@ -147,19 +163,36 @@ def _make_directories(runtime: Path) -> None:
         raise GovernorError(f"{runtime}: {e.strerror}", hint="run as root") from e
 
 
-async def govern(config: Config) -> None:
-    """Serve until a signal says to stop."""
-    runtime = Path(config.runtime_dir)
-    _make_directories(runtime)
-    library = load_library(config.library_dir)
-    stop = asyncio.Event()
+def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
+    """Set `stop` on SIGTERM and SIGINT, `hangups` on SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    had_terminal = sys.stderr.isatty()
+
+    def hang_up() -> None:
+        # The terminal of a governor in the foreground may be what hung up.
+        (stop if had_terminal and not os.isatty(2) else hangups).set()
+
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
+
+
+async def govern(load: Callable[[], Loaded]) -> None:
+    """Serve until a signal says to stop, by the configuration that `load` returns."""
+    settings = Settings(load)
+    config = settings.config
+    runtime = Path(config.runtime_dir)
+    _make_directories(runtime)
+    library = load_library(config.library_dir)
+    stop, hangups = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    _hear(stop, hangups)
     with (
         Nvml(original_nvml(config.driver_dir)) as nvml,
         listening(runtime / "governor.sock") as listener,
         metrics.listening(config) as scraped,
+        web.listening(config) as shown,
         contextlib.ExitStack() as stack,
     ):
         devices, left_out = find_devices(nvml)
@@ -177,6 +210,7 @@ async def govern(config: Config) -> None:
         stack.callback(state.close)
         state.load()
         server = Server(config, Books(devices, config, topology, left_out), runners, state)
+        server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
         stack.callback(server.close)
         for mps in _find_mps(config, devices, server):
             # Before the server lets go of the containers.
@@ -184,6 +218,9 @@ async def govern(config: Config) -> None:
         await server.adopt()
         auditor = Auditor(server.containers, server.tally, config)
         stack.callback(auditor.close)
+        settings.tell(server.configure)
+        settings.tell(auditor.configure)
+        server.settings = settings
         tasks = [loop.create_task(mps.run()) for mps in server.mps.values()]
         # Who asks meanwhile waits at the socket: better than to hear that it is being started.
         for mps in server.mps.values():
@@ -194,10 +231,16 @@ async def govern(config: Config) -> None:
                 reconcile(server, nvml, devices, runners, tally=server.tally, auditor=auditor)
             ),
             loop.create_task(server.keep_state()),
+            loop.create_task(settings.follow(hangups)),
         ]
         if scraped is not None:
             endpoint = metrics.Endpoint(lambda: metrics.collect(server))
             tasks.append(loop.create_task(endpoint.serve(scraped)))
+        if shown is not None:
+            history = History(time.monotonic_ns())
+            tasks.append(loop.create_task(web.find_names(server)))
+            tasks.append(loop.create_task(web.keep(server, history)))
+            tasks.append(loop.create_task(web.Endpoint(server, history).serve(shown)))
         waiter = loop.create_task(stop.wait())
         log.info(
             "governor-started",
@@ -205,6 +248,7 @@ async def govern(config: Config) -> None:
             driver=nvml.driver_version(),
             runtime_dir=config.runtime_dir,
             metrics=config.metrics.listen,
+            web=config.web.listen,
             containers=len(server.containers),
         )
         _notify("READY=1")
@@ -232,24 +276,33 @@ def _configure_logging() -> None:
     )
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of its command line."""
+    made = argparse.ArgumentParser(prog="tidegate-governor", description=SUMMARY + ".")
+    made.add_argument(
+        "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
+    )
+    for name in OVERRIDES:
+        option = "--" + name.replace("_", "-")
+        made.add_argument(option, metavar="DIR", help="instead of the configuration's")
+    return made
+
+
+def load_overridden(args: argparse.Namespace) -> Loaded:
+    """Return what the files say, with what the command line says instead."""
+    loaded = load_config(args.config)
+    given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}
+    return replace(loaded, config=replace(loaded.config, **given))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the governor; return its exit status."""
-    parser = argparse.ArgumentParser(prog="tidegate-governor", description=__doc__)
-    parser.add_argument("--config", help="configuration file (/etc/tidegate/config.yaml)")
-    parser.add_argument("--runtime-dir", help="instead of the configuration's")
-    parser.add_argument("--state-dir", help="instead of the configuration's")
-    parser.add_argument("--driver-dir", help="instead of the configuration's")
-    args = parser.parse_args(argv)
+    # Until there is somebody to hear it, or it would end us.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    args = parser().parse_args(argv)
     _configure_logging()
     try:
-        config = read_config(args.config)
-        if args.runtime_dir:
-            config = replace(config, runtime_dir=args.runtime_dir)
-        if args.state_dir:
-            config = replace(config, state_dir=args.state_dir)
-        if args.driver_dir:
-            config = replace(config, driver_dir=args.driver_dir)
-        asyncio.run(govern(config))
+        asyncio.run(govern(lambda: load_overridden(args)))
     except (TidegateError, VdriverError) as e:
         print(f"tidegate-governor: {e}", file=sys.stderr)
         return e.status

@@ -21,7 +21,12 @@ class TidegateError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return " ".join(f"{self.message}; {self.hint}".split())
+        return one_line(f"{self.message}; {self.hint}")
+
+
+def one_line(text: str) -> str:
+    """Return text as a line that a terminal only shows: what was found may be anybody's words."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 class ConfigError(TidegateError):

@@ -49,7 +49,7 @@ class Event:
     """Something that happened: when (as its source wrote it), who said it, and what."""
 
     time: str
-    source: str  # hook, runtime, governor
+    source: str  # hook, runtime, governor, or "user NUMBER": anybody may write to the log
     fields: dict[str, Any]
 
     @property
@@ -76,9 +76,18 @@ class Event:
         )
 
     def about(self, container: str) -> bool:
-        """Whether it is about a container, named by its id, the beginning of that, or its key."""
-        named = (self.fields.get(field) for field in ("id", "container", "key"))
-        return any(isinstance(name, str) and name.startswith(container) for name in named)
+        """Whether it is about a container, named by its id, the beginning of that, or its key.
+
+        Or by its pod or claim, as NAMESPACE/NAME, or the claim's uid.
+        """
+        named = [self.fields.get(field) for field in ("id", "container", "key")]
+        # Whole names: a pod's is how many others' begin.
+        whole = [self.fields.get(field) for field in ("pod", "claim", "uid")]
+        claims = self.fields.get("claims")
+        whole += claims if isinstance(claims, list) else ()
+        return container in whole or any(
+            isinstance(name, str) and name.startswith(container) for name in named
+        )
 
     def text(self) -> str:
         """Return what was said, in words."""
@@ -86,10 +95,18 @@ class Event:
         if "message" in fields:
             code = f"{fields['code']}: " if fields.get("code") else ""
             hint = f"; {fields['hint']}" if fields.get("hint") else ""
-            return f"{code}{fields['message']}{hint}"
+            return f"{code}{fields['message']}{hint}{self._whose()}"
         hidden = {"event", "outcome", "level", "timestamp", "time", "id", "container", "key"}
         hidden |= {"stage", "plan", "ms", "total_ms"}
         return ", ".join(f"{name} {value}" for name, value in fields.items() if name not in hidden)
+
+    def _whose(self) -> str:
+        """Return the pod and the claims that it is about, where it says so."""
+        claims = self.fields.get("claims")
+        named = [("pod", self.fields.get("pod")), ("claim", self.fields.get("claim"))]
+        named += [("claim", claim) for claim in (claims if isinstance(claims, list) else ())]
+        said = ", ".join(f"{what} {name}" for what, name in named if name)
+        return f" ({said})" if said else ""
 
 
 def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
@@ -140,6 +157,9 @@ def parse_journal(line: str) -> Event | None:
         stamp = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     tag = str(entry.get("SYSLOG_IDENTIFIER", ""))
     source = "hook" if tag == HOOK else "governor"
+    # The journal knows who wrote; the tag is the writer's word. It may be a rootless engine's hook.
+    if (user := str(entry.get("_UID", "0"))) != "0":
+        source = f"user {user}"
     event = parse_line(message, source, stamp)
     if event is None and source == "governor" and message.startswith(f"{GOVERNOR}: "):
         # What it says when it cannot start is for whoever started it, and no JSON.

@@ -7,16 +7,12 @@ the same numbers, so whoever asks all the time costs the governor little.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import http.client
-import io
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +20,21 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
+from governor import VERSION, httpd
+from governor.claims import Claim
 from governor.config import Config
 from governor.container import Container
 from governor.counters import GpuTime, Looks
-from governor.errors import GovernorError
-from governor.server import VERSION, Server
+from governor.server import Server
 from governor.violations import KINDS
 
 S = 1e-9  # nanoseconds
 
 GPU = ("gpu", "index")
-CONTAINER = ("container", "gpu")
+WHOSE = ("namespace", "pod", "claim")
+"""Of a container of Kubernetes; empty for others."""
+CONTAINER = ("container", "gpu", *WHOSE)
+CLAIM = ("claim", "uid", "share", "gpu")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,11 @@ GPU_METRICS = (
     _gauge("gpu_lost", GPU, "1 while the GPU does not answer and nothing of it is granted"),
     _counter("gpu_held_seconds", GPU, "Time for which containers held the GPU"),
     _counter("gpu_charged_seconds", GPU, "GPU time that was delivered to them and charged"),
-    _counter("gpu_lent_seconds", GPU, "Of what was charged, idle time beyond guarantees"),
+    _counter(
+        "gpu_lent_seconds",
+        GPU,
+        "Of what was charged, idle time beyond guarantees that others might have had",
+    ),
     _counter(
         "gpu_handover_seconds",
         GPU,
@@ -95,13 +99,19 @@ GPU_METRICS = (
     _counter("gpu_mps_starts", GPU, "Starts of its MPS daemon"),
 )
 CONTAINER_METRICS = (
-    _gauge("container_processes", ("container",), "Processes of the container that use a GPU"),
-    _gauge("container_frozen", ("container",), "1 while it is frozen for a violation"),
+    _gauge(
+        "container_processes", ("container", *WHOSE), "Processes of the container that use a GPU"
+    ),
+    _gauge("container_frozen", ("container", *WHOSE), "1 while it is frozen for a violation"),
     _gauge("container_compute_guarantee_ratio", CONTAINER, "Guaranteed part of the GPU's time"),
     _gauge("container_compute_limit_ratio", CONTAINER, "Part of the GPU's time that is the cap"),
     _counter("container_held_seconds", CONTAINER, "Time for which it held the GPU"),
     _counter("container_charged_seconds", CONTAINER, "GPU time that was delivered and charged"),
-    _counter("container_lent_seconds", CONTAINER, "Of that, idle time beyond its guarantee"),
+    _counter(
+        "container_lent_seconds",
+        CONTAINER,
+        "Of that, idle time beyond its guarantee that others might have had",
+    ),
     _counter(
         "container_handover_seconds",
         CONTAINER,
@@ -126,7 +136,15 @@ CONTAINER_METRICS = (
     _counter("container_violations", (*CONTAINER, "kind"), "Violations that began, by kind"),
     _gauge("container_violation", (*CONTAINER, "kind"), "1 while a violation lasts"),
 )
-METRICS = (*NODE_METRICS, *GPU_METRICS, *CONTAINER_METRICS)
+CLAIM_METRICS = (
+    _gauge("claim_memory_bytes", CLAIM, "Memory of a claim's share, used by a container or not"),
+    _gauge("claim_compute_guarantee_ratio", CLAIM, "Part of the GPU's time that it guarantees"),
+    _gauge("claim_containers", CLAIM, "Containers that use the share"),
+)
+METRICS = (*NODE_METRICS, *GPU_METRICS, *CONTAINER_METRICS, *CLAIM_METRICS)
+
+MOST_TEXT = 1024
+"""Of a label, characters: an id has no more."""
 
 CODES = ("annotation", "refused", "request")
 """Codes of refusals that are there from the start, so that the first one shows as an increase."""
@@ -159,7 +177,8 @@ def collect(server: Server) -> list[Metric]:
     tally = server.tally
     containers = list(server.containers.values())
     families.add((VERSION,), build_info=1)
-    families.add((), containers=len(containers), admissions=tally.admitted)
+    members = sum(len(container.members) for container in containers)
+    families.add((), containers=members, admissions=tally.admitted)
     families.add((), throttles=tally.throttles, stops=tally.stops)
     for code in sorted({*CODES, *tally.refused}):
         families.add((code,), admissions_refused=tally.refused[code])
@@ -170,7 +189,21 @@ def collect(server: Server) -> list[Metric]:
     _add_gpus(families, server, tally.gpu_times(times))
     for container, own in zip(containers, times, strict=True):
         _add_container(families, container, own)
+    for claim in server.claims.values():
+        _add_claim(families, server, claim)
     return families.all()
+
+
+def _add_claim(families: _Families, server: Server, claim: Claim) -> None:
+    for share in claim.shares:
+        labels = (f"{claim.namespace}/{claim.name}", claim.uid, share.name, share.device)
+        users = [c for c in server.containers.values() if (claim.uid, share.name) in c.uses]
+        families.add(
+            labels,
+            claim_memory_bytes=share.quota.memory,
+            claim_compute_guarantee_ratio=share.quota.compute / 100,
+            claim_containers=sum(len(container.members) for container in users),
+        )
 
 
 def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime]) -> None:
@@ -184,7 +217,7 @@ def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime])
         families.add(
             labels,
             gpu_info=1,
-            gpu_containers=len(sharing),
+            gpu_containers=sum(len(container.members) for container in sharing),
             gpu_memory_bytes=device.memory,
             gpu_memory_grantable_bytes=0 if lost else room["memory_left"],
             gpu_time_grantable_ratio=0 if lost else room["compute_left"] / 100,
@@ -216,15 +249,20 @@ def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime])
 
 def _add_container(families: _Families, container: Container, times: Mapping[str, GpuTime]) -> None:
     findings = container.findings
-    # The id is foreign text: half of a surrogate pair could not be written.
-    name = container.identifier.encode("utf-8", "replace").decode()
+    name = _text(container.identifier)
+    identity = container.members[0].row.whose.identity
+    whose = (
+        _text(identity.get("namespace", "")),
+        _text(identity.get("pod", "")),
+        ",".join(dict.fromkeys(f"{claim.namespace}/{claim.name}" for claim, _ in container.claims)),
+    )
     families.add(
-        (name,),
+        (name, *whose),
         container_processes=len(container.pids()),
         container_frozen=findings.frozen,
     )
     for i, device in enumerate(container.devices):
-        labels = (name, device.uuid)
+        labels = (name, device.uuid, *whose)
         quota, time_of, counted = container.quota, times[device.uuid], container.counted(i)
         memory = container.memory(i)
         families.add(
@@ -256,6 +294,11 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
             )
 
 
+def _text(foreign: str) -> str:
+    """Return foreign text as it can be written: half of a surrogate pair cannot be."""
+    return foreign.encode("utf-8", "replace").decode()[:MOST_TEXT]
+
+
 class _Snapshot(Collector):
     """What prometheus-client's application takes for a registry."""
 
@@ -269,78 +312,26 @@ class _Snapshot(Collector):
 
 SAME_S = 0.25
 """Scrapes so near to each other get the same numbers."""
-HEAD_LIMIT = 8 << 10
-REQUEST_S = 5.0
-"""From a connection to the end of its answer at most."""
-MOST_CONNECTIONS = 8
-
-CLOSE = "Connection: close\r\n"
 
 
-class Endpoint:
-    """Answers GET /metrics, one request a connection; everything else is refused.
+class Endpoint(httpd.Endpoint):
+    """Answers GET /metrics."""
 
-    No client can keep more than a connection for five seconds. Eight are answered, eight more hear
-    that these are too many, and others are closed at once.
-    """
+    where = "metrics are at /metrics"
 
     def __init__(self, source: Callable[[], list[Metric]]) -> None:
+        super().__init__("metrics")
         self._source = source
         self._kept: tuple[float, list[Metric]] | None = None
-        self._connections = 0
-        self._executor = ThreadPoolExecutor(1, "metrics")
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Accept connections until cancelled."""
-        try:
-            server = await asyncio.start_server(self._connection, sock=listener, limit=HEAD_LIMIT)
-            async with server:
-                await server.serve_forever()
-        finally:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+    def has(self, target: str) -> bool:
+        """Return whether this is where they are."""
+        return target == "/metrics"
 
-    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
-        try:
-            if self._connections > 2 * MOST_CONNECTIONS:
-                writer.transport.abort()
-                return
-            async with asyncio.timeout(REQUEST_S):
-                if self._connections > MOST_CONNECTIONS:
-                    answer = _status("503 Service Unavailable")
-                else:
-                    answer = await self._answer(await reader.readuntil(b"\r\n\r\n"))
-                writer.write(answer)
-                await writer.drain()
-                writer.write_eof()
-                # What it still sends is read, or closing would take the answer back (RST).
-                while await reader.read(HEAD_LIMIT):
-                    pass
-        except asyncio.LimitOverrunError:
-            writer.write(_status("431 Request Header Fields Too Large"))
-        except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
-            # Cancelled when the governor stops: asyncio of 3.11 makes noise about tasks that are.
-            writer.transport.abort()
-        finally:
-            self._connections -= 1
-            writer.close()
-
-    async def _answer(self, head: bytes) -> bytes:
-        line, _, rest = head.partition(b"\r\n")
-        words = line.decode("latin-1").split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/1."):
-            return _status("400 Bad Request")
-        try:
-            headers = http.client.parse_headers(io.BytesIO(rest))
-        except http.client.HTTPException:
-            return _status("400 Bad Request")
-        method, target, _ = words
-        if target.partition("?")[0] != "/metrics":
-            return _status("404 Not Found")
-        if method != "GET":
-            return _status("405 Method Not Allowed", "Allow: GET\r\n")
+    async def answer(self, target: str, headers: Message) -> bytes:  # noqa: ARG002 - one place
+        """Return them, as the client takes them."""
         environment = {
-            "REQUEST_METHOD": method,
+            "REQUEST_METHOD": "GET",
             "PATH_INFO": "/metrics",
             "QUERY_STRING": "",
             "HTTP_ACCEPT": headers.get("Accept", ""),
@@ -350,9 +341,7 @@ class Endpoint:
         if self._kept is None or now - self._kept[0] > SAME_S:
             self._kept = (now, self._source())
         app = make_wsgi_app(_Snapshot(self._kept[1]))
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, _run, app, environment
-        )
+        return await self.in_thread(_run, app, environment)
 
 
 def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
@@ -365,66 +354,14 @@ def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
     body = b"".join(app(environment, start))
     status, headers = begun[0]
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
-    return f"HTTP/1.1 {status}\r\n{lines}Content-Length: {len(body)}\r\n{CLOSE}\r\n".encode() + body
+    head = f"HTTP/1.1 {status}\r\n{lines}Content-Length: {len(body)}\r\n{httpd.CLOSE}\r\n"
+    return head.encode() + body
 
 
-def _status(status: str, more: str = "") -> bytes:
-    body = f"{status}; metrics are at /metrics\n".encode()
-    head = f"HTTP/1.1 {status}\r\n{more}Content-Type: text/plain\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n{CLOSE}\r\n".encode() + body
-
-
-@contextlib.contextmanager
-def listening(config: Config) -> Iterator[socket.socket | None]:
+def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
     """Listen where the configuration says; None where it says off.
 
     The socket below `runtime_dir` is for root and its group. GovernorError when it cannot be made.
     """
-    where = config.metrics.listen
-    if where == "off":
-        yield None
-        return
-    path = Path(config.runtime_dir) / "metrics.sock" if where == "unix" else None
-    try:
-        listener = _bind_unix(path) if path else _bind_address(where)
-    except OSError as e:
-        raise GovernorError(
-            f"metrics cannot be served at {path or where}: {e.strerror}",
-            hint="choose another metrics.listen",
-        ) from e
-    with listener:
-        listener.setblocking(False)
-        listener.listen()  # who comes before it is served waits, and is not refused
-        try:
-            yield listener
-        finally:
-            if path:
-                path.unlink(missing_ok=True)
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    # One governor for a runtime_dir, so what is there is of one that died.
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o117)
-    try:
-        listener.bind(str(path))
-    except OSError:
-        listener.close()
-        raise
-    finally:
-        os.umask(before)
-    return listener
-
-
-def _bind_address(where: str) -> socket.socket:
-    host, _, port = where.rpartition(":")
-    host = host.strip("[]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, int(port)))
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    path = Path(config.runtime_dir) / "metrics.sock"
+    return httpd.listening(config.metrics.listen, path, "metrics", "metrics.listen")

@@ -216,6 +216,10 @@ class Mps:
         self._tried = asyncio.Event()
         self._linked: dict[Path, int] = {}  # containers' directories, by the socket that they have
 
+    def configure(self, config: Config) -> None:
+        """Give clients as long after a fault as a new configuration says."""
+        self._fault_s = config.mps_fault_s
+
     # ---- containers
 
     def link(self, directory: Path) -> None:

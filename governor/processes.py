@@ -120,6 +120,17 @@ def namespace_pid(pid: int, init: int) -> int:
     return numbers[depth - 1] if 0 < depth <= len(numbers) else numbers[-1]
 
 
+def pid_namespace(pid: int) -> int:
+    """Return the inode of a process's PID namespace, 0 when it is gone.
+
+    With the number that the process has in it, it names a process among those that live.
+    """
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino  # noqa: PTH116
+    except OSError:
+        return 0
+
+
 def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
     """Yield what a process has mapped of file system `device` under `name`.
 
@@ -213,6 +224,27 @@ def first_of(processes: list[Identity]) -> Identity:
         if (status := read_status(process.pid)) is not None and status.parent not in pids
     ]
     return min(roots or processes, key=lambda process: (process.start, process.pid))
+
+
+def first_of_each(processes: list[Identity]) -> list[Identity]:
+    """Return the first processes of the containers that share a directory, the oldest first.
+
+    Each container has mounts of its own. Who has made itself others inside is below one of them.
+    """
+    pids = {process.pid for process in processes}
+    groups: dict[str, list[Identity]] = {}
+    for process in processes:
+        try:
+            groups.setdefault(_mount_namespace(str(process.pid)), []).append(process)
+        except OSError:
+            continue  # it has ended
+    firsts = [first_of(group) for group in groups.values()]
+    roots = [
+        process
+        for process in firsts
+        if (status := read_status(process.pid)) is not None and status.parent not in pids
+    ]
+    return sorted(roots or [first_of(processes)], key=lambda process: (process.start, process.pid))
 
 
 def names_in(part: str) -> Iterator[str]:

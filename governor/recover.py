@@ -6,6 +6,7 @@ was damaged, is found by the mounts and mappings of the processes that run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -19,21 +20,26 @@ from pathlib import Path
 import structlog
 
 from governor.books import Device, Quota
+from governor.cgroups import find_membership
+from governor.claims import Claim, Use, parse_claim
 from governor.config import Config
-from governor.container import Remains, container_key
+from governor.container import CLAIMS, Remains, container_key
+from governor.errors import TidegateError
 from governor.processes import (
     FileIdentity,
     Identity,
     Mounted,
     cgroup_names,
     first_of,
+    first_of_each,
     mapped,
     mounted_below,
     open_process,
+    pid_namespace,
     read_status,
 )
 from governor.region import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
-from governor.state import ContainerRow, ProcessRow, State
+from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
 from libcontrol import layout, pages
 
 log = structlog.get_logger()
@@ -47,11 +53,14 @@ class Found:
     """A container that runs; `pidfd` is of its first process."""
 
     identifier: str
-    process: Identity
     pidfd: int
     quota: Quota
     devices: tuple[str, ...]
     remains: Remains
+    whose: Whose
+    uses: tuple[Use, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    """What its directory says of the claims, where the state has forgotten it."""
 
 
 def find_containers(config: Config, state: State, devices: Sequence[Device]) -> Iterator[Found]:
@@ -86,13 +95,18 @@ class _Search:
 
     def known(self, row: ContainerRow) -> Found | None:
         """Return a container of the state, if it was confirmed and still runs."""
-        pidfd = open_process(row.process) if row.confirmed else None
-        if pidfd is None:
+        living = [
+            (member, pidfd)
+            for member in row.members
+            if member.confirmed and (pidfd := open_process(member.process)) is not None
+        ]
+        if not living:
             self._state.leave(row.key)
             shutil.rmtree(self._directory / row.key, ignore_errors=True)
             why = "ended" if row.confirmed else "unconfirmed"
             log.info("container-ended", container=row.identifier, key=row.key, why=why)
             return None
+        row = row.of([member for member, _ in living])
         grant = self._grant(row.key)
         if grant is not None:
             try:
@@ -105,7 +119,7 @@ class _Search:
             except PageError as e:
                 log.error("grant-damaged", key=row.key, error=str(e))
                 grant = None
-        return self._found(row, pidfd, grant)
+        return self._found(row, [pidfd for _, pidfd in living], grant)
 
     def unknown(self) -> list[Path]:
         """Return the directories that no row of the state names."""
@@ -127,15 +141,17 @@ class _Search:
             shutil.rmtree(directory, ignore_errors=True)
             log.info("container-ended", key=key, why="nobody has its directory")
             return None
-        process = first_of(processes)
-        pidfd = open_process(process)
+        uses, claims = self._claims(directory)
+        firsts = first_of_each(processes) if uses else [first_of(processes)]
+        living = [(p, fd) for p in firsts if (fd := open_process(p)) is not None]
+        process = living[0][0] if living else firsts[0]
         grant = self._grant(key)
         try:
-            if pidfd is None or grant is None:
+            if not living or grant is None:
                 raise PageError("there is nothing that says its quota")
             quota, devices = read_quota(grant, self._uuids)
         except PageError as e:
-            if pidfd is not None:
+            for _, pidfd in living:
                 os.close(pidfd)
             log.error("container-not-recovered", key=key, pid=process.pid, error=str(e))
             return None
@@ -144,8 +160,26 @@ class _Search:
         row = ContainerRow(
             key, identifier, process, quota, devices, FileIdentity(0, 0), confirmed=True
         )
+        others = tuple(
+            MemberRow(None, p, confirmed=True, membership=find_membership(p.pid))
+            for p, _ in living[1:]
+        )
+        row = replace(row, uses=uses, others=others)
         log.warning("container-recovered", container=identifier, key=key, pid=process.pid)
-        return self._found(row, pidfd, grant)
+        return self._found(row, [pidfd for _, pidfd in living], grant, claims)
+
+    def _claims(self, directory: Path) -> tuple[tuple[Use, ...], tuple[Claim, ...]]:
+        """Return what a directory says of the claims whose shares its containers use."""
+        try:
+            document = json.loads((directory / CLAIMS).read_text(encoding="utf-8"))
+            claims = tuple(parse_claim(one) for one in document["claims"])
+            uses = tuple((str(uid), str(name)) for uid, name in document["uses"])
+        except FileNotFoundError:
+            return (), ()
+        except (OSError, ValueError, KeyError, TypeError, TidegateError) as e:
+            log.error("claims-not-recovered", key=directory.name, error=str(e))
+            return (), ()
+        return uses, claims
 
     def _grant(self, key: str) -> mmap | None:
         try:
@@ -154,7 +188,13 @@ class _Search:
             log.error("grant-damaged", key=key, error=str(e))
             return None
 
-    def _found(self, row: ContainerRow, pidfd: int, grant: mmap | None) -> Found:
+    def _found(
+        self,
+        row: ContainerRow,
+        pidfds: Sequence[int],
+        grant: mmap | None,
+        claims: tuple[Claim, ...] = (),
+    ) -> Found:
         rows = dict(self._state.processes.get(row.key, {}))
         living: dict[int, tuple[ProcessRow, int]] = {}
         for slot, known in rows.items():
@@ -176,11 +216,20 @@ class _Search:
             log.error("ledger-lost", container=row.identifier, key=row.key)
         return Found(
             row.identifier or f"recovered-{row.key}",
-            row.process,
-            pidfd,
+            pidfds[0],
             row.quota,
             row.devices,
-            Remains(row.key, grant, ledger, tuple(living.values()), row.membership),
+            Remains(
+                row.key,
+                grant,
+                ledger,
+                tuple(living.values()),
+                row.membership,
+                tuple(zip(row.others, pidfds[1:], strict=True)),
+            ),
+            row.whose,
+            row.uses,
+            claims,
         )
 
     def _ledger(self, row: ContainerRow, processes: list[Identity]) -> Ledger | None:
@@ -218,6 +267,11 @@ class _Search:
                 numbered.setdefault(status.numbers[-1], []).append(process)
         for slot, number in slots.items():
             candidates = numbered.get(number, [])
+            if len(candidates) > 1:
+                # In namespaces of their own, as containers have them that share a claim.
+                base = pages.slot_base(slot)
+                home = pages.read(ledger.page, base, "ledger_slot", "namespace")
+                candidates = [one for one in candidates if pid_namespace(one.pid) == home != 0]
             pidfd = open_process(candidates[0]) if len(candidates) == 1 else None
             if pidfd is not None:
                 yield ProcessRow(slot, candidates[0], time.time_ns() // 1000), pidfd

@@ -14,7 +14,8 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,26 @@ from typing import Any
 import jsonschema
 import structlog
 
+from governor import VERSION
 from governor.arbiter import Runner
 from governor.books import MIB, Books, Device, Nodes, Quota
+from governor.claims import Claim, Share, Use, check_claim, merge, parse_claim, uses_key
 from governor.config import Config
-from governor.container import Container, container_key
+from governor.container import Container, Member, container_key
 from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError, TidegateError
 from governor.mps import Event, Mps
+from governor.names import find_name
 from governor.recover import Found, find_containers
-from governor.state import State
+from governor.settings import Settings
+from governor.state import State, Whose
 from oci_hook.errors import HookError, show
 from oci_hook.notation import load_json
-from oci_hook.request import Request, check_request, parse_annotations
+from oci_hook.request import Request, check_request, parse_annotations, refuse_beside
 
 log = structlog.get_logger()
 
 LINE_LIMIT = 64 << 10
-VERSION = "0.1.0"
 SHORT_S = 0.1
 RESERVED_S = 30.0
 """How long GPUs are kept for a container whose devices were written down and that starts not."""
@@ -47,6 +51,10 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 """Somebody has taken what a connection needs; who governs waits until there is some again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
 _VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text(encoding="utf-8")))
+
+
+Pending = tuple[Container, Member]
+"""An admission that was not confirmed."""
 
 
 def parse_request(line: bytes) -> dict[str, Any]:
@@ -79,14 +87,33 @@ class Server:
         state: State | None = None,
     ) -> None:
         self.mps: dict[str, Mps] = {}  # by GPU, where it is shared so
+        self.versions: dict[str, str | None] = {"driver": None, "cuda": None}
         self._config = config
         self._state = state or State()
         self._books = books
         self._runners = runners
         self.containers: dict[str, Container] = {}
+        self.claims: dict[str, Claim] = {}
         self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
         self.tally = Tally()
+        self.on_end: Callable[[Container], None] | None = None
+        """Is told of each container that ends, while the arbiter still knows it."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self.settings: Settings | None = None  # where there are files to read again
+
+    def configure(self, config: Config) -> None:
+        """Put a new configuration in force, for the containers that are here as far as it says."""
+        self._config = config
+        self._books.configure(config)
+        for container in self.containers.values():
+            container.configure(config)
+        for mps in self.mps.values():
+            mps.configure(config)
+
+    @property
+    def config(self) -> Config:
+        """What is in force."""
+        return self._config
 
     @property
     def books(self) -> Books:
@@ -95,22 +122,48 @@ class Server:
 
     async def adopt(self) -> None:
         """Take over what the governor before us has left, before anybody is served."""
+        for claim in self._state.claims.values():
+            self._adopt_claim(claim)
         for found in find_containers(self._config, self._state, self._books.devices):
             try:
                 await self._adopt(found)
             except Exception as e:  # one container keeps nobody from the others
                 # It keeps its quota by itself, as while we were away.
                 log.exception("container-not-adopted", key=found.remains.key, error=repr(e))
+        for claim in list(self.claims.values()):
+            if claim.leaving:
+                self._strike_claim(claim)  # if the last of its containers has ended meanwhile
         self._state.retry()
+
+    def _adopt_claim(self, claim: Claim) -> None:
+        self.claims[claim.uid] = claim
+        for uuid in self._books.restore_claim(claim):
+            log.error("claim-without-gpu", claim=_called(claim), uid=claim.uid, gpu=uuid)
+
+    def _known_uses(self, found: Found) -> list[tuple[Claim, Share]]:
+        """Return the shares that a container uses; its directory knows what the state forgot."""
+        for claim in found.claims:
+            if claim.uid not in self.claims:
+                self._adopt_claim(claim)
+                self._state.note_claim(claim)
+                log.warning("claim-recovered", claim=_called(claim), uid=claim.uid)
+        shares = []
+        for uid, name in found.uses:
+            claim = self.claims[uid]
+            shares.append((claim, next(share for share in claim.shares if share.name == name)))
+        return shares
 
     async def _adopt(self, found: Found) -> None:
         key = found.remains.key
         try:
-            devices = self._books.restore(key, found.quota, found.devices)
+            shares = self._known_uses(found)
+            if shares:
+                devices = self._books.named(found.devices)
+            else:
+                devices = self._books.restore(key, found.quota, found.devices)
             container = Container(
                 identifier=found.identifier,
                 pidfd=found.pidfd,
-                pid=found.process.pid,
                 quota=found.quota,
                 devices=devices,
                 runners=self._runners,
@@ -118,6 +171,8 @@ class Server:
                 state=self._state,
                 remains=found.remains,
                 mps=self.mps.get(devices[0].uuid),
+                whose=found.whose,
+                claims=shares,
             )
         except BaseException:
             self._books.leave(key)
@@ -165,7 +220,7 @@ class Server:
                 task.cancel()
 
     async def _connection(self, connection: socket.socket) -> None:
-        pending: list[Container] = []
+        pending: list[Pending] = []
         descriptors: list[int] = []
         buffer = b""
         try:
@@ -190,13 +245,13 @@ class Server:
         finally:
             for fd in descriptors:
                 os.close(fd)
-            for container in pending:
-                if not container.confirmed:
-                    self._end(container, "unconfirmed")
+            for container, member in pending:
+                if not member.confirmed:
+                    self._part(container, member, "unconfirmed")
             connection.close()
 
     async def _answer(
-        self, line: bytes, descriptors: list[int], pending: list[Container]
+        self, line: bytes, descriptors: list[int], pending: list[Pending]
     ) -> dict[str, Any]:
         request: dict[str, Any] = {}
         try:
@@ -212,88 +267,342 @@ class Server:
                     return self._release(request["id"])
                 case "set":
                     return self._set(request)
+                case "claim":
+                    return self._claim(request)
+                case "unclaim":
+                    return self._unclaim(request["uid"])
+                case "claims":
+                    return {"ok": True, "claims": self._describe_claims()}
                 case "list":
-                    listed = [c.describe() for c in self.containers.values()]
+                    listed = [one for c in self.containers.values() for one in c.describe()]
                     return {"ok": True, "containers": listed}
                 case "gpus":
                     answer = self._books.describe()
                     for gpu in answer["gpus"]:
+                        gpu["containers"] += self._claimants(gpu["uuid"])
                         mps = self.mps.get(gpu["uuid"])
                         gpu["mps"] = None if mps is None else mps.describe()
-                    return {"ok": True, **answer}
+                    return {"ok": True, **answer, **self.versions}
+                case "config" if self.settings is not None:
+                    return {"ok": True, **await self.settings.describe()}
+                case "reload" if self.settings is not None:
+                    return {"ok": True, **await self.settings.reload()}
+                case "config" | "reload":
+                    raise RequestError("this governor reads no file", hint="start another")
                 case _:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
             # `tidegate events` finds it by the container, and says what to do.
             about = {"container": request["id"]} if "id" in request else {}
-            log.info("request-refused", **about, code=e.code, message=e.message, hint=e.hint)
+            about |= _pod(request.get("identity", {}))
+            if claims := self._named_claims(_uses(request)):
+                about["claims"] = claims
+            if "uid" in request:
+                about = {"uid": request["uid"]}
+                if "namespace" in request:
+                    about["claim"] = f"{request['namespace']}/{request['name']}"
+            if request.get("op") != "reload":  # which was said in other words
+                log.info("request-refused", **about, code=e.code, message=e.message, hint=e.hint)
             if request.get("op") in ("admit", "reserve"):
-                self.tally.refused[e.code] += 1
+                who = str(request.get("id") or find_name("", "", request["identity"]).whole)
+                self.tally.refuse(time.time(), who, e.code, e.message, e.hint)
             return {"ok": False, "error": {"code": e.code, "message": e.message, "hint": e.hint}}
 
     async def _admit(
-        self, request: dict[str, Any], descriptors: list[int], pending: list[Container]
+        self, request: dict[str, Any], descriptors: list[int], pending: list[Pending]
     ) -> dict[str, Any]:
         identifier = request["id"]
         if not descriptors:
             raise RequestError("admit came without a pidfd", hint="send it with SCM_RIGHTS")
-        key = container_key(identifier)
-        known = self.containers.get(key)
-        if known is not None and known.confirmed and known.is_process(descriptors[0]):
-            # The hook is entered twice, by two who each make sure that it is.
-            return {**self._grant(known), "already": True}
+        uses = _uses(request)
+        known = self._find(identifier)
         if known is not None:
-            raise RefusedError(
-                f"a container {identifier[:64]!r} is registered already",
-                hint="delete it first, or give this one another name",
-            )
+            container, member = known
+            if (
+                member.confirmed
+                and member.is_process(descriptors[0])
+                and set(container.uses) == set(uses)
+            ):
+                # The hook is entered twice, by two who each make sure that it is, or for each
+                # share of a claim.
+                return {**self._grant(container), "already": True}
+            if not (uses and member.has_ended()):
+                raise RefusedError(
+                    f"a container {identifier[:64]!r} is registered already",
+                    hint="delete it first, or give this one another name",
+                )
+            self._part(container, member, "ended")
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
-        parsed = self._redeem(request, parsed)
-        quota, devices = self._books.admit(key, parsed, _nodes(request))
+        whose = Whose(request["bundle"], request["identity"])
+        if uses:
+            shares = self._find_shares(uses, request)
+            key = uses_key(uses)
+            together = self.containers.get(key)
+            if together is not None:
+                return self._join(together, request, descriptors, pending)
+            quotas = merge(shares)
+            quota = next(iter(quotas.values()))
+            devices = self._books.claimed(shares[0][0], quotas)
+        else:
+            shares, key = [], container_key(identifier)
+            parsed = self._redeem(request, parsed)
+            quota, devices = self._books.admit(key, parsed, _nodes(request))
         pidfd = descriptors.pop(0)
-        container: Container | None = None
+        made: Container | None = None
         try:
-            container = Container(
+            made = Container(
                 identifier=identifier,
                 pidfd=pidfd,
-                pid=request["pid"],
                 quota=quota,
                 devices=devices,
                 runners=self._runners,
                 config=self._config,
                 state=self._state,
                 mps=self.mps.get(devices[0].uuid),
+                whose=whose,
+                claims=shares,
             )
-            self.containers[key] = container
-            pending.append(container)
+            self.containers[key] = made
+            pending.append((made, made.members[0]))
             # Behind its directory: one that no row names is looked at and removed, a row whose
             # directory is not there yet would be taken for damage.
-            self._state.put(container.row)
-            await container.listen(self._ended)
+            self._state.put(made.row)
+            await made.listen(self._ended)
         except BaseException as e:
-            if container is None:
+            if made is None:
                 self._books.leave(key)
             else:
-                self._end(container, "failed")
+                self._end(made, "failed")
             if not isinstance(e, OSError):
                 raise
             raise RefusedError(
-                f"the container's directory cannot be made: {e.strerror}",
+                f"the container's directory cannot be made: {e.strerror or e}",
                 hint=f"look at {self._config.runtime_dir}",
             ) from e
+        self._admitted(made, request)
+        return self._grant(made)
+
+    def _join(
+        self,
+        container: Container,
+        request: dict[str, Any],
+        descriptors: list[int],
+        pending: list[Pending],
+    ) -> dict[str, Any]:
+        """Let a container use shares that others use already, with what these have."""
+        whose = Whose(request["bundle"], request["identity"])
+        member = container.join(request["id"], descriptors.pop(0), whose)
+        try:
+            self._state.put(container.row)
+        except StateError:
+            container.part(member)
+            raise
+        pending.append((container, member))
+        self._admitted(container, request)
+        return self._grant(container)
+
+    def _admitted(self, container: Container, request: dict[str, Any]) -> None:
         self.tally.admitted += 1
+        quota = container.quota
+        claims = self._named_claims(container.uses)
         log.info(
             "container-admitted",
-            container=identifier,
+            container=request["id"],
             key=container.key,
-            devices=[device.index for device in devices],
+            devices=[device.index for device in container.devices],
             memory=quota.memory,
             compute=quota.compute,
             compute_limit=quota.compute_limit,
             strategy=container.strategy,
+            **({"claims": claims} if claims else {}),
+            **_pod(request["identity"]),
         )
-        return self._grant(container)
+
+    def _named_claims(self, uses: Sequence[Use]) -> list[str]:
+        """Return what claims are called, their uids where they are not known."""
+        known = (self.claims.get(uid) or uid for uid, _ in uses)
+        return sorted({one if isinstance(one, str) else _called(one) for one in known})
+
+    def _find_shares(
+        self, uses: Sequence[Use], request: dict[str, Any]
+    ) -> list[tuple[Claim, Share]]:
+        """Return the shares that a container may use; RefusedError says why not."""
+        shares = []
+        for uid, name in uses:
+            claim = self.claims.get(uid)
+            if claim is None:
+                raise RefusedError(
+                    f"claim {uid} is not known to this node's governor",
+                    hint="the pod's node driver tells it, see the log of tidegate-dra",
+                )
+            if claim.leaving:
+                raise RefusedError(
+                    f"{claim} was taken back, and its last container has not ended",
+                    hint="wait until that has ended",
+                )
+            share = next((one for one in claim.shares if one.name == name), None)
+            if share is None:
+                raise RefusedError(
+                    f"{claim} has no share {name[:64]!r}, it has"
+                    f" {', '.join(one.name for one in claim.shares)}",
+                    hint="install the same version of hook and node driver",
+                )
+            namespace = request["identity"].get("namespace", claim.namespace)
+            if namespace != claim.namespace:
+                raise RefusedError(
+                    f"{claim} is not of this container's namespace {namespace[:64]!r}",
+                    hint="have the pod use a claim of its own namespace",
+                )
+            shares.append((claim, share))
+        refuse_beside(request["annotations"], " and ".join(sorted({str(c) for c, _ in shares})))
+        self._keep_apart(uses)
+        return shares
+
+    def _keep_apart(self, uses: Sequence[Use]) -> None:
+        """Refuse a container that uses a share together with others than those who use it now."""
+        for container in list(self.containers.values()):
+            both = set(container.uses) & set(uses)
+            if not both:
+                continue
+            # Whose end nobody has seen yet: a pod's containers follow each other closely.
+            for member in list(container.members):
+                if member.has_ended():
+                    self._part(container, member, "ended")
+            if container.key not in self.containers or set(container.uses) == set(uses):
+                continue
+            uid, name = min(both)
+            raise RefusedError(
+                f"share {name} of {self.claims[uid]} is used by container"
+                f" {container.identifier[:64]!r} together with other shares than by this one",
+                hint="give each container the same requests of a claim, or none that another has",
+            )
+
+    # Claims
+
+    def _claim(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Book a claim, in the file before it is answered; the same again is no error."""
+        claim = parse_claim(request)
+        known = self.claims.get(claim.uid)
+        check_claim(claim)
+        if known is not None and known.same(claim):
+            if known.leaving:
+                # It was taken back too early, or is told again by who has forgotten that.
+                self._state.put_claim(claim)
+                self.claims[claim.uid] = claim
+        elif known is None:
+            self._books.admit_claim(claim)
+            try:
+                self._state.put_claim(claim)
+            except StateError:
+                self._books.leave_claim(claim)
+                raise
+            self.claims[claim.uid] = claim
+        else:
+            user = self._user_of(claim.uid)
+            if user is not None:
+                raise RefusedError(
+                    f"{known} is used by container {user.identifier[:64]!r}, and cannot be changed",
+                    hint="wait until that has ended",
+                )
+            self._books.change_claim(known, claim)
+            try:
+                self._state.put_claim(claim)
+            except StateError:
+                self._books.leave_claim(claim)
+                self._books.restore_claim(known)
+                raise
+            self.claims[claim.uid] = claim
+        if known is None or not known.same(claim):
+            log.info(
+                "claim-booked" if known is None else "claim-changed",
+                claim=_called(claim),
+                uid=claim.uid,
+                shares=claim.describe()["shares"],
+            )
+        return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
+
+    def _unclaim(self, uid: str) -> dict[str, Any]:
+        """Take a claim back, at once or when its last container has ended."""
+        user = self._user_of(uid)
+        claim = self.claims.get(uid)
+        if claim is None:
+            return {"ok": True}
+        if user is None:
+            self._state.strike_claim(uid)
+            del self.claims[uid]
+            self._books.leave_claim(claim)
+            log.info("claim-released", claim=_called(claim), uid=uid)
+        elif not claim.leaving:
+            leaving = replace(claim, leaving=True)
+            self._state.put_claim(leaving)
+            self.claims[uid] = leaving
+            log.info("claim-leaving", claim=_called(claim), uid=uid, container=user.identifier)
+        return {"ok": True}
+
+    def _user_of(self, uid: str) -> Container | None:
+        """Return who uses a share of a claim; those whose end nobody has seen yet are parted."""
+        for container in list(self.containers.values()):
+            if not any(uid == own for own, _ in container.uses):
+                continue
+            for member in list(container.members):
+                if member.has_ended():
+                    self._part(container, member, "ended")
+            if container.key in self.containers:
+                return container
+        return None
+
+    def _strike_claim(self, claim: Claim) -> None:
+        """Forget a claim that was taken back, if nobody uses it any more."""
+        if any(uid == claim.uid for c in self.containers.values() for uid, _ in c.uses):
+            return
+        del self.claims[claim.uid]
+        self._books.leave_claim(claim)
+        self._state.leave_claim(claim.uid)
+        log.info("claim-released", claim=_called(claim), uid=claim.uid)
+
+    def _describe_claims(self) -> list[dict[str, Any]]:
+        """Return what `tidegate claims` shows."""
+        return [
+            {
+                **claim.describe(),
+                "leaving": claim.leaving,
+                "shares": self._describe_shares(claim),
+            }
+            for claim in self.claims.values()
+        ]
+
+    def _describe_shares(self, claim: Claim) -> list[dict[str, Any]]:
+        known = {device.uuid: device for device in self._books.devices}
+        shares = []
+        for one, share in zip(claim.describe()["shares"], claim.shares, strict=True):
+            device = known.get(share.device)
+            users = [c for c in self.containers.values() if (claim.uid, share.name) in c.uses]
+            used = [
+                c.used(i)
+                for c in users
+                for i, own in enumerate(c.devices)
+                if own.uuid == share.device
+            ]
+            shares.append(
+                {
+                    **one,
+                    "uuid": share.device,
+                    "index": device and device.index,
+                    "minor": device and device.minor,
+                    "memory_used": sum(used),
+                    "containers": [m.identifier for c in users for m in c.members],
+                }
+            )
+        return shares
+
+    def _claimants(self, uuid: str) -> int:
+        """Return how many containers have their part of a GPU from claims."""
+        return sum(
+            len(container.members)
+            for container in self.containers.values()
+            if container.uses and any(device.uuid == uuid for device in container.devices)
+        )
 
     def _grant(self, container: Container) -> dict[str, Any]:
         return {
@@ -348,36 +657,52 @@ class Server:
             return parsed
         return parsed._replace(devices=tuple(device.uuid for device in devices), gpus=None)
 
-    def _confirm(self, pending: list[Container]) -> dict[str, Any]:
-        if not pending or self.containers.get(pending[-1].key) is not pending[-1]:
+    def _confirm(self, pending: list[Pending]) -> dict[str, Any]:
+        container, member = pending[-1] if pending else (None, None)
+        if (
+            container is None
+            or member is None
+            or self.containers.get(container.key) is not container
+            or member not in container.members
+        ):
             raise RequestError("confirm without an admission", hint="send admit first")
-        container = pending[-1]
-        container.row = replace(container.row, confirmed=True)
-        self._state.put(container.row)
-        container.confirmed = True
+        row = container.confirm(member)
+        self._state.put(row)
+        container.confirmed_as(row)
         return {"ok": True}
 
-    def _find(self, identifier: str) -> Container | None:
+    def _find(self, identifier: str) -> tuple[Container, Member] | None:
         """Return a container by its id, or by the name that it has while that is not known."""
         container = self.containers.get(container_key(identifier))
         if container is not None:
-            return container
-        named = (one for one in self.containers.values() if one.identifier == identifier)
+            return container, container.members[0]
+        named = (
+            (one, member)
+            for one in self.containers.values()
+            for member in one.members
+            if member.identifier == identifier
+        )
         return next(named, None)
 
     def _release(self, identifier: str) -> dict[str, Any]:
-        container = self._find(identifier)
+        found = self._find(identifier)
         # Another engine's of the same id may run: nobody but its process says that it has ended.
-        if container is not None and container.has_ended():
-            self._end(container, "released")
+        if found is not None and found[1].has_ended():
+            self._part(*found, "released")
         return {"ok": True}
 
     def _set(self, request: dict[str, Any]) -> dict[str, Any]:
-        container = self._find(request["id"])
-        if container is None:
+        found = self._find(request["id"])
+        if found is None:
             raise RefusedError(
                 f"no container {request['id'][:64]!r} shares a GPU of this node",
                 hint="tidegate ps lists them",
+            )
+        container, _ = found
+        if container.claims:
+            raise RefusedError(
+                f"the container has its quota from {container.claims[0][0]}",
+                hint="have the pod use another claim",
             )
         old = container.quota
         quota = Quota(
@@ -434,8 +759,19 @@ class Server:
         """Return whether containers have the GPU."""
         return any(mps.device in container.devices for container in self.containers.values())
 
-    def _ended(self, container: Container) -> None:
-        self._end(container, "ended")
+    def _ended(self, container: Container, member: Member) -> None:
+        self._part(container, member, "ended")
+
+    def _part(self, container: Container, member: Member, why: str) -> None:
+        """Let go of one container; with the last that is one with it goes what they had."""
+        if self.containers.get(container.key) is not container or member not in container.members:
+            return
+        if len(container.members) == 1:
+            self._end(container, why)
+            return
+        container.part(member)
+        self._state.note(container.row)
+        log.info("container-ended", container=member.identifier, key=container.key, why=why)
 
     def _end(self, container: Container, why: str) -> None:
         if self.containers.get(container.key) is not container:
@@ -443,17 +779,43 @@ class Server:
         del self.containers[container.key]
         self._books.leave(container.key)
         self.tally.container_ended(container)
+        if self.on_end is not None:
+            self.on_end(container)
         container.close()
         log.info("container-ended", container=container.identifier, why=why)
+        for uid in {uid for uid, _ in container.uses}:
+            claim = self.claims.get(uid)
+            if claim is not None and claim.leaving:
+                self._strike_claim(claim)
 
     def close(self) -> None:
         """Let go of every container; those that run keep their quota by themselves."""
         for container in list(self.containers.values()):
-            if container.confirmed:
+            for member in list(container.members):
+                if not member.confirmed:
+                    self._part(container, member, "stopping")
+            if container.key in self.containers:
                 del self.containers[container.key]
                 container.close(keep=True)
-            else:
-                self._end(container, "stopping")
+
+
+def _called(claim: Claim) -> str:
+    return f"{claim.namespace}/{claim.name}"
+
+
+def _pod(identity: Mapping[str, str]) -> dict[str, str]:
+    """Return whose pod it is, for the log; nothing outside of Kubernetes."""
+    pod, namespace = identity.get("pod"), identity.get("namespace", "")
+    return {"pod": f"{namespace}/{pod}"} if pod else {}
+
+
+def _uses(request: dict[str, Any]) -> tuple[Use, ...]:
+    """Return the shares that an admission names, each once."""
+    return tuple(
+        dict.fromkeys(
+            (one["uid"], name) for one in request.get("claims", ()) for name in one["shares"]
+        )
+    )
 
 
 def _reservation(token: str) -> str:

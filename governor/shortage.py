@@ -45,6 +45,20 @@ class Room:
             short.append(f"{quota.compute - self.compute} %")
         return f"GPU {self.index} has {', and '.join(parts)} ({' and '.join(short)} short)"
 
+    def short_of(self, quota: Quota) -> str:
+        """Say what is asked for and does not fit, and what is left."""
+        parts = []
+        if quota.memory > self.memory:
+            parts.append(
+                f"{-(-quota.memory // MIB)} MiB of memory on GPU {self.index},"
+                f" {self.memory // MIB} MiB are left"
+            )
+        if quota.compute > self.compute:
+            parts.append(
+                f"{quota.compute} % of the time of GPU {self.index}, {self.compute} % are left"
+            )
+        return ", and ".join(parts)
+
     def miss(self, quota: Quota) -> float:
         """Return how far a quota is from fitting, in parts of what is asked for; 0 if it fits."""
         memory = (quota.memory - self.memory) / quota.memory

@@ -1,4 +1,4 @@
-"""What the governor knows, in a file that outlives it: the containers and their processes.
+"""What the governor knows, in a file that outlives it: claims, containers and their processes.
 
 SQLite in WAL mode. A row is in the file before the answer that promises it is given, so a governor
 that is killed has promised nothing that the next one does not know. The memory of a killed process
@@ -17,19 +17,22 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
 from governor.books import Quota
 from governor.cgroups import Membership
-from governor.errors import GovernorError, StateError
+from governor.claims import Claim, Use, parse_claim
+from governor.errors import GovernorError, StateError, TidegateError
 from governor.processes import FileIdentity, Identity, boot_id
 
 log = structlog.get_logger()
+
+Row = TypeVar("Row")
 
 NAME = "state.db"
 
@@ -40,6 +43,7 @@ MIGRATIONS = (
             key TEXT, slot INTEGER, row TEXT, seal TEXT, PRIMARY KEY (key, slot)
         )""",
     ),
+    ("CREATE TABLE claims (uid TEXT PRIMARY KEY, row TEXT, seal TEXT)",),
 )
 """What leads from each version of the schema to the next, from an empty file on.
 
@@ -61,10 +65,35 @@ class ProcessRow:
 
 
 @dataclass(frozen=True)
+class Whose:
+    """Whose a container is, as its engine says.
+
+    Its bundle, and `pod`, `namespace`, `name` and so on: foreign text, kept for people to read. All
+    of it may be missing.
+    """
+
+    bundle: str = ""
+    identity: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MemberRow:
+    """One of the containers that use the same shares of claims."""
+
+    identifier: str | None
+    process: Identity
+    confirmed: bool = False
+    membership: Membership | None = None
+    whose: Whose = field(default_factory=Whose)
+
+
+@dataclass(frozen=True)
 class ContainerRow:
     """A container. `identifier` is None where only its digest, the key, is known.
 
-    `membership` is None where a governor wrote the row that did not keep it.
+    `membership` is None where a governor wrote the row that did not keep it. `uses` are shares of
+    claims, where it has its quota from them; then there may be `others` that have it together with
+    this one, which is the oldest.
     """
 
     key: str
@@ -75,6 +104,22 @@ class ContainerRow:
     ledger: FileIdentity
     confirmed: bool = False
     membership: Membership | None = None
+    whose: Whose = field(default_factory=Whose)
+    uses: tuple[Use, ...] = ()
+    others: tuple[MemberRow, ...] = ()
+
+    @property
+    def members(self) -> tuple[MemberRow, ...]:
+        """All of them, the oldest first."""
+        first = MemberRow(
+            self.identifier, self.process, self.confirmed, self.membership, self.whose
+        )
+        return (first, *self.others)
+
+    def of(self, members: Sequence[MemberRow]) -> ContainerRow:
+        """Return the same with other members, one at least."""
+        first, *others = members
+        return replace(self, **vars(first), others=tuple(others))
 
 
 class _DamageError(Exception):
@@ -100,6 +145,7 @@ class State:
         self._file: FileIdentity | None = None  # which it is: at its path there may be another
         self.containers: dict[str, ContainerRow] = {}
         self.processes: dict[str, dict[int, ProcessRow]] = {}
+        self.claims: dict[str, Claim] = {}
 
     def load(self) -> None:
         """Read the file; one that is damaged is set aside and said, and the model is empty then.
@@ -142,8 +188,9 @@ class State:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
             self._migrate(db)
+            claims = self._read_claims(db)
             containers, processes, old = self._read(db)
-        except (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError) as e:
+        except (sqlite3.Error, ValueError, TypeError, KeyError, OverflowError, TidegateError) as e:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
             if isinstance(e, sqlite3.Error) and not _is_damage(e):
@@ -153,6 +200,7 @@ class State:
             db.close()
             raise
         self._db, self.containers, self.processes = db, containers, processes
+        self.claims = claims
         self._file = _which(path)
         self._behind = old
         return db
@@ -171,6 +219,17 @@ class State:
                 for statement in MIGRATIONS[number]:
                     db.execute(statement)
                 db.execute(f"PRAGMA user_version = {number + 1}")
+
+    @staticmethod
+    def _read_claims(db: sqlite3.Connection) -> dict[str, Claim]:
+        """Return the claims, of other boots, too: who told them does not tell again."""
+        claims: dict[str, Claim] = {}
+        for uid, text, seal in db.execute("SELECT uid, row, seal FROM claims"):
+            values = _unseal(text, seal)
+            if values["uid"] != uid:
+                raise ValueError(f"claim {uid} is stored as {values['uid']}")
+            claims[uid] = parse_claim(values, leaving=values["leaving"])
+        return claims
 
     def _read(
         self, db: sqlite3.Connection
@@ -193,6 +252,9 @@ class State:
                 FileIdentity(*values["ledger"]),
                 values["confirmed"],
                 _membership(values.get("membership")),
+                Whose(*values.get("whose", ())),
+                tuple((uid, name) for uid, name in values.get("uses", ())),
+                tuple(_member(one) for one in values.get("others", ())),
             )
             if row.key != key:
                 raise ValueError(f"container {key} is stored as {row.key}")
@@ -230,15 +292,40 @@ class State:
 
     def put(self, row: ContainerRow) -> None:
         """Enter a container, or change it."""
-        before = self.containers.get(row.key)
-        self.containers[row.key] = row
+        self._promise(self.containers, row.key, row, lambda db: self._put(db, row))
+
+    def put_claim(self, claim: Claim) -> None:
+        """Enter a claim, or change it."""
+        self._promise(self.claims, claim.uid, claim, lambda db: self._put_claim(db, claim))
+
+    def strike_claim(self, uid: str) -> None:
+        """Strike a claim out."""
+        self._promise(
+            self.claims,
+            uid,
+            None,
+            lambda db: db.execute("DELETE FROM claims WHERE uid = ?", (uid,)),
+        )
+
+    def _promise(
+        self,
+        model: dict[str, Row],
+        key: str,
+        row: Row | None,
+        write: Callable[[sqlite3.Connection], object],
+    ) -> None:
+        before = model.get(key)
+        if row is None:
+            model.pop(key, None)
+        else:
+            model[key] = row
         try:
-            self._write(lambda db: self._put(db, row))
+            self._write(write)
         except (sqlite3.Error, OSError) as e:
             if before is None:
-                del self.containers[row.key]
+                model.pop(key, None)
             else:
-                self.containers[row.key] = before
+                model[key] = before
             self._said(e)
             raise StateError(
                 f"{self._path} cannot be written: {e}",
@@ -263,6 +350,16 @@ class State:
             db.execute("DELETE FROM processes WHERE key = ?", (key,))
 
         self._note(write)
+
+    def leave_claim(self, uid: str) -> None:
+        """Strike a claim out whose last container has ended; one that is not there is no error."""
+        if self.claims.pop(uid, None) is not None:
+            self._note(lambda db: db.execute("DELETE FROM claims WHERE uid = ?", (uid,)))
+
+    def note_claim(self, claim: Claim) -> None:
+        """Enter a claim that containers use, whether that can be written or not."""
+        self.claims[claim.uid] = claim
+        self._note(lambda db: self._put_claim(db, claim))
 
     def register(self, key: str, row: ProcessRow) -> None:
         """Enter a process in its slot."""
@@ -306,9 +403,27 @@ class State:
                 "ledger": row.ledger,
                 "confirmed": row.confirmed,
                 "membership": row.membership and [row.membership.cgroups, row.membership.namespace],
+                "whose": [row.whose.bundle, dict(row.whose.identity)],
+                "uses": row.uses,
+                "others": [
+                    {
+                        "identifier": one.identifier,
+                        "process": one.process,
+                        "confirmed": one.confirmed,
+                        "membership": one.membership
+                        and [one.membership.cgroups, one.membership.namespace],
+                        "whose": [one.whose.bundle, dict(one.whose.identity)],
+                    }
+                    for one in row.others
+                ],
             }
         )
         db.execute("INSERT OR REPLACE INTO containers VALUES (?, ?, ?)", (row.key, text, seal))
+
+    @staticmethod
+    def _put_claim(db: sqlite3.Connection, claim: Claim) -> None:
+        text, seal = _seal({**claim.describe(), "leaving": claim.leaving})
+        db.execute("INSERT OR REPLACE INTO claims VALUES (?, ?, ?)", (claim.uid, text, seal))
 
     @staticmethod
     def _put_process(db: sqlite3.Connection, key: str, row: ProcessRow) -> None:
@@ -349,6 +464,9 @@ class State:
     def _write_all(self, db: sqlite3.Connection) -> None:
         db.execute("DELETE FROM containers")
         db.execute("DELETE FROM processes")
+        db.execute("DELETE FROM claims")
+        for claim in self.claims.values():
+            self._put_claim(db, claim)
         for row in self.containers.values():
             self._put(db, row)
         for key, processes in self.processes.items():
@@ -357,7 +475,7 @@ class State:
 
     def _reopen(self, path: Path) -> sqlite3.Connection:
         """Open the file for the model that there is: what it says itself is older."""
-        containers, processes = self.containers, self.processes
+        containers, processes, claims = self.containers, self.processes, self.claims
         try:
             return self._open(path)
         except (_DamageError, _NewerError) as e:
@@ -368,7 +486,7 @@ class State:
             except (_DamageError, _NewerError) as again:
                 raise OSError(f"it stays damaged: {again}") from again
         finally:
-            self.containers, self.processes = containers, processes
+            self.containers, self.processes, self.claims = containers, processes, claims
             self._behind = True
 
     def _drop(self) -> None:
@@ -416,6 +534,16 @@ def _is_damage(e: sqlite3.Error) -> bool:
     """Whether an error is the content's fault; a table that is not there has no code of its own."""
     code = _code(e)
     return code in _DAMAGED or code in (sqlite3.SQLITE_OK, sqlite3.SQLITE_ERROR)
+
+
+def _member(values: dict[str, Any]) -> MemberRow:
+    return MemberRow(
+        values["identifier"],
+        Identity(*values["process"]),
+        values["confirmed"],
+        _membership(values["membership"]),
+        Whose(*values["whose"]),
+    )
 
 
 def _membership(value: Any) -> Membership | None:

@@ -30,6 +30,7 @@ CHECKS: dict[str, Check] = {
     "mirror.room": mirror.room,
     "governor.configuration": service.configuration,
     "governor.answers": service.answers,
+    "governor.in-force": service.in_force,
     "governor.gpus": service.gpus,
     "governor.membership": service.membership,
     "governor.database": service.database,

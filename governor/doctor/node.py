@@ -15,9 +15,10 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from governor.config import PATH, Config, read_config
+from governor.config import PATH, Config, Loaded, is_drop_in, load_config, merge_config
 from governor.doctor.finding import UnseenError
 from governor.errors import ConfigError
 from vdriver.tree import Tree
@@ -69,7 +70,7 @@ def run_command(command: Sequence[str]) -> str:
 class Node:
     """A node; paths are those of a process on it.
 
-    `config` is the configuration in force, or the defaults where it is wrong (`config_error`). Its
+    `config` is what `config_files` say, or the defaults where that is wrong (`config_error`). Its
     directories are the node's own: `host` says where they are for us.
     """
 
@@ -77,6 +78,7 @@ class Node:
     config: Config = field(default_factory=Config)
     config_error: ConfigError | None = None
     runner: Run | None = None  # in place of running commands
+    config_files: tuple[str, ...] = ()
     _answers: dict[tuple[str, ...], str | UnseenError] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -237,15 +239,31 @@ def open_node(
     # Absolute, or what is printed would mean another file elsewhere.
     root = os.path.abspath(root)  # noqa: PTH100
     node = Node(root)
-    config, error = Config(), None
+    loaded, error = Loaded(Config()), None
     try:
-        file = node.host(config_file or str(PATH))
-        if config_file or (file and os.path.lexists(file)):
-            config = read_config(file or config_file)
+        loaded = load_config(config_file) if node.alive else _load_below(node, config_file)
     except ConfigError as e:
         error = e
+    config = loaded.config
     if runtime_dir:
         config = replace(config, runtime_dir=runtime_dir)
     if driver_dir:
         config = replace(config, driver_dir=driver_dir)
-    return Node(root, config, error)
+    return Node(root, config, error, config_files=loaded.files)
+
+
+def _load_below(node: Node, config_file: str | None) -> Loaded:
+    """Read the configuration of a node below a root, whose links lead to where it would go."""
+    main = config_file or str(PATH)
+    directory = str(Path(main).with_suffix(".d"))
+    try:
+        paths = [f"{directory}/{name}" for name in node.names(directory) if is_drop_in(name)]
+        if config_file or node.stat(main) is not None:
+            paths.insert(0, main)
+        texts = [(path, node.read(path)) for path in paths]
+    except UnseenError as e:
+        raise ConfigError(e.message, hint=e.remedy or "name a readable file") from e
+    missing = [path for path, text in texts if text is None]
+    if missing:
+        raise ConfigError(f"{missing[0]}: No such file", hint="name a readable file")
+    return merge_config([(path, text or "") for path, text in texts])

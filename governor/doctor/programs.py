@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import platform
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from governor import places
 from governor.config import PATH
 from governor.doctor.finding import Finding, UnseenError, ok, warning, wrong
 from governor.doctor.mirror import kind_of_mirror
@@ -200,7 +200,11 @@ def low_level(node: Node) -> Iterator[Finding]:
 def owners(node: Node) -> Iterator[Finding]:
     """Whether others than root could change what Tidegate is told."""
     bad = False
-    for path in (str(PATH), CONFIG, node.config.state_dir, node.config.driver_dir):
+    drop_ins = str(PATH.with_suffix(".d"))
+    for path in (
+        *(str(PATH), drop_ins, *(f"{drop_ins}/{name}" for name in node.names(drop_ins))),
+        *(CONFIG, node.config.state_dir, node.config.driver_dir),
+    ):
         if node.stat(path) is not None and (reason := not_trusted(node, path)):
             bad = True
             yield wrong(
@@ -212,13 +216,7 @@ def owners(node: Node) -> Iterator[Finding]:
 
 def control(node: Node) -> Iterator[Finding]:
     """Whether a refresh would find the control libraries."""
-    if not node.alive:
-        machine = platform.machine()
-        directory = f"/usr/lib/tidegate/{machine}-linux-gnu"
-    else:
-        from governor.verbs.refresh import control_dir
-
-        directory = control_dir()
+    directory = places.control_dir() if node.alive else places.PRIVATE / places.triplet()
     lacking = [
         name
         for name in ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -228,7 +226,7 @@ def control(node: Node) -> Iterator[Finding]:
         # A mirror that is in force has its own.
         yield (warning if kind_of_mirror(node) else wrong)(
             f"{directory} has no {' and no '.join(lacking)}: tidegate refresh makes no mirror",
-            "install the package tidegate-control, or make build in a checkout",
+            "install the package tidegate, or make build in a checkout",
         )
     else:
         yield ok(f"the control libraries are in {directory}")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from governor.cli import version
+from governor import VERSION
 from governor.client import ask
 from governor.config import PATH, Config
 from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
 from governor.doctor.node import AS_ROOT, Node
-from governor.errors import GovernorError, TidegateError
+from governor.errors import GovernorError, RequestError, TidegateError
 from governor.state import NAME
 
 UNIT = "/usr/lib/systemd/system/tidegate-governor.service"
@@ -23,10 +23,18 @@ def configuration(node: Node) -> Iterator[Finding]:
     """Whether the governor would take the configuration."""
     if node.config_error is not None:
         yield wrong(node.config_error.message, node.config_error.hint)
-    elif node.stat(str(PATH)) is None:
+    elif not node.config_files:
         yield ok(f"{PATH} is not there: the defaults are in force")
     else:
-        yield ok(f"{PATH} is accepted")
+        what = "is accepted" if len(node.config_files) == 1 else "are accepted"
+        yield ok(f"{', '.join(node.config_files)} {what}")
+    directory = str(PATH.with_suffix(".d"))
+    for name in node.names(directory):
+        if name.endswith((".yml", ".json", ".conf")):
+            yield warning(
+                f"{directory}/{name} is not read: its name does not end in .yaml",
+                f"mv {directory}/{name} {directory}/{name.rpartition('.')[0]}.yaml",
+            )
 
 
 def _ask(node: Node, op: str) -> dict[str, Any]:
@@ -43,6 +51,14 @@ def _ask(node: Node, op: str) -> dict[str, Any]:
         raise
 
 
+def process(node: Node) -> int | None:
+    """Return the governor's process, where it answers us."""
+    try:
+        return int(_ask(node, "ping")["pid"])
+    except (TidegateError, UnseenError):
+        return None
+
+
 def answers(node: Node) -> Iterator[Finding]:
     """Whether the governor answers, and is of our version."""
     try:
@@ -52,7 +68,7 @@ def answers(node: Node) -> Iterator[Finding]:
         start = "systemctl start tidegate-governor, then journalctl -u tidegate-governor"
         yield wrong(e.message, start if unit else "start tidegate-governor as root")
         return
-    ours, found = version(), str(answer.get("version"))
+    ours, found = VERSION, str(answer.get("version"))
     if found == ours:
         yield ok(f"version {found}, process {answer.get('pid')}")
     else:
@@ -60,6 +76,45 @@ def answers(node: Node) -> Iterator[Finding]:
             f"the governor is of version {found}, this command of {ours}",
             "install one version of both, then systemctl restart tidegate-governor",
         )
+
+
+def in_force(node: Node) -> Iterator[Finding]:
+    """Whether the governor has what its files say now."""
+    try:
+        answer = _ask(node, "config")
+    except RequestError:
+        yield note("the governor does not tell its configuration: it is of another version")
+        return
+    except TidegateError:
+        yield note("the governor does not answer, so nobody tells what is in force")
+        return
+    if answer["error"] is not None:
+        refused = answer["refused"]
+        when = f", since {_clock(refused['at'])}" if refused else ""
+        yield warning(
+            f"{answer['error']['message']}: the governor goes on with the configuration of"
+            f" {_clock(answer['since'])}{when}, and would not start again",
+            f"correct it ({answer['error']['hint']}), then tidegate reload",
+        )
+        return
+    for effects, remedy in (
+        (("now", "next"), "tidegate reload"),
+        (("restart",), "systemctl restart tidegate-governor"),
+    ):
+        options = [one["option"] for one in answer["changes"] if one["effect"] in effects]
+        if options:
+            yield warning(f"the governor has another {', '.join(options)} than its files", remedy)
+    if not answer["changes"]:
+        files = ", ".join(answer["files"])
+        yield ok(
+            f"the governor has what its files say: {files}"
+            if files
+            else "the defaults are in force"
+        )
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def gpus(node: Node) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from governor.cgroups import find_mounts
 from governor.doctor.finding import Finding, UnseenError, note, ok, unseen, warning, wrong
 from governor.doctor.node import Node
+from governor.doctor.service import process
 from oci_hook import kernel
 
 CALLS = (
@@ -152,14 +153,29 @@ def throttling(node: Node) -> Iterator[Finding]:
         return
     if not node.alive:
         raise UnseenError(f"below {node.root} nobody is frozen")
-    mounts = find_mounts()
-    if mounts:
-        yield ok(f"on_violation is throttle, by {', '.join(map(str, mounts.values()))}")
+    mounts = [str(path) for path in find_mounts().values()]
+    pid = process(node)
+    shut = [] if pid is None else _read_only(node, pid, mounts)
+    if shut:
+        yield warning(
+            f"on_violation is throttle, and the governor has {', '.join(shut)} read-only: "
+            "its unit's sandbox",
+            "set ProtectControlGroups=no in a drop-in of tidegate-governor.service, and restart it",
+        )
+    elif mounts:
+        yield ok(f"on_violation is throttle, by {', '.join(mounts)}")
     else:
         yield warning(
             "on_violation is throttle, and neither version 2 nor the freezer is mounted",
             "mount -t cgroup -o freezer none /sys/fs/cgroup/freezer, or set on_violation: report",
         )
+
+
+def _read_only(node: Node, pid: int, mounts: list[str]) -> list[str]:
+    """Return those of the mounts that a process may not write to."""
+    rows = [line.split() for line in (node.read(f"/proc/{pid}/mountinfo") or "").splitlines()]
+    options = {row[4]: row[5].split(",") for row in rows if len(row) > 5}  # the last one is on top
+    return [path for path in mounts if "ro" in options.get(path, [])]
 
 
 def security(node: Node) -> Iterator[Finding]:

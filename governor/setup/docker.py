@@ -69,7 +69,7 @@ def plan(root: Root, _journal: Journal, options: Options) -> Plan:
     if found and found < (24, 0):
         result.notes.append(
             f"Docker {found[0]}.{found[1]} has no annotations (24.0 is the first): "
-            "see docs/howto/engines.md"
+            "write `environment allow` to /etc/tidegate/runtime, as docs/howto/engines.md says"
         )
     result.todo = [
         "systemctl reload docker    # dockerd reads its runtimes anew; containers go on",

@@ -6,9 +6,9 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from governor import places
 from governor.errors import SetupError
 from governor.setup import tomltext
 from governor.setup.files import File, Root
@@ -78,9 +78,9 @@ class Plan:
 
 def packaged(name: str) -> str:
     """Return the text of a file of packaging/, the checkout's or the installed one."""
-    for directory in (Path(__file__).parents[2] / "packaging", Path("/usr/share/tidegate")):
-        if (directory / name).is_file():
-            return (directory / name).read_text(encoding="utf-8")
+    file = places.shared_file(name)
+    if file is not None:
+        return file.read_text(encoding="utf-8")
     raise SetupError(
         f"/usr/share/tidegate/{name} is missing", hint="reinstall the package tidegate"
     )

@@ -31,7 +31,7 @@ DEFAULT = ("/usr/share/containers/oci/hooks.d",)
 CONFIGS = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
 DROP_INS = "/etc/containers/containers.conf.d"
 DROP_IN = f"{DROP_INS}/50-tidegate.conf"
-UNDONE = "nothing to restart: Podman reads hooks at each start of a container"
+UNDONE = "nothing: Podman reads hooks at each start of a container"
 
 
 def plan(root: Root, journal: Journal, options: Options) -> Plan:

@@ -10,10 +10,11 @@ import argparse
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from governor.client import ask
-from governor.config import Config, describe, read_config
+from governor.config import Config, describe, find_files, load_config
 from governor.errors import TidegateError
 from oci_hook.errors import HookError
 
@@ -27,28 +28,37 @@ SUMMARY = "Check a configuration file, or this node"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
-    parser.add_argument("file", nargs="?", help="check this configuration file only")
-    parser.add_argument("--config", help="the node's configuration (/etc/tidegate/config.yaml)")
-    parser.add_argument("--runtime-dir", help="the governor's directory (/run/tidegate)")
-    parser.add_argument("--driver-dir", help="the mirror's directory (/var/lib/tidegate/driver)")
+    parser.add_argument(
+        "file", nargs="?", metavar="FILE", help="check this configuration file only"
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="the node's configuration (/etc/tidegate/config.yaml)"
+    )
+    parser.add_argument(
+        "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
+    )
+    parser.add_argument(
+        "--driver-dir", metavar="DIR", help="the mirror's directory (/var/lib/tidegate/driver)"
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what is in force; the exit status is that of the first thing that is wrong."""
     if args.file:
-        config = read_config(args.file)
+        loaded = load_config(_whole(Path(args.file)))
         if args.json:
-            print(json.dumps(describe(config), indent=2))
+            print(json.dumps(describe(loaded.config), indent=2))
         else:
-            print(f"{args.file}: accepted")
+            print(f"{', '.join(loaded.files)}: accepted")
         return 0
-    config = read_config(args.config)
+    loaded = load_config(args.config)
+    config = loaded.config
     if args.runtime_dir:
         config = replace(config, runtime_dir=args.runtime_dir)
     if args.driver_dir:
         config = replace(config, driver_dir=args.driver_dir)
-    findings: dict[str, Any] = {"configuration": describe(config)}
+    findings: dict[str, Any] = {"configuration": describe(config), "files": list(loaded.files)}
     status = 0
     for name, look in (("mirror", _look_at_mirror), ("governor", _look_at_governor)):
         try:
@@ -60,12 +70,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**findings, **gpus}, indent=2))
     else:
-        print("configuration: accepted")
+        print(f"configuration: {', '.join(loaded.files) or 'no file, the defaults'}: accepted")
         for name in ("mirror", "governor"):
             print(f"{name}: {findings[name]}")
         if gpus:
             print("\n".join(_lines(gpus)))
     return status
+
+
+def _whole(file: Path) -> Path:
+    """Return the file that a drop-in belongs to: what it says counts together with that."""
+    whole = file.absolute()  # beside the file itself its name alone may be given
+    if whole.parent.suffix != ".d":
+        return file
+    main = whole.parent.with_suffix(".yaml")
+    return main if whole in find_files(main) else file
 
 
 def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[Manifest, str | None]:

@@ -30,9 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the node's files are below this directory; then nothing is run (default /)",
     )
-    parser.add_argument("--config", help="the node's configuration (/etc/tidegate/config.yaml)")
-    parser.add_argument("--runtime-dir", help="the governor's directory (/run/tidegate)")
-    parser.add_argument("--driver-dir", help="the mirror's directory (/var/lib/tidegate/driver)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the node's configuration (/etc/tidegate/config.yaml)"
+    )
+    parser.add_argument(
+        "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
+    )
+    parser.add_argument(
+        "--driver-dir", metavar="DIR", help="the mirror's directory (/var/lib/tidegate/driver)"
+    )
     parser.add_argument(
         "--problems", action="store_true", help="leave out what is right, and notes"
     )
@@ -44,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each finding, the remedy below it, and at the end how many are what."""
-    from governor.cli import version
+    from governor import VERSION
     from governor.doctor.checks import examine, status_of
     from governor.doctor.finding import State
     from governor.doctor.node import open_node
@@ -75,15 +81,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         answer = {
             "schema": 1,
-            "version": version(),
+            "version": VERSION,
             "root": node.root,
             "status": status,
             "findings": document,
         }
         print(json.dumps(answer, indent=1))
     else:
+        warnings = counts[State.WARNING]
         print(
-            f"{counts[State.WRONG]} wrong, {counts[State.WARNING]} warnings, "
+            f"{counts[State.WRONG]} wrong, {warnings} warning{'s' * (warnings != 1)}, "
             f"{counts[State.UNSEEN]} not seen, {counts[State.OK]} right"
         )
     return status

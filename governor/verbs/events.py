@@ -20,7 +20,10 @@ SUMMARY = "Show why containers did not start, from the node's log"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
     parser.add_argument(
-        "--container", metavar="ID", help="of this container: its id, or the beginning of that"
+        "--container",
+        metavar="ID",
+        help="of this container: its id, or the beginning of that; of a pod or claim: "
+        "NAMESPACE/NAME",
     )
     parser.add_argument("--all", action="store_true", help="what went well, too")
     parser.add_argument(

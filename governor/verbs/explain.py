@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where generations of the driver's mirror are (default %(default)s)",
     )
     parser.add_argument(
+        "--hook",
+        default="/usr/bin/tidegate-hook",
+        metavar="FILE",
+        help="the hook, as config.json names it where a claim has it entered (default %(default)s)",
+    )
+    parser.add_argument(
         "--module-version",
         default="/proc/driver/nvidia/version",
         metavar="FILE",
@@ -60,11 +66,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(args: argparse.Namespace) -> Iterator[str]:
+    from oci_hook.claims import find_claims
     from oci_hook.errors import DriverError, UnservedImageError
-    from oci_hook.request import check_request, parse_annotations
+    from oci_hook.request import check_request, parse_annotations, refuse_beside
 
     container = _container(args)
-    if not container.annotations:
+    claims = find_claims(container.document, args.hook)
+    if claims:
+        uids = ", ".join(dict(claims))
+        yield f"claims {uids} say how much of which GPU: tidegate claims shows them"
+        refuse_beside(container.annotations, f"claim {uids}")
+    elif not container.annotations:
         yield "no annotation below tidegate.gpu/: the container is left alone"
         return
     request = parse_annotations(container.annotations)
@@ -72,7 +84,9 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     rootfd = None if container.root is None else _open_root(container.root)
     try:
         yield "request"
-        yield from (f"  {line}" for line in _request(request))
+        # Of a claim's container these two alone are the request's.
+        said = list(_request(request))[-2 if claims else 0 :]
+        yield from (f"  {line}" for line in said)
         try:
             yield from _prepared(args, rootfd, container, request)
         except (DriverError, UnservedImageError) as e:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from governor.places import control_dir
 
 if TYPE_CHECKING:
     from vdriver.manifest import CapabilitySet
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--control-dir",
-        default=control_dir(),
+        default=str(control_dir()),
         metavar="DIR",
         help="holds the control libraries libcuda.so.1 and libnvidia-ml.so.1 (default %(default)s)",
     )
@@ -65,13 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--verbose", action="store_true", help="list every name that changed")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def control_dir() -> str:
-    """Return where the package has the control libraries, or a checkout that was built."""
-    installed = Path(f"/usr/lib/tidegate/{platform.machine()}-linux-gnu")
-    built = Path(__file__).parents[2] / "build/meson/libcontrol"
-    return str(built if not installed.is_dir() and built.is_dir() else installed)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
-from governor.client import ask
-from governor.config import parse_quantity, read_config
+from governor.client import ask, node_config
+from governor.config import parse_quantity
 from governor.errors import RequestError
+from governor.listing import Listing, find, safe
 
 SUMMARY = "Change the quota of a container while it runs"
 
@@ -23,21 +23,32 @@ def _percent(text: str) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's own options."""
-    parser.add_argument("container", help="its id, or as much of the beginning as names one only")
-    parser.add_argument("--memory", help="device memory on each of its GPUs, like 12Gi")
-    parser.add_argument("--compute", type=_percent, help="guaranteed share of each GPU, percent")
     parser.add_argument(
-        "--compute-limit", type=_percent, help="what it may use at most where others leave it"
+        "container", help="its id, or as much of the beginning as names one only; its name, or pod"
     )
-    parser.add_argument("--config", help="configuration file (/etc/tidegate/config.yaml)")
-    parser.add_argument("--runtime-dir", help="the governor's directory (/run/tidegate)")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="device memory on each of its GPUs, like 12Gi"
+    )
+    parser.add_argument(
+        "--compute", type=_percent, metavar="PERCENT", help="guaranteed share of each GPU, percent"
+    )
+    parser.add_argument(
+        "--compute-limit",
+        type=_percent,
+        metavar="PERCENT",
+        help="what it may use at most where others leave it",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
+    )
+    parser.add_argument(
+        "--runtime-dir", metavar="DIR", help="the governor's directory (/run/tidegate)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Change it, and print the quota that holds from now on."""
-    config = read_config(args.config)
-    if args.runtime_dir:
-        config = replace(config, runtime_dir=args.runtime_dir)
+    config = node_config(args.config, args.runtime_dir)
     wanted: dict[str, Any] = {}
     if args.memory is not None:
         wanted["memory"] = parse_quantity(args.memory, "--memory")
@@ -47,21 +58,10 @@ def run(args: argparse.Namespace) -> int:
         wanted["compute_limit"] = args.compute_limit
     if not wanted:
         raise RequestError("nothing to change", hint="give --memory, --compute or --compute-limit")
-    identifier = find(args.container, [one["id"] for one in ask(config, "list")["containers"]])
+    identifier = str(find(args.container, Listing(config).containers())["id"])
     quota = ask(config, "set", id=identifier, **wanted)
     print(
-        f"{identifier}: compute {quota['compute']} %, limit {quota['compute_limit']} %, "
+        f"{safe(identifier)}: compute {quota['compute']} %, limit {quota['compute_limit']} %, "
         f"memory {quota['memory'] / MIB:.0f} MiB"
     )
     return 0
-
-
-def find(name: str, known: list[str]) -> str:
-    """Return the container's whole id: the one of that name, or the only one that begins so."""
-    if name in known:
-        return name
-    found = [one for one in known if one.startswith(name)]
-    if len(found) != 1:
-        what = f"{len(found)} containers begin with" if found else "no container is named"
-        raise RequestError(f"{what} {name[:64]!r}", hint="tidegate ps lists them")
-    return found[0]

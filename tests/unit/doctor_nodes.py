@@ -11,10 +11,11 @@ import socketserver
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from governor.cli import version
+from governor import VERSION
 from governor.config import Config
 from governor.doctor.checks import Examined, examine
 from governor.doctor.finding import UnseenError
@@ -84,7 +85,7 @@ class Host:
         """Open it, as doctor does; with `changes` of the configuration."""
         node = open_node(str(self.root))
         config = Config(**{**vars(node.config), **changes}) if changes else node.config
-        return Node(node.root, config, node.config_error, self.run)
+        return replace(node, config=config, runner=self.run)
 
     def look(self, check: str, **changes: Any) -> list[str]:
         """What one check says: "state: found", and " -> remedy" where there is one."""
@@ -145,9 +146,10 @@ def words(examined: Examined) -> str:
 def governor(host: Host, **answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Have something answer at the governor's socket: `ping`, `gpus` and `list`, as the protocol says."""
     told: dict[str, Any] = {
-        "ping": {"pid": 4711, "version": version()},
+        "ping": {"pid": 4711, "version": VERSION},
         "gpus": {"placement": "spread", "gpus": [dict(GPU)], "left_out": []},
         "list": {"containers": []},
+        "config": {"files": [], "since": 0.0, "refused": None, "changes": [], "error": None},
         **answers,
     }
 

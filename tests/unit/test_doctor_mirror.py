@@ -125,6 +125,64 @@ def test_the_configuration_is_the_governors(host: Host) -> None:
     assert found.endswith("quantum_msec is no option -> did you mean quantum_ms?")
 
 
+def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
+    host.put("etc/tidegate/config.d/20-b.yaml", "placement: pack\n")
+    host.put("etc/tidegate/config.d/10-a.yaml", "placement: topology\nspin_us: 7\n")
+    assert (host.node().config.placement, host.node().config.spin_us) == ("pack", 7)
+    assert host.look("governor.configuration") == [
+        "ok: /etc/tidegate/config.d/10-a.yaml, /etc/tidegate/config.d/20-b.yaml are accepted"
+    ]
+    host.put("etc/tidegate/config.d/30-c.yml", "placement: spread\n")
+    assert host.look("governor.configuration")[1] == (
+        "warning: /etc/tidegate/config.d/30-c.yml is not read: its name does not end in .yaml"
+        " -> mv /etc/tidegate/config.d/30-c.yml /etc/tidegate/config.d/30-c.yaml"
+    )
+    host.remove("etc/tidegate/config.d/30-c.yml")
+    # A link leads to where it would lead on that node.
+    host.put("etc/ours.yaml", "placement: topology\n")
+    (host.root / "etc/tidegate/config.d/40-d.yaml").symlink_to("/etc/ours.yaml")
+    assert host.node().config.placement == "topology"
+    host.remove("etc/ours.yaml")
+    assert host.look("governor.configuration") == [
+        "wrong: /etc/tidegate/config.d/40-d.yaml: No such file -> name a readable file"
+    ]
+    host.remove("etc/tidegate/config.d/40-d.yaml")
+    host.put("etc/tidegate/config.d/50-e.yaml", "placement: up\n")
+    [found] = host.look("governor.configuration")
+    assert found.startswith(
+        "wrong: /etc/tidegate/config.d/50-e.yaml: placement: 'up' is not one of"
+    )
+
+
+def test_a_configuration_that_is_not_in_force_is_warned_of(tmp_path: Path) -> None:
+    host = Host(tmp_path / "n")
+    with governor(host) as told:
+        config = told["config"]
+        assert host.look("governor.in-force") == ["ok: the defaults are in force"]
+        config["files"] = ["/etc/tidegate/config.yaml"]
+        assert host.look("governor.in-force") == [
+            "ok: the governor has what its files say: /etc/tidegate/config.yaml"
+        ]
+        config["changes"] = [
+            {"option": "placement", "effect": "next"},
+            {"option": "spin_us", "effect": "restart"},
+            {"option": "on_violation", "effect": "now"},
+        ]
+        assert host.look("governor.in-force") == [
+            "warning: the governor has another placement, on_violation than its files -> tidegate reload",
+            "warning: the governor has another spin_us than its files -> systemctl restart tidegate-governor",
+        ]
+        config.update(changes=[], since=1e9, error={"message": "f: x is no option", "hint": "look"})
+        [found] = host.look("governor.in-force")
+        assert found == (
+            "warning: f: x is no option: the governor goes on with the configuration of 2001-09-09T01:46:40Z,"
+            " and would not start again -> correct it (look), then tidegate reload"
+        )
+        config["refused"] = {"message": "f: x is no option", "hint": "look", "at": 1e9 + 60}
+        assert ", since 2001-09-09T01:47:40Z, and would" in host.look("governor.in-force")[0]
+    assert host.look("governor.in-force")[0].startswith("note: the governor does not answer")
+
+
 def test_a_governor_that_answers_is_right(tmp_path: Path) -> None:
     host = Host(tmp_path / "n")
     with governor(host) as told:

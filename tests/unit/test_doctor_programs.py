@@ -182,6 +182,15 @@ def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
 def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     host.put("etc/tidegate/config.yaml")
     assert host.look("files.owners") == ["ok: configuration and state are root's alone to change"]
+    drop_in = host.put("etc/tidegate/config.d/x.yaml")
+    drop_in.chmod(0o666)
+    assert host.look("files.owners")[0].startswith(
+        "wrong: root acts on /etc/tidegate/config.d/x.yaml, "
+    )
+    drop_in.chmod(0o644)
+    drop_in.parent.chmod(0o777)
+    assert "and /etc/tidegate/config.d has mode 0777" in host.look("files.owners")[0]
+    drop_in.parent.chmod(0o755)
     (host.root / "etc/tidegate/config.yaml").chmod(0o666)
     assert host.look("files.owners")[0].startswith(
         "wrong: root acts on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"

@@ -155,7 +155,34 @@ def test_the_kernel_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " lacks mount_setattr: the hook starts no container" in look_here("kernel.calls")[0]
 
 
+def test_what_freezes_may_not_be_read_only_to_the_governor(monkeypatch: pytest.MonkeyPatch) -> None:
+    freezer = "/sys/fs/cgroup/freezer"
+    monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path(freezer)})
+    monkeypatch.setattr(system, "process", lambda _: 4711)
+    table = "47 46 0:33 / {} {} - cgroup cgroup rw,freezer\n"
+    read = Node.read
+
+    def with_table(rows: str) -> None:
+        monkeypatch.setattr(
+            Node, "read", lambda n, path: rows if path == "/proc/4711/mountinfo" else read(n, path)
+        )
+
+    with_table(table.format(freezer, "rw,relatime"))
+    assert look_here("cgroup.freezer", on_violation="throttle") == [
+        f"ok: on_violation is throttle, by {freezer}"
+    ]
+    # A unit's sandbox mounts it over.
+    with_table(table.format(freezer, "rw") + table.format(freezer, "ro,relatime"))
+    assert look_here("cgroup.freezer", on_violation="throttle") == [
+        (
+            f"warning: on_violation is throttle, and the governor has {freezer} read-only: its unit's sandbox"
+            " -> set ProtectControlGroups=no in a drop-in of tidegate-governor.service, and restart it"
+        )
+    ]
+
+
 def test_what_freezes_has_to_be_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "process", lambda _: None)
     monkeypatch.setattr(system, "find_mounts", lambda: {"freezer": Path("/sys/fs/cgroup/freezer")})
     assert look_here("cgroup.freezer", on_violation="throttle") == [
         "ok: on_violation is throttle, by /sys/fs/cgroup/freezer"

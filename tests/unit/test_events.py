@@ -86,6 +86,22 @@ def test_failures_are_shown_from_files_of_json_lines(
     assert [json.loads(line) for line in run(capsys, "--log", hook, "--json")] == [FAILED]
 
 
+def test_a_pod_and_a_claim_are_named_and_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whose = {"pod": "ml/train-0", "claims": ["ml/train"]}
+    claim = {**REFUSED, "claim": "ml/other", "uid": "4c6e"}
+    del claim["container"]
+    log = put(tmp_path / "log", {**REFUSED, **whose}, claim, REFUSED)
+    [refused] = run(capsys, "--log", log, "--container", "ml/train-0")
+    assert refused == f"{REFUSED_LINE} (pod ml/train-0, claim ml/train)"
+    assert run(capsys, "--log", log, "--container", "ml/train") == [refused]
+    [other] = run(capsys, "--log", log, "--container", "4c6e")
+    assert other.endswith("ask for less (claim ml/other)")
+    assert run(capsys, "--log", log, "--container", "ml/trai") == []
+    assert len(run(capsys, "--log", log)) == 3
+
+
 def test_that_there_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hook = put(tmp_path / "hook.log", PREPARED)
     assert cli.main(["events", "--log", str(hook), "--container", "77"]) == 0
@@ -154,6 +170,19 @@ def test_entries_of_the_journal_are_read() -> None:
     )
     assert event is not None
     assert (event.time, event.source, event.failure) == (REFUSED["timestamp"], "governor", True)
+
+
+def test_who_is_not_root_is_named_in_the_journal() -> None:
+    """Anybody may write there under any tag; what he says of containers is his word."""
+    for tag in ("tidegate-hook", "tidegate-governor"):
+        forged = parse_journal(entry(json.dumps({**FAILED, "stage": "runtime"}), tag, _UID="1000"))
+        assert forged is not None
+        assert forged.source == "user 1000"
+    said = parse_journal(entry(json.dumps(FAILED), _UID="0"))
+    assert said is not None
+    assert said.source == "hook"
+    start = "tidegate-governor: it cannot start; call 0900"
+    assert parse_journal(entry(start, "tidegate-governor", _UID="1000")) is None
 
 
 def test_what_the_wrapper_runtime_wrote_is_its_own() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -44,6 +45,7 @@ class Made:
         self.identifier = name
         self.pid = pid
         self.quota = Quota(2 * GIB, 20, 20)
+        self.context_memory = CONTEXT
         self.devices = (device,)
         self.findings = Findings(1)
         self.membership = Membership()
@@ -52,6 +54,25 @@ class Made:
         self.lets_pass = Passing(0, 0, pending=False)
         self.killed = 0
         self.alive = True
+        self.others: list[Any] = []
+
+    @property
+    def members(self) -> list[Any]:
+        return [
+            SimpleNamespace(
+                identifier=self.identifier,
+                pid=self.pid,
+                membership=self.membership,
+                has_ended=lambda: not self.alive,
+            ),
+            *self.others,
+        ]
+
+    def has_cgroups(self, groups: dict[str, str]) -> bool:
+        return self.membership.has_cgroups(groups)
+
+    def has_namespaces(self, namespaces: tuple[tuple[int, int], ...]) -> bool:
+        return self.membership.has_namespaces(namespaces)
 
     def pids(self) -> frozenset[int]:
         return frozenset(self.registered)
@@ -323,6 +344,73 @@ def test_a_container_is_frozen_and_thawed_without_looks(
     logs = made.play(scene())
     assert made.tally.throttles == 1
     assert [one["event"] for one in logs] == ["violation", "container-frozen", "container-thawed"]
+
+
+def test_containers_that_share_a_claim_are_frozen_together_as_far_as_they_can_be(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = world(on_violation="throttle")
+    one = made.add("one", pid=os.getpid())
+    made.owners = {1: one}
+    groups = {name: MadeGroup(made.group.record) for name in ("/one", "/two")}
+    for name, group in groups.items():
+        group.path = name
+    one.membership = Membership({"": "/one"})
+    one.others = [
+        SimpleNamespace(
+            identifier=name, pid=os.getpid(), membership=Membership({"": f"/{name}"}), has_ended=lambda: False
+        )
+        for name in ("two", "three")
+    ]  # fmt: skip
+
+    def open_group(membership: Membership, *_: object) -> MadeGroup:
+        path = membership.cgroups[""]
+        if path not in groups:
+            raise CannotFreezeError("it is frozen already")
+        return groups[path]
+
+    monkeypatch.setattr(cgroups, "open_group", open_group)
+
+    async def scene() -> None:
+        await made.looks(ProcessMemory(1, 0), seconds=0.9)
+        assert [group.did for group in groups.values()] == [["freeze"]] * 2
+        record = json.loads(made.group.record.read_text())["frozen"]
+        assert [entry["cgroup"] for entry in record] == ["/one", "/two"]
+        await asyncio.sleep(1.5)
+        assert [group.did for group in groups.values()] == [["freeze", "thaw"]] * 2
+        assert not made.group.record.exists()
+
+    logs = made.play(scene())
+    assert made.tally.throttles == 1
+    assert [one["cgroup"] for one in logs if one["event"] == "container-frozen"] == ["/one", "/two"]
+
+
+def test_one_of_two_that_cannot_be_frozen_leaves_nobody_frozen(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second fails while the first stands still already."""
+    made = world(on_violation="throttle")
+    one = made.add("one", pid=os.getpid())
+    made.owners = {1: one}
+    groups = [MadeGroup(made.group.record), MadeGroup(made.group.record)]
+
+    def fail() -> None:
+        raise CannotFreezeError("control group /two: Permission denied")
+
+    groups[1].freeze = fail  # type: ignore[method-assign]
+    one.others = [
+        SimpleNamespace(
+            identifier="two", pid=os.getpid(), membership=Membership(), has_ended=lambda: False
+        )
+    ]
+    left = iter(groups * 100)
+    monkeypatch.setattr(cgroups, "open_group", lambda *_: next(left))
+    logs = made.play(made.looks(ProcessMemory(1, 0), seconds=0.9))
+    assert groups[0].did[:2] == ["freeze", "thaw"]
+    assert groups[0].did.count("freeze") == groups[0].did.count("thaw")
+    assert made.tally.throttles == 0
+    assert not made.group.record.exists()
+    assert "violation-throttle-failed" in [one["event"] for one in logs]
 
 
 @pytest.mark.parametrize("how", ["stopping", "ended", "killed"])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from governor.books import MIB, Books, Device, Nodes, Quota, complete_quota
+from governor.claims import Claim, Share, check_claim
 from governor.config import Config, Defaults
 from governor.errors import RefusedError
 from oci_hook.request import Request, parse_annotations
@@ -235,6 +236,46 @@ def test_a_container_goes_where_its_strategy_is(
 def test_where_it_is_not_a_container_is_refused(annotations: dict[str, object], line: str) -> None:
     with pytest.raises(RefusedError, match=line):
         Books(gpus(3), BOTH).admit("a", ask(memory="2Gi", **annotations))
+
+
+def test_claims_and_strategies() -> None:
+    books = Books(gpus(3), BOTH)
+    devices = books.devices
+
+    def claim(uid: str, *indices: int, strategy: str = "auto") -> Claim:
+        quota = Quota(2 * GIB, 30, 30)
+        shares = [Share(f"s{i}", devices[i].uuid, quota, strategy) for i in indices]
+        return Claim(uid, "default", uid, tuple(shares))
+
+    for wanted in (
+        claim("a", 1, strategy="mps"),
+        claim("b", 0, strategy="timeslice"),
+        claim("c", 0, 1),
+    ):
+        books.admit_claim(wanted)
+    assert [gpu["claims"] for gpu in books.describe()["gpus"]] == [2, 2, 0]
+    with pytest.raises(
+        RefusedError, match="claim default/d asks for mps on GPU 0, which is shared by"
+    ):
+        books.admit_claim(claim("d", 1, 0, strategy="mps"))
+    assert [gpu["claims"] for gpu in books.describe()["gpus"]] == [2, 2, 0]
+    both = [devices[i].uuid for i in (1, 0)]
+    assert [one.index for one in books.claimed(claim("c", 0, 1), both[:1])] == [1]
+    with pytest.raises(RefusedError, match="has 2 GPUs, and GPU 1 is shared by mps"):
+        books.claimed(claim("c", 0, 1), both)
+    with pytest.raises(RefusedError, match="has 2 GPUs by mps, a client of MPS has one"):
+        check_claim(
+            Claim(
+                "e",
+                "default",
+                "e",
+                tuple(Share(f"gpu/{i}", f"GPU-{i}", Quota(1, 1, 1), "mps") for i in (0, 1)),
+            )
+        )
+    books.set_closed(devices[1].uuid, "its MPS server starts")
+    books.admit_claim(claim("f", 1))  # it will be there when a container comes
+    with pytest.raises(RefusedError, match="GPU 1 of claim default/a takes no container now"):
+        books.claimed(claim("a", 1), both[:1])
 
 
 def test_the_first_strategy_is_that_of_gpus_that_are_not_named() -> None:

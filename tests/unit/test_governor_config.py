@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from governor import cli
 from governor.config import (
+    EFFECTS,
+    FILE_LIMIT,
     MIB,
     SCHEMA_FILE,
     Config,
     Defaults,
     Metrics,
     describe,
+    differences,
+    effect_of,
+    load_config,
+    option_schema,
     parse_config,
     parse_quantity,
     read_config,
+    show_value,
 )
 from governor.errors import ConfigError
 
@@ -43,7 +52,7 @@ def test_schema_and_dataclass_have_the_same_options() -> None:
     assert set(OPTIONS["metrics"]["properties"]) == names(Metrics)
 
 
-@pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults", "metrics"}))
+@pytest.mark.parametrize("option", sorted(set(OPTIONS) - {"defaults", "metrics", "web"}))
 def test_every_default_is_one_that_the_file_may_say(option: str) -> None:
     value = getattr(Config(), option)
     assert getattr(parse_config(json.dumps({option: value})), option) == value
@@ -128,7 +137,7 @@ def test_a_wrong_file_is_one_line_that_names_the_option(text: str, names_: str) 
         ),
         (
             "weather: fine",
-            "node.yaml: weather is no option; docs/reference/configuration.md lists the options",
+            "node.yaml: weather is no option; tidegate.yaml(5) lists the options",
         ),
         (
             "memory_reserve: 1G",
@@ -219,3 +228,179 @@ def test_a_wrong_strategy_is_an_error_that_names_it(text: str, named: str) -> No
     with pytest.raises(ConfigError) as caught:
         parse_config(text)
     assert named in line(caught.value)
+
+
+# ---- several files ----
+
+
+def put(directory: Path, **texts: str) -> Path:
+    """Write config.yaml, where it is given, and drop-ins by their names; return where config.yaml is."""
+    (directory / "config.d").mkdir(exist_ok=True)
+    for name, text in texts.items():
+        path = directory / "config.yaml" if name == "main" else directory / "config.d" / name
+        path.write_text(text)
+    return directory / "config.yaml"
+
+
+def test_drop_ins_have_the_last_word_in_the_order_of_their_names(tmp_path: Path) -> None:
+    main = put(tmp_path, **{
+        "main": "placement: pack\ndefaults: {memory: 4Gi, compute: 5}\nstrategies: [timeslice, mps]\n",
+        "20-b.yaml": "placement: topology\ndefaults: {compute: 7}\n",
+        "10-a.yaml": "placement: spread\ndefaults: {compute: 6, compute_limit: 50}\nstrategies: [mps]\n",
+        "30-empty.yaml": "# nothing\n",
+        ".hidden.yaml": "placement: pack\n",
+        "40-other.yml": "placement: pack\n",
+        "50-old.yaml~": "placement: pack\n",
+    })  # fmt: skip
+    loaded = load_config(main)
+    assert loaded.config == Config(
+        placement="topology", defaults=Defaults(4 << 30, 7, 50), strategies=("mps",)
+    )
+    assert [Path(file).name for file in loaded.files] == [
+        "config.yaml", "10-a.yaml", "20-b.yaml", "30-empty.yaml"
+    ]  # fmt: skip
+    named = {option: Path(file).name for option, file in loaded.origins.items()}
+    assert named == {
+        "placement": "20-b.yaml",
+        "defaults.memory": "config.yaml",
+        "defaults.compute": "20-b.yaml",
+        "defaults.compute_limit": "10-a.yaml",
+        "strategies": "10-a.yaml",
+    }
+
+
+def test_drop_ins_need_no_other_file_and_a_file_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, **{"a.yaml": "placement: pack\n"})
+    monkeypatch.setattr("governor.config.PATH", tmp_path / "config.yaml")
+    assert read_config().placement == "pack"
+    (tmp_path / "node.yaml").write_text("quantum_ms: 2\n")
+    assert read_config(tmp_path / "node.yaml") == Config(quantum_ms=2)
+    (tmp_path / "node.d").mkdir()
+    (tmp_path / "node.d/x.yaml").write_text("spin_us: 1\n")
+    assert read_config(tmp_path / "node.yaml") == Config(quantum_ms=2, spin_us=1)
+
+
+def test_what_is_wrong_is_said_of_the_file_that_says_it(tmp_path: Path) -> None:
+    main = put(tmp_path, **{"main": "placement: pack\n", "x.yaml": "placemnt: pack\n"})
+    with pytest.raises(ConfigError) as caught:
+        load_config(main)
+    assert line(caught.value) == (
+        f"{tmp_path}/config.d/x.yaml: placemnt is no option; did you mean placement?"
+    )
+    # Each file is right by itself.
+    put(
+        tmp_path,
+        **{"x.yaml": "gpus: {0: {strategy: mps}}\n", "y.yaml": "strategies: [timeslice]\n"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(main)
+    assert line(caught.value).startswith(f"{tmp_path}/config.d/x.yaml: gpus.0.strategy is mps,")
+    put(tmp_path, **{"y.yaml": "strategies: [timeslice, mps]\n"})
+    assert load_config(main).config.strategy_of(0, "x") == "mps"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("placement: pack\nplacement: spread\n", "line 2: placement is given twice"),
+        ("defaults: {compute: 1, compute: 2}", "line 1: compute is given twice"),
+        ("gpus: {0: {strategy: mps}, '0': {strategy: mps}}", "line 1: 0 is given twice"),
+        ("a: &a [x]\nplacement: *a\n", "line 2: an alias is not accepted"),
+        ("[" * 100_000, "not YAML"),
+        ("placement: !!timestamp x", "not YAML"),
+        ("placement: !!int ''", "not YAML"),
+        ("placement: 2001-99-99", "not YAML"),
+        ("quantum_ms: " + "9" * 5000, "not YAML"),
+        ("spin_us: 0x" + "f" * 5000, "digits"),
+        ("spin_us: 1" + ":59" * 5000, "digits"),
+    ],
+)
+def test_yaml_that_would_do_harm_or_say_two_things_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "node.yaml")
+    assert says in line(caught.value)
+
+
+def test_aliases_of_aliases_take_neither_time_nor_memory() -> None:
+    levels = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(40))
+    with pytest.raises(ConfigError, match="an alias is not accepted"):
+        parse_config(f"a0: &a0 [x]\n{levels}placement: *a40\n")
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    fifo = tmp_path / "config.yaml"
+    os.mkfifo(fifo)
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"#" * (FILE_LIMIT + 1))
+    for path, says in (
+        (fifo, "no regular file"),
+        (large, "more than 64 KiB"),
+        (Path("/dev/zero"), "no regular"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            read_config(path)
+
+
+def test_every_option_says_when_a_new_value_counts() -> None:
+    assert {effect_of(option) for option in OPTIONS} == set(EFFECTS)
+    assert {option for option in OPTIONS if effect_of(option) == "now"} == {
+        "inflight_us", "idle_release_us", "hold_launches", "on_violation", "mps_fault_s"
+    }  # fmt: skip
+    assert effect_of("defaults.memory") == "next"
+    assert effect_of("runtime_dir") == "restart"
+
+
+def test_differences_name_inner_options_and_show_values_as_written() -> None:
+    new = parse_config(
+        "placement: pack\ndefaults: {memory: 1536Mi}\nmemory_reserve: 1Gi\ngpus: {0: {strategy: timeslice}}"
+    )
+    found = differences(Config(), new)
+    shown = {o: tuple(show_value(o, v) for v in values) for o, values in found.items()}
+    assert shown == {
+        "memory_reserve": ("512Mi", "1Gi"),
+        "placement": ("spread", "pack"),
+        "gpus": ("{}", '{"0": {"strategy": "timeslice"}}'),
+        "defaults.memory": ("none", "1536Mi"),
+    }
+    assert option_schema("defaults.memory")["description"]
+    assert differences(new, new) == {}
+
+
+def test_check_takes_a_drop_in_together_with_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = put(tmp_path, **{
+        "main": "strategies: [timeslice, mps]\n", "x.yaml": "gpus: {0: {strategy: mps}}\n"
+    })  # fmt: skip
+    drop_in = tmp_path / "config.d/x.yaml"
+    for file in (main, drop_in):
+        assert cli.main(["check", str(file)]) == 0
+        assert capsys.readouterr().out == f"{main}, {drop_in}: accepted\n"
+    drop_in.write_text("gpus: {0: {strategy: none}}\n")
+    assert cli.main(["check", str(main)]) == 78
+    assert capsys.readouterr().err.startswith(
+        f"tidegate: {drop_in}: gpus.0.strategy: 'none' is not one"
+    )
+    draft = tmp_path / "config.d/x.yaml.new"
+    draft.write_text("placement: pack\n")
+    assert cli.main(["check", str(draft)]) == 0
+    assert capsys.readouterr().out == f"{draft}: accepted\n"
+
+
+def test_check_takes_a_file_as_it_is_called_where_one_stands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = put(tmp_path, **{"main": "quantum_ms: 5\n", "x.yaml": "placement: pack\n"})
+    monkeypatch.chdir(tmp_path / "config.d")
+    for name in ("x.yaml", "./x.yaml"):
+        assert cli.main(["check", name]) == 0
+        assert capsys.readouterr().out == f"{main}, {tmp_path}/config.d/x.yaml: accepted\n"
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.yaml", "config.d/x.yaml"):
+        assert cli.main(["check", name]) == 0
+        assert "x.yaml: accepted\n" in capsys.readouterr().out
+    for name, why in ((".", "Is a directory"), ("/", "Is a directory"), ("/none", "No such file")):
+        assert cli.main(["check", name]) == 78
+        assert capsys.readouterr().err.startswith(f"tidegate: {name}: {why}")

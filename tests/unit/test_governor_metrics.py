@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gzip
-import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -19,111 +17,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics
-from prometheus_client.parser import text_string_to_metric_families
 
-from governor.arbiter import Runner, Stats, load_library
-from governor.books import Books, Device
+from governor.arbiter import Stats
 from governor.config import Config, Metrics, parse_config
 from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time
 from governor.errors import ConfigError, GovernorError
-from governor.metrics import HEAD_LIMIT, METRICS, MOST_CONNECTIONS, Endpoint, collect, listening
+from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS
+from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, Endpoint, collect, listening
 from governor.mps import Mps, Tools
-from governor.server import Server
 from governor.violations import Episode
 from libcontrol import layout, pages
 from tests.conftest import lack
+from tests.unit.governor_world import GIB, SCRAPE, UUID, Samples, World, until
 from tools import metrics_reference
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 S = 1_000_000_000
-UUID = "GPU-00000000-0000-0000-0000-000000000001"
-ADMIT = {"v": 1, "op": "admit", "bundle": "/bundle", "identity": {}}
-SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\n"
-
-REGISTER = """
-import socket, sys
-s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-s.connect(sys.argv[1])
-s.send(b"r")
-socket.recv_fds(s, 4, 1)
-print("there", flush=True)
-sys.stdin.read()
-"""
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def spawn(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-class World:
-    """A server with the real arbiter, and its metrics at a socket."""
-
-    def __init__(self, directory: Path, library: Path) -> None:
-        self.config = Config(
-            runtime_dir=str(directory), library_dir=str(library), metrics=Metrics("unix")
-        )
-        self.runner = Runner(load_library(library), self.config)
-        devices = [Device(0, UUID, 'a "GPU" \\ of ours', 16 * GIB)]
-        self.server = Server(self.config, Books(devices, self.config), {UUID: self.runner})
-        self.path = directory / "metrics.sock"
-        self.children: list[subprocess.Popen[str]] = []
-
-    async def admit(self, name: str, memory: str = "4Gi", compute: str = "40") -> Container:
-        child = spawn("sleep", "60")
-        self.children.append(child)
-        request = {
-            **ADMIT,
-            "id": name,
-            "pid": child.pid,
-            "annotations": {"tidegate.gpu/memory": memory, "tidegate.gpu/compute": compute},
-        }
-        pending: list[Container] = []
-        line = json.dumps(request).encode()
-        answer = await self.server._answer(line, [os.pidfd_open(child.pid)], pending)
-        if not answer["ok"]:
-            raise LookupError(answer["error"]["code"])
-        return pending[0]
-
-    async def join(self, container: Container) -> subprocess.Popen[str]:
-        child = spawn(sys.executable, "-c", REGISTER, str(container.directory / "governor.sock"))
-        self.children.append(child)
-        assert child.stdout
-        assert await asyncio.to_thread(child.stdout.readline) == "there\n"
-        return child
-
-    async def raw(self, data: bytes, *, path: Path | None = None) -> bytes:
-        """What comes back until the connection ends."""
-        reader, writer = await asyncio.open_unix_connection(str(path or self.path))
-        with contextlib.suppress(ConnectionError):
-            writer.write(data)
-            await writer.drain()
-        try:
-            return await reader.read()
-        except ConnectionError:
-            return b""
-        finally:
-            writer.close()
-
-    async def scrape(self) -> Samples:
-        head, _, body = (await self.raw(SCRAPE + b"\r\n")).partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-        return {
-            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-            for family in text_string_to_metric_families(body.decode())
-            for sample in family.samples
-        }
-
-    def close(self) -> None:
-        for container in list(self.server.containers.values()):
-            self.server._end(container, "test")
-        for child in self.children:
-            child.kill()
-            child.communicate()
-        self.runner.close()
-
 
 Scene = Callable[[World], Awaitable[None]]
 
@@ -156,6 +66,8 @@ def play(
 
 
 def of(samples: Samples, name: str, /, **labels: str) -> float:
+    if "container" in labels:
+        labels = {**dict.fromkeys(WHOSE, ""), **labels}
     return samples["tidegate_" + name, tuple(sorted(labels.items()))]
 
 
@@ -163,13 +75,6 @@ def write(container: Container, slot: int, **values: int) -> None:
     base = layout.ledger_device(slot, 0)
     for name, value in values.items():
         pages.write(container.ledger, base, "ledger_device", name, value)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
 
 
 def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
@@ -236,7 +141,8 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(lost, "gpu_memory_grantable_bytes", **gpu) == 0
         assert of(lost, "gpu_time_grantable_ratio", **gpu) == 0
         # Each metric that is described is there, and no other.
-        assert {name for name, _ in found} == {metric.shown for metric in METRICS}
+        shown = {metric.shown for metric in METRICS if metric not in CLAIM_METRICS}
+        assert {name for name, _ in found} == shown
 
     play(scene)
 
@@ -358,8 +264,16 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
         (b"\r\n\r\n", b"400"),
         (b"GET /metrics\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/2.0\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/1.1\nHost:evil\r\n\r\n", b"400"),  # two lines to a proxy
         (b"\xff\x00 \xfe \xfd\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 120 + b"\r\n", b"400"),
+        (
+            b"GET /metrics HTTP/1.1\r\nContent-Type: multipart/x; boundary*"
+            + b"1" * 5000
+            + b"=x\r\n\r\n",
+            b"400",
+        ),
+        (b"GET /metrics HTTP/1.1\r\nContent-Type: multipart/x; boundary*=\0''x\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/1.1\r\nA: " + b"b" * 2 * HEAD_LIMIT + b"\r\n\r\n", b"431"),
         (b"b" * 4 * HEAD_LIMIT, b"431"),
     ],
@@ -378,7 +292,7 @@ def test_what_is_no_scrape_is_refused(
 def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("governor.metrics.REQUEST_S", 1.0)
+    monkeypatch.setattr("governor.httpd.REQUEST_S", 1.0)
 
     async def scene(world: World) -> None:
         silent = [
@@ -422,7 +336,7 @@ def test_connections_without_end_are_few(play: Callable[[Scene], None]) -> None:
 def test_a_client_that_does_not_read_is_sent_away(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("governor.metrics.REQUEST_S", 1.0)
+    monkeypatch.setattr("governor.httpd.REQUEST_S", 3.0)
 
     async def scene(world: World) -> None:
         for i in range(30):
@@ -433,7 +347,7 @@ def test_a_client_that_does_not_read_is_sent_away(
             client.connect(str(world.path))
             client.sendall(SCRAPE + b"\r\n")
             assert len(await world.scrape()) > 30 * len(METRICS) // 2
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(3.5)
             client.settimeout(20)
             got = b""
             with contextlib.suppress(ConnectionError):
@@ -492,6 +406,19 @@ def test_a_port_of_this_machine(tmp_path: Path, family: socket.AddressFamily) ->
         assert listener.getsockname()[:2] == (host, port)
 
 
+def test_a_port_that_the_sandbox_forbids_is_told_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(_: str) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+
+    monkeypatch.setattr("governor.httpd._bind_address", forbid)
+    config = Config(runtime_dir=str(tmp_path), metrics=Metrics("127.0.0.1:9464"))
+    with pytest.raises(GovernorError) as caught, listening(config):
+        pass
+    assert caught.value.hint.startswith("say unix, or let the unit open a port: ")
+
+
 @pytest.mark.parametrize(
     ("listen", "means"),
     [
@@ -542,5 +469,10 @@ def test_names_follow_the_conventions() -> None:
             "version",
             "name",
             "strategy",
+            "namespace",
+            "pod",
+            "claim",
+            "uid",
+            "share",
         }
     assert len({metric.name for metric in METRICS}) == len(METRICS)

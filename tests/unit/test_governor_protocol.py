@@ -50,6 +50,15 @@ RESERVE = {
     "annotations": ADMIT["annotations"],
     "identity": {},
 }
+SHARE = {"name": "gpu/0", "device": UUID, "memory": 4 * GIB, "compute": 60}
+CLAIM: dict[str, Any] = {
+    "v": 1,
+    "op": "claim",
+    "uid": "4c6e3a1e-9d2b-4bd3-8f0a-0d5b3b1c2a77",
+    "namespace": "default",
+    "name": "train",
+    "shares": [SHARE],
+}
 VALIDATOR = jsonschema.Draft202012Validator(json.loads(SCHEMA_FILE.read_text()))
 
 
@@ -191,7 +200,14 @@ def listed(governor: Governor) -> list[str]:
         {"v": 1, "op": "confirm"},
         {"v": 1, "op": "list"},
         {"v": 1, "op": "gpus"},
+        {"v": 1, "op": "config"},
+        {"v": 1, "op": "reload"},
         {"v": 1, "op": "ping"},
+        {**ADMIT, "claims": [{"uid": "a-b", "shares": ["gpu/0"]}]},
+        CLAIM,
+        {**CLAIM, "shares": [{**SHARE, "compute_limit": 100, "strategy": "mps"}] * 64},
+        {"v": 1, "op": "unclaim", "uid": "a"},
+        {"v": 1, "op": "claims"},
         {"v": 1, "op": "release", "id": "x" * 1024},
         {"v": 1, "op": "set", "id": "one", "compute": 100},
         {"v": 1, "op": "set", "id": "one", "memory": 1, "compute": 1, "compute_limit": 1},
@@ -212,6 +228,7 @@ BAD: list[Any] = [
     {"v": 1, "op": "stop"},
     {"v": 1, "op": "ping", "more": 1},
     {"v": 1, "op": "gpus", "id": "one"},
+    {"v": 1, "op": "reload", "file": "/etc/passwd"},
     {"v": 1, "op": "release"},
     {"v": 1, "op": "release", "id": ""},
     {"v": 1, "op": "release", "id": 1},
@@ -238,6 +255,26 @@ BAD: list[Any] = [
     {**RESERVE, "id": "one"},
     {**RESERVE, "replaces": "x" * 65},
     {"v": 1, "op": "reserve"},
+    {**RESERVE, "claims": []},
+    *({k: v for k, v in CLAIM.items() if k != name} for name in CLAIM if name not in ("v", "op")),
+    *({**CLAIM, "uid": uid} for uid in ("", "-a", "a/b", "a b", "a\n", "x" * 65, 1)),
+    *({**CLAIM, "name": name} for name in ("", "A", "a\n", "x" * 254)),
+    *({**CLAIM, "shares": shares} for shares in ([], [SHARE] * 65, {}, None)),
+    *(
+        {**CLAIM, "shares": [{**SHARE, name: value}]}
+        for name, value in (
+            *(("name", "a b"), ("name", ""), ("device", "x" * 65), ("device", "GPU\n")),
+            *(("memory", 0), ("memory", 1 << 60), ("compute", 0), ("compute", 101)),
+            *(("compute", 1.5), ("compute_limit", 0), ("strategy", "passthrough"), ("more", 1)),
+        )
+    ),
+    {"v": 1, "op": "unclaim"},
+    {"v": 1, "op": "unclaim", "uid": ""},
+    {"v": 1, "op": "unclaim", "uid": "a", "namespace": "b"},
+    {"v": 1, "op": "claims", "uid": "a"},
+    {**ADMIT, "claims": [{"uid": "a", "shares": []}]},
+    {**ADMIT, "claims": [{"uid": "a", "shares": ["a"], "memory": 1}]},
+    {**ADMIT, "claims": {"uid": "a", "shares": ["a"]}},
 ]
 
 
@@ -716,6 +753,9 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
         assert client.ask({"v": 1, "op": "gpus"}) == {
             "ok": True,
             "placement": "spread",
+            "driver": None,
+            "cuda": None,
+            "context_memory": 520 << 20,
             "gpus": [
                 {
                     "index": 0,
@@ -725,9 +765,11 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
                     "memory_left": 12 * GIB - GIB // 2,
                     "compute_left": 40,
                     "containers": 1,
+                    "claims": 0,
                     "strategy": "timeslice",
                     "mps": None,
                     "numa_node": None,
+                    "pci": None,
                     "lost": None,
                     "closed": None,
                     "routes": [],

@@ -133,14 +133,13 @@ class World:
     ) -> Container:
         container = Container(
             identifier=name,
-            pidfd=os.pidfd_open(os.getpid()),
-            pid=pid or os.getpid(),
+            pidfd=os.pidfd_open(pid or os.getpid()),
             quota=Quota(8 * GIB, limit // 2, limit),
             devices=(self.device,),
             runners={UUID: self.runner},
             config=Config(runtime_dir=str(self.directory)),
         )
-        await container.listen(lambda _: None)
+        await container.listen(lambda *_: None)
         self.server.containers[container.key] = container
         return container
 
@@ -591,7 +590,7 @@ def test_one_process_does_not_pay_with_the_books_of_another(play: Play) -> None:
         look_once(container, {one.pid: 150 * MIB, two.pid: 20 * MIB, 1: 999 * MIB})
         assert read(container, "memory_overhead") == 50 * MIB
         assert read(container, "memory_used") == 250 * MIB
-        assert container.describe()["devices"][0]["memory_used"] == 250 * MIB
+        assert container.describe()[0]["devices"][0]["memory_used"] == 250 * MIB
 
     play(scene)
 

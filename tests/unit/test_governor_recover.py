@@ -44,7 +44,7 @@ from governor.processes import (
     start_time,
 )
 from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open_grant
-from governor.server import Server
+from governor.server import Pending, Server
 from governor.state import NAME, State
 from libcontrol import layout, pages
 from tests.conftest import lack
@@ -173,14 +173,14 @@ class World:
             first = Child(Path("/"))
             self.children.append(first)
         request = {
-            "id": name, "pid": first.pid,
+            "id": name, "pid": first.pid, "bundle": f"/bundles/{name}", "identity": {"pod": f"pod-{name}"},
             "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"},
         }  # fmt: skip
-        pending: list[Container] = []
+        pending: list[Pending] = []
         await self.server._admit(request, [os.pidfd_open(first.pid)], pending)
         if confirm:
             self.server._confirm(pending)
-        return pending[0]
+        return pending[0][0]
 
     def first(self, container: Container) -> Child:
         return next(child for child in self.children if child.pid == container.pid)
@@ -335,7 +335,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
         world.children.append(first)
         groups("", first.pid)
         container = await world.admit(first=first)
-        own = container.membership
+        own = container.members[0].membership
         groups("init.scope", first.pid)
         child = world.child(container)
         groups("system.slice", child.pid)
@@ -348,7 +348,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
             state.close()
         await world.start()
         again = world.one()
-        assert again.membership == own
+        assert again.members[0].membership == own
         assert world.state.containers[again.key].membership == own
         # One that `exec` started, one that the runtime's parent did, and one of another container.
         executed, outer, other = (world.child(again) for _ in range(3))
@@ -374,7 +374,7 @@ def test_a_container_without_a_control_group_of_its_own_is_said(
             await world.restart()
         said = [one for one in logs if one["event"] == "membership-unknown"]
         assert [(one["container"], one["log_level"]) for one in said] == [("one", "warning")] * 2
-        told = {one.identifier: one.describe() for one in world.server.containers.values()}
+        told = {one.identifier: one.describe()[0] for one in world.server.containers.values()}
         assert {name: one["control_group"] for name, one in told.items()} == {
             "one": False, "two": True
         }  # fmt: skip

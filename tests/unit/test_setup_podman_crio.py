@@ -62,7 +62,7 @@ def test_podman_gets_the_files_of_the_package(root, capsys):
     assert setup(root, "podman") == 0
     for path in (PACKAGING / "hooks.d").iterdir():
         assert text(root, f"{HOOKS}/{path.name}") == path.read_text()
-    assert "nothing to restart" in capsys.readouterr().out
+    assert "to do: nothing: Podman reads hooks" in capsys.readouterr().out
     second = snapshot(root)
     assert setup(root, "podman") == 0
     assert "nothing to do" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""Claims: shares of GPUs that a cluster's scheduler has given a pod, as the node's driver told us.
+
+A claim is booked when it is told and until it is taken back, whether a container uses it or not.
+Containers that use the same shares, one after the other or at the same time, have one quota
+together. Pure: no file, no clock, no driver.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from governor.books import MIB, Quota
+from governor.errors import RefusedError, RequestError
+from libcontrol.layout import N_DEVICES
+
+EQUAL = "a container has the same quota on each of its GPUs"
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of one GPU, by its UUID."""
+
+    name: str
+    device: str
+    quota: Quota
+    strategy: str = "auto"
+
+    @property
+    def request(self) -> str:
+        """What of the claim it was allocated for: `gpu` of `gpu/0`."""
+        return self.name.rpartition("/")[0] or self.name
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim with its shares, by their names; `leaving` from when it was taken back."""
+
+    uid: str
+    namespace: str
+    name: str
+    shares: tuple[Share, ...]
+    leaving: bool = False
+
+    def __str__(self) -> str:
+        return f"claim {self.namespace}/{self.name}"
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as `parse_claim` takes it."""
+        return {
+            "uid": self.uid,
+            "namespace": self.namespace,
+            "name": self.name,
+            "shares": [
+                {
+                    "name": share.name,
+                    "device": share.device,
+                    "memory": share.quota.memory,
+                    "compute": share.quota.compute,
+                    "compute_limit": share.quota.compute_limit,
+                    "strategy": share.strategy,
+                }
+                for share in self.shares
+            ],
+        }
+
+    def same(self, other: Claim) -> bool:
+        """Return whether two say the same; whether one is leaving is another matter."""
+        return replace(self, leaving=False) == replace(other, leaving=False)
+
+
+def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
+    """Return the claim of a request that the schema has let through; RequestError where it is none.
+
+    The order of its shares says nothing.
+    """
+    shares = [
+        Share(
+            one["name"],
+            one["device"],
+            Quota(one["memory"], one["compute"], one.get("compute_limit", one["compute"])),
+            one.get("strategy", "auto"),
+        )
+        for one in document["shares"]
+    ]
+    shares.sort(key=lambda share: share.name)
+    claim = Claim(document["uid"], document["namespace"], document["name"], tuple(shares), leaving)
+    names = [share.name for share in shares]
+    if len(set(names)) != len(names):
+        raise RequestError(f"{claim} has two shares of one name", hint="name each differently")
+    for share in shares:
+        if share.quota.compute_limit < share.quota.compute:
+            raise RequestError(
+                f"{claim}, share {share.name}: the limit of {share.quota.compute_limit} % is below"
+                f" the guarantee of {share.quota.compute} %",
+                hint="raise the limit or lower the guarantee",
+            )
+    return claim
+
+
+def check_claim(claim: Claim) -> None:
+    """Refuse what no container could use: a request's shares go to a container together."""
+    for request in dict.fromkeys(share.request for share in claim.shares):
+        merge([(claim, share) for share in claim.shares if share.request == request])
+
+
+def merge(shares: Sequence[tuple[Claim, Share]]) -> dict[str, Quota]:
+    """Return the quota on each GPU, by its UUID, of a container that has these shares.
+
+    Several of one GPU are added up. RefusedError where the GPUs' are not equal.
+    """
+    quotas: dict[str, Quota] = {}
+    for _, share in shares:
+        before = quotas.get(share.device, Quota(0, 0, 0))
+        quotas[share.device] = Quota(
+            before.memory + share.quota.memory,
+            before.compute + share.quota.compute,
+            min(100, before.compute_limit + share.quota.compute_limit),
+        )
+    if len(quotas) > N_DEVICES:
+        raise RefusedError(
+            f"{_name(shares)} has {len(quotas)} GPUs, a container may have {N_DEVICES}",
+            hint=f"ask for {N_DEVICES} at most",
+        )
+    if len(set(quotas.values())) > 1:
+        found = ", ".join(f"{_words(quota)} of {uuid}" for uuid, quota in quotas.items())
+        raise RefusedError(
+            f"{_name(shares)} has {found}: {EQUAL}",
+            hint="ask for the same on each GPU, on another GPU each (distinctAttribute), or give"
+            " each container one request",
+        )
+    if len(quotas) > 1 and any(share.strategy == "mps" for _, share in shares):
+        raise RefusedError(
+            f"{_name(shares)} has {len(quotas)} GPUs by mps, a client of MPS has one",
+            hint="ask for one GPU, or for timeslice",
+        )
+    return quotas
+
+
+def _name(shares: Iterable[tuple[Claim, Share]]) -> str:
+    return " with ".join(dict.fromkeys(str(claim) for claim, _ in shares))
+
+
+def _words(quota: Quota) -> str:
+    limit = "" if quota.compute_limit == quota.compute else f" (at most {quota.compute_limit} %)"
+    return f"{quota.memory // MIB} MiB and {quota.compute} %{limit}"
+
+
+Use = tuple[str, str]
+"""A share that a container uses: its claim's uid, and its name."""
+
+
+def uses_key(uses: Iterable[Use]) -> str:
+    """Return the name of the directory of the containers that use these shares.
+
+    No container's id leads to the same: none has a NUL in it.
+    """
+    text = "\0".join(("claims", *sorted(f"{uid}/{name}" for uid, name in uses)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,211 @@
+"""What containers had of their GPUs over the last 15 minutes, a step of five seconds at a time.
+
+Pure: no clock, no container, no file. Whoever looks says when and what; between two looks a rate is
+taken for even. Memory is bounded: a container takes 5 KiB a GPU, and no more than `MOST_SERIES` are
+kept, whichever ended first going first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+STEP_S = 5
+STEP_NS = STEP_S * 1_000_000_000
+STEPS = 180
+MOST_SERIES = 1024
+"""Of containers times GPUs, those that ended within the time included."""
+
+PART = 100
+"""So many make a percent."""
+
+COLUMNS = {
+    "used": "H",
+    "lent": "H",
+    "guarantee": "B",
+    "limit": "B",
+    "memory": "Q",
+    "memory_limit": "Q",
+    "refused": "I",
+}
+"""What is kept of each step, and as what: parts of a percent, percent, bytes, counts."""
+PARTS = ("used", "lent")
+
+
+@dataclass(frozen=True)
+class Use:
+    """A container on a GPU, at a look. Times and refusals are counted from its begin."""
+
+    key: str
+    container: str
+    name: str
+    gpu: str
+    charged_ns: int
+    lent_ns: int
+    guarantee: int
+    limit: int
+    memory: int
+    memory_limit: int
+    refused: int
+
+
+@dataclass
+class _Series:
+    """What is known of a container on a GPU, by step; the place of a step is `step % STEPS`."""
+
+    number: int
+    use: Use
+    first: int
+    last: int
+    ended: bool = False
+    values: dict[str, array[int]] = field(
+        default_factory=lambda: {name: array(kind, [0]) * STEPS for name, kind in COLUMNS.items()}
+    )
+
+    def write(self, steps: range, row: Mapping[str, int]) -> None:
+        """Write the same row for some steps."""
+        for name, value in row.items():
+            column = self.values[name]
+            most = (1 << 8 * column.itemsize) - 1
+            for step in steps:
+                column[step % STEPS] = min(max(0, value), most)
+        self.last = steps[-1]
+
+    def cut(self, since: int, last: int) -> tuple[int, dict[str, array[int]]]:
+        """Return the first step behind `since` that there is, and the values from there on."""
+        begin = max(self.first, since + 1, last - STEPS + 1)
+        first, behind = begin % STEPS, (self.last + 1) % STEPS
+        if begin > self.last:
+            return begin, {name: array(kind) for name, kind in COLUMNS.items()}
+        return begin, {
+            name: column[first:behind] if first < behind else column[first:] + column[:behind]
+            for name, column in self.values.items()
+        }
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A part of the history: plain values in it are no longer the history's own."""
+
+    last: int
+    left_out: int
+    series: list[tuple[dict[str, Any], dict[str, array[int]]]]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the series as plain values: shares in percent, memory in bytes."""
+        return [
+            {
+                **about,
+                **{
+                    name: [value / PART for value in column] if name in PARTS else column.tolist()
+                    for name, column in columns.items()
+                },
+            }
+            for about, columns in self.series
+        ]
+
+
+class History:
+    """Of one governor, from its start at `start_ns`; steps are counted from there, from 0."""
+
+    def __init__(self, start_ns: int) -> None:
+        self._start_ns = start_ns
+        self._looked_ns = start_ns
+        self.last = -1
+        """The last step that is over and was looked at."""
+        self.left_out = 0
+        """Containers, times GPUs, that are there and for which there is no room."""
+        self._numbers = 0
+        self._here: dict[Hashable, _Series] = {}
+        self._ended: list[_Series] = []
+        self._parted: list[tuple[Hashable, Use]] = []
+
+    def due_ns(self) -> int:
+        """Return when the step under way ends."""
+        return self._start_ns + (self.last + 2) * STEP_NS
+
+    def part(self, who: Hashable, use: Use) -> None:
+        """Take in what somebody had at the end; what he did since the last look is not lost."""
+        if len(self._parted) < MOST_SERIES:
+            self._parted.append((who, use))
+
+    def look(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
+        """Take in what everybody has had by now. Who is known and not named has ended."""
+        last = (now_ns - self._start_ns) // STEP_NS - 1
+        if last <= self.last:
+            return
+        steps = range(max(self.last + 1, last - STEPS + 1), last + 1)
+        passed = max(1, now_ns - self._looked_ns)
+        self.last, self._looked_ns, self.left_out = last, now_ns, 0
+        # Those that ended last, or the room for them would be taken from those that are here.
+        here = dict(uses)
+        for who, use in here.items():
+            self._write(who, use, steps, passed)
+        parted, self._parted = self._parted, []
+        for who, use in parted:
+            if who not in here:
+                self._write(who, use, steps, passed)
+        for who in self._here.keys() - here.keys():
+            series = self._here.pop(who)
+            series.ended = True
+            self._ended.append(series)
+        self._ended = [one for one in self._ended if one.last > last - STEPS]
+
+    def _write(self, who: Hashable, use: Use, steps: range, passed_ns: int) -> None:
+        series = self._here.get(who)
+        before = series.use if series is not None else None
+        if series is None:
+            if len(self._here) + len(self._ended) >= MOST_SERIES:
+                if not self._ended:
+                    self.left_out += 1
+                    return
+                self._ended.pop(0)
+            self._numbers += 1
+            # Its counters began with it, somewhere in the last of these steps.
+            last = steps[-1]
+            series = self._here[who] = _Series(self._numbers, use, last, last)
+            passed_ns = min(passed_ns, STEP_NS)
+            steps = steps[-1:]
+        series.use = use
+        charged = use.charged_ns - (before.charged_ns if before else 0)
+        booked = use.lent_ns - (before.lent_ns if before else 0)
+        used = 100 * PART * charged // passed_ns
+        lent = 100 * PART * booked // passed_ns
+        if use.limit == 100:
+            # Who is alone may have the GPU without an end in sight, and nothing of that is booked
+            # as lent: he keeps it from nobody. What is beyond his guarantee is lent all the same.
+            lent = max(lent, used - use.guarantee * PART)
+        series.write(
+            steps,
+            {
+                "used": used,
+                "lent": min(lent, used),
+                "guarantee": use.guarantee,
+                "limit": use.limit,
+                "memory": use.memory,
+                "memory_limit": use.memory_limit,
+                "refused": 0,
+            },
+        )
+        # They cannot be spread, so they were all in the last step.
+        refused = use.refused - (before.refused if before else 0)
+        series.write(steps[-1:], {"refused": refused})
+
+    def cut(self, since: int) -> Cut:
+        """Return what there is behind the step `since`: of each container, if only its name."""
+        series = []
+        for one in sorted([*self._here.values(), *self._ended], key=lambda one: one.number):
+            first, values = one.cut(since, self.last)
+            about = {
+                "series": one.number,
+                "key": one.use.key,
+                "id": one.use.container,
+                "name": one.use.name,
+                "gpu": one.use.gpu,
+                "first": first,
+                "ended": one.ended,
+            }
+            series.append((about, values))
+        return Cut(self.last, self.left_out, series)

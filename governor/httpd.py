@@ -1,0 +1,182 @@
+"""HTTP as far as the governor speaks it: GET, one request a connection, and where may be listened.
+
+There is neither a password nor TLS here, so nothing is served elsewhere than at a socket below
+`runtime_dir`, for root and its group, or at a loopback address, for all of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import http.client
+import io
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.message import Message
+from pathlib import Path
+from typing import TypeVar
+
+from governor.errors import GovernorError
+
+Result = TypeVar("Result")
+
+HEAD_LIMIT = 8 << 10
+REQUEST_S = 5.0
+"""From a connection to the end of its answer at most."""
+MOST_CONNECTIONS = 8
+
+CLOSE = "Connection: close\r\n"
+
+
+class Endpoint:
+    """Answers GET requests; what is no such request is refused. Subclasses say what is there.
+
+    No client can keep more than a connection for five seconds. Eight are answered, eight more hear
+    that these are too many, and others are closed at once.
+    """
+
+    where = ""
+    """What a refusal says of where something is, one line."""
+    headers = ""
+    """Of every answer, refusals too."""
+
+    def __init__(self, name: str) -> None:
+        self._connections = 0
+        self._executor = ThreadPoolExecutor(1, name)
+
+    async def answer(self, target: str, headers: Message) -> bytes:
+        """Return the answer to GET `target`: `content`, or `status`."""
+        raise NotImplementedError
+
+    def has(self, target: str) -> bool:
+        """Return whether something is at `target`."""
+        raise NotImplementedError
+
+    async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Do what takes long, and touches nothing of the governor's, beside its loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled."""
+        try:
+            server = await asyncio.start_server(self._connection, sock=listener, limit=HEAD_LIMIT)
+            async with server:
+                await server.serve_forever()
+        finally:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._connections > 2 * MOST_CONNECTIONS:
+                writer.transport.abort()
+                return
+            async with asyncio.timeout(REQUEST_S):
+                if self._connections > MOST_CONNECTIONS:
+                    answer = self.status("503 Service Unavailable")
+                else:
+                    answer = await self._answer(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(answer)
+                await writer.drain()
+                writer.write_eof()
+                # What it still sends is read, or closing would take the answer back (RST).
+                while await reader.read(HEAD_LIMIT):
+                    pass
+        except asyncio.LimitOverrunError:
+            writer.write(self.status("431 Request Header Fields Too Large"))
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
+            # Cancelled when the governor stops: asyncio of 3.11 makes noise about tasks that are.
+            writer.transport.abort()
+        finally:
+            self._connections -= 1
+            writer.close()
+
+    async def _answer(self, head: bytes) -> bytes:
+        line, _, rest = head.partition(b"\r\n")
+        words = line.decode("latin-1").split(" ")
+        if len(words) != 3 or words[2] not in ("HTTP/1.0", "HTTP/1.1"):
+            return self.status("400 Bad Request")
+        try:
+            headers = http.client.parse_headers(io.BytesIO(rest))
+        except (http.client.HTTPException, ValueError):
+            # Python takes a Content-Type apart by itself, and stumbles over what some say.
+            return self.status("400 Bad Request")
+        method, target, _ = words
+        if not self.has(target.partition("?")[0]):
+            return self.status("404 Not Found")
+        if method != "GET":
+            return self.status("405 Method Not Allowed", "Allow: GET\r\n")
+        return await self.answer(target, headers)
+
+    def status(self, status: str, more: str = "", *, why: str = "") -> bytes:
+        """Return an answer that is a status and one line, which says why or where something is."""
+        text = f"{status}; {why or self.where}"
+        return self.content(f"{text}\n".encode(), "text/plain", more, status=status)
+
+    def content(self, body: bytes, kind: str, more: str = "", *, status: str = "200 OK") -> bytes:
+        """Return a whole answer; `more` are headers of this one."""
+        head = (
+            f"HTTP/1.1 {status}\r\n{more}{self.headers}Content-Type: {kind}\r\n"
+            f"Content-Length: {len(body)}\r\n{CLOSE}\r\n"
+        )
+        return head.encode("latin-1") + body
+
+
+@contextlib.contextmanager
+def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket.socket | None]:
+    """Listen `where` an option says: off (None), unix (at `path`), or an address.
+
+    GovernorError when that cannot be; `what` and `option` are in its words.
+    """
+    if where == "off":
+        yield None
+        return
+    is_unix = where == "unix"
+    try:
+        listener = _bind_unix(path) if is_unix else _bind_address(where)
+    except OSError as e:
+        raise GovernorError(
+            f"{what} cannot be served at {path if is_unix else where}: {e.strerror}",
+            hint="say unix, or let the unit open a port: `systemctl cat tidegate-governor` says how"
+            if e.errno == errno.EAFNOSUPPORT
+            else f"choose another {option}",
+        ) from e
+    with listener:
+        listener.setblocking(False)
+        listener.listen()  # who comes before it is served waits, and is not refused
+        try:
+            yield listener
+        finally:
+            if is_unix:
+                path.unlink(missing_ok=True)
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    # One governor for a runtime_dir, so what is there is of one that died.
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o117)
+    try:
+        listener.bind(str(path))
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(before)
+    return listener
+
+
+def _bind_address(where: str) -> socket.socket:
+    host, _, port = where.rpartition(":")
+    host = host.strip("[]")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, int(port)))
+    except OSError:
+        listener.close()
+        raise
+    return listener

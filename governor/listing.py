@@ -1,0 +1,272 @@
+"""The containers of this node as `tidegate ps`, `top` and `inspect` show them.
+
+What the governor knows of each, with what its engine calls it; as rows of a table, and as the lines
+that say which violations last.
+"""
+
+from __future__ import annotations
+
+import time
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from governor.client import ask
+from governor.config import Config
+from governor.errors import RequestError
+from governor.names import Name, find_name
+
+MIB = 1 << 20
+SHORT = 12
+"""Of an id that is a digest is shown as much as engines show, or more where that is two's."""
+
+HEAD = (
+    *("CONTAINER", "NAME", "POD", "CLAIM", "GPU"),
+    *("MEMORY USED/LIMIT", "COMPUTE NOW/GUARANTEED/LIMIT", "WAITING", "STRATEGY", "STATE"),
+)
+ID, NAME, POD, CLAIM, STRATEGY = 0, 1, 2, 3, 8
+OPTIONAL = (NAME, POD, CLAIM)
+"""Columns that are left out where nobody has anything in them."""
+
+
+class Listing:
+    """Asks the governor, and remembers names: they do not change while a container runs."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._names: dict[str, Name] = {}
+
+    def containers(self) -> list[dict[str, Any]]:
+        """Return what the governor says of each, with `engine`, `name` and `pod`."""
+        answer: list[dict[str, Any]] = ask(self._config, "list")["containers"]
+        known, self._names = self._names, {}
+        for one in answer:
+            for device in one["devices"]:
+                # Of a governor from before these, until its restart.
+                for name in ("delivered", "lent", "waited", "waiting"):
+                    device.setdefault(name, None)
+            key = str(one["key"])
+            self._names[key] = known.get(key) or find_name(
+                str(one["id"]), str(one.get("bundle", "")), one.get("identity", {})
+            )
+            one.update(self._names[key]._asdict())
+        return answer
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """Return what the governor says of each GPU."""
+        answer: list[dict[str, Any]] = ask(self._config, "gpus")["gpus"]
+        return answer
+
+
+def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the container of that id, name or pod, or the only one whose id begins so."""
+    for one in containers:
+        if one["id"] == wanted:
+            return one
+    begins = [one for one in containers if wanted and str(one["id"]).startswith(wanted)]
+    named = [
+        one
+        for one in containers
+        if wanted and wanted in (one["name"], one["pod"], one["pod"].rpartition("/")[2])
+    ]
+    # A name is a tenant's to choose, and may be how another's id begins.
+    found = begins + [one for one in named if one not in begins]
+    if len(found) == 1:
+        return found[0]
+    how = "begin with" if not named else "are named" if not begins else "are named or begin with"
+    what = f"{len(found)} containers {how}" if found else "no container is named"
+    raise RequestError(f"{what} {wanted[:64]!r}", hint="tidegate ps lists them")
+
+
+def safe(text: object) -> str:
+    """Return foreign text so that a terminal only shows it."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
+def cell(text: object) -> str:
+    """Return foreign text for a line that is cut: each character is one column wide.
+
+    One that takes two would have lines wrap, and push what has to be seen off the screen.
+    """
+    return "".join(c if _is_narrow(c) else "?" for c in safe(text))
+
+
+def _is_narrow(char: str) -> bool:
+    return char.isascii() or (
+        unicodedata.east_asian_width(char) not in ("W", "F")
+        and unicodedata.category(char) not in ("Mn", "Me", "Mc")
+    )
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def table(containers: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
+    """Return the heads, and a line for each container and GPU.
+
+    Where that is wider than `width` columns go that can be done without, as far as it takes; of the
+    state, which comes last, no more than the head has to fit.
+    """
+    short = short_ids([str(one["id"]) for one in containers])
+    rows = [row for one in containers for row in _rows(one, short[str(one["id"])])]
+    left_out = {i for i in OPTIONAL if not any(row[i] for row in rows)}
+    # Who has a name or a pod can be told from others without his id.
+    dispensable = [STRATEGY, CLAIM, *_names(rows)]
+    while True:
+        shown = [[cell for i, cell in enumerate(row) if i not in left_out] for row in (HEAD, *rows)]
+        least = columns([[*row[:-1], row[-1][: len(HEAD[-1])]] for row in shown])
+        if width is None or max(map(len, least)) <= width or not dispensable:
+            return columns(shown)
+        left_out.add(dispensable.pop(0))
+
+
+def _names(rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Return which columns of names can go, so that each container keeps one of its own."""
+    for kept in (NAME, POD, ID):
+        names = {row[kept]: row[ID] for row in rows if row[kept]}
+        if len(names) == len({row[ID] for row in rows}) and all(row[kept] for row in rows):
+            return [i for i in (ID, POD, NAME) if i != kept]
+    return []
+
+
+def short_ids(ids: Sequence[str]) -> dict[str, str]:
+    """Return what is shown of each id: enough for `find`."""
+    short = {}
+    for one in ids:
+        length = SHORT if len(one) == 64 else 40
+        while length < len(one) and sum(other.startswith(one[:length]) for other in ids) > 1:
+            length += 1
+        short[one] = cell(one[:length])
+    return short
+
+
+def _rows(container: dict[str, Any], short: str) -> list[tuple[str, ...]]:
+    shares = f"{container['compute']}/{container['compute_limit']} %"
+    return [
+        (
+            short,
+            cell(container["name"]),
+            cell(container["pod"]),
+            claims_of(container),
+            str(device["index"]),
+            f"{_mebibytes(device['memory_used'])}/{_mebibytes(device['memory_limit'])} MiB",
+            f"{percent(device['delivered'])}/{shares}",
+            waiting(device),
+            str(container["strategy"]),
+            state(container, device["uuid"]),
+        )
+        for device in container["devices"]
+    ]
+
+
+CLAIMS_HEAD = (
+    *("CLAIM", "SHARE", "GPU", "MEMORY USED/LIMIT", "COMPUTE GUARANTEED/LIMIT", "STRATEGY"),
+    *("CONTAINERS", "STATE"),
+)
+
+
+def claims_table(claims: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the heads, and a line for each claim's share."""
+    rows = [
+        (
+            cell(f"{claim['namespace']}/{claim['name']}"),
+            cell(share["name"]),
+            "gone" if share["index"] is None else str(share["index"]),
+            f"{_mebibytes(share['memory_used'])}/{_mebibytes(share['memory'])} MiB",
+            f"{share['compute']}/{share['compute_limit']} %",
+            str(share["strategy"]),
+            str(len(share["containers"])),
+            claim_state(claim),
+        )
+        for claim in claims
+        for share in claim["shares"]
+    ]
+    return columns([CLAIMS_HEAD, *rows])
+
+
+def claim_state(claim: dict[str, Any]) -> str:
+    """Return how it is with a claim."""
+    if claim["leaving"]:
+        return "leaving"
+    return "used" if any(share["containers"] for share in claim["shares"]) else "booked"
+
+
+def claims_of(container: dict[str, Any]) -> str:
+    """Return the claims from which a container has its quota, empty where it has it by itself."""
+    claims = container.get("claims", ())
+    return cell(", ".join(f"{claim['namespace']}/{claim['name']}" for claim in claims))
+
+
+def find_claim(wanted: str, claims: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the claim of that uid, NAMESPACE/NAME or name, if it is one only."""
+    found = [
+        claim
+        for claim in claims
+        if wanted in (claim["uid"], claim["name"], f"{claim['namespace']}/{claim['name']}")
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def percent(value: float | None) -> str:
+    """Return a rate as a whole number, `?` while it is too early to tell."""
+    return "?" if value is None else f"{value:.0f}"
+
+
+def waiting(device: dict[str, Any]) -> str:
+    """Return for how much of the time calls waited; threads that wait together count once."""
+    waited = device["waited"]
+    return "?" if waited is None else f"{min(100, waited):.0f} %"
+
+
+def lasting(container: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the violations that last."""
+    return [one for one in container["violations"] if one["ended"] is None]
+
+
+def state(container: dict[str, Any], gpu: str | None = None) -> str:
+    """Return how it is with a container, on one GPU or on all."""
+    kinds = [one["kind"] for one in lasting(container) if gpu in (None, one["gpu"])]
+    words = ["frozen"] if container["frozen"] else []
+    words += [f"violation: {', '.join(dict.fromkeys(kinds))}"] if kinds else []
+    if not container["confirmed"]:
+        words.append("starting")
+    return ", ".join(words) or "ok"
+
+
+def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
+    """Return a line for each violation that lasts; of containers that share a claim one for all."""
+    now = time.time()
+    said: dict[tuple[Any, ...], str] = {}
+    for one in containers:
+        for episode in lasting(one):
+            line = (
+                f"violation: {cell(one['name'] or one['id'][:40])}: "
+                f"{describe_violation(one, episode)}, for {max(0, now - episode['began']):.0f} s"
+            )
+            said.setdefault((one["key"], *episode.values()), line)
+    return list(said.values())
+
+
+def describe_violation(container: dict[str, Any], episode: dict[str, Any]) -> str:
+    """Return what was found, and what is allowed."""
+    index = next(
+        (str(d["index"]) for d in container["devices"] if d["uuid"] == episode["gpu"]), "?"
+    )
+    found, allowed = episode["found"], episode["allowed"]
+    if episode["kind"] == "memory":
+        said = f"{_mebibytes(found)} MiB of memory held, {_mebibytes(allowed)} MiB allowed"
+    elif episode["kind"] == "unregistered":
+        said = f"a process computes that has not registered and holds {_mebibytes(found)} MiB"
+    else:
+        said = f"work without a grant, {found} % of the GPU"
+    return f"{said}, GPU {index}, process {episode['pid']}"
+
+
+def _mebibytes(amount: int) -> str:
+    return f"{amount / MIB:.0f}"

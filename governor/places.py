@@ -1,0 +1,59 @@
+"""Where Tidegate's own files are, told from where this code is: a checkout, a wheel, a package.
+
+Nothing of it is searched for: code goes with the libraries and files that it was installed with.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+CODE = Path(__file__).resolve().parents[1]
+"""The directory of our Python packages."""
+PRIVATE = Path("/usr/lib/tidegate")
+"""Where packages put what is no command: code below `python`, libraries."""
+
+_BUILT = CODE / "build/meson/libcontrol"
+_IN_WHEEL = CODE / "libcontrol/lib"
+
+
+def triplet(machine: str | None = None) -> str:
+    """Return the name of a machine's directory of libraries, as Debian has it."""
+    return f"{machine or platform.machine()}-linux-gnu"
+
+
+def is_checkout() -> bool:
+    """Return whether this code runs from its repository."""
+    return (CODE / "meson.build").is_file()
+
+
+def is_wheel() -> bool:
+    """Return whether this code was installed by pip, with its libraries inside."""
+    return _IN_WHEEL.is_dir()
+
+
+def library_dir() -> Path:
+    """Return where the governor's library is."""
+    if is_checkout() and _BUILT.is_dir():
+        return _BUILT
+    if is_wheel():
+        return _IN_WHEEL
+    # Another prefix than /usr has the same shape.
+    return CODE.parent if (CODE.parent.name, CODE.name) == ("tidegate", "python") else PRIVATE
+
+
+def control_dir() -> Path:
+    """Return where the control libraries are, which a mirror gets a copy of."""
+    directory = library_dir()
+    return directory if directory == _BUILT else directory / triplet()
+
+
+def shared_file(name: str) -> Path | None:
+    """Return where a file of packaging/ is, None if it is missing."""
+    if is_checkout():
+        directories = [CODE / "packaging"]
+    elif is_wheel():
+        directories = [CODE / "governor/share"]
+    else:
+        directories = [library_dir().parents[1] / "share/tidegate", Path("/usr/share/tidegate")]
+    return next((d / name for d in directories if (d / name).is_file()), None)

@@ -1,0 +1,131 @@
+"""The configuration in force: read again on demand, kept as it is where what was read is wrong.
+
+What a new value counts for is the option's own (`effect` in config.schema.json). Options that need
+a restart keep the value that the governor started with, and are told as long as they differ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import structlog
+
+from governor.config import Config, Loaded, describe, differences, effect_of
+from governor.errors import ConfigError, TidegateError
+
+log = structlog.get_logger()
+
+KEPT = "the governor keeps the configuration that it has"
+
+
+class Settings:
+    """What is in force, and what a look at the files would change. On the governor's loop."""
+
+    def __init__(self, load: Callable[[], Loaded]) -> None:
+        """Read the files; ConfigError where they are wrong: nobody runs with that yet."""
+        self._load = load
+        loaded = load()
+        self.config = loaded.config
+        self._files = loaded.files
+        self._since = time.time()
+        self._refused: dict[str, Any] | None = None
+        self._lock = asyncio.Lock()
+        self._told: list[Callable[[Config], None]] = []
+
+    def tell(self, listener: Callable[[Config], None]) -> None:
+        """Have `listener` hear of each new configuration."""
+        self._told.append(listener)
+
+    async def reload(self) -> dict[str, Any]:
+        """Put in force what the files say now, and return what that changed.
+
+        ConfigError where they are wrong: then nothing has changed, and it is remembered.
+        """
+        async with self._lock:
+            try:
+                loaded = await self._read()
+            except TidegateError as e:
+                self._refused = {"message": e.message, "hint": e.hint, "at": round(time.time(), 3)}
+                log.error("configuration-refused", code=e.code, message=e.message, hint=e.hint)
+                raise ConfigError(f"{e.message}: {KEPT}", hint=e.hint) from e
+            changes = _changes(self.config, loaded.config)
+            # The whole of `defaults` where `defaults.memory` is new: they have one effect.
+            new = {one["option"].partition(".")[0] for one in changes if one["effect"] != "restart"}
+            self.config = replace(
+                self.config, **{name: getattr(loaded.config, name) for name in sorted(new)}
+            )
+            self._files, self._since, self._refused = loaded.files, time.time(), None
+            for listener in self._told:
+                try:
+                    listener(self.config)
+                except Exception as e:  # a mistake of ours ends no governor
+                    log.exception("configuration-not-applied", error=repr(e))
+            log.info(
+                "configuration-loaded",
+                files=list(loaded.files),
+                **{effect: _named(changes, effect) for effect in ("now", "next", "restart")},
+            )
+            return {"files": list(loaded.files), "changes": changes}
+
+    async def follow(self, hangups: asyncio.Event) -> None:
+        """Reload whenever `hangups` is set, until cancelled. What is wrong was logged."""
+        while True:
+            await hangups.wait()
+            hangups.clear()
+            try:
+                await self.reload()
+            except ConfigError:
+                continue
+
+    async def describe(self) -> dict[str, Any]:
+        """Return what is in force, and what a reload would do.
+
+        That is `changes` by the files `found`, or the `error` for which it would be refused;
+        `refused` is what was wrong with the last one, None where it went well.
+        """
+        answer: dict[str, Any] = {
+            "configuration": describe(self.config),
+            "files": list(self._files),
+            "since": round(self._since, 3),
+            "refused": self._refused,
+            "found": [],
+            "changes": [],
+            "error": None,
+        }
+        try:
+            loaded = await self._read()
+        except TidegateError as e:
+            answer["error"] = {"message": e.message, "hint": e.hint}
+        else:
+            answer["found"] = list(loaded.files)
+            answer["changes"] = _changes(self.config, loaded.config)
+        return answer
+
+    async def _read(self) -> Loaded:
+        try:
+            # Beside the loop: YAML and its schema take tens of milliseconds.
+            return await asyncio.to_thread(self._load)
+        except TidegateError:
+            raise
+        except Exception as e:
+            # A mistake of ours in reading what an operator wrote ends no governor either.
+            log.exception("configuration-unread", error=repr(e))
+            raise ConfigError(
+                f"the configuration cannot be read: {type(e).__name__}",
+                hint="report it with the file",
+            ) from e
+
+
+def _changes(old: Config, new: Config) -> list[dict[str, Any]]:
+    return [
+        {"option": option, "old": before, "new": after, "effect": effect_of(option)}
+        for option, (before, after) in differences(old, new).items()
+    ]
+
+
+def _named(changes: list[dict[str, Any]], effect: str) -> list[str]:
+    return [one["option"] for one in changes if one["effect"] == effect]

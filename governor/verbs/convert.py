@@ -1,0 +1,92 @@
+"""`tidegate convert`: pods that ask others for a GPU become pods with a claim."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from governor.config import parse_quantity
+from governor.errors import ConfigError, RequestError
+
+SUMMARY = "Turn pods that ask HAMi, gpu-manager or NVIDIA's plugin for a GPU into pods with claims"
+LOST = 1
+"""The exit status where something could not be carried over."""
+LARGEST = 32 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options."""
+    parser.add_argument(
+        "file", metavar="FILE", help="manifests as YAML or JSON; - is standard input"
+    )
+    parser.add_argument(
+        "--gpu-memory",
+        type=_mebibytes,
+        default=0,
+        metavar="SIZE",
+        help="a GPU's memory, like 80Gi: what gpumem-percentage and whole GPUs are counted by",
+    )
+    parser.add_argument(
+        "--compute",
+        type=_percent,
+        default=10,
+        metavar="PERCENT",
+        help="guaranteed to pods that ask HAMi for memory alone (%(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON document: the manifests as a List, and the notes",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the manifests; what could not be carried over is on stderr, and makes the status 1."""
+    from kube.convert import Options, convert
+    from kube.yamltext import UnreadableError
+
+    name = "standard input" if args.file == "-" else args.file
+    try:
+        result = convert(_read(args.file), Options(args.gpu_memory, args.compute))
+    except UnreadableError as e:
+        raise RequestError(
+            f"{name}: {e}", hint="give it manifests as YAML or JSON, rendered if they are a chart's"
+        ) from e
+    if args.json:
+        print(result.json())
+    else:
+        sys.stdout.write(result.text)
+        for note in result.notes:
+            sys.stderr.write(f"{' '.join(str(note).split())}\n")
+    return LOST if result.lost else 0
+
+
+def _read(file: str) -> str:
+    try:
+        data = sys.stdin.buffer.read(LARGEST + 1) if file == "-" else Path(file).read_bytes()
+        if len(data) > LARGEST:
+            raise RequestError(f"{file} has more than 32 MiB", hint="give it fewer at a time")
+        return data.decode()
+    except OSError as e:
+        raise RequestError(
+            f"{file} cannot be read: {e.strerror}", hint="name a file with manifests"
+        ) from e
+    except UnicodeDecodeError as e:
+        raise RequestError(f"{file} is not UTF-8", hint="save it as UTF-8") from e
+
+
+def _mebibytes(text: str) -> int:
+    try:
+        amount = parse_quantity(text, "--gpu-memory") >> 20
+    except ConfigError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+    if not amount:
+        raise argparse.ArgumentTypeError("a GPU has more than 1Mi")
+    return amount
+
+
+def _percent(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 100:
+        raise argparse.ArgumentTypeError("it is 1 to 100")
+    return int(text)

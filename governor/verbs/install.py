@@ -1,0 +1,114 @@
+"""`tidegate install`: what a package would have done, as commands for who installed by pip."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import stat
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+SUMMARY = "Print what is left to do after an installation by pip, and do nothing"
+
+# Where the units' sandboxes see nothing (ProtectHome=, PrivateTmp=).
+HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's own options: there are none."""
+    parser.description = (
+        "Prints a shell script: programs where engines look for them, the configuration, the units."
+        " A package has done all of it."
+    )
+
+
+def run(_args: argparse.Namespace) -> int:
+    """Print the script."""
+    from governor import places
+
+    if places.is_checkout():
+        where = shlex.quote(str(places.CODE))
+        print(_comment(f"This is a checkout. `make -C {where} install` does what a package does."))
+    elif not places.is_wheel():
+        print(
+            _comment(f"{places.CODE.parent} is a package's or make install's: all of it is done.")
+        )
+    else:
+        # Not sys.prefix: pip without an environment puts commands below /usr/local.
+        print("\n".join(script(places.CODE, Path(sysconfig.get_path("scripts")))))
+    return 0
+
+
+def script(code: Path, commands: Path) -> Iterator[str]:
+    """Yield the lines for code that pip put to `code`, and its commands to `commands`."""
+    share = code / "governor/share"
+    yield from _faults(code, commands)
+    yield "# Where engines, units and `tidegate setup` look for programs. The hook runs under"
+    yield "# /usr/bin/python3, which has to be 3.11 or newer, and needs nothing but Python itself."
+    for name in ("tidegate", "tidegate-governor"):
+        if commands != Path("/usr/bin"):
+            yield _command("ln", "-sf", commands / name, f"/usr/bin/{name}")
+    for name in ("tidegate-hook", "tidegate-runtime"):
+        yield _command("ln", "-sf", code / "oci_hook" / name, f"/usr/bin/{name}")
+    yield ""
+    yield "# The configuration: every option is in it, commented out."
+    yield _command("mkdir", "-p", "/etc/tidegate/config.d")
+    yield "[ -e /etc/tidegate/config.yaml ] || " + _command(
+        "cp", share / "config.yaml", "/etc/tidegate/config.yaml"
+    )
+    yield ""
+    yield "# The units: the mirror at boot and when the driver changes, and the governor after it."
+    units = [*sorted(share.glob("systemd/*.service")), *sorted(share.glob("systemd/*.path"))]
+    yield _command("mkdir", "-p", "/etc/systemd/system", "/etc/udev/rules.d")
+    yield _command("cp", *units, "/etc/systemd/system/")
+    yield _command("cp", *sorted(share.glob("udev/*.rules")), "/etc/udev/rules.d/")
+    yield "systemctl daemon-reload"
+    yield "systemctl enable --now tidegate-refresh.path tidegate-refresh.service"
+    yield "systemctl enable --now tidegate-governor.service"
+    yield ""
+    yield "# For each engine that is to use it: tidegate setup docker, podman, containerd or crio."
+    yield "# After an upgrade by pip: systemctl start tidegate-refresh, then systemctl restart"
+    yield "# tidegate-governor. Containers go on, with the control library that they have."
+    yield "tidegate doctor"
+
+
+def _faults(code: Path, commands: Path) -> Iterator[str]:
+    """Yield what makes this place unfit, as comments and the command that ends the script."""
+    from governor import places
+
+    if places.PRIVATE.exists():
+        yield _comment(f"{places.PRIVATE} is there: a package's or make install's Tidegate, whose")
+        yield "# programs this would replace, and whose units it would hide. Remove that first."
+        yield "exit 1"
+        yield ""
+    reasons = []
+    if f"{code}/".startswith(HIDDEN):
+        reasons.append("the units' sandboxes do not see it")
+    if not (_is_roots(code) and _is_roots(commands)):
+        reasons.append("others than root may change it, and engines run it as root")
+    if reasons:
+        yield _comment(f"{code} does not do: {', and '.join(reasons)}.")
+        yield "# As root: python3 -m venv /opt/tidegate && /opt/tidegate/bin/pip install tidegate"
+        yield "exit 1"
+        yield ""
+
+
+def _is_roots(path: Path) -> bool:
+    """Return whether root alone may change what is at a path, and put another there."""
+    for one in (path, *path.parents):
+        status = one.stat()
+        writable = status.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if status.st_gid else 0))
+        # In a directory like /tmp nobody replaces what is root's.
+        if status.st_uid != 0 or (writable and not (one != path and status.st_mode & stat.S_ISVTX)):
+            return False
+    return True
+
+
+def _comment(text: str) -> str:
+    """Return a comment, which ends at no line's end within a path."""
+    return "# " + "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _command(*words: object) -> str:
+    return " ".join(shlex.quote(str(word)) for word in words)

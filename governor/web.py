@@ -1,0 +1,316 @@
+"""A page that shows what happens on the node, and the JSON that it is made of. Read only.
+
+It is served as metrics are: nowhere, at a socket, or at a loopback address. A browser reaches those
+too, and runs the pages of anybody, so a request must name this machine by a name that nobody else
+can have (DNS rebinding), and must not come from a page of another origin. Names of containers are
+foreign text; the page writes nothing but text, and says so to the browser (Trusted Types).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import hashlib
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from governor import VERSION, httpd
+from governor.config import Config
+from governor.container import Container
+from governor.history import STEP_NS, STEP_S, STEPS, History, Use
+from governor.names import find_name
+from governor.server import Server
+from governor.violations import COMPUTE, MEMORY, Episode
+
+log = structlog.get_logger()
+
+MIB = 1 << 20
+
+PAGE_FILE = Path(__file__).with_name("web.html")
+STATE, HISTORY = "/api/v1/state", "/api/v1/history"
+
+SAME_S = 0.25
+"""Requests so near to each other get the same numbers."""
+GZIP_FROM = 1024
+"""Bytes that are worth compressing."""
+
+_OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
+_SINCE = re.compile(r"since=([0-9]{1,12})")
+_INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
+
+
+def policy_of(page: str) -> str:
+    """Return the Content-Security-Policy under which what stands in the page runs, and no more."""
+    sources: dict[str, list[str]] = {"style": [], "script": []}
+    for kind, text in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        sources[kind].append(f"'sha256-{digest}'")
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(sources['script'])}",
+            f"style-src {' '.join(sources['style'])}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    )
+
+
+class Endpoint(httpd.Endpoint):
+    """Answers GET of the page and of what it shows."""
+
+    where = f"the page is at /, what it shows at {STATE} and {HISTORY}"
+
+    def __init__(self, server: Server, history: History) -> None:
+        super().__init__("web")
+        self._server = server
+        self._history = history
+        self._started = time.time()
+        page = PAGE_FILE.read_text(encoding="utf-8")
+        self._page = page.encode()
+        self._state: tuple[float, bytes] | None = None
+        self._cuts: dict[int, bytes] = {}  # of the history as of the step `_cut_at`
+        self._cut_at = -1
+        self.headers = "".join(
+            f"{name}: {value}\r\n"
+            for name, value in (
+                ("Content-Security-Policy", policy_of(page)),
+                ("X-Content-Type-Options", "nosniff"),
+                ("X-Frame-Options", "DENY"),
+                ("Referrer-Policy", "no-referrer"),
+                ("Cross-Origin-Resource-Policy", "same-origin"),
+                ("Cross-Origin-Opener-Policy", "same-origin"),
+                ("Cache-Control", "no-store"),
+            )
+        )
+
+    def has(self, target: str) -> bool:
+        """Return whether something is at `target`."""
+        return target in ("/", STATE, HISTORY)
+
+    async def answer(self, target: str, headers: Message) -> bytes:
+        """Return the page, or what it shows."""
+        hosts = headers.get_all("Host") or []
+        if len(hosts) != 1 or not _OWN_NAME.fullmatch(hosts[0].strip()):
+            return self.status(
+                "421 Misdirected Request", why="ask for localhost, 127.0.0.1 or [::1]"
+            )
+        path, _, query = target.partition("?")
+        if path == "/":
+            return await self._send(self._page, "text/html; charset=utf-8", headers)
+        if headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            return self.status("403 Forbidden", why="a page of another origin asks")
+        since = _SINCE.fullmatch(query)
+        if query and not (since and path == HISTORY):
+            return self.status("400 Bad Request", why="what may be asked for is ?since=STEP")
+        body = await (self._now() if path == STATE else self._then(int(since[1]) if since else -1))
+        return await self._send(body, "application/json", headers)
+
+    async def _send(self, body: bytes, kind: str, headers: Message) -> bytes:
+        accepted = re.split(r"[ ,]+", headers.get("Accept-Encoding", ""))
+        if len(body) < GZIP_FROM or "gzip" not in accepted:
+            return self.content(body, kind)
+        packed = await self.in_thread(gzip.compress, body, 5)
+        return self.content(packed, kind, "Content-Encoding: gzip\r\n")
+
+    async def _now(self) -> bytes:
+        now = time.monotonic()
+        if self._state is None or now - self._state[0] > SAME_S:
+            document = {**self._head(), **describe(self._server)}
+            self._state = (now, await self.in_thread(_encode, document))
+        return self._state[1]
+
+    async def _then(self, since: int) -> bytes:
+        last = self._history.last
+        if self._cut_at != last or len(self._cuts) > httpd.MOST_CONNECTIONS:
+            self._cut_at = last
+            self._cuts.clear()
+        if since not in self._cuts:
+            cut = self._history.cut(since)
+            ended = time.time() - (time.monotonic_ns() - self._history.due_ns() + STEP_NS) / 1e9
+            head = {**self._head(), "last": cut.last, "last_ended": round(ended, 3)}
+            body = await self.in_thread(
+                lambda: _encode_series({**head, "left_out": cut.left_out}, cut.describe())
+            )
+            if self._cut_at != last:
+                return body
+            self._cuts[since] = body
+        return self._cuts[since]
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "started": round(self._started, 3),
+            "now": round(time.time(), 3),
+            "step_s": STEP_S,
+            "steps": STEPS,
+        }
+
+
+def _encode(document: dict[str, Any]) -> bytes:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _encode_series(head: dict[str, Any], series: list[dict[str, Any]]) -> bytes:
+    """Encode it in pieces: while one is made, no other thread of the governor gets to run."""
+    pieces = b",".join(_encode(one) for one in series)
+    return _encode(head)[:-1] + b',"series":[' + pieces + b"]}"
+
+
+def _text(foreign: str) -> str:
+    # Half of a surrogate pair is no text to most who read JSON.
+    return foreign.encode("utf-8", "replace").decode()
+
+
+def _name(container: Container) -> str:
+    return _text(container.called or "")
+
+
+def describe(server: Server) -> dict[str, Any]:
+    """Return what the page shows of this moment. On the governor's loop."""
+    books = server.books.describe()
+    shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "compute_left", "lost",
+             "closed")  # fmt: skip
+    tally = server.tally
+    return {
+        "policy": server.config.on_violation,
+        "gpus": [{name: gpu[name] for name in shown} for gpu in books["gpus"]],
+        "left_out": books["left_out"],
+        "containers": [_describe(container) for container in server.containers.values()],
+        "admitted": tally.admitted,
+        "refused": dict(tally.refused),
+        "refusals": [
+            {
+                "at": round(one.at, 3),
+                "id": _text(one.container),
+                "code": one.code,
+                "message": _text(one.message),
+                "hint": _text(one.hint),
+            }
+            for one in tally.refusals
+        ],
+        "violations": [
+            {"id": _text(identifier), **episode.describe(), "reason": reason_of(episode)}
+            for identifier, episode in tally.episodes
+        ],
+    }
+
+
+def _describe(container: Container) -> dict[str, Any]:
+    devices = []
+    for i, device in enumerate(container.devices):
+        memory, counted = container.memory(i), container.counted(i)
+        devices.append(
+            {
+                "gpu": device.uuid,
+                "memory_used": memory.used,
+                "memory_peak": memory.peak,
+                "memory_limit": container.quota.memory,
+                "refused": counted["refused"],
+                "wait_s": round(counted["wait_ns"] / 1e9, 3),
+            }
+        )
+    return {
+        "key": container.key,
+        "id": _text(container.identifier),
+        "name": _name(container),
+        "guarantee": container.quota.compute,
+        "limit": container.quota.compute_limit,
+        "processes": len(container.pids()),
+        "frozen": container.findings.frozen,
+        "devices": devices,
+    }
+
+
+def reason_of(episode: Episode) -> str:
+    """Return in words what was found, and what would have been right."""
+    if episode.kind == MEMORY:
+        found, allowed = episode.found // MIB, episode.allowed // MIB
+        return f"its processes hold {found} MiB of GPU memory, {allowed} MiB are allowed"
+    if episode.kind == COMPUTE:
+        return f"it worked on the GPU without a grant ({episode.found} % in NVML's samples)"
+    return "a process of it uses the GPU and has not registered: it goes past the control library"
+
+
+def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:
+    """Return what the history wants of a container, for each of its GPUs."""
+    times = container.gpu_times()
+    for i, device in enumerate(container.devices):
+        time_of = times[device.uuid]
+        use = Use(
+            key=container.key,
+            container=_text(container.identifier),
+            name=_name(container),
+            gpu=device.uuid,
+            charged_ns=time_of.charged_ns,
+            lent_ns=time_of.lent_ns,
+            guarantee=container.quota.compute,
+            limit=container.quota.compute_limit,
+            memory=container.memory(i).used,
+            memory_limit=container.quota.memory,
+            refused=container.counted(i)["refused"],
+        )
+        yield (container, device.uuid), use
+
+
+async def find_names(server: Server) -> None:
+    """Find out, once for each container, what its engine calls it, until cancelled."""
+    while True:
+        for container in list(server.containers.values()):
+            if container.called is not None:
+                continue
+            whose = container.row.whose
+            try:
+                # Beside the loop: Docker and Podman have it in files.
+                found = await asyncio.to_thread(
+                    find_name, container.identifier, whose.bundle, whose.identity
+                )
+                container.called = found.whole
+            except Exception as e:  # it has an id as well
+                log.exception("page-look-failed", container=container.identifier, error=repr(e))
+                container.called = ""
+        await asyncio.sleep(1)
+
+
+async def keep(server: Server, history: History) -> None:
+    """Look at the containers a step at a time, until cancelled."""
+
+    def part(container: Container) -> None:
+        try:
+            for who, use in uses_of(container):
+                history.part(who, use)
+        except Exception as e:  # it has to end all the same
+            log.exception("page-look-failed", container=container.identifier, error=repr(e))
+
+    server.on_end = part
+    while True:
+        await asyncio.sleep(max(0.1, (history.due_ns() - time.monotonic_ns()) / 1e9))
+        try:
+            containers = list(server.containers.values())
+            history.look(
+                time.monotonic_ns(), [use for container in containers for use in uses_of(container)]
+            )
+        except Exception as e:  # what is shown is not worth a governor
+            log.exception("page-look-failed", error=repr(e))
+            await asyncio.sleep(STEP_S)
+
+
+def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
+    """Listen where the configuration says; None where it says off."""
+    path = Path(config.runtime_dir) / "web.sock"
+    return httpd.listening(config.web.listen, path, "the page", "web.listen")

@@ -1,0 +1,291 @@
+"""`tidegate convert`: what others' pods become, what is said of the rest, and that nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from governor.cli import main
+from kube import yamltext
+from kube.convert import Options, convert
+
+HERE = Path(__file__).with_name("convert")
+CASES = sorted(path.stem for path in HERE.glob("*.yaml") if not path.stem.endswith("-expected"))
+OPTIONS = {"several": Options(gpu_mib=81920)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_manifests_become_what_is_expected(case: str) -> None:
+    """To write them anew: python -m tests.unit.test_convert."""
+    result = convert((HERE / f"{case}.yaml").read_text(), OPTIONS.get(case))
+    assert result.text == (HERE / f"{case}-expected.yaml").read_text()
+    assert [str(note) for note in result.notes] == (HERE / f"{case}.notes").read_text().splitlines()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_published_schemas_accept_what_is_written(case: str) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    result = convert((HERE / f"{case}.yaml").read_text(), OPTIONS.get(case))
+    documents = list(yaml.safe_load_all(result.text))
+    found = 0
+    for document in documents:
+        for one in document.get("items", [document]):
+            if "kubeflow" in one["apiVersion"]:
+                continue
+            validate.validate(one, "1.36", strict=True)
+            found += one["kind"] == "ResourceClaimTemplate"
+    assert found >= 1
+    assert json.loads(result.json())["manifests"]["kind"] == "List"
+
+
+def test_comments_and_the_form_of_what_stays_are_kept() -> None:
+    before = (HERE / "hami.yaml").read_text()
+    after = convert(before).text
+    for line in before.splitlines():
+        if not re.search(r"nvidia.com|hami|GPU_CORE|value: force|env:", line):
+            assert line in after.splitlines(), line
+
+
+def test_a_text_without_gpus_comes_back_byte_for_byte() -> None:
+    text = "# one\n\nkind: Pod\nmetadata: {name: 'x'}\n--- # two\n- 1\n- 0x10\n...\n---\nyes\n"
+    result = convert(text)
+    assert (result.text, result.notes) == (text, [])
+
+
+def test_what_an_anchor_holds_is_written_anew_and_that_is_said() -> None:
+    text = """kind: Pod
+metadata: {name: a}   # one
+spec:
+  containers:
+    - name: x
+      resources: &r
+        limits: {nvidia.com/gpu: 1, nvidia.com/gpucores: 20, nvidia.com/gpumem: 1000}
+    - name: y
+      resources: *r
+"""
+    result = convert(text)
+    assert [note.level for note in result.notes] == ["form"]
+    pod = list(yaml.safe_load_all(result.text))[1]
+    assert pod["spec"]["containers"] == [
+        {"name": "x", "resources": {"claims": [{"name": "gpu-x"}]}},
+        {"name": "y", "resources": {"claims": [{"name": "gpu-y"}]}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "line 1: "),
+        ("a: b: c", "line 1: mapping values are not allowed here"),
+        ("&a [*a]", "refers to itself"),
+        ("a: 2026-13-40", "a value is not one"),
+        ("[" * 5000, "nested too deeply"),
+        ("{? [a]: 1}", "unhashable key"),
+        ("a: \x01", "special characters are not allowed"),
+        ("!!python/object:os.system {}", "could not determine a constructor"),
+        ("\n".join(["a: &a [1,1,1,1,1,1,1,1,1,1]"] + [f"{c}: &{c} [{','.join(['*' + p] * 10)}]" for p, c in zip("abcdefgh", "bcdefghi", strict=True)]), "too large"),
+    ],
+)  # fmt: skip
+def test_what_is_no_yaml_is_refused_in_one_line(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    assert main(["convert", str(path)]) == 65
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "value", ["'{{ .Values.gpus }}'", "1.5", "-1", "[1]", "true", "null", "1e3"]
+)
+def test_a_number_that_is_none_leaves_the_container_as_it_was(value: str) -> None:
+    text = f"kind: Pod\nspec:\n  containers:\n    - resources: {{limits: {{nvidia.com/gpu: {value}}}}}\n"
+    result = convert(text)
+    assert result.lost >= 1
+    assert "is no whole number" in str(result.notes[0])
+    assert list(yaml.safe_load_all(result.text)) == list(yaml.safe_load_all(text))
+
+
+def test_two_workloads_of_a_name_get_templates_of_two() -> None:
+    pod = "kind: Pod\nmetadata: {name: a, namespace: %s}\nspec: {containers: [{name: x, resources: {limits: {nvidia.com/gpu: 1}}}]}\n"
+    result = convert(f"{pod % 'n'}---\n{pod % 'm'}")
+    names = [one["metadata"]["name"] for one in result.items if one["kind"] != "Pod"]
+    assert names == ["a-gpu", "a-gpu-2"]
+
+
+def test_status_and_streams(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["convert", str(HERE / "hami.yaml")]) == 1
+    out, err = capsys.readouterr()
+    assert list(yaml.safe_load_all(out))
+    assert "lost: hami.io/gpu-scheduler-policy: binpack" in err
+    assert main(["convert", "--json", str(HERE / "hami.yaml")]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert {note["level"] for note in json.loads(out)["notes"]} == {"lost", "changed"}
+    good = b"kind: Pod\nspec: {containers: [{resources: {limits: {nvidia.com/gpu: 1}}}]}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(good)))
+    assert main(["convert", "-"]) == 0
+    assert main(["convert", "/nowhere"]) == 65
+
+
+def test_it_needs_neither_grpc_nor_a_client() -> None:
+    code = (
+        "import sys; from governor.cli import main; main(['convert', sys.argv[1]]);"
+        "print({m.split('.')[0] for m in sys.modules} & {'grpc', 'google', 'kubernetes', 'pynvml'})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(HERE / "hami.yaml")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+# Whatever comes
+
+keys = st.sampled_from(
+    [
+        *("kind", "metadata", "spec", "template", "items", "containers", "initContainers", "name"),
+        *(
+            "resources",
+            "limits",
+            "requests",
+            "claims",
+            "annotations",
+            "env",
+            "value",
+            "jobTemplate",
+        ),
+        *("nvidia.com/gpu", "nvidia.com/gpumem", "nvidia.com/gpucores", "tencent.com/vcuda-core"),
+        *("nvidia.com/use-gpuuuid", "tencent.com/vcuda-core-limit", "hami.io/x", "resourceClaims"),
+    ]
+)
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 5000), st.floats(allow_nan=False), st.text(max_size=8),
+    st.sampled_from(["Pod", "List", "CronJob", "Deployment", "Always", "GPU_CORE_UTILIZATION_POLICY"]),
+)  # fmt: skip
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys | scalars, inner, max_size=5),
+    max_leaves=25,
+)
+amounts = st.one_of(st.integers(0, 300), st.sampled_from(["1", "3k", "x", None, "12Gi"]))
+limits = st.dictionaries(
+    st.sampled_from(
+        [
+            *("nvidia.com/gpu", "nvidia.com/gpumem", "nvidia.com/gpumem-percentage", "cpu"),
+            *("nvidia.com/gpucores", "tencent.com/vcuda-core", "tencent.com/vcuda-memory"),
+        ]
+    ),
+    amounts,
+)
+containers = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from(["a", "b", "Ä b"])},
+        optional={
+            "resources": st.fixed_dictionaries({"limits": limits}, optional={"requests": limits}),
+            "restartPolicy": st.just("Always"),
+            "command": st.lists(st.text(max_size=5), max_size=2),
+            "env": anything,
+        },
+    ),
+    max_size=3,
+)
+pods = st.fixed_dictionaries(
+    {
+        "kind": st.just("Pod"),
+        "metadata": st.fixed_dictionaries({"name": st.just("p")}, optional={"annotations": anything}),
+        "spec": st.fixed_dictionaries({"containers": containers}, optional={"initContainers": containers}),
+    },
+    optional={"status": anything},
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
+@given(st.lists(pods | anything, min_size=1, max_size=3), st.booleans())
+def test_no_manifest_makes_it_fail_and_what_it_says_is_what_it_writes(
+    values: list,
+    flow: bool,  # noqa: FBT001
+) -> None:
+    text = yaml.safe_dump_all(values, default_flow_style=flow, sort_keys=False, allow_unicode=True)
+    before = list(yaml.safe_load_all(text))
+    result = convert(text)
+    result.json()
+    assert yamltext.same(
+        list(yaml.safe_load_all(result.text)),
+        [v for v in result.items if v is not None]
+        if None not in before
+        else list(yaml.safe_load_all(result.text)),
+    )
+    assert _without(result.items, before) is None
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(st.text(max_size=60))
+@example("a: &a\n  b: 1\n")
+def test_no_text_makes_it_fail(text: str) -> None:
+    with contextlib.suppress(yamltext.UnreadableError):
+        convert(text)
+
+
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(anything, anything, st.booleans())
+def test_one_value_becomes_another_in_the_text(one, other, flow: bool) -> None:  # noqa: FBT001
+    text = yaml.safe_dump(one, default_flow_style=flow, sort_keys=False, allow_unicode=True)
+    (document,) = yamltext.read(text)
+    written, _ = yamltext.rewrite(document, other)
+    assert yamltext.same(yaml.safe_load(written), yaml.safe_load(yamltext.dump(other)))
+
+
+def _without(after: list, before: list) -> str | None:
+    """Take what a conversion may touch out of both, and compare the rest."""
+
+    def strip(value):
+        if isinstance(value, list):
+            return [strip(one) for one in value]
+        if not isinstance(value, dict):
+            return value
+        touched = {
+            "resources",
+            "env",
+            "annotations",
+            "resourceClaims",
+            "schedulerName",
+            "runtimeClassName",
+        }
+        return {key: strip(one) for key, one in value.items() if key not in touched}
+
+    kept = [
+        one
+        for one in copy.deepcopy(after)
+        if not (isinstance(one, dict) and one.get("kind") == "ResourceClaimTemplate")
+    ]
+    wanted = [one for one in before if one is not None]
+    return (
+        None
+        if yamltext.same(strip(kept), strip(wanted))
+        else f"{strip(kept)} is not {strip(wanted)}"
+    )
+
+
+if __name__ == "__main__":
+    for name in CASES:
+        made = convert((HERE / f"{name}.yaml").read_text(), OPTIONS.get(name))
+        (HERE / f"{name}-expected.yaml").write_text(made.text)
+        (HERE / f"{name}.notes").write_text("".join(f"{note}\n" for note in made.notes))

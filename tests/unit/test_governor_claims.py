@@ -1,0 +1,811 @@
+"""Claims: booked once and not lost, whoever tells them how often, and shared by containers that come and go.
+
+The governor's own parts with the arbiter's thread as a stub; a container is a process that does nothing. Real containers
+are in tests/container/test_claims.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from governor import metrics
+from governor.arbiter import Runner
+from governor.books import Books, Device, Quota
+from governor.claims import Claim, Share, merge, parse_claim, uses_key
+from governor.config import Config
+from governor.container import container_key
+from governor.errors import RefusedError, RequestError, StateError
+from governor.server import Pending, Server
+from governor.state import NAME, State
+from tests.unit.test_governor_recover import StubRunner
+
+GIB = 1 << 30
+MIB = 1 << 20
+FREE = 16 * GIB - 512 * MIB
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = [Device(i, f"GPU-00000000-0000-0000-0000-{i:012x}", "stub", 16 * GIB, i) for i in range(3)]
+ANSWERS = json.loads((ROOT / "governor/answers.schema.json").read_text())
+
+
+def share(
+    name: str = "gpu/0", gpu: int = 0, memory: int = 4 * GIB, compute: int = 70, **more: Any
+) -> dict[str, Any]:
+    return {"name": name, "device": GPUS[gpu].uuid, "memory": memory, "compute": compute, **more}
+
+
+def told(
+    uid: str, *shares: dict[str, Any], namespace: str = "default", name: str = ""
+) -> dict[str, Any]:
+    return {
+        "uid": uid,
+        "namespace": namespace,
+        "name": name or f"name-{uid}",
+        "shares": list(shares or (share(),)),
+    }
+
+
+def in_memory() -> Path:
+    """A directory that waits for no disk, where there is one; paths of sockets are short."""
+    memory = "/dev/shm"
+    return Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None))
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "120"])
+
+
+def use(uid: str, *names: str) -> dict[str, Any]:
+    return {"uid": uid, "shares": list(names or ("gpu/0",))}
+
+
+def check_answer(kind: str, answer: dict[str, Any]) -> None:
+    jsonschema.validate(answer, {**ANSWERS, "$ref": f"#/$defs/{kind}"})
+
+
+class World:
+    """Governors, one after the other, on the same directories; and containers that outlive them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = Config(runtime_dir=str(directory / "run"), state_dir=str(directory / "state"))
+        (directory / "run" / "containers").mkdir(parents=True, exist_ok=True)
+        self.devices = list(GPUS)
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.state = cast("State", None)
+        self.server = cast("Server", None)
+
+    async def start(self) -> None:
+        self.state = State(Path(self.config.state_dir) / NAME)
+        self.state.load()
+        runners = {device.uuid: cast("Runner", StubRunner()) for device in self.devices}
+        self.server = Server(self.config, Books(self.devices, self.config), runners, self.state)
+        await self.server.adopt()
+
+    def kill(self) -> None:
+        """Let go of all as a kernel does of a process that is killed: nothing is written any more."""
+        for container in self.server.containers.values():
+            container._state = State()  # what it would write is not written
+            container.close(keep=True)
+        self.state.close()
+
+    async def restart(self) -> None:
+        self.kill()
+        await self.start()
+
+    def claim(self, document: dict[str, Any]) -> dict[str, Any]:
+        answer = self.server._claim(document)
+        check_answer("claim", answer)
+        return answer
+
+    def claims(self) -> dict[str, dict[str, Any]]:
+        listed = {"ok": True, "claims": self.server._describe_claims()}
+        check_answer("claims", listed)
+        return {one["uid"]: one for one in listed["claims"]}
+
+    async def begin(
+        self, name: str, *uses: dict[str, Any], **more: Any
+    ) -> tuple[dict[str, Any], list[Pending]]:
+        """Ask for a container, and do not confirm it."""
+        self.children[name] = child = sleeper()
+        request = {
+            "id": name, "pid": child.pid, "bundle": f"/bundles/{name}", "annotations": {},
+            "identity": {"namespace": "default", "pod": f"pod-{name}"}, "claims": list(uses), **more,
+        }  # fmt: skip
+        pending: list[Pending] = []
+        descriptors = [os.pidfd_open(child.pid)]
+        try:
+            answer = await self.server._admit(request, descriptors, pending)
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+        return answer, pending
+
+    async def admit(self, name: str, *uses: dict[str, Any], **more: Any) -> dict[str, Any]:
+        answer, pending = await self.begin(name, *uses, **more)
+        assert self.server._confirm(pending) == {"ok": True}
+        return answer
+
+    async def end(self, name: str, *, wait: bool = True) -> None:
+        child = self.children.pop(name)
+        child.kill()
+        child.wait()
+        if wait:
+            await until(lambda: name not in self.ids())
+
+    def ids(self) -> list[str]:
+        return [
+            member.identifier for one in self.server.containers.values() for member in one.members
+        ]
+
+    def booked(self, gpu: int = 0) -> tuple[int, int]:
+        """Memory and time of a GPU that are in the books."""
+        one = self.server._books._gpus[gpu]
+        return one.memory_used, one.compute_used
+
+    def close(self) -> None:
+        for container in list(self.server.containers.values()):
+            container.close()
+        self.state.close()
+        for child in self.children.values():
+            child.kill()
+            child.wait()
+
+
+def exists(directory: str) -> bool:
+    return Path(directory, "grant").exists()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def run(scene: Callable[[World], Awaitable[None]]) -> None:
+    """Run a coroutine function in a world of its own, whose sockets have short paths."""
+    directory = in_memory()
+
+    async def whole() -> None:
+        world = World(directory)
+        try:
+            await world.start()
+            await asyncio.wait_for(scene(world), 60)
+        finally:
+            world.close()
+
+    try:
+        asyncio.run(whole())
+    finally:
+        shutil.rmtree(directory)
+
+
+# ---- one claim ----
+
+
+def test_a_claim_is_booked_whether_a_container_uses_it_or_not() -> None:
+    async def scene(world: World) -> None:
+        answer = world.claim(told("a", share(compute_limit=90)))
+        assert answer["shares"] == [
+            {
+                "name": "gpu/0", "device": GPUS[0].uuid, "uuid": GPUS[0].uuid, "index": 0, "minor": 0,
+                "memory": 4 * GIB, "compute": 70, "compute_limit": 90, "strategy": "auto",
+                "memory_used": 0, "containers": [],
+            }
+        ]  # fmt: skip
+        assert world.booked() == (4 * GIB, 70)
+        assert (await world.admit("one", use("a")))["compute_limit"] == 90
+        assert world.booked() == (4 * GIB, 70)
+        assert world.claims()["a"]["shares"][0]["containers"] == ["one"]
+        await world.end("one")
+        assert world.booked() == (4 * GIB, 70)
+        assert world.server._unclaim("a") == {"ok": True}
+        assert world.booked() == (0, 0)
+        assert (world.claims(), world.state.claims) == ({}, {})
+        assert world.server._unclaim("a") == {"ok": True}
+
+    run(scene)
+
+
+def test_a_claim_that_is_told_again_changes_nothing() -> None:
+    async def scene(world: World) -> None:
+        document = told("a", share("gpu/0"), share("gpu/1", gpu=1))
+        first = world.claim(document)
+        assert world.claim(document) == first
+        assert world.claim({**document, "shares": document["shares"][::-1]}) == first
+        await world.restart()
+        assert world.claim(document) == first
+        assert [world.booked(gpu) for gpu in range(3)] == [(4 * GIB, 70)] * 2 + [(0, 0)]
+
+    run(scene)
+
+
+def test_another_content_counts_while_nobody_uses_the_claim() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", share("x", compute=70), share("y", gpu=1)))
+        world.claim(told("a", share("x", compute=80, gpu=2)))
+        assert [world.booked(gpu) for gpu in range(3)] == [(0, 0), (0, 0), (4 * GIB, 80)]
+        with pytest.raises(RefusedError, match="GPU 0"):
+            world.claim(told("a", share("x", compute=90, gpu=2), share("y", memory=17 * GIB)))
+        assert [world.booked(gpu) for gpu in range(3)] == [(0, 0), (0, 0), (4 * GIB, 80)]
+        await world.admit("one", use("a", "x"))
+        with pytest.raises(RefusedError, match=r"^claim default/name-a is used by container 'one'"):
+            world.claim(told("a", share("x", compute=10)))
+        assert world.booked(2) == (4 * GIB, 80)
+        await world.end("one", wait=False)  # nobody has seen it yet
+        world.claim(told("a", share("x", compute=10)))
+        assert [world.booked(gpu) for gpu in range(3)] == [(4 * GIB, 10), (0, 0), (0, 0)]
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, 15872 MiB are left"),
+        ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, 40 % are left"),
+        ([{**share(), "device": "GPU-none"}], "GPU-none, which this node does not have"),
+        ([share(memory=MIB)], "memory is 1048576 bytes, a process's context alone takes"),
+        ([share(strategy="mps")], "asks for mps on GPU 0, which is shared by timeslice"),
+        ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "has the same quota on each of its GPUs"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_claim_what_is_short_and_what_is_left(
+    shares: list[dict[str, Any]], message: str
+) -> None:
+    async def scene(world: World) -> None:
+        with pytest.raises(RefusedError) as caught:
+            world.claim(told("a", *shares, name="train"))
+        assert str(caught.value).startswith("claim default/train")
+        assert message in caught.value.message
+        assert "\n" not in str(caught.value)
+        assert [world.booked(gpu) for gpu in range(3)] == [(0, 0)] * 3
+        assert (world.claims(), world.state.claims) == ({}, {})
+
+    run(scene)
+
+
+def test_claims_and_other_containers_take_from_the_same_books() -> None:
+    async def scene(world: World) -> None:
+        asked = {
+            "annotations": {
+                "tidegate.gpu/memory": "4Gi",
+                "tidegate.gpu/compute": "40",
+                "tidegate.gpu/devices": "0",
+            }
+        }
+        await world.admit("other", **asked)
+        with pytest.raises(RefusedError, match="70 % of the time of GPU 0, 60 % are left"):
+            world.claim(told("a"))
+        world.claim(told("a", share(compute=60)))
+        with pytest.raises(RefusedError, match="0 % of its time left"):
+            await world.admit("another", **asked)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ([share(), share()], "two shares of one name"),
+        ([share(compute_limit=60)], "limit of 60 % is below the guarantee of 70 %"),
+    ],
+)
+def test_what_says_nothing_sensible_is_no_claim(shares: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_claim(told("a", *shares))
+
+
+def test_what_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", share(compute=10)))
+
+        def full(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(world.state, "_write", full)
+            with pytest.raises(StateError):
+                world.claim(told("b", share(compute=20)))
+            with pytest.raises(StateError):
+                world.claim(told("a", share(compute=30)))
+            with pytest.raises(StateError):
+                world.server._unclaim("a")
+        assert world.booked() == (4 * GIB, 10)
+        assert set(world.claims()) == {"a"}
+        await world.restart()
+        assert world.booked() == (4 * GIB, 10)
+
+    run(scene)
+
+
+# ---- containers of a claim ----
+
+
+def test_containers_of_one_share_have_one_quota_and_one_directory() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        one, two = await world.admit("one", use("a")), await world.admit("two", use("a"))
+        assert one == two
+        assert one["key"] == uses_key([("a", "gpu/0")])
+        (container,) = world.server.containers.values()
+        assert container._runners[0].__class__ is StubRunner
+        assert len(container._tenants) == 1
+        listed = container.describe()
+        assert [(c["id"], c["identity"]["pod"], c["together"]) for c in listed] == [
+            ("one", "pod-one", 2),
+            ("two", "pod-two", 2),
+        ]
+        assert {c["key"] for c in listed} == {one["key"]}
+        assert listed[0]["claims"] == [
+            {"uid": "a", "namespace": "default", "name": "name-a", "shares": ["gpu/0"]}
+        ]
+        # The first one's end ends nothing for the second.
+        await world.end("one")
+        assert exists(two["directory"])
+        assert container.identifier == "two"
+        await world.restart()
+        assert world.ids() == ["two"]
+        await world.end("two")
+        assert not exists(two["directory"])
+        assert world.booked() == (4 * GIB, 70)
+
+    run(scene)
+
+
+def test_an_init_container_and_then_the_main_one() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", share("x"), share("y", gpu=1)))
+        for name, shares in (("init", ("x",)), ("again", ("x",)), ("main", ("x", "y"))):
+            await world.admit(name, use("a", *shares))
+            assert world.ids() == [name]
+            await world.end(name, wait=False)  # the engine is faster than we hear of it
+        assert world.booked(0) == world.booked(1) == (4 * GIB, 70)
+
+    run(scene)
+
+
+def test_containers_may_have_parts_of_a_claim_but_not_each_others() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", share("x"), share("y", gpu=1)))
+        await world.admit("one", use("a", "x"))
+        await world.admit("two", use("a", "y"))
+        assert len(world.server.containers) == 2
+        with pytest.raises(
+            RefusedError, match=r"share x of claim default/name-a is used by container 'one'"
+        ):
+            await world.admit("three", use("a", "x", "y"))
+        assert sorted(world.ids()) == ["one", "two"]
+
+    run(scene)
+
+
+def test_a_container_with_shares_of_two_claims_on_two_gpus() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", share(gpu=1)))
+        world.claim(told("b", share(gpu=0)))
+        answer = await world.admit("one", use("a"), use("b"))
+        assert [device["index"] for device in answer["devices"]] == [0, 1]
+        assert (answer["memory"], answer["compute"]) == (4 * GIB, 70)
+        await world.end("one")
+        world.claim(told("c", share(gpu=2, compute=60)))
+        with pytest.raises(
+            RefusedError,
+            match=r"claim default/name-a with claim default/name-c has 4096 MiB and 70 %",
+        ):
+            await world.admit("two", use("a"), use("c"))
+
+    run(scene)
+
+
+def test_two_shares_of_one_gpu_are_one_larger_one() -> None:
+    async def scene(world: World) -> None:
+        world.claim(
+            told("a", share("gpu/0", compute=30), share("gpu/1", compute=40, compute_limit=90))
+        )
+        answer = await world.admit("one", use("a", "gpu/0", "gpu/1"))
+        assert len(answer["devices"]) == 1
+        assert [answer[name] for name in ("memory", "compute", "compute_limit")] == [
+            8 * GIB,
+            70,
+            100,
+        ]
+
+    run(scene)
+
+
+def test_a_hook_that_is_entered_once_more_finds_the_container_prepared() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        answer = await world.admit("one", use("a"))
+        first = world.children["one"]
+        request = {
+            "id": "one", "pid": first.pid, "bundle": "/b", "annotations": {}, "identity": {}, "claims": [use("a")]
+        }  # fmt: skip
+        fd = os.pidfd_open(first.pid)
+        assert await world.server._admit(request, [fd], []) == {**answer, "already": True}
+        with pytest.raises(RefusedError, match="registered already"):
+            await world.server._admit({**request, "claims": []}, [fd], [])
+        os.close(fd)
+        with pytest.raises(RefusedError, match="registered already"):  # another one of that id
+            await world.begin("one", use("a"))
+        first.kill()
+        first.wait()
+
+    run(scene)
+
+
+def test_an_admission_that_is_not_confirmed_leaves_the_others_alone() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        _, first = await world.begin("one", use("a"))
+        await world.admit("two", use("a"))
+        world.server._part(*first[0], "unconfirmed")
+        assert world.ids() == ["two"]
+        with pytest.raises(RequestError, match="confirm without an admission"):
+            world.server._confirm(first)
+        _, third = await world.begin("three", use("a"))
+        await world.restart()
+        assert world.ids() == ["two"]  # who was not confirmed does not come back
+        assert third[0][1].identifier == "three"
+        assert world.booked() == (4 * GIB, 70)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    "name", ["memory", "compute", "compute-limit", "devices", "count", "strategy"]
+)
+def test_an_annotation_beside_a_claim_says_nothing(name: str) -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", name="train"))
+        value = {"memory": "1Gi", "strategy": "timeslice"}.get(name, "1")
+        with pytest.raises(
+            Exception, match=f"tidegate.gpu/{name} stands beside claim default/train"
+        ) as caught:
+            await world.begin("one", use("a"), annotations={f"tidegate.gpu/{name}": value})
+        assert caught.value.code == "annotation"  # type: ignore[attr-defined]
+        assert world.ids() == []
+        allowed = {"tidegate.gpu/capabilities": "compute", "tidegate.gpu/driver": "optional"}
+        await world.admit("two", use("a"), annotations=allowed)
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("uses", "identity", "message"),
+    [
+        ([use("none")], {}, "claim none is not known to this node's governor"),
+        ([use("a", "gpu/9")], {}, "claim default/train has no share 'gpu/9', it has gpu/0"),
+        ([use("a")], {"namespace": "other"}, "claim default/train is not of this container's namespace 'other'"),
+        ([use("a"), use("none")], {}, "claim none is not known"),
+    ],
+)  # fmt: skip
+def test_who_may_not_use_a_claim_hears_why(
+    uses: list[dict[str, Any]], identity: dict[str, str], message: str
+) -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", name="train"))
+        with pytest.raises(RefusedError, match=message):
+            await world.begin("one", *uses, identity=identity)
+        assert world.ids() == []
+        assert world.booked() == (4 * GIB, 70)
+
+    run(scene)
+
+
+def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        world.server.books.set_lost(GPUS[0].uuid, "GPU is lost")
+        with pytest.raises(
+            RefusedError, match="GPU 0 of claim default/name-a does not answer: GPU is lost"
+        ):
+            await world.admit("one", use("a"))
+        with pytest.raises(
+            RefusedError, match="claim default/name-b asks for GPU 0, which does not answer"
+        ):
+            world.claim(told("b", share(compute=1)))
+        world.server.books.set_lost(GPUS[0].uuid, None)
+        await world.admit("two", use("a"))
+
+    run(scene)
+
+
+def test_a_quota_that_a_claim_gives_is_not_set() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        await world.admit("one", use("a"))
+        with pytest.raises(RefusedError, match="has its quota from claim default/name-a"):
+            world.server._set({"id": "one", "compute": 10})
+
+    run(scene)
+
+
+# ---- the end of a claim ----
+
+
+def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        await world.admit("one", use("a"))
+        await world.admit("two", use("a"))
+        world.server._unclaim("a")
+        world.server._unclaim("a")
+        assert world.claims()["a"]["leaving"]
+        with pytest.raises(RefusedError, match="claim default/name-a was taken back"):
+            await world.admit("three", use("a"))
+        await world.end("one")
+        await world.restart()
+        assert world.claims()["a"]["leaving"]
+        assert world.booked() == (4 * GIB, 70)
+        await world.end("two")
+        await until(lambda: not world.claims())
+        assert (world.booked(), world.state.claims) == ((0, 0), {})
+        await world.restart()
+        assert world.claims() == {}
+
+    run(scene)
+
+
+def test_a_claim_that_is_told_while_it_leaves_stays() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        await world.admit("one", use("a"))
+        world.server._unclaim("a")
+        world.claim(told("a"))
+        await world.admit("two", use("a"))
+        for name in ("one", "two"):
+            await world.end(name)
+        await world.restart()
+        assert (set(world.claims()), world.booked()) == ({"a"}, (4 * GIB, 70))
+
+    run(scene)
+
+
+def test_a_container_that_ends_while_no_governor_is_there_ends_a_claim_that_leaves() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        await world.admit("one", use("a"))
+        world.server._unclaim("a")
+        world.kill()
+        await world.end("one", wait=False)
+        await world.start()
+        assert (world.claims(), world.booked(), world.state.claims) == ({}, (0, 0), {})
+
+    run(scene)
+
+
+# ---- what outlives a governor ----
+
+
+def test_a_claim_outlives_a_reboot(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a"))
+        await world.admit("one", use("a"))
+        world.kill()
+        monkeypatch.setattr("governor.state.boot_id", lambda: "another")
+        await world.end("one", wait=False)
+        shutil.rmtree(Path(world.config.runtime_dir) / "containers")
+        (Path(world.config.runtime_dir) / "containers").mkdir()
+        await world.start()
+        assert (set(world.claims()), world.booked()) == ({"a"}, (4 * GIB, 70))
+        await world.admit("one", use("a"))
+
+    run(scene)
+
+
+def test_a_claim_whose_gpu_is_gone_says_so_and_is_taken_back() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", share("x"), share("y", gpu=1)))
+        world.kill()
+        world.devices = GPUS[:1]
+        await world.start()
+        assert [one["index"] for one in world.claims()["a"]["shares"]] == [0, None]
+        with pytest.raises(RefusedError, match=f"claim default/name-a asks for {GPUS[1].uuid}"):
+            await world.admit("one", use("a", "y"))
+        await world.admit("two", use("a", "x"))
+        await world.end("two")
+        world.server._unclaim("a")
+        assert world.booked() == (0, 0)
+
+    run(scene)
+
+
+def test_a_database_of_before_there_were_claims_is_led_on(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    state = State(path)
+    state.load()
+    state.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("DROP TABLE claims")
+        db.execute("PRAGMA user_version = 1")
+        db.commit()
+    state = State(path)
+    state.load()
+    claim = parse_claim(told("a"))
+    state.put_claim(claim)
+    state.close()
+    again = State(path)
+    again.load()
+    assert again.claims == {"a": claim}
+    again.close()
+
+
+def test_a_claim_that_a_disk_changed_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    state = State(path)
+    state.load()
+    state.put_claim(parse_claim(told("a", share(compute=70))))
+    state.close()
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        db.execute("""UPDATE claims SET row = replace(row, '"compute": 70', '"compute": 10')""")
+        db.commit()
+    state = State(path)
+    state.load()
+    assert state.claims == {}
+    assert (tmp_path / f"{NAME}.damaged-1").exists()
+    state.close()
+
+
+# ---- in any order ----
+
+UIDS = ("a", "b", "c")
+STEPS = st.one_of(
+    st.tuples(st.just("claim"), st.sampled_from(UIDS), st.integers(0, 2), st.sampled_from((20, 50))),
+    st.tuples(st.just("unclaim"), st.sampled_from(UIDS)),
+    st.tuples(st.just("admit"), st.sampled_from(UIDS), st.integers(0, 3)),
+    st.tuples(st.just("end"), st.integers(0, 3)),
+    st.tuples(st.just("restart")),
+)  # fmt: skip
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(STEPS, max_size=12))
+@example(
+    [
+        ("claim", "a", 0, 20),
+        ("admit", "a", 0),
+        ("unclaim", "a"),
+        ("restart",),
+        ("end", 0),
+        ("claim", "a", 1, 20),
+    ]
+)
+def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
+    """Against a model that knows only what was promised: what was told, and what runs."""
+
+    async def scene(world: World) -> None:
+        promised: dict[str, tuple[int, int]] = {}  # GPU and percent
+        leaving: set[str] = set()
+        runs: dict[str, str] = {}
+
+        def settle() -> None:
+            for uid in leaving - set(runs.values()):
+                del promised[uid]
+                leaving.discard(uid)
+
+        for what, *values in steps:
+            if what == "claim":
+                uid, gpu, compute = values
+                used = {
+                    g: sum(c for u, (h, c) in promised.items() if h == g and u != uid)
+                    for g in range(3)
+                }
+                same = promised.get(uid) == (gpu, compute)
+                fits = used[gpu] + compute <= 100
+                may = same or (uid not in runs.values() and fits)
+                try:
+                    world.claim(told(uid, share(gpu=gpu, compute=compute, memory=GIB)))
+                    assert may
+                    promised[uid] = gpu, compute
+                    leaving.discard(uid)
+                except RefusedError:
+                    assert not may
+            elif what == "unclaim":
+                world.server._unclaim(values[0])
+                if values[0] in promised:
+                    leaving.add(values[0])
+            elif what == "admit":
+                uid, number = values
+                name = f"c{number}"
+                if name in runs:
+                    continue
+                try:
+                    await world.admit(name, use(uid))
+                    assert uid in promised
+                    assert uid not in leaving
+                    runs[name] = uid
+                except RefusedError:
+                    assert uid not in promised or uid in leaving
+                    await world.end(name, wait=False)
+            elif what == "end":
+                name = f"c{values[0]}"
+                if name in runs:
+                    await world.end(name)
+                    del runs[name]
+            else:
+                await world.restart()
+            settle()
+            assert set(world.claims()) == set(promised)
+            assert set(world.state.claims) == set(promised)
+            assert sorted(world.ids()) == sorted(runs)
+            assert len(world.server.containers) == len(set(runs.values()))
+            for gpu in range(3):
+                own = [c for g, c in promised.values() if g == gpu]
+                assert world.booked(gpu) == (len(own) * GIB, sum(own))
+
+    run(scene)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from((10, 20))), min_size=1, max_size=6))
+def test_what_a_container_has_is_the_sum_of_its_shares(parts: list[tuple[int, int]]) -> None:
+    shares = [
+        Share(f"s{i}", GPUS[gpu].uuid, Quota(GIB, compute, compute))
+        for i, (gpu, compute) in enumerate(parts)
+    ]
+    claim = Claim("a", "default", "a", tuple(shares))
+    sums = {gpu: sum(c for g, c in parts if g == gpu) for gpu, _ in parts}
+    counts = {gpu: sum(g == gpu for g, _ in parts) for gpu, _ in parts}
+    equal = len({(sums[gpu], counts[gpu]) for gpu in sums}) == 1
+    try:
+        merged = merge([(claim, share) for share in shares])
+        assert equal
+        assert {GPUS[gpu].uuid for gpu in sums} == set(merged)
+        assert {quota.compute for quota in merged.values()} == set(sums.values())
+    except RefusedError:
+        assert not equal
+
+
+def test_no_container_is_called_as_a_claim_is() -> None:
+    assert uses_key([("a", "b"), ("c", "d")]) == uses_key([("c", "d"), ("a", "b")])
+    assert (
+        len(
+            {
+                uses_key([("a", "b/c")]),
+                uses_key([("a", "b"), ("a", "c")]),
+                container_key("claims a/b/c"),
+            }
+        )
+        == 3
+    )
+
+
+# ---- metrics ----
+
+
+def test_metrics_say_whose_the_numbers_are() -> None:
+    async def scene(world: World) -> None:
+        world.claim(told("a", name="train"))
+        await world.admit("one", use("a"))
+        await world.admit("two", use("a"))
+        asked = {"annotations": {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/devices": "1"}}
+        await world.admit("alone", identity={}, **asked)
+        families = {family.name: family for family in metrics.collect(world.server)}
+        found = families["tidegate_container_memory_limit_bytes"].samples
+        assert [sample.labels for sample in found] == [
+            {"container": "one", "gpu": GPUS[0].uuid, "namespace": "default", "pod": "pod-one", "claim": "default/train"},
+            {"container": "alone", "gpu": GPUS[1].uuid, "namespace": "", "pod": "", "claim": ""},
+        ]  # fmt: skip
+        claimed = families["tidegate_claim_memory_bytes"].samples
+        assert [(one.labels, one.value) for one in claimed] == [
+            ({"claim": "default/train", "uid": "a", "share": "gpu/0", "gpu": GPUS[0].uuid}, 4 * GIB)
+        ]
+        assert families["tidegate_containers"].samples[0].value == 3
+
+    run(scene)

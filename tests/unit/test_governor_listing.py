@@ -1,0 +1,655 @@
+"""What an operator sees of containers: `tidegate ps`, `top` and `inspect`, from a governor on the simulated GPU.
+
+The terminal of `top` is a real one (a pseudo-terminal); what engines call a container is read from files as they write them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self, cast
+
+import jsonschema
+import pytest
+
+from governor import cli
+from governor.container import container_key
+from governor.counters import MOST_RATE, RATE_NS, Rates
+from governor.errors import RequestError
+from governor.listing import Listing, find, short_ids, table, violation_lines
+from governor.names import LIMIT, MOST, Name, find_name
+from governor.verbs import top
+from governor.violations import Episode
+from tests.unit.governor_process import ROOT, Node, Tenant, gpus, wait_for
+from tests.unit.test_governor_protocol import UUID, Client, Governor, governor, pidfd, sleeper
+
+__all__ = ["governor", "gpus", "pidfd", "sleeper"]  # fixtures
+
+MIB, GIB, S = 1 << 20, 1 << 30, 1_000_000_000
+OUTPUTS = json.loads((ROOT / "governor/outputs.schema.json").read_text())
+POD = {"namespace": "ml", "pod": "train-0", "pod_uid": "8c1f", "container": "main"}
+ADMIT: dict[str, Any] = {
+    "v": 1, "op": "admit", "id": "one", "pid": 4711, "bundle": "/bundle", "identity": {},
+    "annotations": {"tidegate.gpu/memory": "4Gi", "tidegate.gpu/compute": "30"},
+}  # fmt: skip
+OPEN, CLOSE = "\x1b[?1049h", "\x1b[?1049l"
+
+
+def check(verb: str, document: object) -> None:
+    """Hold a document against what is promised of the verb's --json."""
+    schema = {"$ref": f"#/$defs/{verb}", "$defs": OUTPUTS["$defs"]}
+    jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def test_the_promise_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(OUTPUTS)
+
+
+@pytest.fixture(scope="module")
+def node(
+    tmp_path_factory: pytest.TempPathFactory, gpus: tuple[Path, Path], build_dir: Path
+) -> Iterator[Node]:
+    """A node on which a pod's container and one of nobody's run."""
+    with Node(tmp_path_factory.mktemp("n"), gpus, build_dir) as made:
+        made.container("a" * 64, identity=POD)
+        made.container(
+            "plain", annotations={"memory": "2Gi", "compute": "20", "compute-limit": "90"}
+        )
+        yield made
+
+
+def command(node: Node, *arguments: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "governor.cli", *arguments),
+        *("--runtime-dir", node.config.runtime_dir),
+    ]
+
+
+def tidegate(node: Node, *arguments: str) -> str:
+    """What the command prints."""
+    done = subprocess.run(
+        command(node, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+# ---- ps ----
+
+
+def test_ps_shows_who_has_what(node: Node) -> None:
+    wait_for(lambda: "?" not in tidegate(node, "ps"), "rates")
+    head, *rows = tidegate(node, "ps").splitlines()
+    assert re.split("  +", head) == [
+        "CONTAINER", "NAME", "POD", "GPU", "MEMORY USED/LIMIT", "COMPUTE NOW/GUARANTEED/LIMIT", "WAITING",
+        "STRATEGY", "STATE",
+    ]  # fmt: skip
+    one, two = rows
+    assert re.split("  +", one)[:5] == ["a" * 12, "main", "ml/train-0", "0", "0/4096 MiB"]
+    assert re.split("  +", one)[5:] == ["0/40/40 %", "0 %", "timeslice", "ok"]
+    assert re.split("  +", two) == [
+        "plain",
+        "1",
+        "0/2048 MiB",
+        "0/20/90 %",
+        "0 %",
+        "timeslice",
+        "ok",
+    ]
+    # A column begins where its head does.
+    assert [one.index("ml/"), one.index("0/4096"), one.index("timeslice")] == [
+        head.index("POD"), head.index("MEMORY"), head.index("STRATEGY")
+    ]  # fmt: skip
+
+
+def test_ps_as_json_keeps_what_is_promised(node: Node) -> None:
+    document = json.loads(tidegate(node, "ps", "--json"))
+    check("ps", document)
+    one = next(each for each in document if each["id"] == "a" * 64)
+    assert (one["name"], one["pod"], one["identity"]) == ("main", "ml/train-0", POD)
+    assert one["bundle"] == "/bundles/" + "a" * 64
+    broken = [{**one, "devices": [{**one["devices"][0], "delivered": "much"}]}]
+    with pytest.raises(jsonschema.ValidationError):
+        check("ps", broken)
+
+
+def test_who_has_the_gpu_and_who_waits_is_seen(node: Node) -> None:
+    """By what the arbiter gave, and by what the process says of itself in its ledger."""
+    directory = Path(node.config.runtime_dir, "containers", container_key("plain"))
+
+    def device() -> dict[str, Any]:
+        [one] = [one for one in node.ask("list")["containers"] if one["id"] == "plain"]
+        return dict(one["devices"][0])
+
+    with Tenant(directory) as tenant:
+        tenant.write(want=1)
+        wait_for(lambda: device()["waiting"] == 1, "a process that waits")
+        began = time.monotonic()
+        # Calls that waited for half of the time, by the library's count.
+        while not 30 < (device()["waited"] or 0) < 70:
+            assert time.monotonic() - began < 20
+            tenant.write(wait_ns=int((time.monotonic() - began) * S / 2))
+            time.sleep(0.05)
+        assert "plain" in tidegate(node, "inspect", "plain")
+        assert f"process         {os.getpid()} " in tidegate(node, "inspect", "plain")
+        tenant.write(want=0)
+    wait_for(lambda: not device()["waiting"], "an end of that")
+
+
+def test_whose_a_container_is_is_known_after_a_restart(
+    tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path
+) -> None:
+    with Node(tmp_path, gpus, build_dir) as node:
+        node.container("one", identity=POD)
+        before = json.loads(tidegate(node, "ps", "--json"))
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            node.stop(number)
+            node.start()
+            [one] = json.loads(tidegate(node, "ps", "--json"))
+            assert [one[n] for n in ("id", "bundle", "identity", "pod")] == [
+                before[0][n] for n in ("id", "bundle", "identity", "pod")
+            ]
+        assert len(node.events("container-adopted")) == 2
+
+
+@pytest.mark.parametrize("verb", [["ps"], ["inspect", "one"], ["top", "--count", "1"]])
+def test_violations_are_in_plain_sight(
+    governor: Governor, pidfd: int, verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Client(governor) as client:
+        assert client.ask({**ADMIT, "identity": {"name": "trainer"}}, pidfd)["ok"]
+        findings = governor.server.containers[container_key("one")].findings
+        now = time.time()
+        findings.add(Episode("compute", UUID, 11, 40, 0, began=now - 90, ended=now - 80))
+        findings.add(Episode("memory", UUID, 4711, 3584 * MIB, 2306 * MIB, began=now - 12))
+        findings.frozen = True
+        assert cli.main([*verb, "--runtime-dir", str(governor.directory)]) == 0
+        out = capsys.readouterr().out
+        assert "frozen, violation: memory" in out
+        what = "3584 MiB of memory held, 2306 MiB allowed, GPU 0, process 4711"
+        if verb[0] == "inspect":
+            assert re.search(
+                rf"^violation       memory: {what}, from .*Z, lasts$", out, re.MULTILINE
+            )
+            assert re.search(r"^violation       compute: .* 40 % .*, until .*Z$", out, re.MULTILINE)
+        else:
+            assert re.search(rf"^violation: trainer: {what}, for 1[2-9] s$", out, re.MULTILINE)
+            assert "40 %" not in out
+        findings.episodes[-1].ended, findings.frozen = now, False
+        assert cli.main(["ps", "--runtime-dir", str(governor.directory)]) == 0
+        out = capsys.readouterr().out
+        assert "violation" not in out
+        assert out.splitlines()[1].split()[-1] == "starting"  # nobody has confirmed it
+
+
+def test_foreign_text_reaches_no_terminal(
+    governor: Governor, pidfd: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "x\x1b]0;owned\x07\x1b[2J\n\rviolation: you: \u202e"
+    with Client(governor) as client:
+        identity = {"namespace": evil, "pod": evil, "container": evil}
+        assert client.ask({**ADMIT, "id": evil, "bundle": evil, "identity": identity}, pidfd)["ok"]
+        findings = governor.server.containers[container_key(evil)].findings
+        findings.add(Episode("memory", UUID, 1, 2, 1, began=time.time()))
+        changed = ["set", "x", "--compute-limit", "90"]
+        for verb in (["ps"], ["top", "--count", "1"], ["inspect", evil], changed):
+            assert cli.main([*verb, "--runtime-dir", str(governor.directory)]) == 0
+            out = capsys.readouterr().out
+            assert all(char.isprintable() for char in out.replace("\n", ""))
+            assert out.count("\nviolation: ") == (verb[0] in ("ps", "top"))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_shows_a_name_as_far_as_it_can(
+    governor: Governor, pidfd: int, encoding: str
+) -> None:
+    """One container's name takes nobody's table away."""
+    with Client(governor) as client:
+        identity = {"name": "\u0101b"}
+        assert client.ask({**ADMIT, "id": "w\u00e9b", "identity": identity}, pidfd)["ok"]
+        done = subprocess.run(
+            [sys.executable, "-m", "governor.cli", "ps", "--runtime-dir", str(governor.directory)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+    _, shown = done.stdout.decode(encoding).splitlines()
+    assert (
+        shown.split()[:2]
+        == {
+            "utf-8": ["w\u00e9b", "\u0101b"],
+            "latin-1": ["w\u00e9b", "\\u0101b"],
+            "ascii": ["w\\xe9b", "\\u0101b"],
+        }[encoding]
+    )
+
+
+def test_a_character_of_two_columns_wraps_no_line() -> None:
+    """A screen has as many lines as it has room for, and what is wrong is the last of them."""
+    wide = {"key": "k", **row("\u5b57" * 3, "\u5b57" * MOST, "e\u0301\uff21\U0001f4a9")}
+    wide["violations"] = [
+        {"kind": "memory", "gpu": "GPU-0", "found": 1, "allowed": 1, "pid": 1, "began": 0, "ended": None}
+    ]  # fmt: skip
+    head, shown = table([wide])
+    assert re.split("  +", shown)[:3] == ["???", "?" * MOST, "e???"]
+    assert head.index("POD") == shown.index("e???")
+    assert violation_lines([wide])[0].startswith(f"violation: {'?' * MOST}: ")
+
+
+def test_what_an_error_found_reaches_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file to be checked may come from anybody."""
+    evil = tmp_path / "evil.yaml"
+    for text in ('"\\e]0;owned\\a\\e[2J\\u202e": 1\n', '"\\e[2J": 1\n"\\e[2J": 2\n'):
+        evil.write_text(text)
+        assert cli.main(["check", str(evil)]) == 78
+        said = capsys.readouterr().err
+        assert "?[2J" in said
+        assert all(char.isprintable() for char in said.removesuffix("\n"))
+
+
+def test_a_file_that_is_wrong_keeps_nobody_from_looking(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The governor goes on with what it had, and who mends the file has to see."""
+    bad = tmp_path / "config.yaml"
+    bad.write_text("placemnt: pack\n")
+    monkeypatch.setattr("governor.config.PATH", bad)
+    assert cli.main(["ps", "--runtime-dir", node.config.runtime_dir]) == 0
+    assert "ml/train-0" in capsys.readouterr().out
+    assert cli.main(["ps", "--config", str(bad)]) == 78
+    assert cli.main(["ps"]) in (0, 75)
+
+
+def row(identifier: str, name: str, pod: str) -> dict[str, Any]:
+    device = {
+        "uuid": "GPU-0", "index": 0, "memory_used": 100 * MIB, "memory_limit": 2048 * MIB, "delivered": 40.2, "waited": 3.0,
+    }  # fmt: skip
+    return {
+        "id": identifier, "name": name, "pod": pod, "compute": 40, "compute_limit": 100, "strategy": "timeslice",
+        "frozen": False, "confirmed": True, "violations": [], "devices": [device],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("containers", "heads"),
+    [
+        # By name; by pod, where two have one name; by id, where one has neither.
+        ([row("a" * 64, "main", "ml/x"), row("b" * 64, "side", "")], "NAME GPU"),
+        ([row("a" * 64, "main", "ml/x"), row("b" * 64, "main", "ml/y")], "POD GPU"),
+        ([row("a" * 64, "main", "ml/x"), row("b" * 64, "", "")], "CONTAINER GPU"),
+    ],
+)
+def test_a_narrow_table_keeps_what_tells_containers_apart(
+    containers: list[dict[str, Any]], heads: str
+) -> None:
+    wide = table(containers)
+    assert wide == table(containers, 200)
+    narrow = table(containers, 76)
+    assert re.split(" +", narrow[0])[:2] == heads.split()
+    assert "STRATEGY" not in narrow[0]
+    assert "COMPUTE NOW/GUARANTEED/LIMIT" in narrow[0]
+    assert heads.startswith("CONTAINER") or max(map(len, narrow)) <= 76
+    # No more than has to go.
+    assert table(containers, len(wide[0]))[0] == wide[0]
+    assert table(containers, len(wide[0]) - 6)[0] == wide[0].replace("STRATEGY   ", "")
+    assert table([], 20)[0].endswith("WAITING  STATE")
+
+
+# ---- rates ----
+
+
+def test_a_rate_is_of_the_last_two_seconds() -> None:
+    rates = Rates()
+    assert rates.look(0, given=0) == {"given": None}
+    assert rates.look(S // 20, given=0) == {"given": None}
+    assert rates.look(S, given=S // 2) == {"given": 50.0}
+    for tenth in range(11, 61):
+        found = rates.look(tenth * S // 10, given=S // 2)
+    assert found == {"given": 0.0}
+    # Nothing is said of a time that is too long ago.
+    assert rates.look(6 * S + RATE_NS, given=S // 2 + RATE_NS) == {"given": 100.0}
+    assert rates.look(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that goes back
+    assert rates.look(8 * S + RATE_NS, given=2**62) == {"given": MOST_RATE}
+
+
+def test_who_asks_all_the_time_gets_the_same_rates() -> None:
+    often, rarely = Rates(), Rates()
+    for ms in range(10_000):
+        found = often.look(ms * 1_000_000, given=ms * 250_000)
+        if ms % 250 == 0:
+            rare = rarely.look(ms * 1_000_000, given=ms * 250_000)
+    assert found == rare == {"given": 25.0}
+    assert len(often._looks) < 30
+
+
+# ---- finding one ----
+
+
+def listed(*ones: tuple[str, str, str]) -> list[dict[str, Any]]:
+    return [{"id": i, "name": name, "pod": pod} for i, name, pod in ones]
+
+
+def test_a_container_is_found_by_id_name_or_pod() -> None:
+    known = listed(("abc1", "train", "ml/train-0"), ("abe2", "", ""), ("zz", "web", "shop/web-1"))
+    for wanted, found in (
+        ("abc1", "abc1"), ("abe", "abe2"), ("train", "abc1"), ("ml/train-0", "abc1"), ("train-0", "abc1"),
+        ("web", "zz"), ("z", "zz"),
+    ):  # fmt: skip
+        assert find(wanted, known)["id"] == found
+    for wanted, words in (
+        ("ab", "2 containers begin with 'ab'"), ("none", "no container is named 'none'"), ("", "no container is named ''"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError) as caught:
+            find(wanted, known)
+        assert str(caught.value) == f"{words}; tidegate ps lists them"
+
+
+def test_a_name_that_is_how_anothers_id_begins_leads_to_neither() -> None:
+    """Who may name his container is not to get the quota that an operator gives another."""
+    known = listed(("abc1", "", ""), ("ff", "abc", ""))
+    with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
+        find("abc", known)
+    assert find("abc1", known)["id"] == "abc1"
+    with pytest.raises(RequestError, match="2 containers are named 'x'"):
+        find("x", listed(("a", "x", ""), ("b", "x", "")))
+
+
+def test_ids_are_shown_as_far_as_they_tell_containers_apart() -> None:
+    one, two = "a" * 64, "a" * 20 + "b" * 44
+    assert short_ids([one, two, "short", "x" * 50]) == {
+        one: "a" * 21, two: "a" * 20 + "b", "short": "short", "x" * 50: "x" * 40
+    }  # fmt: skip
+
+
+# ---- what engines call them ----
+
+ID = "4f3a" * 16
+
+
+def put(path: Path, document: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+    return path
+
+
+def docker(base: Path, **settings: object) -> str:
+    """A container's files as Docker has them, with another directory than /var/lib/docker; gives its bundle."""
+    bundle = base / "io.containerd.runtime.v2.task/moby" / ID
+    own = base / "data/containers" / ID
+    mounts = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/etc/hosts", "type": "bind", "source": str(own / "hosts")},
+    ]
+    put(bundle / "config.json", {"mounts": mounts})
+    put(own / "config.v2.json", {"ID": ID, "Name": "/trainer", **settings})
+    return str(bundle)
+
+
+def podman(base: Path, file: str = "containers.json") -> str:
+    put(
+        base / "overlay-containers" / file, [{"id": "0"}, {"id": ID, "names": ["trainer", "other"]}]
+    )
+    return str(base / "overlay-containers" / ID / "userdata")
+
+
+def test_docker_and_podman_are_read_in_their_own_files(tmp_path: Path) -> None:
+    assert find_name(ID, docker(tmp_path), {}) == Name("docker", "trainer")
+    for file in ("containers.json", "volatile-containers.json"):
+        assert find_name(ID, podman(tmp_path / file, file), {}) == Name("podman", "trainer")
+
+
+def test_kubernetes_and_nerdctl_say_it_themselves() -> None:
+    bundle = f"/run/containerd/io.containerd.runtime.v2.task/k8s.io/{ID}"
+    assert find_name(ID, bundle, POD) == Name("containerd", "main", "ml/train-0")
+    assert find_name(ID, bundle, {"pod": "p"}) == Name("containerd", "", "p")
+    storage = f"/run/containers/storage/overlay-containers/{ID}/userdata"
+    assert find_name(ID, storage, POD) == Name("cri-o", "main", "ml/train-0")
+    named = {"name": "trainer", "namespace": "default"}
+    assert find_name(ID, bundle.replace("k8s.io", "default"), named) == Name("nerdctl", "trainer")
+    assert find_name("one", "/bundles/one", {}) == Name()
+    assert find_name("one", "", {}) == Name()
+    assert len(find_name("one", "", {"pod": "x" * 1000}).pod) == MOST
+
+
+def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -> None:
+    assert find_name(ID, docker(tmp_path / "a", ID="another"), {}).name == ""
+    for name in (7, None, {}, ""):
+        assert find_name(ID, docker(tmp_path / "b", Name=name), {}).name == ""
+    bundle = docker(tmp_path / "c")
+    for text in ("", "{", "[]", "[" * 100_000, '{"mounts": 1}', '{"mounts": [1, {}]}', '"\\ud800"'):
+        Path(bundle, "config.json").write_text(text)
+        assert find_name(ID, bundle, {}) == Name("docker")
+    # A user's own file in the place of Docker's.
+    mine = tmp_path / "mine"
+    put(mine / "config.v2.json", {"ID": ID, "Name": "/root"})
+    mounts = [{"destination": "/etc/hosts", "source": str(mine / "hosts")}]
+    put(Path(bundle, "config.json"), {"mounts": mounts})
+    assert find_name(ID, bundle, {}) == Name("docker")
+    # Nobody waits for a FIFO, follows a link, or reads what is too large.
+    other = podman(tmp_path / "d")
+    names = tmp_path / "d/overlay-containers/containers.json"
+    for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.write_bytes(b"")):
+        names.unlink()
+        make(names)
+        assert find_name(ID, other, {}) == Name("podman")
+    os.truncate(names, LIMIT + 1)
+    assert find_name(ID, other, {}) == Name("podman")
+    for listed_ in (
+        [{"id": ID}],
+        [{"id": ID, "names": []}],
+        [{"id": ID, "names": [{}]}],
+        {"id": ID},
+        [7],
+    ):
+        put(names, listed_)
+        assert find_name(ID, other, {}) == Name("podman")
+
+
+# ---- inspect ----
+
+
+def test_inspect_shows_all_that_is_known(node: Node) -> None:
+    document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
+    check("inspect", document)
+    assert document["id"] == "a" * 64
+    assert document["directory"] == f"{node.config.runtime_dir}/containers/{document['key']}"
+    assert document["devices"][0]["name"] == "Tidegate Simulated GPU"
+    lines = tidegate(node, "inspect", "aaa").splitlines()
+    fields = dict(re.split("  +", line.strip(), maxsplit=1) for line in lines if line)
+    assert fields["container"] == "a" * 64
+    assert fields["pod"] == "ml/train-0"
+    assert fields["quota"] == "4096 MiB of memory, 40 % of the time guaranteed, 40 % at most"
+    assert fields["first process"] == f"{document['pid']} sleep 120"
+    assert fields["GPU 0"].startswith("Tidegate Simulated GPU, GPU-")
+
+
+# ---- top ----
+
+
+def test_top_prints_plain_lines_into_a_pipe(node: Node) -> None:
+    out = tidegate(node, "top", "--interval", "0.1", "--count", "3")
+    assert "\x1b" not in out
+    lines = out.splitlines()
+    stamps = [line for line in lines if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", line)]
+    assert len(stamps) == 3
+    assert len(lines) == 3 * (1 + 2 + 3)
+    assert lines[1].startswith("GPU 0  Tidegate Simulated GPU  time [")
+    assert "left 60 % 11776 MiB" in lines[1]
+
+
+def test_top_as_json_is_a_document_a_line(node: Node) -> None:
+    lines = tidegate(node, "top", "--interval", "0.1", "--count", "2", "--json").splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        document = json.loads(line)
+        check("top", document)
+        assert len(document["containers"]) == len(document["gpus"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--interval", "0"],
+        ["--interval", "nan"],
+        ["--interval", "x"],
+        ["--count", "0"],
+        ["--count", "-1"],
+    ],
+)
+def test_top_refuses_what_is_no_interval(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["top", *arguments])
+    assert caught.value.code == 2
+    assert "is no" in capsys.readouterr().err
+
+
+def hear_all() -> None:
+    """Have signals end a program, whatever who runs the tests ignores or holds back."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+class Terminal:
+    """`tidegate top` in a terminal of its own."""
+
+    def __init__(self, node: Node, *arguments: str, kind: str = "xterm") -> None:
+        self.master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (30, 120))
+        self.slave = slave
+        self.before = termios.tcgetattr(slave)
+        self.shown = ""
+        self.process = subprocess.Popen(
+            command(node, "top", *arguments), cwd=ROOT, env={**os.environ, "TERM": kind}, stdin=slave, stdout=slave,
+            stderr=slave, start_new_session=True, preexec_fn=hear_all,  # noqa: PLW1509 - which asks for nothing
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        os.close(self.slave)
+        os.close(self.master)
+
+    def read(self, seconds: float = 0.05) -> str:
+        """What has come until now."""
+        while select.select([self.master], [], [], seconds)[0]:
+            self.shown += os.read(self.master, 1 << 16).decode()
+        return self.shown
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def end(self) -> int:
+        """Its exit status."""
+        wait_for(lambda: self.read() is not None and self.process.poll() is not None, "its end")
+        self.read()
+        return self.process.returncode
+
+    def frames(self) -> int:
+        return self.read().count("\x1b[H")
+
+    def is_as_before(self) -> bool:
+        return termios.tcgetattr(self.slave) == self.before
+
+
+def test_top_takes_the_terminal_and_gives_it_back(node: Node) -> None:
+    with Terminal(node, "--interval", "60") as terminal:
+        wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
+        assert terminal.shown.startswith(OPEN)
+        assert not terminal.is_as_before()
+        terminal.type(b" ")  # at once, though a minute has not passed
+        wait_for(lambda: terminal.frames() >= 2, "another screen")
+        termios.tcsetwinsize(terminal.slave, (30, 40))
+        terminal.process.send_signal(signal.SIGWINCH)
+        wait_for(lambda: terminal.frames() >= 3, "a narrower screen")
+        last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.shown.rpartition("\x1b[H")[2])
+        assert max(map(len, last.splitlines())) <= 40
+        terminal.type(b"q")
+        assert terminal.end() == 0
+        assert terminal.shown.endswith(CLOSE)
+        assert terminal.is_as_before()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)]
+)
+def test_however_top_ends_the_terminal_is_as_it_was(
+    node: Node, number: signal.Signals, status: int
+) -> None:
+    with Terminal(node, "--interval", "60") as terminal:
+        wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
+        terminal.process.send_signal(number)
+        assert terminal.end() == status
+        assert terminal.shown.endswith(CLOSE)
+        assert "Traceback" not in terminal.shown
+        assert terminal.is_as_before()
+
+
+def test_top_counts_screens_and_waits_for_a_governor_that_is_away(
+    tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path
+) -> None:
+    with Node(tmp_path, gpus, build_dir) as node:
+        node.container("one")
+        with Terminal(node, "--interval", "0.1", "--count", "2") as terminal:
+            assert terminal.end() == 0
+            assert terminal.frames() == 2
+        with Terminal(node, "--interval", "0.1") as terminal:
+            wait_for(lambda: "one" in terminal.read(), "a screen")
+            node.stop()
+            wait_for(lambda: "the governor does not answer" in terminal.read(), "that it is away")
+            terminal.shown = ""
+            node.start()
+            wait_for(lambda: "0/4096 MiB" in terminal.read(), "that it is back")
+            terminal.type(b"q")
+            assert terminal.end() == 0
+
+
+def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: Node) -> None:
+    with Terminal(node, "--count", "1", kind="dumb") as terminal:
+        assert terminal.end() == 0
+        assert "ml/train-0" in terminal.shown
+        assert "\x1b" not in terminal.shown
+
+
+def test_what_is_wrong_is_seen_on_a_small_screen(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not fit is left out at the end of the table: not what lasts of violations."""
+    found = json.loads(tidegate(node, "ps", "--json")) * 20
+    episode = Episode("memory", found[-1]["devices"][0]["uuid"], 1, 3 * GIB, GIB, began=time.time())
+    found[-1] = {**found[-1], "violations": [episode.describe()]}
+
+    class Full:
+        def gpus(self) -> list[dict[str, Any]]:
+            return list(node.ask("gpus")["gpus"])
+
+        def containers(self) -> list[dict[str, Any]]:
+            return found
+
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "12")
+    top._draw(cast("Listing", Full()), 1.0)
+    lines = capsys.readouterr().out.split("\r\n")
+    assert len(lines) == 12
+    assert lines[-1].startswith("\x1b[7mviolation: ")

@@ -1,0 +1,376 @@
+"""A configuration that is read again: what counts at once, what waits, and that nothing wrong takes a governor down.
+
+The governor is a process on the simulated GPU; the command is run as an operator runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from governor import cli, daemon
+from governor.config import Config, Loaded, effect_of
+from governor.container import container_key
+from governor.doctor.checks import examine
+from governor.doctor.node import open_node
+from governor.errors import ConfigError
+from governor.settings import Settings
+from tests.unit.doctor_nodes import words
+from tests.unit.governor_process import ROOT, Node, gpus, setting, wait_for
+
+__all__ = ["gpus"]  # a fixture
+
+OUTPUTS = json.loads((ROOT / "governor/outputs.schema.json").read_text())
+
+
+@pytest.fixture
+def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[Node]:
+    with Node(tmp_path, gpus, build_dir) as made:
+        yield made
+
+
+def tidegate(node: Node, *arguments: str) -> tuple[int, list[str], str]:
+    """The command's status, lines and error."""
+    done = subprocess.run(
+        [sys.executable, "-m", "governor.cli", *arguments, "--runtime-dir", node.config.runtime_dir],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout.splitlines(), done.stderr.strip()
+
+
+def check(verb: str, document: object) -> None:
+    """Hold a document against what is promised of the verb's --json."""
+    schema = {"$ref": f"#/$defs/{verb}", "$defs": OUTPUTS["$defs"]}
+    jsonschema.Draft202012Validator(schema).validate(document)
+
+
+def in_force(node: Node) -> list[str]:
+    """What doctor says of it."""
+    opened = open_node(config_file=str(node.file), runtime_dir=node.config.runtime_dir)
+    found = examine(opened, ["governor.in-force"])
+    return [words(one) for one in found]
+
+
+def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: Node) -> None:
+    directory = node.container()
+    with pytest.raises(LookupError, match="memory is missing"):
+        node.container("two", annotations={"compute": "10"})
+    assert (setting(directory, "holds"), setting(directory, "on_governor_loss")) == (1, 0)
+    node.write(hold_launches=False, on_governor_loss="deny", quantum_ms=5, spin_us=7)
+    (node.drop_ins / "10-defaults.yaml").write_text("defaults: {memory: 1Gi}\n")
+    files = f"{node.file}, {node.drop_ins}/10-defaults.yaml"
+    before = setting(directory, "spin_ns")
+
+    status, lines, _ = tidegate(node, "reload", "--dry-run")
+    assert (status, lines[0]) == (0, f"read: {files}")
+    assert "hold_launches: true -> false: would be in force at once" in lines
+    assert setting(directory, "holds") == 1
+    assert in_force(node) == [
+        "warning: the governor has another hold_launches, on_governor_loss, defaults.memory than its files -> tidegate reload",
+        "warning: the governor has another quantum_ms, spin_us than its files -> systemctl restart tidegate-governor",
+    ]
+
+    spin = Config().spin_us
+    assert tidegate(node, "reload") == (
+        0,
+        [
+            f"read: {files}",
+            "quantum_ms: 4 -> 5: needs systemctl restart tidegate-governor",
+            f"spin_us: {spin} -> 7: needs systemctl restart tidegate-governor",
+            "hold_launches: true -> false: in force now",
+            "on_governor_loss: keep -> deny: in force for what starts from now on",
+            "defaults.memory: none -> 1Gi: in force for what starts from now on",
+        ],
+        "",
+    )
+    # In the page of a container that runs, in what is granted next, and not in what waits.
+    assert (setting(directory, "holds"), setting(directory, "on_governor_loss")) == (0, 1)
+    assert setting(directory, "spin_ns") == before
+    node.container("two", annotations={"compute": "10"})
+    listed = {one["id"]: one for one in node.ask("list")["containers"]}
+    assert listed["two"]["devices"][0]["memory_limit"] == 1 << 30
+    [loaded] = node.events("configuration-loaded")
+    assert (loaded["now"], loaded["restart"]) == (["hold_launches"], ["quantum_ms", "spin_us"])
+
+    # What waits is said again, until it is in force or taken back.
+    _, lines, _ = tidegate(node, "reload", "--json")
+    document = json.loads("\n".join(lines))
+    check("reload", document)
+    assert [one["option"] for one in document["changes"]] == ["quantum_ms", "spin_us"]
+    node.write()
+    (node.drop_ins / "10-defaults.yaml").unlink()
+    assert tidegate(node, "reload")[1] == [
+        f"read: {node.file}",
+        "hold_launches: false -> true: in force now",
+        "on_governor_loss: deny -> keep: in force for what starts from now on",
+        "defaults.memory: 1Gi -> none: in force for what starts from now on",
+    ]
+    assert tidegate(node, "reload")[1] == [f"read: {node.file}", "nothing is new"]
+    assert in_force(node) == [f"ok: the governor has what its files say: {node.file}"]
+
+
+def test_check_tells_which_files_and_keeps_what_is_promised(node: Node) -> None:
+    drop_in = node.drop_ins / "10-a.yaml"
+    drop_in.write_text("placement: pack\n")
+    _, lines, _ = tidegate(node, "check", "--json", "--config", str(node.file))
+    document = json.loads("\n".join(lines))
+    check("check", document)
+    assert document["files"] == [str(node.file), str(drop_in)]
+    assert document["configuration"]["placement"] == "pack"
+    assert len(document["gpus"]) == 2
+    _, lines, _ = tidegate(node, "check", "--config", str(node.file))
+    assert lines[0] == f"configuration: {node.file}, {drop_in}: accepted"
+
+
+def test_what_needs_a_restart_is_there_after_one(node: Node) -> None:
+    directory = node.container()
+    node.write(lookahead_us=77)
+    assert "needs systemctl restart" in tidegate(node, "reload")[1][1]
+    before = setting(directory, "lookahead_ns")
+    assert before != 77_000
+    assert node.stop() == 0
+    node.start()
+    wait_for(lambda: setting(directory, "lookahead_ns") == 77_000, "settings of the next governor")
+    assert node.ask("config")["configuration"]["lookahead_us"] == 77
+
+
+def spoil(node: Node, how: str) -> None:
+    """Make the configuration wrong."""
+    bad = node.drop_ins / "50-bad.yaml"
+    match how:
+        case "misspelt":
+            bad.write_text("placemnt: pack\n")
+        case "no YAML":
+            bad.write_text("placement: [pack\n")
+        case "binary":
+            bad.write_bytes(bytes(range(256)))
+        case "aliases":
+            levels = [f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]" for i in range(30)]
+            bad.write_text("a0: &a0 [x]\n" + "\n".join(levels))
+        case "deep":
+            bad.write_text("[" * 60_000)
+        case "large":
+            bad.write_bytes(b"# \n" * (1 << 16))
+        case "fifo":
+            os.mkfifo(bad)
+        case "link":
+            bad.symlink_to("/nonexistent")
+        case "endless":
+            bad.symlink_to("/dev/zero")
+        case "directory":
+            bad.mkdir()
+        case "gone":
+            node.file.unlink()
+        case "two that disagree":
+            bad.write_text("gpus: {0: {strategy: mps}}\n")
+
+
+@pytest.mark.parametrize("way", ["reload", "SIGHUP"])
+def test_a_bad_file_changes_nothing_and_is_said(
+    node: Node, way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert node.process is not None
+    directory = node.container()
+    node.write(on_violation="stop")
+    assert tidegate(node, "reload")[0] == 0
+    kinds = [
+        *("misspelt", "no YAML", "binary", "aliases", "deep", "large", "fifo", "link", "endless"),
+        *("directory", "two that disagree", "gone"),
+    ]
+    for said, kind in enumerate(kinds, 1):
+        spoil(node, kind)
+        node_file = str(node.file if kind == "gone" else node.drop_ins / "50-bad.yaml")
+        if way == "reload":
+            runtime = ["--runtime-dir", node.config.runtime_dir]
+            assert cli.main(["reload", *runtime]) == 78, kind
+            out, error = capsys.readouterr()
+            assert out == ""
+            assert error.startswith(f"tidegate: {node_file}: "), error
+            assert ": the governor keeps the configuration that it has; " in error
+            assert error.count("\n") == 1
+            assert cli.main(["reload", "--dry-run", *runtime]) == 78
+            assert capsys.readouterr().err.startswith(f"tidegate: {node_file}: ")
+        else:
+            node.process.send_signal(signal.SIGHUP)
+        refused = wait_for(
+            lambda n=said: len(found := node.events("configuration-refused")) == n and found, kind
+        )
+        assert refused[-1]["message"].startswith(node_file)
+        assert refused[-1]["level"] == "error"
+        assert node.ask("config")["configuration"]["on_violation"] == "stop", kind
+        assert node.process.poll() is None
+        if kind == "misspelt":
+            [finding] = in_force(node)
+            assert finding.startswith(
+                f"warning: {node_file}: placemnt is no option: the governor goes on with the"
+            )
+            assert finding.endswith(
+                ", and would not start again -> correct it (did you mean placement?), then tidegate reload"
+            )
+        path = Path(node_file)
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        node.write(on_violation="stop")
+    assert len(node.ask("list")["containers"]) == 1
+    assert setting(directory, "holds") == 1
+    # An operator who looks for failures finds it.
+    assert cli.main(["events", "--log", str(node.log)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(" configuration-refused: config: " in line for line in shown) == len(kinds)
+    assert cli.main(["events", "--all", "--json", "--log", str(node.log)]) == 0
+    for printed in capsys.readouterr().out.splitlines():
+        check("events", json.loads(printed))
+    # And what is right again is in force again.
+    node.write(on_violation="throttle")
+    node.process.send_signal(signal.SIGHUP)
+    wait_for(
+        lambda: node.ask("config")["configuration"]["on_violation"] == "throttle",
+        "reload by SIGHUP",
+    )
+    assert node.ask("config")["refused"] is None
+    assert in_force(node) == [f"ok: the governor has what its files say: {node.file}"]
+
+
+def test_a_governor_does_not_start_with_a_bad_file(node: Node) -> None:
+    assert node.stop() == 0
+    spoil(node, "misspelt")
+    done = subprocess.run(
+        [sys.executable, "-m", "governor.daemon", "--config", str(node.file)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 78
+    assert done.stderr == (
+        f"tidegate-governor: {node.drop_ins}/50-bad.yaml: placemnt is no option; did you mean placement?\n"
+    )
+    (node.drop_ins / "50-bad.yaml").unlink()
+    node.start()
+
+
+HANG_UP = """
+import asyncio, os, signal, sys
+from governor import daemon
+run = asyncio.run
+def hang_up_first(main):
+    os.kill(os.getpid(), signal.SIGHUP)
+    return run(main)
+asyncio.run = hang_up_first
+sys.exit(daemon.main())
+"""
+
+
+def test_a_hangup_before_anybody_hears_it_waits(node: Node) -> None:
+    """It would end the process; the files may have changed after they were read."""
+    assert node.stop() == 0
+    assert node.events("configuration-loaded") == []
+    node.start("-c", HANG_UP)
+    wait_for(lambda: node.events("configuration-loaded"), "what became of the hangup")
+
+
+def test_many_at_once_are_done_one_after_the_other(node: Node) -> None:
+    node.write(placement="pack")
+    commands = [
+        subprocess.Popen(
+            [sys.executable, "-m", "governor.cli", "reload", "--json", "--runtime-dir", node.config.runtime_dir],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )
+        for _ in range(4)
+    ]  # fmt: skip
+    changes = [json.loads(one.communicate()[0])["changes"] for one in commands]
+    assert sorted(map(len, changes)) == [0, 0, 0, 1]
+
+
+# ---- by itself ----
+
+
+def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
+    texts: list[Any] = [Config(placement="pack"), RuntimeError("ours"), Config()]
+    told: list[Config] = []
+
+    def load() -> Loaded:
+        found = texts.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return Loaded(found)
+
+    async def scene() -> None:
+        settings = Settings(load)
+        settings.tell(lambda _: 1 // 0)  # who fails keeps nobody else from hearing
+        settings.tell(told.append)
+        with pytest.raises(ConfigError, match="RuntimeError: the governor keeps"):
+            await settings.reload()
+        assert settings.config.placement == "pack"
+        assert told == []
+        assert [one["option"] for one in (await settings.reload())["changes"]] == ["placement"]
+        assert told == [Config()]
+
+    asyncio.run(scene())
+
+
+def test_only_what_counts_without_a_restart_is_put_in_force() -> None:
+    new = Config(
+        runtime_dir="/a", quantum_ms=7, inflight_us=100, mps_fault_s=1, context_memory=1 << 30, placement="pack"
+    )  # fmt: skip
+    loads = iter([Loaded(Config()), Loaded(new)])
+
+    async def scene() -> None:
+        settings = Settings(lambda: next(loads))
+        changes = (await settings.reload())["changes"]
+        assert {one["option"]: one["effect"] for one in changes} == {
+            option: effect_of(option)
+            for option in ("runtime_dir", "quantum_ms", "inflight_us", "context_memory", "placement", "mps_fault_s")
+        }  # fmt: skip
+        assert settings.config == Config(
+            inflight_us=100, mps_fault_s=1, context_memory=1 << 30, placement="pack"
+        )
+
+    asyncio.run(scene())
+
+
+def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not when the first container comes: none could register there."""
+    with tempfile.TemporaryDirectory() as short:
+        fits = f"{short}/{'d' * (64 - len(short))}"
+        assert daemon.main(["--runtime-dir", f"{fits}x"]) == 75
+        assert list(Path(short).iterdir()) == []
+        assert capsys.readouterr().err == (
+            f"tidegate-governor: {fits}x: the sockets of containers would have paths that are too long; "
+            "choose a runtime_dir that is shorter by 1\n"
+        )
+        daemon._make_directories(Path(fits))
+        directory = Path(fits, "containers", container_key("one"))
+        directory.mkdir()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(directory / "governor.sock"))
+
+
+def test_a_governor_without_files_says_so(
+    tmp_path: Path, build_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.unit.test_governor_protocol import Governor
+
+    governor = Governor(tmp_path, build_dir / "libcontrol")
+    try:
+        began = time.monotonic()
+        assert cli.main(["reload", "--runtime-dir", str(tmp_path)]) == 65
+        assert capsys.readouterr().err == "tidegate: this governor reads no file; start another\n"
+        assert time.monotonic() - began < 10
+    finally:
+        governor.close()

@@ -1,0 +1,551 @@
+"""The page's endpoint without a browser: who gets an answer, what is in its head, and what the JSON says."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import hashlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from governor import web
+from governor.config import Config, Web, parse_config
+from governor.counters import MOST_REMEMBERED, TEXT_LIMIT, Tally
+from governor.errors import ConfigError
+from governor.history import STEP_NS, History
+from governor.names import Name, find_name
+from governor.violations import Episode
+from libcontrol import layout, pages
+from tests.unit.governor_world import GIB, UUID, World, until
+
+MIB = 1 << 20
+S = 1_000_000_000
+SCHEMA = json.loads((Path(web.__file__).with_name("web.schema.json")).read_text())
+HOST = b"Host: localhost\r\n"
+
+Scene = Callable[[World, History], Awaitable[None]]
+
+
+@pytest.fixture
+def play(
+    tmp_path: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Scene], None]:
+    monkeypatch.setattr("governor.web.SAME_S", -1.0)  # each request for itself
+
+    def run(scene: Scene) -> None:
+        async def whole() -> None:
+            world = World(tmp_path, build_dir / "libcontrol")
+            world.path = tmp_path / "web.sock"
+            history = History(0)
+            try:
+                with web.listening(world.config) as listener:
+                    assert listener
+                    endpoint = web.Endpoint(world.server, history)
+                    task = asyncio.create_task(endpoint.serve(listener))
+                    try:
+                        await asyncio.wait_for(scene(world, history), 60)
+                    finally:
+                        task.cancel()
+                        await asyncio.gather(task, return_exceptions=True)
+            finally:
+                world.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+async def get(world: World, target: str, head: bytes = HOST) -> tuple[str, dict[str, str], bytes]:
+    """The status, the headers and the body."""
+    answer = await world.raw(f"GET {target} HTTP/1.1\r\n".encode() + head + b"\r\n")
+    top, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = top.decode("latin-1").split("\r\n")
+    pairs = [line.partition(": ") for line in lines]
+    assert len({name for name, _, _ in pairs}) == len(pairs)
+    return status.removeprefix("HTTP/1.1 "), {name: value for name, _, value in pairs}, body
+
+
+async def document(world: World, target: str) -> dict[str, Any]:
+    status, headers, body = await get(world, target)
+    assert (status, headers["Content-Type"]) == ("200 OK", "application/json")
+    answer: dict[str, Any] = json.loads(body)
+    kind = "state" if "state" in target else "history"
+    jsonschema.Draft202012Validator({**SCHEMA, "$ref": f"#/$defs/{kind}"}).validate(answer)
+    return answer
+
+
+def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World, _: History) -> None:
+        one = await world.admit("one", compute="40", compute_limit="70")
+        with pytest.raises(LookupError, match="refused"):
+            await world.admit("two", memory="100Gi")
+        await world.join(one)
+        base = layout.ledger_device(0, 0)
+        for name, value in (("memory", GIB), ("refused", 5), ("wait_ns", 2 * S)):
+            pages.write(one.ledger, base, "ledger_device", name, value)
+        one.findings.frozen = True
+        episode = Episode("memory", UUID, 4711, 5 * GIB, 4 * GIB, began=1000.0)
+        world.server.tally.violate("one", episode)
+        found = await document(world, "/api/v1/state")
+        assert found["version"] == "0.1.0"
+        assert found["policy"] == "report"
+        assert found["gpus"] == [
+            {
+                "uuid": UUID, "index": 0, "name": 'a "GPU" \\ of ours', "strategy": "timeslice",
+                "memory": 16 * GIB - 512 * MIB, "memory_left": 12 * GIB - 512 * MIB,
+                "compute_left": 60, "lost": None, "closed": None,
+            }
+        ]  # fmt: skip
+        assert found["containers"] == [
+            {
+                "key": one.key, "id": "one", "name": "", "guarantee": 40, "limit": 70,
+                "processes": 1, "frozen": True,
+                "devices": [
+                    {
+                        "gpu": UUID, "memory_used": GIB, "memory_peak": 0, "memory_limit": 4 * GIB,
+                        "refused": 5, "wait_s": 2.0,
+                    }
+                ],
+            }
+        ]  # fmt: skip
+        (refusal,) = found["refusals"]
+        assert (refusal["id"], refusal["code"]) == ("two", "refused")
+        assert "102400 MiB were asked for" in refusal["message"]
+        assert "ask for" in refusal["hint"]
+        assert (found["admitted"], found["refused"]) == (1, {"refused": 1})
+        (violation,) = found["violations"]
+        assert violation == {
+            "id": "one", "kind": "memory", "gpu": UUID, "pid": 4711, "found": 5 * GIB,
+            "allowed": 4 * GIB, "began": 1000.0, "ended": None,
+            "reason": "its processes hold 5120 MiB of GPU memory, 4096 MiB are allowed",
+        }  # fmt: skip
+        episode.ended = 1010.0
+        found = await document(world, "/api/v1/state")
+        assert found["violations"][0]["ended"] == 1010.0
+
+    play(scene)
+
+
+def test_the_history_is_told_from_a_step_on(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World, history: History) -> None:
+        one = await world.admit("one")
+        empty = await document(world, "/api/v1/history")
+        assert (empty["last"], empty["series"]) == (-1, [])
+        for step in range(1, 4):
+            history.look(step * STEP_NS, web.uses_of(one))
+        whole = await document(world, "/api/v1/history")
+        assert (whole["last"], whole["step_s"], whole["steps"]) == (2, 5, 180)
+        assert whole["series"][0]["guarantee"] == [40, 40, 40]
+        assert whole["series"][0]["key"] == one.key
+        later = await document(world, "/api/v1/history?since=1")
+        assert (later["series"][0]["first"], later["series"][0]["guarantee"]) == (2, [40])
+        again = await document(world, "/api/v1/history?since=1")
+        assert again["series"] == later["series"]
+        history.look(4 * STEP_NS, web.uses_of(one))
+        assert (await document(world, "/api/v1/history?since=1"))["last"] == 3
+
+    play(scene)
+
+
+def test_what_a_container_had_is_kept_when_it_ends(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look is the governor's own, by the clock."""
+    monkeypatch.setattr("governor.history.STEP_NS", S // 5)
+    monkeypatch.setattr("governor.web.STEP_NS", S // 5)
+
+    async def scene(world: World, _: History) -> None:
+        history = History(time.monotonic_ns())
+        task = asyncio.create_task(web.keep(world.server, history))
+        try:
+            await asyncio.sleep(0)
+            one = await world.admit("one", compute="100")
+            await world.join(one)
+            pages.write(one.ledger, layout.ledger_device(0, 0), "ledger_device", "want", 1)
+            last = history.last
+            await until(lambda: history.last >= last + 4)
+            world.children[0].kill()
+            await until(lambda: not world.server.containers)
+            await until(lambda: history.cut(-1).describe()[0]["ended"])
+            (series,) = history.cut(-1).describe()
+            assert max(series["used"]) > 50
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    play(scene)
+
+
+def test_a_look_that_fails_ends_neither_the_governor_nor_a_container(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(world: World, history: History) -> None:
+        def fail(_: object) -> None:
+            raise ValueError("a page that cannot be read")
+
+        await world.admit("one")
+        monkeypatch.setattr("governor.web.uses_of", fail)
+        monkeypatch.setattr("governor.web.STEP_S", 0.01)
+        task = asyncio.create_task(web.keep(world.server, history))
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        world.children[0].kill()
+        await until(lambda: not world.server.containers)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    play(scene)
+
+
+GUARDS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+    "Connection": "close",
+}
+
+
+@pytest.mark.parametrize(
+    "target", ["/", "/api/v1/state", "/api/v1/history", "/none", "/api/v1/state?x"]
+)
+def test_every_answer_says_what_a_browser_may_do(
+    play: Callable[[Scene], None], target: str
+) -> None:
+    async def scene(world: World, _: History) -> None:
+        _, headers, _ = await get(world, target)
+        assert {name: headers[name] for name in GUARDS} == GUARDS
+        assert "Set-Cookie" not in headers
+        assert not [name for name in headers if name.startswith("Access-Control-")]
+        policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+        assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == "'none'"
+        assert policy["frame-ancestors"] == "'none'"
+        assert policy["connect-src"] == "'self'"
+        assert (policy["require-trusted-types-for"], policy["trusted-types"]) == (
+            "'script'",
+            "'none'",
+        )
+        assert "unsafe" not in headers["Content-Security-Policy"]
+
+    play(scene)
+
+
+def test_the_policy_allows_what_stands_in_the_page_alone(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World, _: History) -> None:
+        _, headers, body = await get(world, "/")
+        page = body.decode()
+        assert headers["Content-Type"] == "text/html; charset=utf-8"
+        for kind in ("script", "style"):
+            (text,) = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+            digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+            assert f"{kind}-src 'sha256-{digest}';" in headers["Content-Security-Policy"]
+
+    play(scene)
+
+
+def test_the_page_has_nothing_from_elsewhere() -> None:
+    page = web.PAGE_FILE.read_text(encoding="utf-8")
+    assert re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", page) == ["data:,"]
+    assert re.findall(r"https?://[^\s\"']+", page) == [
+        "http://www.w3.org/2000/svg"
+    ]  # a name, no address
+    assert "@import" not in page
+    assert not re.search(r"\bstyle=|\bon[a-z]+=", page)
+    for sink in (
+        "innerHTML =",
+        "outerHTML",
+        "insertAdjacentHTML",
+        "document.write",
+        "eval(",
+        "cookie",
+    ):
+        assert sink not in page, sink
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost", "LOCALHOST", "localhost:9465", "127.0.0.1", "127.0.0.1:80", "[::1]", "[::1]:9465",
+    ],
+)  # fmt: skip
+def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) -> None:
+    async def scene(world: World, _: History) -> None:
+        for target in ("/", "/api/v1/state", "/api/v1/history"):
+            status, _, _ = await get(world, target, f"Host: {host}\r\n".encode())
+            assert status == "200 OK"
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"", b"Host: \r\n", b"Host: evil.example\r\n", b"Host: evil.example:9465\r\n",
+        b"Host: localhost.evil.example\r\n", b"Host: 127.0.0.1.evil.example\r\n",
+        b"Host: evil.example@localhost\r\n", b"Host: localhost, evil.example\r\n",
+        b"Host: localhost\r\nHost: evil.example\r\n", b"Host: localhost:80:80\r\n",
+        b"Host: [::1]evil\r\n", b"Host: ::1\r\n", b"Host: 127.1\r\n", b"Host: 2130706433\r\n",
+        b"Host: 192.168.1.1\r\n", b"Host: 0.0.0.0\r\n", b"Host: localhost\xc2\xa0\r\n",
+        b"Host: tidegate\r\n", b"X-Forwarded-Host: localhost\r\nHost: evil.example\r\n",
+    ],
+)  # fmt: skip
+def test_a_request_for_another_name_gets_nothing(
+    play: Callable[[Scene], None], head: bytes
+) -> None:
+    """A name that somebody else's server gives can be made to lead here."""
+
+    async def scene(world: World, _: History) -> None:
+        for target in ("/", "/api/v1/state", "/api/v1/history"):
+            status, _, body = await get(world, target, head)
+            assert status.startswith("421 ")
+            assert body == b"421 Misdirected Request; ask for localhost, 127.0.0.1 or [::1]\n"
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("site", "status"),
+    [
+        ("same-origin", "200"),
+        ("none", "200"),
+        ("cross-site", "403"),
+        ("same-site", "403"),
+        ("", "403"),
+    ],
+)
+def test_a_page_of_another_origin_gets_no_data(
+    play: Callable[[Scene], None], site: str, status: str
+) -> None:
+    async def scene(world: World, _: History) -> None:
+        head = HOST + f"Sec-Fetch-Site: {site}\r\n".encode()
+        for target in ("/api/v1/state", "/api/v1/history"):
+            assert (await get(world, target, head))[0].startswith(status)
+        assert (await get(world, "/", head))[0] == "200 OK"  # a link may lead here
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /api/v1/history?since=-1 HTTP/1.1\r\n", b"400"),
+        (b"GET /api/v1/history?since=1&since=2 HTTP/1.1\r\n", b"400"),
+        (b"GET /api/v1/history?since=1234567890123 HTTP/1.1\r\n", b"400"),
+        (b"GET /api/v1/history?since=\xd9\xa1 HTTP/1.1\r\n", b"400"),
+        (b"GET /api/v1/state?since=1 HTTP/1.1\r\n", b"400"),
+        (b"GET /api/v2/state HTTP/1.1\r\n", b"404"),
+        (b"GET //api/v1/state HTTP/1.1\r\n", b"404"),
+        (b"GET /web.html HTTP/1.1\r\n", b"404"),
+        (b"GET /../config.py HTTP/1.1\r\n", b"404"),
+        (b"GET /%2e%2e/config.py HTTP/1.1\r\n", b"404"),
+        (b"GET http://localhost/ HTTP/1.1\r\n", b"404"),
+        (b"POST /api/v1/state HTTP/1.1\r\n", b"405"),
+        (b"PUT / HTTP/1.1\r\n", b"405"),
+        (b"DELETE / HTTP/1.1\r\n", b"405"),
+        (b"OPTIONS /api/v1/state HTTP/1.1\r\n", b"405"),
+        (b"HEAD / HTTP/1.1\r\n", b"405"),
+    ],
+)
+def test_nothing_else_is_there(
+    play: Callable[[Scene], None], request_: bytes, status: bytes
+) -> None:
+    async def scene(world: World, _: History) -> None:
+        answer = await world.raw(request_ + HOST + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 " + status + b" ")
+
+    play(scene)
+
+
+def test_names_are_text_whatever_is_in_them(play: Callable[[Scene], None]) -> None:
+    name = "</script><script>alert(1)</script>\u202e\ud83d\ude00\n\x00".encode(
+        "utf-16", "surrogatepass"
+    ).decode("utf-16")
+
+    async def scene(world: World, history: History) -> None:
+        one = await world.admit(name)
+        history.look(STEP_NS, web.uses_of(one))
+        for target in ("/api/v1/state", "/api/v1/history"):
+            _, _, body = await get(world, target)
+            assert body.isascii()
+            assert b"\n" not in body
+        assert (await document(world, "/api/v1/state"))["containers"][0]["id"] == name
+        one.members[0].identifier = "half \udc80"
+        assert (await document(world, "/api/v1/state"))["containers"][0]["id"] == "half ?"
+        with pytest.raises(LookupError):
+            await world.admit("\u202e" * 1024, memory="100Gi")
+        refusal = (await document(world, "/api/v1/state"))["refusals"][0]
+        assert refusal["id"] == "\u202e" * 1024
+
+    play(scene)
+
+
+def test_an_answer_is_compressed_for_who_takes_it(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World, _: History) -> None:
+        _, headers, body = await get(world, "/", HOST + b"Accept-Encoding: br, gzip\r\n")
+        assert headers["Content-Encoding"] == "gzip"
+        assert headers["Content-Length"] == str(len(body))
+        assert gzip.decompress(body) == web.PAGE_FILE.read_bytes()
+        _, headers, body = await get(world, "/")
+        assert "Content-Encoding" not in headers
+        assert body == web.PAGE_FILE.read_bytes()
+
+    play(scene)
+
+
+def test_many_who_ask_for_parts_take_no_memory(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World, history: History) -> None:
+        endpoint = web.Endpoint(world.server, history)
+        for since in range(100):
+            await endpoint._then(since)
+        assert len(endpoint._cuts) <= 9
+        assert sum(map(sys.getsizeof, endpoint._cuts.values())) < 10_000
+
+    play(scene)
+
+
+def test_only_the_last_refusals_are_remembered_and_no_more_of_each() -> None:
+    tally = Tally()
+    for i in range(100):
+        tally.refuse(float(i), "x" * 5000, "refused", "m" * 5000, "h" * 5000)
+        tally.violate(str(i), Episode("compute", UUID, 1, 50, 0))
+    assert tally.refused["refused"] == 100
+    assert len(tally.refusals) == len(tally.episodes) == MOST_REMEMBERED == 64
+    assert [one.at for one in tally.refusals][:2] == [36.0, 37.0]
+    assert {len(one.container) + len(one.message) for one in tally.refusals} == {2 * TEXT_LIMIT}
+
+
+@pytest.mark.parametrize(
+    ("episode", "reason"),
+    [
+        (Episode("memory", UUID, 1, 3 * GIB, 2 * GIB),
+         "its processes hold 3072 MiB of GPU memory, 2048 MiB are allowed"),
+        (Episode("compute", UUID, 1, 87, 0),
+         "it worked on the GPU without a grant (87 % in NVML's samples)"),
+        (Episode("unregistered", UUID, 1, GIB, 0),
+         "a process of it uses the GPU and has not registered: it goes past the control library"),
+    ],
+)  # fmt: skip
+def test_a_violation_has_a_reason(episode: Episode, reason: str) -> None:
+    assert web.reason_of(episode) == reason
+
+
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        ({}, ""),
+        ({"name": "web"}, "web"),
+        ({"namespace": "default", "name": "web"}, "web"),
+        ({"namespace": "ml", "pod": "train-0", "container": "main"}, "ml/train-0/main"),
+        ({"pod": "train-0", "pod_uid": "x"}, "train-0"),
+        ({"pod": "p" * 1000}, "p" * 128),
+    ],
+)
+def test_whose_a_container_is_in_words(identity: dict[str, str], name: str) -> None:
+    assert find_name("", "", identity).whole == name
+
+
+def test_names_are_found_once_and_a_mistake_in_that_is_no_end(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def find(identifier: str, bundle: str, identity: dict[str, str]) -> Name:
+        asked.append((identifier, bundle, identity))
+        if identifier == "two":
+            raise RuntimeError("a mistake")
+        return Name("docker", "trainer\ud800")
+
+    monkeypatch.setattr("governor.web.find_name", find)
+
+    async def scene(world: World, _history: History) -> None:
+        one, two = [await world.admit(name, compute="10") for name in ("one", "two")]
+        ((_, use),) = web.uses_of(one)
+        assert use.name == ""
+        task = asyncio.create_task(web.find_names(world.server))
+        await until(lambda: two.called is not None)
+        three = await world.admit("three", compute="10")
+        await until(lambda: three.called is not None)
+        assert not task.done()
+        task.cancel()
+        assert asked == [(name, "/bundle", {}) for name in ("one", "two", "three")]
+        ((_, use),) = web.uses_of(one)
+        assert use.name == "trainer?"
+        state = await document(world, web.STATE)
+        assert [one["name"] for one in state["containers"]] == ["trainer?", "", "trainer?"]
+
+    play(scene)
+
+
+def test_the_socket_is_for_root_and_its_group(tmp_path: Path) -> None:
+    config = Config(runtime_dir=str(tmp_path), web=Web("unix"))
+    with web.listening(config):
+        assert (tmp_path / "web.sock").stat().st_mode & 0o7777 == 0o660
+    with web.listening(replace(config, web=Web())) as listener:
+        assert listener is None
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+
+
+def test_a_port_of_this_machine(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = Config(runtime_dir=str(tmp_path), web=Web(f"127.0.0.1:{port}"))
+    with web.listening(config) as listener:
+        assert listener
+        assert listener.getsockname() == ("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("listen", "means"),
+    [
+        ("off", "off"),
+        ("unix", "unix"),
+        ("127.0.0.1:9465", "127.0.0.1:9465"),
+        ("'[::1]:1'", "[::1]:1"),
+    ],
+)
+def test_where_the_page_may_be_served(listen: str, means: str) -> None:
+    config = parse_config(f"web: {{listen: {listen}}}")
+    assert (config.web.listen, config.metrics.listen) == (means, "off")
+    assert parse_config("{}").web.listen == "off"
+
+
+@pytest.mark.parametrize(
+    "listen", ["on", "0.0.0.0:9465", "':9465'", "localhost:9465", "127.0.0.1:0", "'[::]:1'"]
+)
+def test_where_the_page_may_not_be_served(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"config.yaml: web\.listen is "):
+        parse_config(f"web: {{listen: {listen}}}", "config.yaml")
+
+
+def test_what_the_howto_asks_for_is_there(play: Callable[[Scene], None]) -> None:
+    howto = Path(__file__).resolve().parents[2] / "docs/howto/see-what-happens.md"
+    asked = re.findall(
+        r"^curl --unix-socket /run/tidegate/web\.sock '?http://([^\s/]+)(/[^\s']*)'?$",
+        howto.read_text(),
+        re.MULTILINE,
+    )
+    assert len(asked) == 3
+
+    async def scene(world: World, history: History) -> None:
+        one = await world.admit("one")
+        history.look(STEP_NS, web.uses_of(one))
+        for host, target in asked:
+            status, _, _ = await get(world, target, f"Host: {host}\r\n".encode())
+            assert status == "200 OK"
+
+    play(scene)

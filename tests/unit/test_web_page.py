@@ -1,0 +1,524 @@
+"""The page in a real browser: what it shows, whom it believes, and who can read it."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from governor.container import Container
+from governor.violations import Episode
+from tests.conftest import lack
+from tests.unit.governor_world import GIB, UUID, Served
+from tools import png
+from tools.browser import Browser, BrowserError, Page, find_browser
+
+ROWS = "document.querySelectorAll('.gpu tbody tr')"
+TEXT = "document.body.innerText"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One for all; the name of a site that is not ours leads here, as by DNS rebinding."""
+    try:
+        find_browser()
+    except BrowserError as e:
+        lack(f"needs a browser: {e}")
+    rules = "--host-resolver-rules=MAP *.example 127.0.0.1"
+    with Browser([rules]) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with browser.page() as page:
+        page.size(1200, 900)
+        yield page
+
+
+@pytest.fixture
+def served(tmp_path: Path, build_dir: Path) -> Iterator[Served]:
+    with Served(tmp_path, build_dir / "libcontrol") as served:
+        yield served
+
+
+def admit(served: Served, name: str, **quota: str) -> Container:
+    return served.run(served.world.admit(name, **quota))
+
+
+def open_page(page: Page, served: Served, rows: int) -> None:
+    page.open(served.url)
+    page.wait(f"{ROWS}.length === {rows}")
+
+
+def words(page: Page, selector: str) -> str:
+    """What a person reads there, with plain blanks."""
+    text = str(page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
+    return " ".join(text.split())
+
+
+def row(page: Page, i: int) -> str:
+    return words(page, f".gpu tbody tr:nth-child({i})")
+
+
+def part(page: Page, selector: str) -> float:
+    """How wide something is drawn, in percent of what it is in."""
+    return float(
+        page.evaluate(
+            f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
+            " const bar = node.closest('.bar').getBoundingClientRect();"
+            " return 100 * node.getBoundingClientRect().width / bar.width; })()"
+        )
+    )
+
+
+def test_the_page_shows_what_containers_have(served: Served, page: Page) -> None:
+    one = admit(served, "one", compute="40", compute_limit="100")
+    two = admit(served, "two", compute="30", memory="2Gi")
+    served.step((one, 60.0, 20.0), (two, 20.0, 0.0), times=6)
+    served.step((one, 40.0, 0.0), (two, 30.0, 0.0), times=6, refused=1)
+    open_page(page, served, 2)
+    assert 'GPU 0: a "GPU" \\ of ours' in words(page, ".gpu h2")
+    said = "In the last 1 min: 75.0 % used, of it lent 10.0 %; guaranteed 70 %"
+    assert said in words(page, ".gpu")
+    assert "Memory now: 4.5 GiB used, 6.0 GiB of 15.5 GiB granted" in words(page, ".gpu")
+    assert "used 50.0 %, of it lent 10.0 %" in row(page, 1)
+    assert "guaranteed 40 %" in row(page, 1)
+    assert "at most" not in row(page, 1).replace("at most 0", "")
+    assert "3.0 GiB of 4.0 GiB (75 %)" in row(page, 1)
+    assert "6 allocations refused: the quota is 4.0 GiB" in row(page, 1)
+    assert "used 25.0 %, of it lent 0.0 % guaranteed 30 %, at most 30 %" in row(page, 2)
+    # What is drawn is what is said.
+    assert part(page, "tr:nth-child(1) .bar.time .own") == pytest.approx(40, abs=1)
+    assert part(page, "tr:nth-child(1) .bar.time .lent") == pytest.approx(10, abs=1)
+    assert part(page, ".total .slot:nth-child(1)") == pytest.approx(50, abs=1)
+    assert part(page, ".total .slot:nth-child(2)") == pytest.approx(25, abs=1)
+    assert part(page, ".total.memory .slot:nth-child(1)") == pytest.approx(400 / 15.5, abs=1)
+    assert part(page, ".total.memory .slot:nth-child(1) .own") == pytest.approx(300 / 15.5, abs=1)
+    assert page.complaints() == []
+    asked = {one["request"]["url"] for one in page.events("Network.requestWillBeSent")}
+    addresses = {url.partition("?")[0] for url in asked if not url.startswith(("about:", "data:"))}
+    assert addresses == {served.url + path for path in ("", "api/v1/state", "api/v1/history")}
+    assert page.evaluate("document.cookie") == ""
+    assert page.call("Network.getAllCookies")["cookies"] == []
+
+
+def test_the_page_keeps_up_and_a_new_governor_begins_anew(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    served.step((one, 40.0, 0.0), times=3)
+    open_page(page, served, 1)
+    assert "used 40.0 %" in row(page, 1)
+    served.step((one, 10.0, 0.0), times=3)
+    page.evaluate("refresh()")
+    page.wait(f"{ROWS}[0].innerText.includes('used 25.0')")
+    served.stop()
+    page.evaluate("refresh()")
+    page.wait("document.getElementById('status').className === 'bad'")
+    said = words(page, "#status")
+    assert "No answer from the governor since " in said
+    assert "used 25.0 %" in row(page, 1)  # it stays, and the page says from when it is
+    served.start(anew=True)
+    served.step((one, 5.0, 0.0))
+    page.evaluate("refresh()")
+    page.wait(f"{ROWS}[0].innerText.includes('used 5.0')")
+    assert words(page, "#status") == "Up to date, every 5 seconds"
+    # The same number of steps as it knows, but of another governor.
+    served.stop()
+    served.start(anew=True)
+    two = admit(served, "two", memory="2Gi")
+    served.step((two, 7.0, 0.0))
+    page.evaluate("refresh()")
+    page.wait(f"{ROWS}.length === 1 && {ROWS}[0].innerText.includes('two')")
+
+
+def test_who_has_ended_is_shown_for_as_long_as_the_time_that_is_looked_at(
+    served: Served, page: Page
+) -> None:
+    one, two = admit(served, "one"), admit(served, "two", memory="2Gi")
+    served.step((one, 40.0, 0.0), (two, 10.0, 0.0), times=2)
+    served.step((one, 40.0, 0.0), times=13)
+    open_page(page, served, 2)
+    assert "ended " in row(page, 2)
+    assert "in the 10 s that it was there" in row(page, 2)
+    assert "used 10.0 %" in row(page, 2)
+    page.evaluate("document.querySelector('input[value=\"60\"]').click()")
+    page.wait(f"{ROWS}.length === 1")
+
+
+def test_refusals_and_violations_stand_with_their_reasons(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    with pytest.raises(LookupError):
+        admit(served, "too-large", memory="100Gi")
+    tally = served.world.server.tally
+    tally.violate("one", Episode("memory", UUID, 4711, 5 * GIB, 4 * GIB, time.time() - 60))
+    over = Episode("compute", UUID, 4712, 87, 0, time.time() - 600, time.time() - 590)
+    tally.violate("one", over)
+    one.findings.frozen = True
+    served.world.server.books.set_lost(UUID, "GPU is lost")
+    served.step((one, 0.0, 0.0))
+    open_page(page, served, 1)
+    events = words(page, "#events")
+    assert "refused to start too-large GPU 0 has " in events
+    assert "102400 MiB were asked for" in events
+    assert (
+        "violation, lasts one memory, GPU 0: its processes hold 5120 MiB of GPU memory, 4096 MiB are"
+        " allowed (process 4711); policy: report"
+    ) in events
+    assert "violation, 10 s one compute, GPU 0: it worked on the GPU without a grant" in events
+    assert events.index("too-large") < events.index("5120 MiB") < events.index("87 %")
+    assert "violation: memory, since " in row(page, 1)
+    assert "violation: compute, " in row(page, 1)
+    assert "frozen for a violation" in row(page, 1)
+    assert "It does not answer, and nothing of it is granted: GPU is lost" in words(page, ".gpu")
+
+
+HOSTILE = [
+    "<img src=x onerror=window.pwned=1>",
+    '"><script>window.pwned=1</script>',
+    "</script><script>window.pwned=1</script>",
+    "<svg onload=window.pwned=1>",
+    "javascript:window.pwned=1",
+    "{{constructor.constructor('window.pwned=1')()}}",
+    "${window.pwned=1}",
+    "'-window.pwned=1-'",
+    "__proto__",
+    "constructor",
+    "&lt;b&gt; &amp; &#60;",
+    "\u202egnp.exe",
+    "a\u200bb\u2028c\u2066d\nnext line\x1b[31mred\x00",
+    "\u0636" * 40,
+    "Z\u0351\u036b\u0343" * 100,
+    "w" * 1024,
+    "\U0001f600" * 200,
+    "style=display:none;",
+    "none: guaranteed 100 %",
+]
+
+
+def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Page) -> None:
+    """Whoever starts a container gives it its name, and reads what others see on the page."""
+    containers = [admit(served, name, memory="520Mi", compute="1") for name in HOSTILE]
+    tally = served.world.server.tally
+    for name in HOSTILE:
+        tally.refuse(time.time(), name, "refused", name, name)
+        tally.violate(name, Episode("unregistered", UUID, 1, 1, 0, time.time()))
+    served.world.server.books.set_lost(UUID, HOSTILE[0])
+    served.step(*((container, 1.0, 0.0) for container in containers), times=3)
+    open_page(page, served, len(HOSTILE))
+    assert page.evaluate("window.pwned") is None
+    assert page.evaluate("document.querySelectorAll('img, script, iframe, object, a').length") == 1
+    assert page.evaluate("document.querySelectorAll('main script, main img, b b').length") == 0
+    assert page.complaints() == []
+    shown = page.evaluate(f"[...{ROWS}].map((row) => row.querySelector('bdi').textContent)")
+    for name, text in zip(HOSTILE, shown, strict=True):
+        if name.isascii() and name.isprintable() and len(name) < 64:
+            assert text == name
+    assert "\\u{202e}gnp.exe" in shown
+    assert "a\\u{200b}b\\u{2028}c\\u{2066}d\\u{a}next line\\u{1b}[31mred\\u{0}" in shown
+    assert max(map(len, shown)) <= 130
+    # None takes room from others, or comes over them.
+    heights = page.evaluate(f"[...{ROWS}].map((row) => row.getBoundingClientRect().height)")
+    assert max(heights) < 500
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1200
+    page.size(360, 740)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    # A name is turned as a whole: what stands behind it does not move.
+    assert page.evaluate("getComputedStyle(document.querySelector('bdi')).unicodeBidi") == "isolate"
+
+
+def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    served.step((one, 1.0, 0.0))
+    open_page(page, served, 1)
+    for text in (
+        "document.body.innerHTML = '<b>x</b>'",
+        "document.body.insertAdjacentHTML('beforeend', '<b>x</b>')",
+        "document.createElement('script').text = 'window.pwned = 1'",
+        "document.write('x')",
+    ):
+        with pytest.raises(BrowserError, match=r"TrustedHTML|TrustedScript"):
+            page.evaluate(text)
+    # Strings are no code either; the protocol's own evaluate is not asked about that.
+    page.evaluate("document.body.setAttribute('data-x', '1')")
+    assert (
+        page.evaluate("(() => { try { return eval('1 + 1') } catch (e) { return e.name } })()")
+        == "EvalError"
+    )
+    with pytest.raises(BrowserError, match="Failed to fetch"):
+        page.evaluate("fetch('http://127.0.0.1:1/').then(() => 1)")
+    page.evaluate("document.body.append(Object.assign(new Image(), {src: '/api/v1/state'}))")
+    assert page.evaluate("window.pwned") is None
+
+
+def test_a_name_that_leads_here_is_not_ours(served: Served, page: Page) -> None:
+    """A site's own name is made to lead to this machine (DNS rebinding): its page may then ask what it likes."""
+    page.open(f"http://rebound.example:{served.port}/")
+    assert page.evaluate(TEXT).startswith("421 Misdirected Request")
+    answer = page.evaluate("fetch('/api/v1/state').then((answer) => answer.status)")
+    assert answer == 421
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """A page of somebody else's, on this machine."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>stranger</title>")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_page_of_another_origin_reads_nothing(served: Served, page: Page, stranger: str) -> None:
+    one = admit(served, "secret-name")
+    served.step((one, 1.0, 0.0))
+    page.open(stranger)
+    for target in ("", "api/v1/state", "api/v1/history"):
+        for mode in ("cors", "no-cors"):
+            read = page.evaluate(
+                f"fetch('{served.url}{target}', {{mode: '{mode}'}}).then((one) => one.text(), () => '')"
+            )
+            assert read == "", (target, mode)
+    page.evaluate(
+        "new Promise((done) => { const frame = document.createElement('iframe');"
+        f" frame.src = '{served.url}'; frame.onload = done; document.body.append(frame); }})"
+    )
+    frames = page.call("Page.getFrameTree")["frameTree"]["childFrames"]
+    assert [one["frame"]["url"] for one in frames] == ["chrome-error://chromewebdata/"]
+    loaded = page.evaluate(
+        "new Promise((done) => { const script = document.createElement('script');"
+        f" script.src = '{served.url}api/v1/state'; script.onload = () => done('loaded');"
+        " script.onerror = () => done('refused'); document.body.append(script); })"
+    )
+    assert loaded == "refused"
+
+
+def test_all_of_it_is_reached_by_keyboard(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    served.step((one, 40.0, 0.0), times=3)
+    served.step((one, 10.0, 0.0), times=1)
+    open_page(page, served, 1)
+    assert "used 32.5 %" in row(page, 1)
+    reached = []
+    for _ in range(3):
+        page.press("Tab")
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.value"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid", reached
+    assert reached == ["pause", "900", "moment"]
+    page.press("ArrowLeft")
+    assert "In the 5 s before " in words(page, ".gpu")
+    assert "used 10.0 %" in row(page, 1)
+    assert page.evaluate("document.querySelectorAll('svg.chart').length") == 2
+    assert page.evaluate("document.querySelectorAll('svg.chart line.cursor').length") == 2
+    assert page.evaluate(
+        "document.getElementById('moment').getAttribute('aria-valuetext')"
+    ).startswith("at ")
+    page.press("ArrowLeft")
+    assert "used 40.0 %" in row(page, 1)
+    page.evaluate("refresh()")  # focus stays where it was
+    page.wait("!asking")
+    assert page.evaluate("document.activeElement.id") == "moment"
+    page.press("End")
+    assert "used 32.5 %" in row(page, 1)
+    page.evaluate("document.getElementById('pause').focus()")
+    page.press(" ")
+    assert words(page, "#status").startswith("Paused at ")
+    served.step((one, 0.0, 0.0), times=4)
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    assert "used 32.5 %" in row(page, 1)
+    page.press(" ")
+    page.wait(f"{ROWS}[0].innerText.includes('used 16.3')")
+
+
+def test_a_click_into_a_chart_is_a_look_at_that_moment(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    served.step((one, 40.0, 0.0), times=100)
+    served.step((one, 10.0, 0.0), times=80)
+    open_page(page, served, 1)
+    page.evaluate("document.querySelector('.gpu tbody svg.chart').scrollIntoView()")
+    left, top, width, height = page.evaluate(
+        "(({left, top, width, height}) => [left, top, width, height])"
+        "(document.querySelector('.gpu tbody svg.chart').getBoundingClientRect())"
+    )
+    for at, used in ((0.3, "40.0"), (0.9, "10.0"), (0.999, "10.0"), (0.001, "40.0")):
+        for kind in ("mousePressed", "mouseReleased"):
+            page.call(
+                "Input.dispatchMouseEvent", type=kind, x=left + at * width, y=top + height / 2,
+                button="left", clickCount=1,
+            )  # fmt: skip
+        assert "In the 5 s before " in words(page, ".gpu")
+        assert f"used {used} %" in row(page, 1)
+        x = page.evaluate(
+            "Number(document.querySelector('svg.chart line.cursor').getAttribute('x1'))"
+        )
+        assert x == pytest.approx(180 * at, abs=1.5)
+
+
+def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    served.step((one, 40.0, 0.0), times=2)
+    open_page(page, served, 1)
+    assert page.evaluate("document.querySelectorAll('.memory .over').length") == 0
+    page.evaluate("clearTimeout(timer); [...series.values()][0].memory.fill(2 ** 33); render()")
+    assert "8.0 GiB of 4.0 GiB (200 %)" in row(page, 1)
+    assert part(page, "tbody .memory .own") == pytest.approx(50, abs=1)
+    assert part(page, "tbody .memory .over") == pytest.approx(50, abs=1)
+    # It takes no room from its neighbours in the bar of the GPU.
+    assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
+
+
+def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: Page) -> None:
+    one = admit(served, "one")
+    served.step((one, 40.0, 20.0), times=2)
+    page.size(360, 200)
+    open_page(page, served, 1)
+    plain = base64.b64decode(page.call("Page.captureScreenshot", format="png")["data"])
+    packed = png.repack(plain)
+    width, height, kind, rows = png.read(packed)
+    assert (width, height, {len(row) for row in rows}) == (360, 200, {360 * png.BYTES[kind]})
+    assert len({row[i : i + 3] for row in rows for i in range(0, len(row), 3)}) > 20
+    # A browser reads the same from it as from its own.
+    read = [
+        page.evaluate(
+            "(async () => {"
+            f" const data = Uint8Array.from(atob('{base64.b64encode(picture).decode()}'), c => c.charCodeAt(0));"
+            " const drawn = await createImageBitmap(new Blob([data], {type: 'image/png'}));"
+            " const canvas = new OffscreenCanvas(drawn.width, drawn.height).getContext('2d');"
+            " canvas.drawImage(drawn, 0, 0);"
+            " const all = canvas.getImageData(0, 0, drawn.width, drawn.height).data;"
+            " return all.reduce((sum, one) => (sum * 31 + one) % 2147483647, 7); })()"
+        )
+        for picture in (packed, plain)
+    ]
+    assert read[0] == read[1]
+
+
+def hear(page: Page) -> list[tuple[str, str]]:
+    """Return roles and names in the order in which they are read."""
+    nodes = {one["nodeId"]: one for one in page.call("Accessibility.getFullAXTree")["nodes"]}
+    heard = []
+    left = [one for one in nodes.values() if "parentId" not in one]
+    while left:
+        node = left.pop()
+        if not node.get("ignored"):
+            heard.append((node["role"]["value"], node.get("name", {}).get("value", "")))
+        left += [nodes[child] for child in reversed(node["childIds"]) if child in nodes]
+    return heard
+
+
+def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(served: Served, page: Page) -> None:
+    one = admit(served, "one", compute="40", compute_limit="60")
+    served.step((one, 50.0, 10.0), times=3)
+    open_page(page, served, 1)
+    for width in (1200, 360):
+        page.size(width, 800)
+        heard = hear(page)
+        roles = [role for role, _ in heard]
+        assert roles.count("table") == 1, width
+        assert [name for role, name in heard if role == "columnheader"] == [
+            "Container", "GPU time", "Its last 15 minutes", "Memory", "Refused, violated",
+        ]  # fmt: skip
+        assert any(role == "rowheader" and "one" in name for role, name in heard)
+        (cell,) = [name for role, name in heard if role in ("cell", "gridcell") and "used" in name]
+        assert " ".join(cell.split()).startswith(
+            "used 50.0 %, of it lent 10.0 % guaranteed 40 %, at most 60 %"
+        )
+        assert ("slider", "or at one moment of them") in heard
+        assert ("status", "") in heard or "status" in roles
+        assert "image" not in roles  # bars and charts say what stands beside them
+        assert [name for role, name in heard if role == "heading"] == [
+            "Tidegate",
+            'GPU 0: a "GPU" \\ of ours',
+            "Refusals and violations",
+        ]
+
+
+CONTRAST = """
+(() => {
+  const channel = (value) => (value /= 255) <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  const light = (color) => {
+    const [red, green, blue] = color.match(/[\\d.]+/g).map(Number);
+    return 0.2126 * channel(red) + 0.7152 * channel(green) + 0.0722 * channel(blue);
+  };
+  const back = (node) => {
+    for (let one = node; one; one = one.parentElement) {
+      const color = getComputedStyle(one).backgroundColor;
+      if (color !== "rgba(0, 0, 0, 0)") return color;
+    }
+  };
+  const low = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement;
+    if (!walk.currentNode.textContent.trim() || node.closest("script, style, noscript, [hidden]")) continue;
+    const pair = [light(getComputedStyle(node).color), light(back(node))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < 4.5) low.push(`${ratio.toFixed(1)}: ${walk.currentNode.textContent}`);
+  }
+  return low;
+})()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 360])
+def test_it_is_read_in_light_and_dark_wide_and_narrow(
+    served: Served, page: Page, scheme: str, width: int
+) -> None:
+    one = admit(served, "one", compute="40", compute_limit="60")
+    two = admit(served, "0123456789abcdef" * 4, compute="10")
+    served.world.server.tally.violate("one", Episode("memory", UUID, 1, GIB, 0, time.time()))
+    with pytest.raises(LookupError):
+        admit(served, "too-large", memory="100Gi")
+    served.step((one, 50.0, 10.0), (two, 10.0, 0.0), times=3, refused=1)
+    page.prefer(color_scheme=scheme)
+    page.size(width, 740)
+    open_page(page, served, 2)
+    assert page.evaluate(CONTRAST) == []
+    back = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 24, 29)"}[scheme]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    least = page.evaluate(
+        "Math.min(...[...document.querySelectorAll('.gpu .bar, svg.chart')]"
+        ".map((node) => node.getBoundingClientRect().width))"
+    )
+    assert least >= {1200: 120, 360: 260}[width]
+    # Nothing is told by colour alone: what is lent is hatched, trouble has a sign and words.
+    assert "repeating-linear-gradient" in page.evaluate(
+        "getComputedStyle(document.querySelector('.bar .lent')).backgroundImage"
+    )
+    assert page.evaluate("getComputedStyle(document.querySelector('svg .lent')).fill").startswith(
+        "url("
+    )
+    assert "\u26a0" in row(page, 1)
+
+
+def test_sixty_four_containers_are_shown_at_once(served: Served, page: Page) -> None:
+    many = [admit(served, f"worker-{i}", memory="520Mi", compute="1") for i in range(2)]
+    served.step(*((one, 1.0, 0.0) for one in many), times=3)
+    open_page(page, served, 2)
+    drawn = page.evaluate(
+        "(() => { const one = [...series.values()][0];"
+        " for (let i = 10; i < 72; i++) series.set(i, {...one, series: i, id: `many-${i}`});"
+        " const begin = performance.now(); render(); return performance.now() - begin; })()"
+    )
+    assert page.evaluate(f"{ROWS}.length") == 64
+    assert drawn < 5000

@@ -301,6 +301,16 @@ def processors_taken(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> f
     return (os.cpu_count() or 1) * (1 - (idle_now - idle) / passed) if passed else 0.0
 
 
+def load_line(taken: float) -> str:
+    """Return what to say of a load by other programs; nothing where it is small."""
+    if taken <= BUSY * (os.cpu_count() or 1):
+        return ""
+    return (
+        f"demo: other programs keep {taken:.1f} of {os.cpu_count()} processors busy: "
+        "shares may be off; end them, or do not judge by this run"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the demo; the exit status is 0 when the report could be made."""
     args = parse_arguments(argv)
@@ -318,12 +328,8 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
     try:
-        taken = processors_taken()
-        if taken > BUSY * (os.cpu_count() or 1):
-            say(
-                f"demo: other programs keep {taken:.1f} of {os.cpu_count()} processors busy: "
-                "shares may be off; end them, or do not judge by this run"
-            )
+        if busy := load_line(processors_taken()):
+            say(busy)
         machine = find_machine(args, args.output, args.build)
         if args.jobs is None:
             args.jobs = (
@@ -336,6 +342,8 @@ def main(argv: list[str] | None = None) -> int:
     write_report(args.output, report, results)
     say("")
     say(render_table(report))
+    if busy:  # again, where the shares are
+        say(f"\n{busy}")
     say(f"\n{args.output}/report.json\n{args.output}/report.svg")
     return 0
 

@@ -133,31 +133,39 @@ def _longest(took: Sequence[float | None]) -> float | None:
     return max(known) if known and len(known) == len(took) else None
 
 
-def stall_of(event: Event, unit_ns: float) -> tuple[float, bool]:
-    """Return the longest time in which a witness ended no unit, less a unit, and if he had to wait.
+def stall_of(event: Event, unit_ns: float) -> tuple[float, float, bool]:
+    """Return how long a witness waited behind an event, his longest pause, and if he had to wait.
 
-    ms; from his last unit before the event on. He had to wait if he was not at work at the event.
+    ms, both less a unit. The wait counts from the event: what went before was the other one's turn,
+    at times two in a row, which he had by right. The pause is all of it. He had to wait if he was
+    not at work at the event.
     """
     ends = [one * 1000 for one in itertools.accumulate(event["ends_us"])]
     gaps = [
         (before, after)
         for before, after in itertools.pairwise([*ends, max(AFTER_NS, ends[-1] if ends else 0)])
         if after > 0
-    ]
-    longest = max((after - before for before, after in gaps), default=AFTER_NS + BEFORE_NS)
+    ] or [(-BEFORE_NS, AFTER_NS)]
+    wait = max(after - max(before, 0) for before, after in gaps)
+    pause = max(after - before for before, after in gaps)
     waited = any(before <= 0 < after and after - before > 2 * unit_ns for before, after in gaps)
-    return max(0.0, longest - unit_ns) / NS_PER_MS, waited
+    return _less(wait, unit_ns), _less(pause, unit_ns), waited
+
+
+def _less(took_ns: float, unit_ns: float) -> float:
+    return round(max(0.0, took_ns - unit_ns) / NS_PER_MS, 2)
 
 
 def stalls(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the longest stall behind each event in ms, and how often the other one had the GPU."""
+    """Return the wait behind each event in ms, the longest pause, and how often he had to wait."""
     unit_ns = arm["tenants"][0]["unit_ns"]
     found = [stall_of(event, unit_ns) for event in arm["events"]]
-    took = [round(stall, 2) for stall, _ in found]
+    waits = [wait for wait, _, _ in found]
     return {
-        "ms": took,
-        "longest_ms": max(took, default=None),
-        "at_work": sum(waited for _, waited in found),
+        "ms": waits,
+        "longest_ms": max(waits, default=None),
+        "longest_pause_ms": max((pause for _, pause, _ in found), default=None),
+        "at_work": sum(waited for _, _, waited in found),
     }
 
 

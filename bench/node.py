@@ -70,6 +70,7 @@ class Node:
             "library_dir": str(machine.build / "libcontrol"),
         }
         self.config = Config(runtime_dir=str(self.runtime_dir))
+        self.prefix = f"tidegate-{os.getpid()}-"  # of the containers' ids
         self.state_dir = self.runtime_dir / "runtime"
         self.running: list[Running] = []
         self._governor: subprocess.Popen[bytes] | None = None
@@ -186,9 +187,13 @@ class Node:
         *,
         stage: str = "createRuntime",
         edit: Callable[[dict[str, Any]], None] | None = None,
+        before: Sequence[str] = (),
     ) -> Running:
-        """Start a container; its output is read by `wait`. `edit` may change its config.json."""
-        identifier = f"tidegate-{os.getpid()}-{name}"
+        """Start a container; its output is read by `wait`.
+
+        `edit` may change its config.json; `before` is a command that starts the runtime.
+        """
+        identifier = f"{self.prefix}{name}"
         bundle = self.work / "bundles" / name
         make_bundle(
             bundle,
@@ -206,6 +211,7 @@ class Node:
         output = (bundle / "output").open("w")
         process = subprocess.Popen(
             [
+                *before,
                 self.runtime,
                 "--root",
                 str(self.state_dir),

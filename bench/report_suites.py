@@ -67,10 +67,11 @@ WORDS = {
         " the same."
     ),
     "killed": (
-        "The longest time in which a container ended no unit of its work, less a unit, while a"
-        " neighbour that works is killed (SIGKILL) or stopped (SIGSTOP) at a random time and for"
-        ' 0.3 s after. Usual waiting for a turn is in it. "Had the GPU" says how often the'
-        " neighbour was the one that worked at that moment."
+        "A neighbour that works is killed (SIGKILL) or stopped (SIGSTOP) at a random time. The wait"
+        " is the longest time in the 0.3 s from then on in which a container ended no unit of its"
+        ' work, less a unit; usual waiting for a turn is in it. "With the turn before": what the'
+        " neighbour had worked until then counted, too; it has two turns in a row at times, by"
+        ' right. "Had the GPU" says how often the neighbour was the one that worked at that moment.'
     ),
 }
 
@@ -239,11 +240,15 @@ def killed(result: Result) -> list[Table]:
             str(told["stall"]["at_work"]),
             _ms(statistics.median(told["stall"]["ms"])) if told["stall"]["ms"] else "",
             _ms(told["stall"]["longest_ms"]),
+            _ms(told["stall"]["longest_pause_ms"]),
         )
         for name, arm, told in told_arms(result)
     ]
-    head = ("arm", "who goes on", "times", "had the GPU", "median wait", "longest wait")
-    return [(head, rows, "llrrrr")]
+    head = (
+        "arm", "who goes on", "times", "had the GPU", "median wait", "longest wait",
+        "with the turn before",
+    )  # fmt: skip
+    return [(head, rows, "llrrrrr")]
 
 
 TABLES: dict[str, Callable[[Result], list[Table]]] = {

@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.demo import processors_taken
+from bench.demo import load_line, processors_taken
 
 
 def test_what_others_keep_busy_is_told(tmp_path: Path) -> None:
@@ -30,3 +30,8 @@ def test_no_time_passed_is_no_load(tmp_path: Path) -> None:
     stat = tmp_path / "stat"
     stat.write_text("cpu  100 0 50 800 50 0 0 0 0 0\n")
     assert processors_taken(0, stat) == 0.0
+
+
+def test_a_busy_machine_is_told_of() -> None:
+    assert load_line(0.0) == ""
+    assert "processors busy: shares may be off" in load_line(0.9 * (os.cpu_count() or 1))

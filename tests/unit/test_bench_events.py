@@ -101,27 +101,39 @@ def test_later_windows_that_are_off_are_counted() -> None:
     assert told["outside_percent"] == round(100 * 17 / 92, 2)
 
 
-def test_a_stall_is_the_longest_gap_less_a_unit() -> None:
+def test_a_wait_is_what_a_pause_has_behind_the_event_less_a_unit() -> None:
     at = 5_000_000_000
     before = [Stamp(at - 2 * MS + i * MS, 0) for i in range(3)]
     after = [Stamp(at + 12 * MS + i * MS, 0) for i in range(400)]
     ends = keep_ends([*before, *after], at)
     assert ends[:5] == [-2000, 1000, 1000, 12_000, 1000]
-    stall, waited = stall_of({"ends_us": ends}, MS)
-    assert (stall, waited) == (11.0, True)
+    assert stall_of({"ends_us": ends}, MS) == (11.0, 11.0, True)
+    # Of a pause that began before the event, what went before is no wait for it.
+    ends = keep_ends([*(one for one in before if one.time < at - MS), *after], at)
+    assert stall_of({"ends_us": ends}, MS) == (11.0, 13.0, True)
+
+
+def test_a_later_and_longer_wait_counts_too() -> None:
+    at = 5_000_000_000
+    stamps = [Stamp(at + i * MS, 0) for i in (-1, 4, 5, 19, *range(20, 400))]
+    assert stall_of({"ends_us": keep_ends(stamps, at)}, MS) == (13.0, 13.0, True)
 
 
 def test_who_never_comes_back_stalls_to_the_end_of_the_look() -> None:
     at = 5_000_000_000
     ends = keep_ends([Stamp(at - 10 * MS, 0), Stamp(at + 4 * MS, 0)], at)
-    assert stall_of({"ends_us": ends}, MS) == (AFTER_NS / MS - 4 - 1, True)
-    assert stall_of({"ends_us": []}, MS)[0] == (AFTER_NS + BEFORE_NS) / MS - 1
+    wait = AFTER_NS / MS - 4 - 1
+    assert stall_of({"ends_us": ends}, MS) == (wait, wait, True)
+    assert stall_of({"ends_us": []}, MS)[:2] == (
+        AFTER_NS / MS - 1,
+        (AFTER_NS + BEFORE_NS) / MS - 1,
+    )
 
 
 def test_who_was_at_work_did_not_have_to_wait() -> None:
     at = 5_000_000_000
     ends = keep_ends([Stamp(at + i * MS - MS // 2, 0) for i in range(-20, 400)], at)
-    assert stall_of({"ends_us": ends}, MS) == (0.0, False)
+    assert stall_of({"ends_us": ends}, MS) == (0.0, 0.0, False)
 
 
 def test_only_stamps_around_the_event_are_kept() -> None:
@@ -137,7 +149,12 @@ def test_an_arm_of_kills_has_its_longest_stall() -> None:
         "tenants": [{"unit_ns": MS}],
         "events": [{"ends_us": [-1000, 9000, *[1000] * 300]}, {"ends_us": [-500, *[1000] * 310]}],
     }
-    assert stalls(arm) == {"ms": [8.0, 0.0], "longest_ms": 8.0, "at_work": 1}
+    assert stalls(arm) == {
+        "ms": [7.0, 0.0],
+        "longest_ms": 7.0,
+        "longest_pause_ms": 8.0,
+        "at_work": 1,
+    }
 
 
 def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
@@ -249,7 +266,7 @@ def test_each_suite_has_its_words_a_table_and_a_figure(suite: str) -> None:
         pytest.param(
             "settle", "| 1 of 1 | 0.0 ms | 0.0 ms | 0.0 ms | 0.00 | 0.0 % |", id="settled at once"
         ),
-        pytest.param("killed", "| 1 | 1 | 3.0 ms | 3.0 ms |", id="a wait of 3 ms"),
+        pytest.param("killed", "| 1 | 1 | 2.0 ms | 2.0 ms | 3.0 ms |", id="a wait of 2 ms"),
     ],
 )
 def test_the_page_says_what_the_data_say(suite: str, line: str) -> None:

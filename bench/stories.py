@@ -1,0 +1,424 @@
+"""What the stories of examples/ have in common: a node, containers on it, and a table at the end.
+
+A story is `examples/<name>/run`. It calls `play` with a scene, a function that starts containers
+and says what it expects of them. Progress goes to standard error, the table to standard output; the
+status is 0 where all that was expected came. A node is the simulated GPU, a mirror of its driver, a
+governor with the story's config.yaml, and runc; what containers may use stands in the story's
+containers.yaml, annotation by annotation, as an engine would have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from bench.machine import ROOT, Machine, MachineError, Nvidia, Simulated
+from bench.node import Node, Running, last_json
+from bench.progress import ProgressError, read_stamps
+from governor.errors import TidegateError
+from vdriver.errors import VdriverError
+
+SET_UP_S = 60.0
+"""A program is ready to begin within this time, or something is wrong."""
+
+SPARE_S = 60.0
+"""What a program may take longer than it was told to work."""
+
+
+class StoryError(Exception):
+    """A story cannot be told; one line."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: `met` is None where nothing was expected."""
+
+    what: str
+    expected: str
+    measured: str
+    met: bool | None
+
+
+@dataclass
+class Program:
+    """A program that works, in a container or outside of any, and stamps what it has done."""
+
+    name: str
+    out: Path
+    process: subprocess.Popen[str]
+    container: Running | None = None
+    begun: float = 0.0
+    """CLOCK_MONOTONIC, in seconds, when it was told to begin."""
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        path = self.container.bundle / "output" if self.container else self.out / "output"
+        return path.read_text(errors="replace")
+
+    def times(self) -> list[float]:
+        """When each unit of its work was done, in seconds of CLOCK_MONOTONIC."""
+        ahead = int(last_json(self.output).get("clock_ns", 0))
+        return [(stamp.time - ahead) / 1e9 for stamp in read_stamps(self.out / "progress.bin")]
+
+
+@dataclass
+class Stage:
+    """What a scene acts on."""
+
+    story: Path
+    node: Node
+    machine: Machine
+    containers: dict[str, Mapping[str, str]]
+    rows: list[Row] = field(default_factory=list)
+    outside: list[Program] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """Print a line of progress at once."""
+        print(text, file=sys.stderr, flush=True)
+
+    # ---- programs ----
+
+    def contain(
+        self,
+        name: str,
+        job: str,
+        seconds: float,
+        *options: str,
+        like: str | None = None,
+        before: Sequence[str] = (),
+    ) -> Program:
+        """Start a container with a job that waits to be told to begin."""
+        return self.run(
+            name,
+            [*self.machine.command(job, inside=True), *self.options("/out", seconds), *options],
+            like=like,
+            before=before,
+        )
+
+    def run(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        like: str | None = None,
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Program:
+        """Start a container with any command.
+
+        Its annotations are those of `like` in containers.yaml, by default of its own name;
+        `before` is a command that starts the runtime.
+        """
+
+        def edit(config: dict[str, Any]) -> None:
+            # A story elsewhere on this machine may have a container of the same name.
+            config["linux"]["cgroupsPath"] = f"tidegate-{os.getpid()}-{name}"
+            config["process"]["env"] += [f"{k}={v}" for k, v in (environment or {}).items()]
+
+        asked = {
+            key.removeprefix("tidegate.gpu/"): value
+            for key, value in self.containers[like or name].items()
+        }
+        container = self.node.start(name, arguments, asked, before=before, edit=edit)
+        return Program(name, container.out, container.process, container)
+
+    def leave_outside(self, name: str, job: str, seconds: float, *options: str) -> Program:
+        """Start a job on the bare driver: without a container, and without Tidegate."""
+        out = self.place(name)
+        command = self.machine.command(job, inside=False)
+        return self.run_outside(name, [*command, *self.options(str(out), seconds), *options])
+
+    def run_outside(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> Program:
+        """Start any command on the bare driver."""
+        out = self.place(name)
+        with (out / "output").open("w") as output:
+            process = subprocess.Popen(
+                arguments,
+                env={**os.environ, **self.machine.environment, **(environment or {})},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        program = Program(name, out, process)
+        self.outside.append(program)
+        return program
+
+    def place(self, name: str) -> Path:
+        """Return an empty directory for a program outside of containers."""
+        out = self.machine.work / "outside" / name
+        shutil.rmtree(out, ignore_errors=True)
+        out.mkdir(parents=True)
+        return out
+
+    @staticmethod
+    def options(out: str, seconds: float) -> list[str]:
+        """Return what all jobs are told: how long, where their stamps go, and to wait."""
+        return [
+            "--seconds", str(seconds), "--out", f"{out}/progress.bin",
+            "--wait-file", f"{out}/begin",
+        ]  # fmt: skip
+
+    def begin(self, *programs: Program) -> None:
+        """Wait until these are set up, and let them work."""
+        deadline = time.monotonic() + SET_UP_S
+        for program in programs:
+            while not (program.out / "begin.ready").exists():
+                if program.process.poll() is not None:
+                    raise StoryError(f"{program.name} ended before it began: {tail(program)}")
+                if time.monotonic() > deadline:
+                    raise StoryError(f"{program.name} was not ready within {SET_UP_S:.0f} s")
+                time.sleep(0.01)
+        for program in programs:
+            program.begun = time.monotonic()
+            (program.out / "begin").touch()
+
+    def wait(self, *programs: Program) -> None:
+        """Wait until these have done their work; one that failed ends the story."""
+        for program in programs:
+            if self.status(program):
+                raise StoryError(f"{program.name} failed: {tail(program)}")
+
+    def status(self, program: Program) -> int:
+        """Wait for a program's end and return its exit status."""
+        try:
+            return program.process.wait(SPARE_S)
+        except subprocess.TimeoutExpired:
+            raise StoryError(f"{program.name} did not end within {SPARE_S:.0f} s") from None
+
+    def learn(self, job: str, seconds: float, *options: str) -> Program:
+        """Run a job alone and on the bare driver, so that others of its kind do the same work."""
+        alone = self.leave_outside(f"{job}-alone", job, seconds, *options)
+        self.begin(alone)
+        self.wait(alone)
+        self.machine.remember(job, last_json(alone.output))
+        return alone
+
+    def know(self, job: str) -> None:
+        """Find out how much work a unit of a job is while nobody else is there.
+
+        The simulated GPU's own program knows.
+        """
+        if self.machine.kind == "nvidia":
+            self.say(f"   how much work a unit of {job} is")
+            self.learn(job, 1.0)
+
+    def clear(self) -> None:
+        """Leave no container, and wait until the governor has forgotten them."""
+        for container in self.node.running:
+            self.node.delete(container)
+        self.node.running.clear()
+        deadline = time.monotonic() + SPARE_S
+        while self.node.look():
+            if time.monotonic() > deadline:
+                raise StoryError("the governor still has containers that have ended")
+            time.sleep(0.02)
+
+    def end_outside(self) -> None:
+        """End what runs outside of containers."""
+        for program in self.outside:
+            if program.process.poll() is None:
+                program.process.kill()
+                program.process.wait()
+
+    # ---- what one sees ----
+
+    def command(self, *words: str) -> list[str]:
+        """Return a command of Tidegate's for this node."""
+        config = str(self.machine.work / "config.yaml")
+        return [sys.executable, "-P", "-m", "governor.cli", *words, "--config", config]
+
+    def show(self, *words: str, after: float = 0.0) -> None:
+        """Run a command of Tidegate's, so many seconds from now, and show what it says."""
+        time.sleep(after)
+        done = subprocess.run(
+            self.command(*words), env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        self.say(f"\n$ tidegate {' '.join(words)}\n{said.rstrip()}\n")
+
+    # ---- the table ----
+
+    def tell(self, what: str, measured: str) -> None:
+        """Enter what was measured and is not judged."""
+        self.rows.append(Row(what, "", measured, None))
+
+    def expect(self, what: str, expected: str, measured: str, *, met: bool) -> None:
+        """Enter what was expected, what came, and whether that is it."""
+        self.rows.append(Row(what, expected, measured, met))
+
+    def at_most(self, what: str, measured: float, most: float, unit: str) -> None:
+        """Expect a number that is no larger."""
+        self.expect(
+            what, f"at most {most:g} {unit}", f"{measured:.1f} {unit}", met=measured <= most
+        )
+
+    def at_least(self, what: str, measured: float, least: float, unit: str) -> None:
+        """Expect a number that is no smaller."""
+        self.expect(
+            what, f"at least {least:g} {unit}", f"{measured:.1f} {unit}", met=measured >= least
+        )
+
+
+def read_containers(story: Path) -> dict[str, Mapping[str, str]]:
+    """Return each container's annotations; a story without the file brings its own."""
+    path = story / "containers.yaml"
+    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+
+
+def read_settings(story: Path) -> dict[str, Any]:
+    """Return the story's config.yaml; a story without one has the defaults."""
+    path = story / "config.yaml"
+    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+
+
+def tail(program: Program) -> str:
+    """Return the end of what a program said, in one line."""
+    return " ".join(program.output.split())[-300:] or "it said nothing"
+
+
+# ---- figures ----
+
+
+def share(program: Program, unit_us: float, begin: float, end: float) -> float:
+    """Return the percentage of the GPU that a program's work was, between two moments.
+
+    Work is the units that it finished, each worth the time that it takes alone.
+    """
+    done = sum(begin <= moment < end for moment in program.times())
+    return 100 * done * unit_us / 1e6 / (end - begin)
+
+
+def answers(program: Program, pause_us: float) -> list[float]:
+    """Return what each request took, in ms, of a program that pauses between requests."""
+    moments = program.times()
+    # The first ones learn: nobody knows yet how long such work is.
+    taken = [(b - a) * 1e3 - pause_us / 1e3 for a, b in itertools.pairwise(moments)]
+    if len(taken) <= 4:
+        raise StoryError(f"{program.name} has answered {len(taken)} requests, too few to judge")
+    return taken[2:]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return the value that so many percent of them do not pass."""
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the table."""
+    met = {None: "", True: "yes", False: "NO"}
+    cells = [
+        ("what", "expected", "measured", "met"),
+        *((row.what, row.expected or "-", row.measured, met[row.met]) for row in rows),
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(4)]
+    cells.insert(1, tuple("-" * width for width in widths))  # type: ignore[arg-type]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    )
+
+
+# ---- the play ----
+
+Scene = Callable[[Stage], None]
+
+
+def play(
+    story: str,
+    scene: Scene,
+    *,
+    simgpu: Sequence[str] = (),
+    real: bool = False,
+    programs: Sequence[str] = (),
+    machine: Callable[[Path, Path], Machine] | None = None,
+) -> NoReturn:
+    """Tell the story whose run is `story`, a path, and exit with its status.
+
+    `simgpu` are options of `simgpu create`, `programs` what containers have besides, of what was
+    built; `real` says whether a real GPU will do, `machine` makes another one than the usual.
+    """
+    folder = Path(story).resolve().parent
+    parser = argparse.ArgumentParser(
+        prog=f"examples/{folder.name}/run", description=sys.modules["__main__"].__doc__
+    )
+    parser.add_argument(
+        "--build", type=Path, default=ROOT / "build/meson", help="where meson built the C parts"
+    )
+    if real:
+        parser.add_argument("--gpu", action="store_true", help="on the GPU of this machine")
+    args = parser.parse_args()
+    args.build = args.build.resolve()
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    check_machine(args.build)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    work = ROOT / "build/stories" / folder.name
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    began = time.monotonic()
+    try:
+        if real and args.gpu:
+            on: Machine = Nvidia(work, args.build)
+        elif machine:
+            on = machine(work, args.build)
+        else:
+            on = Simulated(work, args.build, options=simgpu)
+        on.programs += [args.build / program for program in programs]
+        with set_stage(folder, on) as stage:
+            scene(stage)
+    except (
+        StoryError, MachineError, ProgressError, TidegateError, VdriverError,
+        subprocess.CalledProcessError,
+    ) as e:  # fmt: skip
+        print(f"run: {e}\nrun: what was logged is in {work}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(render(stage.rows), flush=True)
+    print(f"{time.monotonic() - began:.1f} s; logs in {work}", file=sys.stderr)
+    missed = [row.what for row in stage.rows if row.met is False]
+    if missed:
+        print(f"run: not as expected: {'; '.join(missed)}", file=sys.stderr)
+    sys.exit(1 if missed else 0)
+
+
+def check_machine(build: Path) -> None:
+    """End with a line where this machine cannot tell a story."""
+    if os.geteuid() != 0:
+        print("run: containers need root; run it as root", file=sys.stderr)
+        sys.exit(77)
+    if shutil.which("runc") is None:
+        print("run: runc is not installed; apt-get install runc", file=sys.stderr)
+        sys.exit(69)
+    if not (build / "burner").exists():
+        print("run: nothing is built; say 'make build' first", file=sys.stderr)
+        sys.exit(69)
+
+
+@contextlib.contextmanager
+def set_stage(folder: Path, machine: Machine) -> Iterator[Stage]:
+    """Make a node for the story, and take it away again."""
+    with Node(machine, settings=read_settings(folder)) as node:
+        # A node has a runtime directory of its own, so names need not tell runs apart.
+        node.prefix = ""
+        stage = Stage(folder, node, machine, read_containers(folder))
+        stage.say(f"{folder.name}: a {machine.kind} GPU, its driver mirrored, a governor")
+        try:
+            yield stage
+        finally:
+            stage.end_outside()

@@ -1,0 +1,34 @@
+"""The pictures of quotas: drawn from the arbiter, and kept as it decides."""
+
+from __future__ import annotations
+
+import itertools
+
+from bench.quota_pictures import MS, Job, pictures, play
+from governor.arbiter import load_library
+
+
+def test_the_pictures_that_are_kept_are_what_the_arbiter_decides(build_dir):
+    """Fix by running python -m bench.quota_pictures, and by looking at the pictures."""
+    for path, drawn in pictures(build_dir).items():
+        assert path.read_text() == drawn, path.name
+
+
+def test_who_may_not_borrow_gets_his_guarantee_while_another_is_idle(build_dir):
+    asleep = (500 * MS, 1_500 * MS)
+    jobs = [Job("owner", 50, 100, asleep), Job("borrower", 20, 100), Job("capped", 20, 20)]
+    play(load_library(build_dir / "libcontrol"), jobs, 2_000 * MS)
+    owner, borrower, capped = jobs
+    assert owner.share(510 * MS, 1_500 * MS) == 0
+    assert borrower.share(500 * MS, 1_500 * MS) > 70
+    assert 17 < capped.share(500 * MS, 1_500 * MS) < 21
+    assert owner.share(1_600 * MS, 2_000 * MS) > 45
+    assert any(lent for *_, lent in borrower.grants)
+    assert not any(lent for *_, lent in capped.grants)
+
+
+def test_nobody_works_while_another_does(build_dir):
+    jobs = [Job("alpha", 45, 45), Job("beta", 30, 30), Job("gamma", 15, 15)]
+    play(load_library(build_dir / "libcontrol"), jobs, 1_000 * MS)
+    grants = sorted(grant[:2] for job in jobs for grant in job.grants)
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(grants))

@@ -1,0 +1,91 @@
+"""What stories measure is told from stamps, and a table says what was expected."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench.stories import (
+    Program,
+    Row,
+    StoryError,
+    answers,
+    percentile,
+    read_containers,
+    read_settings,
+    render,
+    share,
+)
+
+S = 1_000_000_000
+
+
+@pytest.fixture
+def program(tmp_path: Path):
+    """A program that has ended, with these stamps."""
+
+    def make(*stamps_ns: int, clock_ns: int = 0) -> Program:
+        data = b"".join(struct.pack("<QQ", stamp, 0) for stamp in stamps_ns)
+        (tmp_path / "progress.bin").write_bytes(data)
+        (tmp_path / "output").write_text("warning\n" + json.dumps({"clock_ns": clock_ns}) + "\n")
+        ended = subprocess.Popen(["true"], text=True)
+        ended.wait()
+        return Program("p", tmp_path, ended)
+
+    return make
+
+
+def test_a_share_is_the_work_that_was_finished_in_a_span(program) -> None:
+    # 100 units of 5 ms, one each 10 ms, from 2.0 s on.
+    half = program(*(2 * S + i * S // 100 for i in range(100)))
+    assert share(half, 5000, 2.0, 3.0) == pytest.approx(50)
+    assert share(half, 5000, 2.0, 4.0) == pytest.approx(25)
+    assert share(half, 5000, 4.0, 5.0) == 0
+
+
+def test_stamps_are_of_this_machine_s_clock_whatever_the_gpu_s_says(program) -> None:
+    assert program(7 * S, clock_ns=4 * S).times() == [3.0]
+
+
+def test_an_answer_takes_what_lies_between_two_less_the_pause(program) -> None:
+    # Answers at 30 ms each, of which 20 are a pause; the first two only show how long one takes.
+    requests = program(
+        0, 90_000_000, 170_000_000, *(170_000_000 + i * 30_000_000 for i in range(1, 9))
+    )
+    assert answers(requests, 20_000) == pytest.approx([10.0] * 8)
+
+
+def test_few_answers_are_no_measurement(program) -> None:
+    with pytest.raises(StoryError, match="answered 3 requests, too few"):
+        answers(program(0, 10, 20, 30), 0)
+
+
+def test_a_percentile_is_of_the_values() -> None:
+    assert percentile([float(i) for i in range(101)], 95) == 95
+    assert percentile([1.0, 2.0, 3.0], 50) == 2
+
+
+def test_the_table_says_what_was_met() -> None:
+    rows = [
+        Row("told", "", "8 ms", None),
+        Row("good", "at most 9 ms", "8 ms", met=True),
+        Row("bad", "at least 90 %", "8.0 %", met=False),
+    ]
+    assert render(rows) == (
+        "what  expected       measured  met\n"
+        "----  -------------  --------  ---\n"
+        "told  -              8 ms\n"
+        "good  at most 9 ms   8 ms      yes\n"
+        "bad   at least 90 %  8.0 %     NO"
+    )
+
+
+def test_a_story_s_files_may_be_missing(tmp_path: Path) -> None:
+    assert read_containers(tmp_path) == {}
+    assert read_settings(tmp_path) == {}
+    (tmp_path / "config.yaml").write_text("# nothing\n")
+    assert read_settings(tmp_path) == {}

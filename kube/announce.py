@@ -1,0 +1,131 @@
+"""Tells people by events on the claim and its pods why a claim was refused.
+
+An event is worth one request, not one for each time that the kubelet tries again: the same words
+about the same claim are said once in five minutes. Where the driver may not write events it says so
+once and goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import structlog
+
+from governor.errors import TidegateError
+from kube.claims import Reference
+from kube.errors import ClusterError
+from kube.names import DRIVER
+
+log = structlog.get_logger()
+
+AGAIN_S = 300.0
+MOST = 512
+MOST_PODS = 4
+MESSAGE = 1000
+"""Characters; the API server takes 1024."""
+
+
+class Events(Protocol):
+    """What an announcer asks of the API server."""
+
+    def create_event(self, namespace: str, body: dict[str, Any]) -> None:
+        """Create an event."""
+
+
+class Announcer:
+    """Writes events on a thread of its own: an answer to the kubelet waits for none."""
+
+    def __init__(self, cluster: Events, node: str) -> None:
+        self._cluster = cluster
+        self._node = node
+        self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MOST)
+        self._said: dict[tuple[str, str], float] = {}
+        self._lock = threading.Lock()
+        self._forbidden = False
+
+    def refused(
+        self, reference: Reference, document: Mapping[str, Any] | None, error: TidegateError
+    ) -> None:
+        """Say why a claim was refused; `document` is the claim, where it could be read."""
+        message = str(error)[:MESSAGE]
+        now = time.monotonic()
+        with self._lock:
+            last = self._said.get((reference.uid, message))
+            if self._forbidden or (last is not None and now - last < AGAIN_S):
+                return
+            if len(self._said) >= MOST:
+                self._said = {k: t for k, t in self._said.items() if now - t < AGAIN_S}
+            if len(self._said) >= MOST:
+                return
+            self._said[reference.uid, message] = now
+        claim = {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "namespace": reference.namespace,
+            "name": reference.name,
+            "uid": reference.uid,
+        }
+        reserved = ((document or {}).get("status") or {}).get("reservedFor") or ()
+        pods = [
+            one for one in reserved if one.get("resource") == "pods" and not one.get("apiGroup")
+        ]
+        for about in (
+            claim,
+            *(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Pod",
+                    "namespace": reference.namespace,
+                    "name": pod.get("name"),
+                    "uid": pod.get("uid"),
+                }
+                for pod in pods[:MOST_PODS]
+            ),
+        ):
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait((reference.namespace, self._event(about, message)))
+
+    def _event(self, about: Mapping[str, Any], message: str) -> dict[str, Any]:
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{str(about['name'])[:230]}.{secrets.token_hex(8)}",
+                "namespace": about["namespace"],
+            },
+            "involvedObject": dict(about),
+            "type": "Warning",
+            "reason": "PrepareRefused",
+            "message": message,
+            "source": {"component": DRIVER, "host": self._node},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+            "reportingComponent": DRIVER,
+            "reportingInstance": self._node,
+        }
+
+    def run(self) -> None:
+        """Write until `stop`."""
+        while True:
+            item = self._queue.get()
+            if item is None:
+                return
+            try:
+                self._cluster.create_event(*item)
+            except ClusterError as e:
+                self._forbidden = self._forbidden or e.http == 403
+                log.warning("event-not-written", message=e.message, hint=e.hint)
+
+    def stop(self) -> None:
+        """End when what waits is written."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)

@@ -1,0 +1,108 @@
+"""A claim as CDI devices: a file for each claim, which the engine reads when a container starts.
+
+What a container gets of a claim stands in the arguments of the hook, so no tenant can change it.
+A file is there whole or not at all; only root may read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from governor.cdi import HOOK, make_claim_spec
+from kube.claims import Claim
+from kube.errors import CdiError
+from kube.names import CDI_CLASS, DRIVER
+
+_PREFIX, _SUFFIX, _NEW = f"{DRIVER}-{CDI_CLASS}_", ".json", ".new"
+
+
+def make_spec(
+    claim: Claim,
+    minors: Mapping[str, int | None],
+    *,
+    hook: str = HOOK,
+    arguments: Sequence[str] = (),
+    dev_dir: str = "/dev",
+) -> dict[str, Any]:
+    """Return the specification of a claim, as the CDI specification says.
+
+    `minors` are those of the device nodes of its GPUs, by UUID; a simulated GPU has none.
+    DeviceError for a node that the host does not have.
+    """
+    shares = [(share.name, minors.get(share.uuid)) for share in claim.shares]
+    return make_claim_spec(
+        claim.reference.uid, shares, hook=hook, arguments=arguments, dev_dir=dev_dir
+    )
+
+
+class Directory:
+    """Where engines look for CDI specifications; only the files of claims are ours."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+
+    def file(self, uid: str) -> Path:
+        """Return the file of a claim."""
+        return self._path / f"{_PREFIX}{uid}{_SUFFIX}"
+
+    def write(self, uid: str, spec: Mapping[str, Any]) -> bool:
+        """Put a claim's specification in its place; False where it is there already."""
+        data = json.dumps(spec, indent=2).encode() + b"\n"
+        path = self.file(uid)
+        new = path.with_suffix(_NEW)  # engines read .json and .yaml alone
+        try:
+            if self._same(path, data):
+                return False
+            self._path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            new.unlink(missing_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(new, flags, 0o600), "wb") as file:  # noqa: PTH123 - a descriptor
+                file.write(data)
+            new.rename(path)
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+            raise CdiError(
+                f"{path}: {e.strerror}", hint="make room, or make it writable for the driver"
+            ) from e
+        return True
+
+    def remove(self, uid: str) -> bool:
+        """Remove a claim's specification; False where there is none."""
+        path = self.file(uid)
+        try:
+            path.with_suffix(_NEW).unlink(missing_ok=True)
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as e:
+            raise CdiError(f"{path}: {e.strerror}", hint="remove it by hand") from e
+        return True
+
+    def uids(self) -> set[str]:
+        """Return the claims of which something is here, whole or begun."""
+        try:
+            names = [entry.name for entry in os.scandir(self._path)]
+        except FileNotFoundError:
+            return set()
+        except OSError as e:
+            raise CdiError(f"{self._path}: {e.strerror}", hint="run as root") from e
+        return {
+            name.removeprefix(_PREFIX).removesuffix(suffix)
+            for name in names
+            for suffix in (_SUFFIX, _NEW)
+            if name.startswith(_PREFIX) and name.endswith(suffix)
+        }
+
+    @staticmethod
+    def _same(path: Path, data: bytes) -> bool:
+        try:
+            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+                return file.read(len(data) + 1) == data and (os.fstat(file.fileno()).st_uid == 0)
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,237 @@
+"""What a ResourceClaim says, as the governor and the kubelet want it. Pure.
+
+The scheduler has decided: which GPU, how many bytes, how many percent. It is in the claim's status,
+which a tenant cannot write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from governor.cdi import CLAIM_KIND, claim_device
+from kube.errors import ClaimError
+from kube.names import COMPUTE, DRIVER, MEMORY
+from kube.parameters import of_request
+from kube.quantity import MIB, whole
+
+_UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_REQUEST = re.compile(rf"{_LABEL.pattern}(?:/{_LABEL.pattern})?")
+MOST_SHARES = 32
+"""An allocation has no more results."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A claim as the kubelet names it."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"claim {self.namespace}/{self.name}"
+
+    def check(self) -> None:
+        """Refuse a uid that is none: it becomes the name of a file."""
+        if not _UID.fullmatch(self.uid):
+            raise ClaimError(
+                f"{self} has the uid {self.uid[:80]!r}, which is none",
+                hint="see the kubelet's log",
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    """One result of the allocation: bytes, percent."""
+
+    name: str
+    request: str
+    pool: str
+    device: str
+    uuid: str
+    memory: int
+    compute: int
+    compute_limit: int
+    strategy: str
+
+    def cdi_name(self, uid: str) -> str:
+        """Return the name of its CDI device."""
+        return claim_device(uid, self.name)
+
+    def cdi_id(self, uid: str) -> str:
+        """Return by what an engine is asked for it."""
+        return f"{CLAIM_KIND}={self.cdi_name(uid)}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """An allocated claim, as far as it is ours."""
+
+    reference: Reference
+    shares: tuple[Share, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the governor is asked."""
+        return {
+            "uid": self.reference.uid,
+            "namespace": self.reference.namespace,
+            "name": self.reference.name,
+            "shares": [
+                {
+                    "name": share.name,
+                    "device": share.uuid,
+                    "memory": share.memory,
+                    "compute": share.compute,
+                    "compute_limit": share.compute_limit,
+                    "strategy": share.strategy,
+                }
+                for share in self.shares
+            ],
+        }
+
+
+def read_claim(
+    document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
+) -> Claim:
+    """Return what a ResourceClaim gives to this node; ClaimError says why it cannot be served.
+
+    `pool` is ours, `devices` are our devices' names with the GPUs' UUIDs.
+    """
+    reference.check()
+    try:
+        return _read_claim(document, reference, pool, devices)
+    except (AttributeError, KeyError, TypeError) as e:
+        raise ClaimError(
+            f"{reference} is not as resource.k8s.io/v1 describes it: {e!r}"[:300],
+            hint="the API server is of a version that this driver does not know",
+        ) from e
+
+
+def _read_claim(
+    document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
+) -> Claim:
+    uid = (document.get("metadata") or {}).get("uid")
+    if uid != reference.uid:
+        raise ClaimError(
+            f"{reference} has the uid {uid}, the kubelet prepares {reference.uid}",
+            hint="it was deleted and made again; the pod has to be made again, too",
+        )
+    allocation = (document.get("status") or {}).get("allocation")
+    if not allocation:
+        raise ClaimError(
+            f"{reference} is not allocated", hint="wait for the scheduler, see the pod's events"
+        )
+    chosen = allocation.get("devices") or {}
+    results = [one for one in chosen.get("results") or () if one.get("driver") == DRIVER]
+    if not results:
+        raise ClaimError(
+            f"{reference} has no device of {DRIVER}", hint="ask for a class of Tidegate's"
+        )
+    if len(results) > MOST_SHARES:
+        raise ClaimError(
+            f"{reference} has {len(results)} devices", hint=f"ask for {MOST_SHARES} at most"
+        )
+    config = chosen.get("config") or ()
+    counts: Counter[str] = Counter()
+    shares = []
+    for result in results:
+        request = str(result.get("request"))
+        if not _REQUEST.fullmatch(request):
+            raise ClaimError(
+                f"{reference} has a result for the request {request[:130]!r}, which is no name",
+                hint="name requests as DNS labels",
+            )
+        # The order of the results never changes, so a name is of the same share each time.
+        name = f"{request}/{counts[request]}"
+        counts[request] += 1
+        shares.append(_share(result, reference, name, pool=pool, devices=devices, config=config))
+    return Claim(reference, tuple(shares))
+
+
+def _share(
+    result: Mapping[str, Any],
+    reference: Reference,
+    name: str,
+    *,
+    pool: str,
+    devices: Mapping[str, str],
+    config: Sequence[Mapping[str, Any]],
+) -> Share:
+    request, device = str(result["request"]), str(result.get("device"))
+    if result.get("pool") != pool:
+        raise ClaimError(
+            f"{reference}, request {request}: device {device} is of the pool"
+            f" {result.get('pool')}, this node's is {pool}",
+            hint="the pod is on another node than its claim; make it again",
+        )
+    if device not in devices:
+        raise ClaimError(
+            f"{reference}, request {request}: this node has no device {device}",
+            hint="the GPU is gone or is not shared any more (tidegate check on the node);"
+            " make the pod again",
+        )
+    if result.get("adminAccess"):
+        raise ClaimError(
+            f"{reference}, request {request} is for administrative access",
+            hint="ask for a share: a GPU beside all quotas is not given",
+        )
+    consumed = result.get("consumedCapacity")
+    if not consumed:
+        raise ClaimError(
+            f"{reference}, request {request}: device {device} was given without"
+            f" {MEMORY} and {COMPUTE}",
+            hint="the cluster does not count capacities: its gate DRAConsumableCapacity has to be"
+            " on in API server, scheduler and kubelet",
+        )
+    memory = _amount(consumed, MEMORY, f"{reference}, request {request}")
+    compute = _amount(consumed, COMPUTE, f"{reference}, request {request}")
+    if not 1 <= compute <= 100:
+        raise ClaimError(
+            f"{reference}, request {request}: {COMPUTE} is {compute} %",
+            hint="ask for 1 to 100",
+        )
+    if memory < MIB:
+        raise ClaimError(
+            f"{reference}, request {request}: {MEMORY} is {memory} bytes",
+            hint="ask for whole Mi",
+        )
+    parameters = of_request(config, request, str(reference))
+    limit = compute if parameters.compute_limit is None else parameters.compute_limit
+    # Elastic means up to 100 %, so only a limit that somebody wrote can be below the share.
+    if limit < compute:
+        raise ClaimError(
+            f"{reference}, request {request}: computeLimit is {limit} %, {COMPUTE} is {compute} %",
+            hint=f"write {compute} or more, or strict: true",
+        )
+    return Share(
+        name=name,
+        request=request,
+        pool=pool,
+        device=device,
+        uuid=devices[device],
+        memory=memory,
+        compute=compute,
+        compute_limit=limit,
+        strategy=parameters.strategy,
+    )
+
+
+def _amount(consumed: Mapping[str, Any], capacity: str, where: str) -> int:
+    value = consumed.get(capacity, consumed.get(f"{DRIVER}/{capacity}"))
+    if value is None:
+        raise ClaimError(
+            f"{where}: consumedCapacity has no {capacity}",
+            hint="the claim was allocated from another version's ResourceSlice; make the pod again",
+        )
+    try:
+        number = whole(value)
+    except ValueError as e:
+        raise ClaimError(f"{where}: {capacity}: {e}", hint="ask for a whole number") from e
+    if not 0 <= number < 1 << 50:
+        raise ClaimError(f"{where}: {capacity} is {number}", hint="ask for what a GPU has")
+    return number

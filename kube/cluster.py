@@ -1,0 +1,195 @@
+"""The API server, through the official client: every call that the driver makes is here.
+
+Objects are plain JSON, as they are on the wire: a field that the client's model does not know yet
+stays. Whatever goes wrong is a ClusterError.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kube.errors import ClusterError
+
+CALLS = (
+    ("resource.k8s.io", "resourceslices", ("get", "watch", "create", "update", "delete")),
+    ("resource.k8s.io", "resourceclaims", ("get",)),
+    ("", "nodes", ("get",)),
+    ("", "events", ("create",)),
+)
+"""Every group, resource and verb; the driver's role in packaging/kubernetes/ has these, no more."""
+
+TIMEOUT = (5.0, 10.0)
+"""Seconds to connect and to answer: the kubelet waits 45 s for all."""
+
+
+class Cluster:
+    """What the driver asks of the API server."""
+
+    def __init__(
+        self, kubeconfig: str | None = None, timeout: tuple[float, float] = TIMEOUT
+    ) -> None:
+        """Find the API server: by a file, or by what every pod has."""
+        from kubernetes import client, config
+
+        configuration = client.Configuration()
+        try:
+            if kubeconfig:
+                config.load_kube_config(kubeconfig, client_configuration=configuration)
+            else:
+                config.load_incluster_config(client_configuration=configuration)
+        except (config.ConfigException, OSError, ValueError) as e:
+            raise ClusterError(
+                f"no way to the API server: {' '.join(str(e).split())[:200]}",
+                hint="run in a pod with a service account, or name a file with --kubeconfig",
+            ) from e
+        configuration.retries = False  # who calls knows better when to ask again
+        self._client = client.ApiClient(configuration)
+        self._resource = client.ResourceV1Api(self._client)
+        self._core = client.CoreV1Api(self._client)
+        self._timeout = timeout
+
+    def claim(self, namespace: str, name: str) -> dict[str, Any]:
+        """Return a ResourceClaim."""
+        return self._json(
+            f"claim {namespace}/{name}",
+            lambda **o: self._resource.read_namespaced_resource_claim(name, namespace, **o),
+        )
+
+    def node(self, name: str) -> dict[str, Any]:
+        """Return a Node."""
+        return self._json(f"node {name}", lambda **o: self._core.read_node(name, **o))
+
+    def slice(self, name: str) -> dict[str, Any] | None:
+        """Return a ResourceSlice, None where there is none."""
+        try:
+            return self._json(
+                f"ResourceSlice {name}", lambda **o: self._resource.read_resource_slice(name, **o)
+            )
+        except ClusterError as e:
+            if e.http == 404:
+                return None
+            raise
+
+    def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Create a ResourceSlice and return what was stored, or with `dry_run` would be."""
+        more = {"dry_run": "All"} if dry_run else {}
+        return self._json(
+            f"ResourceSlice {body['metadata']['name']}",
+            lambda **o: self._resource.create_resource_slice(body, **more, **o),
+        )
+
+    def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Replace a ResourceSlice that is of the version in `body`; return what is stored."""
+        name = body["metadata"]["name"]
+        more = {"dry_run": "All"} if dry_run else {}
+        return self._json(
+            f"ResourceSlice {name}",
+            lambda **o: self._resource.replace_resource_slice(name, body, **more, **o),
+        )
+
+    def delete_slice(self, name: str) -> None:
+        """Delete a ResourceSlice; one that is gone is no error."""
+        try:
+            self._json(
+                f"ResourceSlice {name}",
+                lambda **o: self._resource.delete_resource_slice(name, **o),
+            )
+        except ClusterError as e:
+            if e.http != 404:
+                raise
+
+    def watch_slice(self, name: str, version: str, seconds: int) -> Iterator[dict[str, Any]]:
+        """Yield what happens to a ResourceSlice after a version, for so long at most.
+
+        ClusterError with the status 410 where that version is too old.
+        """
+        response = self._call(
+            f"ResourceSlice {name}",
+            lambda **o: self._resource.list_resource_slice(
+                watch=True,
+                field_selector=f"metadata.name={name}",
+                resource_version=version,
+                timeout_seconds=seconds,
+                **o,
+            ),
+            timeout=(self._timeout[0], seconds + self._timeout[1]),
+        )
+        rest = b""
+        try:
+            for part in response.stream(1 << 16):
+                *lines, rest = (rest + part).split(b"\n")
+                for line in filter(None, lines):
+                    event: dict[str, Any] = json.loads(line)
+                    if event.get("type") == "ERROR":
+                        code = int((event.get("object") or {}).get("code") or 0)
+                        raise ClusterError(
+                            f"the watch of ResourceSlice {name} ended",
+                            hint="it is begun again",
+                            http=code,
+                        )
+                    yield event
+        except ClusterError:
+            raise
+        except Exception as e:
+            raise _explain(f"the watch of ResourceSlice {name}", e) from e
+        finally:
+            response.close()
+
+    def create_event(self, namespace: str, body: dict[str, Any]) -> None:
+        """Create an Event."""
+        self._json(
+            f"event in {namespace}",
+            lambda **o: self._core.create_namespaced_event(namespace, body, **o),
+        )
+
+    def _json(self, what: str, call: Callable[..., Any]) -> dict[str, Any]:
+        response = self._call(what, call, timeout=self._timeout)
+        try:
+            document = json.loads(response.data)
+        except Exception as e:
+            raise _explain(what, e) from e
+        if not isinstance(document, dict):
+            raise ClusterError(
+                f"{what}: the answer is no object", hint="see what --kubeconfig names"
+            )
+        return document
+
+    @staticmethod
+    def _call(what: str, call: Callable[..., Any], *, timeout: tuple[float, float]) -> Any:
+        try:
+            return call(_preload_content=False, _request_timeout=timeout)
+        except Exception as e:
+            raise _explain(what, e) from e
+
+
+def _explain(what: str, e: Exception) -> ClusterError:
+    """Return the line for whatever the client has raised."""
+    from kubernetes.client.exceptions import ApiException
+
+    if isinstance(e, ApiException):
+        status = int(e.status or 0)
+        said = ""
+        try:
+            said = str(json.loads(e.body)["message"])
+        except (TypeError, ValueError, KeyError):
+            said = str(e.reason)
+        hints = {
+            401: "see the service account's token",
+            403: "give the driver's service account the role of packaging/kubernetes/",
+            404: "it is gone, or the API server has no resource.k8s.io/v1 (Kubernetes 1.34)",
+            409: "it is tried again",
+            422: "report it with its line",
+        }
+        return ClusterError(
+            f"{what}: the API server says {status}: {' '.join(said.split())[:300]}",
+            hint=hints.get(status, "it is tried again; see the API server's log"),
+            http=status,
+        )
+    reason = " ".join(str(e).split())[:200]
+    hint = "it is tried again; see the network and the API server"
+    if isinstance(e, ssl.SSLError) or "CERTIFICATE" in reason:
+        hint = "see the certificate authority in the kubeconfig"
+    return ClusterError(f"{what}: no answer of the API server: {reason}", hint=hint)

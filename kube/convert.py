@@ -1,0 +1,600 @@
+"""Pods that ask HAMi, gpu-manager or NVIDIA's device plugin for a GPU become pods with a claim.
+
+    resources.limits: nvidia.com/gpumem: 3000   ->   ResourceClaimTemplate + resources.claims
+
+Each container that asked gets a claim of its own, because the others' quotas are a container's as
+well. What cannot be carried over is a `Note` that is `lost`; what is said in another way is one
+that is `changed`. Nothing is dropped without a note.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kube import yamltext
+from kube.names import DRIVER, PARAMETERS_KIND, PARAMETERS_VERSION
+
+API = "resource.k8s.io/v1"
+BLOCK_MIB = 256
+"""One tencent.com/vcuda-memory."""
+SHARE = 10
+"""What a pod without gpucores gets guaranteed, percent: HAMi splits a GPU among ten by default."""
+
+HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")
+HAMI_RESOURCES = tuple(f"nvidia.com/{name}" for name in HAMI)
+GPU = "nvidia.com/gpu"
+CORE, BLOCKS = "tencent.com/vcuda-core", "tencent.com/vcuda-memory"
+RESOURCES = (GPU, *HAMI_RESOURCES, CORE, BLOCKS)
+
+WRITTEN = (
+    *("hami.io/vgpu-", "hami.io/bind-", "hami.io/mutex"),
+    *("tencent.com/predicate-", "tencent.com/gpu-assigned", "tencent.com/vcuda-device"),
+)
+"""What a scheduler writes on a pod that is placed."""
+
+NO_EQUAL = {
+    "hami.io/node-scheduler-policy": "the cluster's own scheduler chooses the node",
+    "hami.io/gpu-scheduler-policy": "the cluster's own scheduler chooses the GPU",
+    "hami.io/device-scoring-weights": "the cluster's own scheduler chooses the GPU",
+}
+ENVIRONMENT = {
+    "CUDA_DISABLE_CONTROL": "nothing in a container turns a quota off",
+    "ACTIVE_OOM_KILLER": "an allocation beyond the quota fails, nothing is killed",
+    "CUDA_OVERSUBSCRIBE": "memory is never granted twice",
+    "GPU_CORE_UTILIZATION_POLICY": "",
+    "NVIDIA_VISIBLE_DEVICES": "the claim says which GPUs",
+}
+KINDS = frozenset(
+    (
+        *("Pod", "PodTemplate", "Deployment", "ReplicaSet", "ReplicationController"),
+        *("StatefulSet", "DaemonSet", "Job", "CronJob"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What became of something that the claim cannot say, or says in another way."""
+
+    object: str
+    what: str
+    reason: str
+    level: str
+    """`lost`, `changed`, or `form` for comments that are gone."""
+
+    def __str__(self) -> str:
+        return f"{self.object}: {self.level}: {self.what}: {self.reason}"
+
+
+@dataclass
+class Result:
+    """The manifests as text and as values, and the notes."""
+
+    text: str = ""
+    items: list[Any] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+    @property
+    def lost(self) -> int:
+        """How many things were not carried over."""
+        return sum(note.level == "lost" for note in self.notes)
+
+    def json(self) -> str:
+        """Return all of it as JSON; `manifests` can be given to kubectl."""
+        manifests = {"apiVersion": "v1", "kind": "List", "items": self.items}
+        document = {"manifests": manifests, "notes": [asdict(note) for note in self.notes]}
+        # What YAML made a date or bytes becomes a word again, and a number that is none, too.
+        return json.dumps(
+            json.loads(json.dumps(document, default=str), parse_constant=str), indent=1
+        )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the manifests do not say and the cluster's operator knows."""
+
+    gpu_mib: int = 0
+    """A GPU's memory, which gpumem-percentage is a part of; 0: not known."""
+    share: int = SHARE
+
+
+@dataclass
+class Ask:
+    """What one container asks for, in our words."""
+
+    memory_mib: int | None = None
+    compute: int | None = None
+    count: int = 1
+    device_class: str = "gpu-strict"
+    parameters: dict[str, Any] = field(default_factory=dict)
+    selectors: tuple[str, ...] = ()
+    constraints: tuple[str, ...] = ()
+
+    def spec(self) -> dict[str, Any]:
+        """Return the ResourceClaim's spec."""
+        capacity = {}
+        if self.memory_mib is not None:
+            capacity["memory"] = f"{self.memory_mib}Mi"
+        if self.compute is not None:
+            capacity["compute"] = str(self.compute)
+        exactly: dict[str, Any] = {"deviceClassName": f"{self.device_class}.{DRIVER}"}
+        if self.count > 1:
+            exactly["count"] = self.count
+        if self.selectors:
+            exactly["selectors"] = [{"cel": {"expression": one}} for one in self.selectors]
+        if capacity:
+            exactly["capacity"] = {"requests": capacity}
+        devices: dict[str, Any] = {"requests": [{"name": "gpu", "exactly": exactly}]}
+        # Shares of one GPU may otherwise be what two of a claim's devices are.
+        constraints = [{"distinctAttribute": f"{DRIVER}/uuid"}] if self.count > 1 else []
+        constraints += [{"matchAttribute": name} for name in self.constraints if self.count > 1]
+        if constraints:
+            devices["constraints"] = [{"requests": ["gpu"], **one} for one in constraints]
+        if self.parameters:
+            parameters = {
+                "apiVersion": PARAMETERS_VERSION,
+                "kind": PARAMETERS_KIND,
+                **self.parameters,
+            }
+            opaque = {"driver": DRIVER, "parameters": parameters}
+            devices["config"] = [{"requests": ["gpu"], "opaque": opaque}]
+        return {"devices": devices}
+
+
+def convert(text: str, options: Options | None = None) -> Result:
+    """Return manifests with claims for manifests without; UnreadableError for what is no YAML."""
+    result = Result()
+    options = options or Options()
+    documents = yamltext.read(text)
+    taken = {name for document in documents for name in _templates(document.value)}
+    for document in documents:
+        value = yamltext.unshared(document.value)
+        notes: list[Note] = []
+        made = _convert_document(value, options, notes, taken)
+        result.items += [*made, *([] if value is None else [value])]
+        changed = not yamltext.same(value, document.value)
+        body, marked = document.text, document.marked
+        if changed:
+            body, kept = yamltext.rewrite(document, value)
+            marked = marked or not kept
+            if not kept and document.has_comments:
+                name = _name(value)
+                notes.append(Note(name, "comments", "the document was written anew", "form"))
+        if not body.endswith("\n"):
+            body += "\n"
+        comments = "".join(f"# {_one_line(str(note))}\n" for note in notes)
+        for one in made:
+            result.text += f"---\n{comments}{yamltext.dump(one)}"
+            comments = ""
+        if body.startswith("---\n"):
+            body = f"---\n{comments}{body[4:]}"
+        elif marked or not result.text:
+            body = comments + body
+        else:
+            body = f"---\n{comments}{body}"
+        result.text += body
+        result.notes += notes
+    return result
+
+
+def _one_line(text: str) -> str:
+    """Return a text that stays in its comment, whatever an author wrote into a name."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _mapping(value: Any) -> dict[Any, Any]:
+    """Return a value that is to be a mapping; a new, empty one in the place of anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def _entries(value: Any) -> list[dict[Any, Any]]:
+    """Return the mappings of what is to be a list of them."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _name(value: Any) -> str:
+    """Return how a document is called in a note."""
+    document = _mapping(value)
+    metadata = _mapping(document.get("metadata"))
+    name = metadata.get("name") or metadata.get("generateName") or "?"
+    return f"{document.get('kind', '?')} {name}"
+
+
+def _templates(value: Any) -> Iterator[str]:
+    """Find the names of the claim templates that are there already."""
+    document = _mapping(value)
+    for one in (document, *_entries(document.get("items"))):
+        if one.get("kind") == "ResourceClaimTemplate":
+            yield str(_mapping(one.get("metadata")).get("name"))
+
+
+def _convert_document(
+    document: Any, options: Options, notes: list[Note], taken: set[str]
+) -> list[dict[str, Any]]:
+    """Change a document in place, and return the claim templates that it needs.
+
+    `taken` are the templates' names so far, in whatever namespace.
+    """
+    if not isinstance(document, dict):
+        return []
+    if str(document.get("kind", "")).endswith("List") and isinstance(document.get("items"), list):
+        made = []
+        for item in document["items"]:
+            made += _convert_document(item, options, notes, taken)
+        return made
+    made = []
+    for pod in _pods(document):
+        made += _Pod(document, pod, options, notes).convert(taken)
+    for path, key in _leftovers(document):
+        reason = (
+            f"it stays as it was in {path}, which is no container's limit of a kind that is known"
+        )
+        if document.get("kind") in {"ResourceQuota", "LimitRange"}:
+            reason = (
+                "claims are counted as <class>.deviceclass.resource.k8s.io/devices"
+                f", e.g. gpu-strict.{DRIVER}.deviceclass.resource.k8s.io/devices"
+            )
+        notes.append(Note(_name(document), key, reason, "lost"))
+    return made
+
+
+def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """Find what has a pod's shape, metadata with a spec, in a workload of whatever kind."""
+    kind = document.get("kind")
+    spec = _mapping(document.get("spec"))
+    if kind == "Pod":
+        yield document
+    elif kind == "PodTemplate":
+        yield _mapping(document.get("template"))
+    elif kind == "CronJob":
+        job = _mapping(_mapping(spec.get("jobTemplate")).get("spec"))
+        yield _mapping(job.get("template"))
+    else:
+        yield _mapping(spec.get("template"))
+
+
+def _leftovers(value: Any, path: str = "", above: str = "") -> Iterator[tuple[str, str]]:
+    """Find what asks for a GPU and was not converted."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            known = isinstance(key, str) and key.removeprefix("requests.") in RESOURCES
+            if known and above not in {"annotations", "labels", "data", "nodeSelector"}:
+                yield path or ".", str(key)
+            yield from _leftovers(inner, f"{path}.{key}", str(key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _leftovers(inner, f"{path}[{index}]", above)
+
+
+_NUMBER = re.compile(r"([0-9]{1,15})(\.0*)?(k|M|G|Ki|Mi|Gi)?")
+_FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
+
+
+def _whole_number(value: Any) -> int | None:
+    """Return what an extended resource counts, None for what is no whole number."""
+    if isinstance(value, bool):
+        return None
+    found = _NUMBER.fullmatch(str(value))
+    return int(found[1]) * _FACTORS.get(found[3] or "", 1) if found else None
+
+
+class _Pod:
+    """One pod, or the template of many, while it is converted."""
+
+    def __init__(
+        self, document: dict[Any, Any], pod: dict[Any, Any], options: Options, notes: list[Note]
+    ) -> None:
+        self.document, self.pod, self.options, self.notes = document, pod, options, notes
+        self.spec = _mapping(pod.get("spec"))
+        self.metadata = _mapping(pod.get("metadata"))
+        held = self.metadata.get("annotations")
+        self.annotations: dict[Any, Any] = held if isinstance(held, dict) else {}
+        self.name = _name(document)
+
+    def note(self, what: str, reason: str, level: str = "lost") -> None:
+        """Say what became of something, once."""
+        note = Note(self.name, what, reason, level)
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def convert(self, taken: set[str]) -> list[dict[str, Any]]:
+        """Change the pod in place, and return its claim templates, if it asks for a GPU."""
+        asking = []
+        first = _entries(self.spec.get("initContainers"))
+        for container in (*first, *_entries(self.spec.get("containers"))):
+            asked = self.take(container)
+            if asked:
+                asking.append((container, asked))
+        if not asking:
+            return []
+        common = self.take_annotations(max(a.get(GPU, 1) for _, a in asking))
+        asks = []
+        for container, asked in asking:
+            ask = self.ask(container, asked)
+            common(ask)
+            asks.append(ask)
+        self.take_surroundings()
+        return self.attach([c for c, _ in asking], asks, first, taken)
+
+    def take(self, container: dict[Any, Any]) -> dict[str, int]:
+        """Take what is asked of a GPU out of a container; nothing where a number is none."""
+        resources = _mapping(container.get("resources"))
+        parts = [(part, _mapping(resources.get(part))) for part in ("requests", "limits")]
+        found: dict[str, int] = {}
+        for _, asked in parts:  # limits count
+            for key in RESOURCES:
+                if key in asked:
+                    number = _whole_number(asked[key])
+                    if number is None:
+                        self.note(
+                            key, f"{asked[key]!r} is no whole number, the container stays as it was"
+                        )
+                        return {}
+                    found[key] = number
+        for part, asked in parts:
+            for key in list(asked):
+                if key in RESOURCES:
+                    del asked[key]
+                elif isinstance(key, str) and key.startswith("nvidia.com/"):
+                    self.note(key, "it has no equal and stays as it was")
+            if part in resources and not asked and isinstance(resources[part], dict):
+                del resources[part]
+        if "resources" in container and not resources:
+            del container["resources"]
+        if found and not any(found.get(key) for key in (GPU, *HAMI_RESOURCES[:3], CORE, BLOCKS)):
+            self.note(", ".join(found), "it asks for none, and is gone", "changed")
+            return {}
+        return found
+
+    def ask(self, container: dict[Any, Any], asked: dict[str, int]) -> Ask:
+        """Return what a container asked for, in our words."""
+        theirs = CORE in asked or BLOCKS in asked
+        ask = self.from_gpu_manager(asked) if theirs else self.from_nvidia(asked)
+        self.take_environment(container, ask)
+        return ask
+
+    def from_nvidia(self, asked: dict[str, int]) -> Ask:
+        """Read nvidia.com/gpu alone, or with what HAMi adds to it."""
+        count = max(asked.get(GPU, 1), 1)
+        if "nvidia.com/priority" in asked:
+            self.note("nvidia.com/priority", "it has no equal: guarantees say who comes first")
+        if not any(asked.get(key) for key in HAMI_RESOURCES[:3]):
+            memory = self.options.gpu_mib or None
+            return Ask(memory, 100, count, device_class="gpu-whole")
+        ask = Ask(count=count)
+        percent = asked.get("nvidia.com/gpumem-percentage", 0)
+        if asked.get("nvidia.com/gpumem"):
+            ask.memory_mib = asked["nvidia.com/gpumem"]
+            if percent:
+                self.note("nvidia.com/gpumem-percentage", "nvidia.com/gpumem counts", "changed")
+        elif self.options.gpu_mib:
+            ask.memory_mib = self.options.gpu_mib * min(percent or 100, 100) // 100
+        elif percent:
+            self.note(
+                "nvidia.com/gpumem-percentage",
+                f"the claim asks for all of it: say --gpu-memory for {percent} %",
+            )
+        else:
+            self.note(
+                "no nvidia.com/gpumem",
+                "the claim gets all the memory, as from HAMi; its scheduler may have had a default",
+                "changed",
+            )
+        cores = asked.get("nvidia.com/gpucores", 0)
+        if cores:
+            ask.compute = min(cores, 100)
+            if cores > 100:
+                self.note("nvidia.com/gpucores", f"{cores} is more than a GPU has: 100", "changed")
+        else:
+            ask.compute, ask.device_class = self.options.share, "gpu-elastic"
+            self.note(
+                "no nvidia.com/gpucores",
+                f"{ask.compute} % are guaranteed, and the rest may be borrowed",
+                "changed",
+            )
+        return ask
+
+    def from_gpu_manager(self, asked: dict[str, int]) -> Ask:
+        """Read tencent.com/vcuda-core and vcuda-memory."""
+        cores, blocks = asked.get(CORE, 0), asked.get(BLOCKS, 0)
+        count = max(cores // 100, 1)
+        if cores >= 100:
+            if cores % 100:
+                self.note(CORE, f"{cores} is no whole number of GPUs: {count}")
+            if blocks:
+                self.note(
+                    BLOCKS, "vcuda-core asks for whole GPUs, with all their memory", "changed"
+                )
+            return Ask(self.options.gpu_mib or None, 100, count, device_class="gpu-whole")
+        if not blocks:
+            self.note(f"no {BLOCKS}", "a claim that names none gets all the memory")
+        return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
+
+    def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:
+        """Take the variables of HAMi's library out of a container."""
+        kept = []
+        variables = container.get("env")
+        if not isinstance(variables, list):
+            return
+        for variable in variables:
+            name = _mapping(variable).get("name")
+            ours = isinstance(name, str) and (
+                name in ENVIRONMENT or re.match(r"CUDA_DEVICE_(MEMORY|SM)_LIMIT", name)
+            )
+            if not ours:
+                kept.append(variable)
+            elif name == "GPU_CORE_UTILIZATION_POLICY":
+                value = variable.get("value")
+                if value == "disable" and ask.device_class == "gpu-strict":
+                    ask.device_class = "gpu-elastic"
+                self.note(name, "the claim's class says it", "changed")
+            elif name in ENVIRONMENT:
+                harmless = name == "NVIDIA_VISIBLE_DEVICES" and variable.get("value") in {
+                    "all",
+                    "void",
+                }
+                self.note(str(name), ENVIRONMENT[str(name)], "changed" if harmless else "lost")
+            else:
+                self.note(str(name), "the claim says it", "changed")
+        if len(kept) != len(variables):
+            container["env"] = kept
+            if not kept:
+                del container["env"]
+
+    def take_annotations(self, count: int) -> Callable[[Ask], None]:
+        """Take the others' annotations off the pod; returns what they add to each of its claims."""
+        held, selectors, constraints = self.annotations, [], []
+        parameters: dict[str, Any] = {}
+        limit = mps = None
+        for key in [key for key in held if isinstance(key, str)]:
+            value = held[key]
+            text = str(value)
+            words = [word.strip() for word in text.split(",") if word.strip()]
+            if key.startswith(WRITTEN):
+                self.note(key, "a scheduler wrote it on a pod that was placed", "changed")
+            elif key in NO_EQUAL:
+                self.note(f"{key}: {text}", NO_EQUAL[key])
+            elif key in {"nvidia.com/use-gpuuuid", "nvidia.com/nouse-gpuuuid"} and words:
+                one = f'device.attributes["{DRIVER}"].uuid in {json.dumps(words)}'
+                selectors.append(one if "/use" in key else f"!({one})")
+            elif key in {"nvidia.com/use-gputype", "nvidia.com/nouse-gputype"} and words:
+                model = f'device.attributes["{DRIVER}"].model.lowerAscii()'
+                one = " || ".join(f"{model}.contains({json.dumps(w.lower())})" for w in words)
+                selectors.append(one if "/use" in key else f"!({one})")
+            elif key == "nvidia.com/numa-bind":
+                if text.lower() == "true":
+                    constraints.append(f"{DRIVER}/numaNode")
+                    if count == 1:
+                        self.note(key, "one GPU is always on one NUMA node", "changed")
+            elif key == "nvidia.com/vgpu-mode":
+                mps = text == "mps"
+                if text not in {"mps", "hami-core"}:
+                    self.note(f"{key}: {text}", "whole GPUs are shared")
+            elif key == "tencent.com/vcuda-core-limit":
+                limit = _whole_number(value)
+                if limit is None or not 0 < limit <= 100:
+                    self.note(f"{key}: {text}", "it is no percentage")
+                    limit = None
+            elif key.startswith("tencent.com/vcuda"):
+                self.note(f"{key}: {text}", "it has no equal")
+            elif key.startswith(("hami.io/", "nvidia.com/", "tencent.com/")):
+                self.note(f"{key}: {text}", "it is not known and stays as it was")
+                continue
+            else:
+                continue
+            del held[key]
+        if not held and isinstance(self.metadata.get("annotations"), dict):
+            del self.metadata["annotations"]
+        if mps:
+            parameters["strategy"] = "mps"
+
+        def add(ask: Ask) -> None:
+            ask.selectors, ask.constraints = tuple(selectors), tuple(constraints)
+            ask.parameters = dict(parameters)
+            if limit is not None and ask.device_class == "gpu-strict":
+                ask.device_class = "gpu-elastic"
+                ask.parameters["computeLimit"] = max(limit, ask.compute or 1)
+
+        return add
+
+    def take_surroundings(self) -> None:
+        """Take what leads the pod to the others' schedulers and runtimes."""
+        if self.spec.get("schedulerName") == "hami-scheduler":
+            del self.spec["schedulerName"]
+            self.note("schedulerName", "the cluster's own scheduler places claims", "changed")
+        if self.spec.get("runtimeClassName") == "nvidia":
+            del self.spec["runtimeClassName"]
+            self.note("runtimeClassName", "NVIDIA's runtime would mount a second driver", "changed")
+
+    def attach(
+        self,
+        containers: list[dict[Any, Any]],
+        asks: list[Ask],
+        first: list[dict[Any, Any]],
+        names: set[str],
+    ) -> list[dict[str, Any]]:
+        """Give each container its claim; returns the templates, one for each that differs."""
+        workload = _label(self.document) or _label(self.pod) or "pod"
+        templates: dict[str, dict[str, Any]] = {}
+        claims: list[dict[str, str]] = []
+        held = self.spec.get("resourceClaims")
+        taken = (
+            {str(_mapping(one).get("name")) for one in held} if isinstance(held, list) else set()
+        )
+        several = len({json.dumps(ask.spec()) for ask in asks}) > 1
+        shared: dict[str, str] = {}
+        for container, ask in zip(containers, asks, strict=True):
+            spec = ask.spec()
+            form = json.dumps(spec)
+            name = _dns(str(container.get("name") or "container"))
+            if form not in templates:
+                own = _free(f"{workload}-{name}-gpu" if several else f"{workload}-gpu", names)
+                names.add(own)
+                templates[form] = self.template(own, spec)
+            # An init container has ended when the others start, so both can have one claim. One
+            # that restarts always is a sidecar, and runs beside them.
+            early = any(container is one for one in first)
+            brief = early and container.get("restartPolicy") != "Always"
+            if brief and form in shared:
+                claim = shared[form]
+            elif not early and form in shared:
+                claim = shared.pop(form)
+            else:
+                claim = _free("gpu" if len(asks) == 1 else f"gpu-{name}", taken)
+                taken.add(claim)
+                template = templates[form]["metadata"]["name"]
+                claims.append({"name": claim, "resourceClaimTemplateName": template})
+                if brief:
+                    shared[form] = claim
+            _append(container, "resources", claim)
+        if shared:
+            self.note("initContainers", "their claims are held as long as the pod lives", "changed")
+        self.spec["resourceClaims"] = [*(held if isinstance(held, list) else []), *claims]
+        return list(templates.values())
+
+    def template(self, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        """Return a claim template beside the workload."""
+        metadata: dict[str, Any] = {"name": name}
+        namespace = _mapping(self.document.get("metadata")).get("namespace")
+        if isinstance(namespace, str) and namespace:
+            metadata["namespace"] = namespace
+        return {
+            "apiVersion": API,
+            "kind": "ResourceClaimTemplate",
+            "metadata": metadata,
+            "spec": {"spec": spec},
+        }
+
+
+def _append(container: dict[Any, Any], key: str, claim: str) -> None:
+    """Add a claim to a container's resources."""
+    resources = container.get(key)
+    if not isinstance(resources, dict):
+        resources = container[key] = {}
+    held = resources.get("claims")
+    resources["claims"] = [*(held if isinstance(held, list) else []), {"name": claim}]
+
+
+def _label(document: dict[Any, Any]) -> str:
+    """Return a workload's name as a part of another name."""
+    metadata = _mapping(document.get("metadata"))
+    name = metadata.get("name") or metadata.get("generateName")
+    return _dns(name) if isinstance(name, str) else ""
+
+
+def _dns(name: str) -> str:
+    """Return a name as a DNS label: lower case, digits and dashes, not too long to add to."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "x"
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return the name, with a number behind it where it is taken."""
+    number, free = 1, name
+    while free in taken:
+        number += 1
+        free = f"{name}-{number}"
+    return free

@@ -1,0 +1,49 @@
+"""What can go wrong between the cluster and the node: one line each, as in governor/errors.py."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from governor.errors import TidegateError
+
+
+class ClaimError(TidegateError):
+    """A ResourceClaim, or its parameters, cannot be served by this driver as it stands."""
+
+    code = "claim"
+    status = 65  # EX_DATAERR
+
+
+class ClusterError(TidegateError):
+    """The API server does not answer, or does not do what it is asked.
+
+    `http` is its status, 0 where none came.
+    """
+
+    code = "cluster"
+    status = 75  # EX_TEMPFAIL
+
+    def __init__(self, message: str, *, hint: str, http: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.http = http
+
+
+class GateError(TidegateError):
+    """The cluster cannot share devices: it drops the fields that say how."""
+
+    code: ClassVar[str] = "gate"
+    status: ClassVar[int] = 78  # EX_CONFIG
+
+
+class CdiError(TidegateError):
+    """A CDI specification cannot be written or removed."""
+
+    code = "cdi"
+    status = 73  # EX_CANTCREAT
+
+
+class SocketError(TidegateError):
+    """The kubelet's directory cannot be used, or another driver serves in it."""
+
+    code = "socket"
+    status = 73

@@ -1,0 +1,106 @@
+"""`python3 -m kube.expose`: passes requests for metrics on to the governor's socket.
+
+    python3 -m kube.expose --listen 0.0.0.0:9731 --socket /run/tidegate/metrics.sock
+
+The governor listens to its own machine alone, because it asks nobody who he is. In a cluster a
+network policy says who may scrape; what it lets through ends here, and all that it gets is
+`GET /metrics`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import re
+
+MOST_REQUEST = 8192
+MOST_ANSWER = 64 << 20
+MOST_SERVED = 8
+TIMEOUT_S = 10.0
+_LINE = re.compile(rb"GET /metrics(\?[\x21-\x7e]*)? HTTP/1\.[01]")
+_KEPT = (b"accept", b"accept-encoding")
+
+
+def rewritten(head: bytes) -> bytes | None:
+    """Return the request that the governor is sent, None for one that is not for metrics."""
+    line, *headers = head.split(b"\r\n")
+    if not _LINE.fullmatch(line):
+        return None
+    kept = [h for h in headers if h.partition(b":")[0].strip().lower() in _KEPT]
+    return b"\r\n".join([b"GET /metrics HTTP/1.1", b"Host: tidegate", *kept, b"Connection: close"])
+
+
+def status(line: str) -> bytes:
+    """Return an answer without content."""
+    return f"HTTP/1.1 {line}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+
+
+class Proxy:
+    """One request a connection, eight at a time."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+        self._served = asyncio.Semaphore(MOST_SERVED)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one connection."""
+        try:
+            if self._served.locked():
+                return  # who scrapes comes again
+            async with self._served, asyncio.timeout(TIMEOUT_S):
+                await self._answer(reader, writer)
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            with contextlib.suppress(OSError, TimeoutError):
+                async with asyncio.timeout(TIMEOUT_S):
+                    writer.close()
+                    await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = rewritten((await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n\r\n"))
+        if request is None:
+            writer.write(status("404 Not Found"))
+            return
+        try:
+            source, sink = await asyncio.open_unix_connection(self._socket)
+        except OSError:  # a governor that is being replaced
+            writer.write(status("502 Bad Gateway"))
+            return
+        try:
+            sink.write(request + b"\r\n\r\n")
+            passed = 0
+            while passed < MOST_ANSWER and (part := await source.read(1 << 16)):
+                passed += len(part)
+                writer.write(part)
+                await writer.drain()
+        finally:
+            sink.close()
+
+
+async def run(host: str, port: int, socket: str) -> None:
+    """Serve until cancelled."""
+    proxy = Proxy(socket)
+    server = await asyncio.start_server(proxy.serve, host, port, limit=MOST_REQUEST)
+    async with server:
+        await server.serve_forever()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until a signal comes."""
+    parser = argparse.ArgumentParser(prog="kube.expose", description="Passes metrics on.")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT")
+    parser.add_argument("--socket", default="/run/tidegate/metrics.sock", metavar="FILE")
+    args = parser.parse_args(argv)
+    host, _, port = args.listen.rpartition(":")
+    if not port.isdigit():
+        parser.error("--listen is HOST:PORT")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(run(host.strip("[]"), int(port), args.socket))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""What the governor knows against a GPU, as the cluster wants it: health, and device taints. Pure.
+
+A taint keeps new pods away and moves nobody: a look can be mistaken, and what runs on a GPU that
+does not answer ends by itself. Who wants more makes a DeviceTaintRule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kube.names import TAINT_BYPASS, TAINT_CLOSED, TAINT_LOST
+
+HEALTHY, UNHEALTHY, UNKNOWN = "Healthy", "Unhealthy", "Unknown"
+
+CLEAR_S = 30.0
+"""A taint goes when its reason has been away for so long: what comes and goes is written once."""
+MOST = 1000
+"""Characters of a message; the kubelet cuts at 1024."""
+
+
+@dataclass(frozen=True, order=True)
+class Taint:
+    """Why no new pod is to come to a GPU: a key, and a label value."""
+
+    key: str
+    value: str
+
+    def describe(self) -> dict[str, str]:
+        """Return it as a ResourceSlice has it."""
+        return {"key": self.key, "value": self.value, "effect": "NoSchedule"}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """How a GPU is, with the reasons for people and for the scheduler."""
+
+    health: str
+    message: str = ""
+    taints: tuple[Taint, ...] = ()
+
+
+def judge(
+    gpus: Iterable[Mapping[str, Any]], containers: Iterable[Mapping[str, Any]]
+) -> dict[str, Condition]:
+    """Return the condition of each GPU, by UUID, from the governor's answers."""
+    accused: dict[str, list[tuple[str, str]]] = {}
+    for container in containers:
+        for violation in container.get("violations") or ():
+            if violation.get("ended") is None:
+                reason = (str(violation.get("kind")), str(container.get("id")))
+                accused.setdefault(str(violation.get("gpu")), []).append(reason)
+    return {gpu["uuid"]: _judge(gpu, accused.get(gpu["uuid"], [])) for gpu in gpus}
+
+
+def _judge(gpu: Mapping[str, Any], accused: Sequence[tuple[str, str]]) -> Condition:
+    taints, messages = [], []
+    health = HEALTHY
+    if gpu.get("lost"):
+        health = UNHEALTHY
+        taints.append(Taint(TAINT_LOST, "does-not-answer"))
+        messages.append(f"the GPU does not answer: {gpu['lost']}")
+    if gpu.get("closed"):
+        health = UNHEALTHY
+        taints.append(Taint(TAINT_CLOSED, str(gpu.get("strategy") or "closed")))
+        messages.append(f"the GPU takes no container now: {gpu['closed']}")
+    if accused:
+        # The GPU is well; who comes would share it with somebody who takes more than his part.
+        kinds = sorted({kind for kind, _ in accused})
+        taints.append(Taint(TAINT_BYPASS, kinds[0] if len(kinds) == 1 else "several"))
+        said = ", ".join(sorted({f"{who[:64]} ({kind})" for kind, who in accused}))
+        messages.append(f"containers go around their quota: {said}")
+    return Condition(health, "; ".join(messages)[:MOST], tuple(sorted(taints)))
+
+
+@dataclass
+class Damper:
+    """Holds taints for a while, so that what comes and goes is not written again and again."""
+
+    clear_s: float = CLEAR_S
+    _seen: dict[tuple[str, str], tuple[float, Taint]] = field(default_factory=dict)
+
+    def settle(
+        self, conditions: Mapping[str, Condition], now: float
+    ) -> dict[str, tuple[Taint, ...]]:
+        """Return the taints that are to be shown at `now` (monotonic seconds), by GPU."""
+        current = {
+            (uuid, taint.key): taint
+            for uuid, condition in conditions.items()
+            for taint in condition.taints
+        }
+        for key, taint in current.items():
+            self._seen[key] = (now, taint)
+        for key, (seen, _) in list(self._seen.items()):
+            if key not in current and now - seen >= self.clear_s:
+                del self._seen[key]
+        return {
+            uuid: tuple(
+                sorted(taint for (whose, _), (_, taint) in self._seen.items() if whose == uuid)
+            )
+            for uuid in conditions
+        }

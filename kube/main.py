@@ -1,0 +1,351 @@
+"""`tidegate-dra`: offers a node's GPUs to a cluster, and prepares claims for its kubelet.
+
+    tidegate-dra --node-name NODE [--kubeconfig FILE] [--runtime-dir DIR] [--kubelet-dir DIR] ...
+
+In a pod the API server is found by the service account. It logs one event per line (JSON when
+standard error is not a terminal) and ends on SIGTERM or SIGINT. What runs on the GPUs goes on
+whether it is there or not; the next one takes over what was prepared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from governor.cdi import HOOK
+from governor.errors import ConfigError, TidegateError
+from kube.announce import Announcer
+from kube.cdi import Directory
+from kube.cluster import Cluster
+from kube.driver import Driver
+from kube.errors import GateError
+from kube.health import UNKNOWN, Condition, Damper, Taint, judge
+from kube.names import KUBELET_DIR, TAINT_CLOSED
+from kube.node import Node
+from kube.pci import find_roots
+from kube.publish import Publisher, Watcher
+from kube.quantity import whole
+from kube.service import Endpoints, Health
+from kube.slices import Defaults, make_slice, slice_name
+
+log = structlog.get_logger()
+
+PERIOD_S = 2.0
+PAUSE_S, PAUSE_MOST_S = 1.0, 60.0
+AWAY_S = 60.0
+AWAY = Taint(TAINT_CLOSED, "governor-away")
+
+
+class Backoff:
+    """How long to leave somebody alone who does not answer: twice as long each time."""
+
+    def __init__(self) -> None:
+        self._pause = 0.0
+        self._until = 0.0
+
+    def failed(self, now: float) -> float:
+        """Note a failure, and return for how many seconds nothing is asked."""
+        self._pause = min(max(self._pause * 2, PAUSE_S), PAUSE_MOST_S)
+        # Not all nodes at once, when the API server comes back.
+        wait = self._pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        self._until = now + wait
+        return wait
+
+    def answered(self) -> None:
+        """Note an answer."""
+        self._pause = self._until = 0.0
+
+    def over(self, now: float) -> bool:
+        """Return whether it may be asked."""
+        return now >= self._until
+
+
+class Loop:
+    """What is done every two seconds, and when somebody wakes it."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        *,
+        cluster: Cluster,
+        node: Node,
+        driver: Driver,
+        publisher: Publisher,
+        health: Health,
+    ) -> None:
+        self.wake = threading.Event()
+        self._args = args
+        self._cluster = cluster
+        self._node = node
+        self._driver = driver
+        self._publisher = publisher
+        self._health = health
+        self._damper = Damper()
+        self._backoffs = {"publish": Backoff(), "reconcile": Backoff()}
+        self._reconcile = threading.Event()
+        self._reconcile.set()
+        self._node_uid: str | None = None
+        self._away_since: float | None = None
+        self._answer: Mapping[str, Any] | None = None
+        self._conditions: Mapping[str, Condition] = {}
+
+    def registered(self) -> None:
+        """The kubelet has just registered us: it has deleted the slices of its node before."""
+        self._publisher.forget()
+        self._reconcile.set()
+        self.wake.set()
+
+    def step(self) -> None:
+        """Look at the node, and have the cluster know."""
+        now = time.monotonic()
+        self._look(now)
+        if self._answer is not None:
+            self._try("publish", now, functools.partial(self._publish, self._answer, now))
+        if self._reconcile.is_set():
+            self._reconcile.clear()  # who registers meanwhile wants another
+            if not self._try("reconcile", now, self._driver.reconcile):
+                self._reconcile.set()
+
+    def _try(self, what: str, now: float, function: Callable[[], None]) -> bool:
+        """Do something that asks others, unless they are left alone now; return whether it worked.
+
+        What waits for the governor keeps nobody from the API server, and the other way round.
+        """
+        backoff = self._backoffs[what]
+        if not backoff.over(now):
+            return False
+        try:
+            function()
+        except GateError:
+            raise
+        except TidegateError as e:
+            wait = round(backoff.failed(now), 1)
+            log.warning("not-answered", what=what, message=e.message, hint=e.hint, again_s=wait)
+            return False
+        backoff.answered()
+        return True
+
+    def _look(self, now: float) -> None:
+        """Ask the governor how its GPUs are."""
+        try:
+            answer = self._node.gpus()
+            conditions = judge(answer["gpus"], self._node.containers())
+        except TidegateError as e:
+            if self._away_since is None:
+                self._away_since = now
+                log.warning("governor-away", message=e.message, hint=e.hint)
+            # A restart is over by then; a node whose governor stays away prepares no claim.
+            taints = (AWAY,) if now - self._away_since >= AWAY_S else ()
+            unknown = Condition(UNKNOWN, "the node's governor does not answer", taints)
+            self._conditions = dict.fromkeys(self._conditions, unknown)
+            self._health.update(self._conditions)
+            return
+        if self._away_since is not None:
+            log.info("governor-back", seconds=round(now - self._away_since, 1))
+            self._away_since = None
+        self._answer, self._conditions = answer, conditions
+        self._health.update(conditions)
+
+    def _publish(self, answer: Mapping[str, Any], now: float) -> None:
+        if self._node_uid is None:
+            metadata = self._cluster.node(self._args.node_name).get("metadata") or {}
+            self._node_uid = str(metadata.get("uid"))
+        addresses = [gpu.get("pci") for gpu in answer["gpus"]]
+        wanted = make_slice(
+            self._args.node_name,
+            self._node_uid,
+            answer,
+            self._damper.settle(self._conditions, now),
+            defaults=Defaults(self._args.default_memory, self._args.default_compute),
+            roots=find_roots(addresses),
+        )
+        self._publisher.publish(wanted)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tidegate-dra", description="Offers the node's GPUs to a Kubernetes cluster."
+    )
+    parser.add_argument(
+        "--node-name",
+        default=os.environ.get("NODE_NAME"),
+        help="the node, as the cluster calls it (default: NODE_NAME)",
+    )
+    parser.add_argument("--kubeconfig", metavar="FILE", help="where no service account is")
+    parser.add_argument(
+        "--runtime-dir", default="/run/tidegate", metavar="DIR", help="the governor's (%(default)s)"
+    )
+    parser.add_argument(
+        "--kubelet-dir", default=KUBELET_DIR, metavar="DIR", help="the kubelet's (%(default)s)"
+    )
+    parser.add_argument(
+        "--cdi-dir",
+        default="/var/run/cdi",
+        metavar="DIR",
+        help="where the engine looks for CDI specifications (%(default)s)",
+    )
+    parser.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
+    parser.add_argument(
+        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
+    )
+    parser.add_argument(
+        "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"
+    )
+    parser.add_argument(
+        "--default-memory",
+        metavar="QUANTITY",
+        help="what a claim takes that names no memory, like 8Gi (default: all of the GPU's)",
+    )
+    parser.add_argument(
+        "--default-compute",
+        metavar="PERCENT",
+        help="what a claim takes that names no compute (default: 100)",
+    )
+    parser.add_argument(
+        "--look-every",
+        type=float,
+        default=PERIOD_S,
+        metavar="SECONDS",
+        help="how often the governor is asked about its GPUs (%(default)g); what changes is written"
+        " to the API server after that, and not more often than every third time",
+    )
+    parser.add_argument("--ready-file", metavar="FILE", help="is there while the GPUs are offered")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.node_name:
+        raise ConfigError("no node is named", hint="add --node-name, or set NODE_NAME")
+    if not 0.1 <= args.look_every <= 60:
+        raise ConfigError(f"--look-every is {args.look_every:g}", hint="0.1 to 60 are accepted")
+    for option, least, most in (("default_memory", 1 << 20, 1 << 50), ("default_compute", 1, 100)):
+        text = getattr(args, option)
+        if text is None:
+            continue
+        name = f"--{option.replace('_', '-')}"
+        try:
+            number = whole(text)
+        except ValueError as e:
+            raise ConfigError(f"{name}: {e}", hint="write it like 8Gi, or 25") from e
+        if not least <= number <= most:
+            raise ConfigError(f"{name} is {text}", hint=f"{least} to {most} are accepted")
+        setattr(args, option, number)
+
+
+def _configure_logging() -> None:
+    terminal = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+class _Ready:
+    """The file that says that the node's GPUs are offered."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path) if path else None
+        self._shown = False
+        self.show(ready=False, always=True)  # of one that was killed
+
+    def show(self, *, ready: bool, always: bool = False) -> None:
+        """Make it or remove it, where that changes anything."""
+        if self._path is None or (ready == self._shown and not always):
+            return
+        with contextlib.suppress(OSError):
+            if ready:
+                self._path.write_text(f"{os.getpid()}\n")
+            else:
+                self._path.unlink(missing_ok=True)
+        if ready:
+            log.info("ready")
+        self._shown = ready
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Serve until a signal says to stop."""
+    stop = threading.Event()
+    cluster = Cluster(args.kubeconfig)
+    node = Node(args.runtime_dir)
+    announcer = Announcer(cluster, args.node_name)
+    driver = Driver(
+        args.node_name,
+        node,
+        cluster,
+        Directory(args.cdi_dir),
+        announcer,
+        hook=args.hook,
+        hook_arguments=args.hook_argument,
+        dev_dir=args.dev_dir,
+    )
+    publisher = Publisher(cluster, interval=3 * args.look_every)
+    health = Health(args.node_name)
+    loop = Loop(args, cluster=cluster, node=node, driver=driver, publisher=publisher, health=health)
+    watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)
+    endpoints = Endpoints(args.kubelet_dir, driver, health, loop.registered)
+
+    def end(_number: int, _frame: object) -> None:
+        stop.set()
+        loop.wake.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    ready = _Ready(args.ready_file)
+    endpoints.start()
+    threads = [
+        threading.Thread(target=run, name=name, daemon=True)
+        for name, run in (("events", announcer.run), ("watch", watcher.run))
+    ]
+    for thread in threads:
+        thread.start()
+    log.info("driver-started", node=args.node_name, kubelet_dir=args.kubelet_dir)
+    try:
+        while not stop.is_set():
+            loop.step()
+            endpoints.look()
+            ready.show(ready=publisher.current)
+            loop.wake.wait(args.look_every)
+            loop.wake.clear()
+    finally:
+        ready.show(ready=False)
+        watcher.stop()
+        health.close()
+        endpoints.stop()
+        announcer.stop()
+        threads[0].join(2.0)
+    log.info("driver-stopped")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the driver; return its exit status."""
+    args = _parser().parse_args(argv)
+    _configure_logging()
+    try:
+        _check(args)
+        serve(args)
+    except TidegateError as e:
+        print(f"tidegate-dra: {e}", file=sys.stderr)
+        return e.status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

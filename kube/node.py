@@ -1,0 +1,42 @@
+"""The node's governor, asked on its socket: GPUs, claims and the containers that use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from governor.client import ask
+from governor.config import Config
+
+
+class Node:
+    """What the driver asks of the governor; every method raises what `governor.client.ask` does."""
+
+    def __init__(self, runtime_dir: str, timeout: float = 10.0) -> None:
+        self._config = Config(runtime_dir=runtime_dir)
+        self._timeout = timeout
+
+    def gpus(self) -> dict[str, Any]:
+        """Return the GPUs that are shared, and what is left of them."""
+        return self._ask("gpus")
+
+    def containers(self) -> list[dict[str, Any]]:
+        """Return the containers, with their violations."""
+        return list(self._ask("list")["containers"])
+
+    def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
+        """Enter a claim; return its shares, each with the GPU's index and device node.
+
+        To enter it again changes nothing.
+        """
+        return list(self._ask("claim", **claim)["shares"])
+
+    def unclaim(self, uid: str) -> None:
+        """Take a claim back; one that is not known is no error."""
+        self._ask("unclaim", uid=uid)
+
+    def claims(self) -> list[dict[str, Any]]:
+        """Return the claims that are entered."""
+        return list(self._ask("claims")["claims"])
+
+    def _ask(self, op: str, **fields: object) -> dict[str, Any]:
+        return ask(self._config, op, self._timeout, **fields)

@@ -1,0 +1,121 @@
+"""The opaque parameters of a claim: what capacities do not say. Pure.
+
+A DeviceClass and a claim may both have some; what comes later in the allocation wins, option by
+option. `strict` and `computeLimit` are one option: a later one of either replaces both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kube.errors import ClaimError
+from kube.names import DRIVER
+
+SCHEMA_FILE = Path(__file__).with_name("tidegate_config.schema.json")
+MOST = 300
+"""Characters of what an error shows of a foreign document."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What holds for one request: `compute_limit` is None where it is what is guaranteed.
+
+    So it is where nobody says anything, as with annotations.
+    """
+
+    compute_limit: int | None = None
+    strategy: str = "auto"
+
+
+@functools.cache
+def schema() -> dict[str, Any]:
+    """Return the schema of a TidegateConfig."""
+    document: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
+    return document
+
+
+@functools.cache
+def _validator() -> Any:
+    import jsonschema
+
+    return jsonschema.Draft202012Validator(schema())
+
+
+def merge(before: Parameters, document: object, where: str) -> Parameters:
+    """Return the parameters with what a document says; ClaimError names the field that is wrong.
+
+    `where` names the document to the reader.
+    """
+    check(document, where)
+    assert isinstance(document, dict)  # noqa: S101 - the schema says so
+    after = before
+    if document.get("strict") is True:
+        after = replace(after, compute_limit=None)
+    elif "computeLimit" in document:
+        after = replace(after, compute_limit=int(document["computeLimit"]))
+    elif document.get("strict") is False:
+        after = replace(after, compute_limit=after.compute_limit or 100)
+    if "strategy" in document:
+        after = replace(after, strategy=document["strategy"])
+    return after
+
+
+def check(document: object, where: str) -> None:
+    """Refuse what is no TidegateConfig; ClaimError names the field."""
+    import jsonschema
+
+    error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
+    if error is None:
+        return
+    path = ".".join(str(part) for part in error.absolute_path)
+    known = [name for name in schema()["properties"] if name not in ("apiVersion", "kind")]
+    hint = f"options are {', '.join(known)}"
+    if error.validator == "additionalProperties" and isinstance(document, dict):
+        field = next(str(name) for name in document if name not in schema()["properties"])
+        close = difflib.get_close_matches(field, known, n=1, cutoff=0.5)
+        what = f"{_cut(field)} is no option"
+        hint = f"did you mean {close[0]}?" if close else hint
+    elif error.validator == "not":
+        what = "computeLimit and strict: true say different things"
+        hint = "leave one of them out"
+    elif error.validator == "required":
+        what = _cut(error.message)
+        hint = "write apiVersion: tidegate.gpu/v1 and kind: TidegateConfig"
+    else:
+        what = f"{path or 'the document'}: {_cut(error.message)}"
+    raise ClaimError(f"{where}: {what}", hint=hint)
+
+
+def _cut(text: str) -> str:
+    plain = " ".join(text.split())
+    return plain if len(plain) <= MOST else plain[: MOST - 3] + "..."
+
+
+def applies(requests: Sequence[str], request: str) -> bool:
+    """Return whether a configuration for these requests is for one: none named means all.
+
+    One that names a request with alternatives is for each of them.
+    """
+    return not requests or any(
+        request == name or request.startswith(f"{name}/") for name in requests
+    )
+
+
+def of_request(config: Sequence[Mapping[str, Any]], request: str, claim: str) -> Parameters:
+    """Return what holds for a request by an allocation's `devices.config`."""
+    parameters = Parameters()
+    # Classes come first; that is also the order that the scheduler writes.
+    for entry in sorted(config, key=lambda one: one.get("source") != "FromClass"):
+        opaque = entry.get("opaque") or {}
+        if opaque.get("driver") != DRIVER or not applies(entry.get("requests") or (), request):
+            continue
+        whose = "its class" if entry.get("source") == "FromClass" else "the claim"
+        where = f"{claim}, request {request}, parameters of {whose}"
+        parameters = merge(parameters, opaque.get("parameters"), where)
+    return parameters

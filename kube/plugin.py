@@ -1,0 +1,496 @@
+"""`tidegate-device-plugin`: a node's GPU memory as a resource that the kubelet counts.
+
+    tidegate-device-plugin [--runtime-dir DIR] [--kubelet-dir DIR] [--compute 25] ...
+
+For clusters that cannot share devices by DRA. A container asks for `tidegate.gpu/memory-gib: 8`;
+how much of the GPU's time comes with it is the node's policy. What it gets stands in the hook's
+arguments, in a CDI file of the node: never in the environment, which a pod can say otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from governor.cdi import HOOK
+from governor.config import STRATEGIES
+from governor.errors import GovernorError, TidegateError
+from kube.api import deviceplugin_v1beta1_pb2 as messages
+from kube.api import deviceplugin_v1beta1_pb2_grpc as services
+from kube.cdi import Directory, make_spec
+from kube.claims import Claim
+from kube.errors import CdiError, SocketError
+from kube.health import HEALTHY, UNHEALTHY, judge
+from kube.names import DRIVER, KUBELET_DIR, PLUGIN_RESOURCE
+from kube.node import Node
+from kube.service import Endpoint
+from kube.units import Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
+from oci_hook.errors import HookError
+
+log = structlog.get_logger()
+
+VERSION = "v1beta1"
+SOCKET = "tidegate-gpu-memory.sock"
+PERIOD_S = 1.0
+AWAY_S = 15.0
+"""A governor may be away so long, which is a restart, before no pod is sent here any more."""
+PAUSE_MOST_S = 30.0
+CALL_S = 10.0
+WORKERS = 8
+STREAMS = 4
+"""Each takes a worker; a kubelet has one."""
+
+
+class Governor(Protocol):
+    """What the plugin asks of the node's governor (`kube.node.Node`)."""
+
+    def gpus(self) -> dict[str, Any]:
+        """Return the GPUs that are shared."""
+
+    def containers(self) -> list[dict[str, Any]]:
+        """Return the containers, with their violations."""
+
+    def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
+        """Enter a claim and return its shares with their GPUs."""
+
+    def unclaim(self, uid: str) -> None:
+        """Take a claim back."""
+
+    def claims(self) -> list[dict[str, Any]]:
+        """Return the claims that are entered."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One device of the kubelet's: its name, whether it may be given, the NUMA node."""
+
+    name: str
+    healthy: bool
+    numa: int | None
+
+
+class Books:
+    """Enters what the kubelet gives away into the governor's books, and writes the CDI files.
+
+    The order is that of the DRA driver: the governor first. What overlaps is taken back before.
+    """
+
+    def __init__(
+        self,
+        governor: Governor,
+        directory: Directory,
+        policy: Policy,
+        *,
+        hook: str = HOOK,
+        hook_arguments: Sequence[str] = (),
+        dev_dir: str = "/dev",
+    ) -> None:
+        self._governor = governor
+        self._directory = directory
+        self._policy = policy
+        self._hook = hook
+        self._arguments = tuple(hook_arguments)
+        self._dev_dir = dev_dir
+        self._lock = threading.Lock()
+
+    def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
+        """Return the CDI device of each container; a TidegateError says why there is none."""
+        with self._lock:
+            gpus = self._governor.gpus()["gpus"]
+            wanted = [parse_units(names, gpus) for names in containers]
+            for uid, (units, _) in read_back(self._governor.claims()).items():
+                # The very same units are the same container again, or one that may have its place.
+                if any(units.overlaps(new) and uid != new.uid for new in wanted):
+                    self._governor.unclaim(uid)
+                    self._directory.remove(uid)
+                    log.info("units-free", uid=uid, gpu=units.uuid, gib=units.count)
+            return [self._enter(units, gpus) for units in wanted]
+
+    def _enter(self, units: Units, gpus: Sequence[Mapping[str, Any]]) -> str:
+        gpu = next(gpu for gpu in gpus if gpu["uuid"] == units.uuid)
+        claim = make_claim(units, gpu, self._policy)
+        self._write(claim, self._governor.claim(claim.describe()))
+        (share,) = claim.shares
+        log.info(
+            "units-given",
+            uid=units.uid,
+            gpu=units.uuid,
+            gib=units.count,
+            compute=share.compute,
+            compute_limit=share.compute_limit,
+        )
+        return share.cdi_id(units.uid)
+
+    def _write(self, claim: Claim, entered: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            spec = make_spec(
+                claim,
+                {share["uuid"]: share.get("minor") for share in entered},
+                hook=self._hook,
+                arguments=self._arguments,
+                dev_dir=self._dev_dir,
+            )
+        except HookError as e:  # a device node that the host does not have
+            raise CdiError(e.message, hint=e.hint) from e
+        self._directory.write(claim.reference.uid, spec)
+
+    def restore(self) -> None:
+        """Write the files again that a reboot has taken, and remove those of nobody.
+
+        The kubelet remembers what it was answered, and starts containers with it, unasked.
+        """
+        with self._lock:
+            claims = self._governor.claims()
+            shares = {str(claim["uid"]): claim["shares"] for claim in claims}
+            for uid, (_, claim) in read_back(claims).items():
+                self._write(claim, shares[uid])
+            for uid in sorted(self._directory.uids() - set(shares)):
+                self._directory.remove(uid)
+                log.info("cdi-left-over", uid=uid)
+
+
+class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
+    """The kubelet's calls."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._changed = threading.Condition()
+        self._units: tuple[Unit, ...] = ()
+        self._closed = False
+        self._streams = threading.BoundedSemaphore(STREAMS)
+
+    def update(self, units: Sequence[Unit]) -> None:
+        """Have whoever watches know of the units, where that is news."""
+        with self._changed:
+            if tuple(units) != self._units:
+                healthy = sum(unit.healthy for unit in units)
+                log.info("units", all=len(units), healthy=healthy)
+                self._units = tuple(units)
+                self._changed.notify_all()
+
+    def close(self, *, closed: bool = True) -> None:
+        """End every stream, or let there be new ones."""
+        with self._changed:
+            self._closed = closed
+            self._changed.notify_all()
+
+    def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
+        """Say that we choose units, and have nothing to do at a start."""
+        return messages.DevicePluginOptions(get_preferred_allocation_available=True)
+
+    def ListAndWatch(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Stream all units, whenever one changes."""
+        if not self._streams.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} streams are open")
+        try:
+            context.add_callback(self._nudge)
+            sent: tuple[Unit, ...] | None = None
+            while True:
+                with self._changed:
+                    while self._units == sent and not self._closed and context.is_active():
+                        self._changed.wait()
+                    if self._closed or not context.is_active():
+                        return
+                    sent = self._units
+                yield messages.ListAndWatchResponse(devices=[_device(unit) for unit in sent])
+        finally:
+            self._streams.release()
+
+    def _nudge(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def GetPreferredAllocation(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        """Choose units of one GPU, the fullest that has room."""
+        response = messages.PreferredAllocationResponse()
+        for one in request.container_requests:
+            chosen = prefer(
+                one.available_deviceIDs, one.must_include_deviceIDs, max(one.allocation_size, 0)
+            )
+            response.container_responses.add(deviceIDs=chosen)
+        return response
+
+    def Allocate(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Enter the units, and name their CDI devices."""
+        asked = [list(one.devices_ids) for one in request.container_requests]
+        try:
+            devices = self._books.allocate(asked)
+        except TidegateError as e:
+            log.warning("units-refused", code=e.code, message=e.message, hint=e.hint)
+            temporary = isinstance(e, GovernorError)
+            code = grpc.StatusCode.UNAVAILABLE if temporary else grpc.StatusCode.FAILED_PRECONDITION
+            context.abort(code, f"{PLUGIN_RESOURCE}: {e}")
+        response = messages.AllocateResponse()
+        for device in devices:
+            response.container_responses.add(cdi_devices=[messages.CDIDevice(name=device)])
+        return response
+
+    def PreStartContainer(self, _request: Any, _context: Any) -> Any:  # noqa: N802
+        """Do nothing; no kubelet asks."""
+        return messages.PreStartContainerResponse()
+
+
+def _device(unit: Unit) -> Any:
+    device = messages.Device(ID=unit.name, health=HEALTHY if unit.healthy else UNHEALTHY)
+    if unit.numa is not None:
+        device.topology.nodes.add(ID=unit.numa)
+    return device
+
+
+class Kubelet:
+    """Where the kubelet listens; a socket that was made anew is another kubelet."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / "kubelet.sock"
+        self._known: tuple[int, int, int] | None = None
+        self._pause = self._not_before = 0.0
+
+    def look(self, now: float) -> bool:
+        """Return whether we have to register, now."""
+        found = self._identity()
+        if found is None:
+            self._known = None
+        return found is not None and found != self._known and now >= self._not_before
+
+    def _identity(self) -> tuple[int, int, int] | None:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino, status.st_ctime_ns
+
+    def forget(self) -> None:
+        """Register again at the next look: our own socket is a new one."""
+        self._known = None
+
+    def register(self, now: float) -> bool:
+        """Register; one that does not answer is left alone for a while, longer each time."""
+        found = self._identity()
+        request = messages.RegisterRequest(
+            version=VERSION,
+            endpoint=SOCKET,
+            resource_name=PLUGIN_RESOURCE,
+            options=messages.DevicePluginOptions(get_preferred_allocation_available=True),
+        )
+        try:
+            with grpc.insecure_channel(f"unix:{self._path}") as channel:
+                services.RegistrationStub(channel).Register(request, timeout=CALL_S)
+        except grpc.RpcError as e:
+            self._pause = min(max(self._pause * 2, 1.0), PAUSE_MOST_S)
+            self._not_before = now + self._pause
+            said = getattr(e, "details", lambda: "")() or repr(e)
+            log.warning("not-registered", error=said[:300], again_s=self._pause)
+            return False
+        self._known, self._pause, self._not_before = found, 0.0, 0.0
+        log.info("registered", resource=PLUGIN_RESOURCE)
+        return True
+
+
+class Loop:
+    """What is done every second."""
+
+    def __init__(self, governor: Governor, books: Books, plugin: Plugin, kubelet_dir: Path) -> None:
+        directory = kubelet_dir / "device-plugins"
+        self._governor = governor
+        self._books = books
+        self._plugin = plugin
+        self._kubelet = Kubelet(directory)
+        self._endpoint = Endpoint(
+            directory / SOCKET,
+            lambda server: services.add_DevicePluginServicer_to_server(plugin, server),
+            WORKERS,
+        )
+        self._started = False
+        self._restored = False
+        self._away_since: float | None = None
+        self._units: tuple[Unit, ...] = ()
+        self.registered = False
+
+    def step(self) -> None:
+        """Look at the node and at the kubelet."""
+        now = time.monotonic()
+        self._look(now)
+        if not self._restored:
+            return  # before the governor has answered once there is nothing to offer
+        if not self._started:
+            self._endpoint.start()
+            self._started = True
+        # A kubelet that starts removes every socket in the directory, and ours is one.
+        elif self._endpoint.look():
+            self._kubelet.forget()
+        if self._kubelet.look(now):
+            self.registered = self._kubelet.register(now)
+
+    def _look(self, now: float) -> None:
+        try:
+            answer = self._governor.gpus()
+            conditions = judge(answer["gpus"], self._governor.containers())
+            if not self._restored:
+                self._books.restore()
+                self._restored = True
+        except TidegateError as e:
+            if self._away_since is None:
+                self._away_since = now
+                log.warning("governor-away", message=e.message, hint=e.hint)
+            if now - self._away_since >= AWAY_S:
+                self._plugin.update([Unit(u.name, healthy=False, numa=u.numa) for u in self._units])
+            return
+        self._away_since = None
+        self._units = tuple(
+            Unit(name, conditions[gpu["uuid"]].health == HEALTHY, gpu.get("numa_node"))
+            for gpu in answer["gpus"]
+            for name in unit_names(gpu)
+        )
+        self._plugin.update(self._units)
+
+    def stop(self) -> None:
+        """Listen no more."""
+        self._plugin.close()
+        self._endpoint.stop(1.0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tidegate-device-plugin",
+        description=f"Offers the node's GPU memory to a kubelet, as {PLUGIN_RESOURCE}.",
+    )
+    parser.add_argument(
+        "--runtime-dir", default="/run/tidegate", metavar="DIR", help="the governor's (%(default)s)"
+    )
+    parser.add_argument(
+        "--kubelet-dir", default=KUBELET_DIR, metavar="DIR", help="the kubelet's (%(default)s)"
+    )
+    parser.add_argument(
+        "--cdi-dir",
+        default="/var/run/cdi",
+        metavar="DIR",
+        help="where the engine looks for CDI specifications (%(default)s)",
+    )
+    parser.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
+    parser.add_argument(
+        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
+    )
+    parser.add_argument(
+        "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"
+    )
+    parser.add_argument(
+        "--compute",
+        type=_percent,
+        metavar="PERCENT",
+        help="what every container is guaranteed (default: in proportion to its memory)",
+    )
+    parser.add_argument(
+        "--compute-limit",
+        type=_percent,
+        default=100,
+        metavar="PERCENT",
+        help="the most that one may use of what others leave idle (%(default)s)",
+    )
+    parser.add_argument(
+        "--strategy", choices=("auto", *STRATEGIES), default="auto", help="(%(default)s)"
+    )
+    parser.add_argument("--ready-file", metavar="FILE", help="is there once it is registered")
+    return parser
+
+
+def _percent(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 100:
+        raise argparse.ArgumentTypeError("it is 1 to 100")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _alone(kubelet_dir: Path) -> Iterator[None]:
+    """Keep the DRA driver and a second plugin away: both would book the same GPUs."""
+    directory = kubelet_dir / "plugins" / DRIVER
+    try:
+        directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise SocketError(
+            f"{e.filename}: {e.strerror}", hint="run as root; see --kubelet-dir"
+        ) from e
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise SocketError(
+                f"{directory} is in use", hint="run the DRA driver or the device plugin, not both"
+            ) from e
+        yield
+    finally:
+        os.close(lock)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Serve until a signal says to stop."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    node = Node(args.runtime_dir)
+    books = Books(
+        node,
+        Directory(args.cdi_dir),
+        Policy(args.compute, args.compute_limit, args.strategy),
+        hook=args.hook,
+        hook_arguments=args.hook_argument,
+        dev_dir=args.dev_dir,
+    )
+    kubelet_dir = Path(args.kubelet_dir)
+    ready = Path(args.ready_file) if args.ready_file else None
+    with _alone(kubelet_dir):
+        loop = Loop(node, books, Plugin(books), kubelet_dir)
+        log.info("plugin-started", kubelet_dir=args.kubelet_dir)
+        try:
+            while not stop.is_set():
+                try:
+                    loop.step()
+                except SocketError as e:  # a directory that the kubelet is about to make
+                    log.warning("not-listening", message=e.message, hint=e.hint)
+                if ready and loop.registered and not ready.exists():
+                    ready.write_text(f"{os.getpid()}\n")
+                stop.wait(PERIOD_S)
+        finally:
+            loop.stop()
+            if ready:
+                ready.unlink(missing_ok=True)
+    log.info("plugin-stopped")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the plugin; return its exit status."""
+    args = _parser().parse_args(argv)
+    terminal = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    try:
+        serve(args)
+    except TidegateError as e:
+        print(f"tidegate-device-plugin: {e}", file=sys.stderr)
+        return e.status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

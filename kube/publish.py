@@ -1,0 +1,244 @@
+"""Keeps the node's ResourceSlice as it should be, with as few requests as that takes.
+
+Nothing is written while nothing changes. What the API server stores is read back: a cluster that
+drops the fields by which devices are shared gets no slice, because its scheduler would give a whole
+GPU to one claim, and the node's quotas would say otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import structlog
+
+from kube.errors import ClusterError, GateError
+from kube.slices import normalised
+
+log = structlog.get_logger()
+
+INTERVAL_S = 6.0
+"""Between two writes; a change meanwhile is written with the next."""
+WATCH_S = 540
+GATE = GateError(
+    "the API server drops allowMultipleAllocations or requestPolicy of ResourceSlices: its feature"
+    " gate DRAConsumableCapacity is off",
+    hint="turn it on (Kubernetes 1.36 has it on), or run the device plugin instead"
+    " (docs/howto/kubernetes.md); no GPU was offered",
+)
+
+
+class Slices(Protocol):
+    """What a publisher asks of the API server (`kube.cluster.Cluster`)."""
+
+    def slice(self, name: str) -> dict[str, Any] | None:
+        """Return a slice, None where there is none."""
+
+    def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Create it and return what is stored."""
+
+    def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        """Replace it and return what is stored."""
+
+    def delete_slice(self, name: str) -> None:
+        """Delete it."""
+
+
+class Publisher:
+    """Writes one slice; `forget` says that somebody else may have changed it."""
+
+    def __init__(
+        self,
+        cluster: Slices,
+        *,
+        interval: float = INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cluster = cluster
+        self._interval = interval
+        self._clock = clock
+        self._stale = threading.Event()
+        self._stale.set()
+        self._shown: dict[str, Any] | None = None
+        self._written: float | None = None
+        self._probed = False
+        self._keeps_taints = True
+        self.version = ""
+        """The resource version of what is stored, as far as we know."""
+
+    @property
+    def current(self) -> bool:
+        """Whether the API server has a slice of ours, as far as we know."""
+        return self._shown is not None and not self._stale.is_set()
+
+    def forget(self) -> None:
+        """Look at what is stored before the next decision."""
+        self._stale.set()
+
+    def publish(self, wanted: dict[str, Any]) -> bool:
+        """Have the API server store this slice; return whether anything was written.
+
+        ClusterError where it does not answer or somebody was faster: ask again. GateError where
+        the cluster cannot share devices; then there is no slice.
+        """
+        body = self._shape(wanted)
+        shown = self._comparable(body)
+        if not self._stale.is_set():
+            if shown == self._shown:
+                return False
+            if self._written is not None and self._clock() - self._written < self._interval:
+                return False
+        self._stale.clear()
+        try:
+            return self._write(body, shown)
+        except BaseException:
+            self._stale.set()
+            raise
+
+    def _write(self, body: dict[str, Any], shown: dict[str, Any]) -> bool:
+        name = body["metadata"]["name"]
+        stored = self._cluster.slice(name)
+        if stored is not None:
+            self._check(stored, name)
+            if self._comparable(stored) == shown:
+                self._note(stored, shown)
+                return False
+            body = _succeed(body, stored)
+        write = self._cluster.create_slice if stored is None else self._cluster.replace_slice
+        if not self._probed:
+            # What it would store: a scheduler never sees a slice that cannot be shared.
+            self._check(write(body, dry_run=True), name if stored is not None else None)
+            self._probed = True
+        result = write(body)
+        self._check(result, name)
+        self._written = self._clock()
+        if self._keeps_taints and _taints(body) and not _taints(result):
+            self._keeps_taints = False
+            log.warning(
+                "taints-dropped",
+                message="the API server drops device taints: its feature gate DRADeviceTaints is"
+                " off; GPUs that take nobody are left out of the ResourceSlice instead",
+            )
+            self._note(result, self._comparable(result))
+            self._stale.set()
+            return True
+        self._note(result, shown)
+        log.info(
+            "slice-written",
+            slice=name,
+            generation=result["spec"]["pool"]["generation"],
+            devices=len(result["spec"].get("devices") or ()),
+            taints=_taints(result),
+        )
+        return True
+
+    def _shape(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        if self._keeps_taints:
+            return wanted
+        devices = [one for one in wanted["spec"]["devices"] if not one.get("taints")]
+        return {**wanted, "spec": {**wanted["spec"], "devices": devices}}
+
+    def _comparable(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        owners = (body.get("metadata") or {}).get("ownerReferences") or ()
+        return {
+            "owners": sorted(str(owner.get("uid")) for owner in owners),
+            **normalised(body.get("spec") or {}, taints=self._keeps_taints),
+        }
+
+    def _note(self, stored: Mapping[str, Any], shown: dict[str, Any]) -> None:
+        self.version = str((stored.get("metadata") or {}).get("resourceVersion") or "")
+        self._shown = shown
+
+    def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
+        """Refuse a cluster that does not keep what sharing needs; `delete` takes its slice away."""
+        for device in (stored.get("spec") or {}).get("devices") or ():
+            capacities = (device.get("capacity") or {}).values()
+            shared = device.get("allowMultipleAllocations") is True
+            if not shared or not all(capacity.get("requestPolicy") for capacity in capacities):
+                if delete is not None:
+                    self._cluster.delete_slice(delete)
+                self._shown = None
+                raise GATE
+
+
+def _taints(body: Mapping[str, Any]) -> int:
+    devices = (body.get("spec") or {}).get("devices") or ()
+    return sum(len(device.get("taints") or ()) for device in devices)
+
+
+def _succeed(body: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body that takes the place of what is stored: the next generation.
+
+    A taint that stays keeps the time at which it came.
+    """
+    after = copy.deepcopy(body)
+    after["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"]
+    pool = (stored.get("spec") or {}).get("pool") or {}
+    after["spec"]["pool"]["generation"] = int(pool.get("generation") or 0) + 1
+    times = {
+        (device.get("name"), taint.get("key"), taint.get("value")): taint.get("timeAdded")
+        for device in (stored.get("spec") or {}).get("devices") or ()
+        for taint in device.get("taints") or ()
+    }
+    for device in after["spec"]["devices"]:
+        for taint in device.get("taints", ()):
+            added = times.get((device["name"], taint["key"], taint["value"]))
+            if added:
+                taint["timeAdded"] = added
+    return after
+
+
+class Watcher:
+    """Tells a publisher, on a thread of its own, when somebody else touches its slice.
+
+    A kubelet that starts deletes the slices of its node; the scheduler sees no GPU until it is
+    there again.
+    """
+
+    def __init__(
+        self, cluster: Any, publisher: Publisher, name: str, wake: threading.Event
+    ) -> None:
+        self._cluster = cluster
+        self._publisher = publisher
+        self._name = name
+        self._wake = wake
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Watch until `stop`."""
+        pause = 1.0
+        while not self._stop.is_set():
+            version = self._publisher.version
+            if not version:
+                self._stop.wait(1.0)
+                continue
+            try:
+                for event in self._cluster.watch_slice(self._name, version, WATCH_S):
+                    pause = 1.0
+                    self._look(event)
+                    if self._stop.is_set():
+                        return
+                if self._publisher.version == version:
+                    self._stop.wait(0.2)
+            except ClusterError as e:
+                log.info("watch-ended", message=e.message)
+                # What happened meanwhile nobody has told.
+                self._publisher.forget()
+                self._wake.set()
+                self._stop.wait(pause)
+                pause = min(pause * 2, 60.0)
+
+    def stop(self) -> None:
+        """End with the next event, or with the process."""
+        self._stop.set()
+
+    def _look(self, event: Mapping[str, Any]) -> None:
+        metadata = (event.get("object") or {}).get("metadata") or {}
+        ours = metadata.get("resourceVersion") == self._publisher.version
+        if event.get("type") == "DELETED" or not ours:
+            log.info("slice-changed-by-others", slice=self._name, what=event.get("type"))
+            self._publisher.forget()
+            self._wake.set()

@@ -1,0 +1,51 @@
+"""Kubernetes' quantities: `8Gi`, `30`, `1500m`, `2e9`. Pure and exact."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+MIB = 1 << 20
+
+_FORM = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})(\D.*)?", re.DOTALL)
+_EXPONENT = re.compile(r"[eE]([+-]?[0-9]{1,2})")
+_SUFFIXES = {
+    "n": Fraction(1, 10**9),
+    "u": Fraction(1, 10**6),
+    "m": Fraction(1, 10**3),
+    "": Fraction(1),
+    **{suffix: Fraction(10 ** (3 * i)) for i, suffix in enumerate("kMGTPE", 1)},
+    **{f"{suffix}i": Fraction(1 << (10 * i)) for i, suffix in enumerate("KMGTPE", 1)},
+}
+
+
+def parse_quantity(value: str | int) -> Fraction:
+    """Return what a quantity means; ValueError where it is none."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError(f"{value!r} is no quantity")  # noqa: TRY004 - as all that is none
+    match = _FORM.fullmatch(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is no quantity")
+    sign, digits, suffix = match[1], match[2], match[3] or ""
+    exponent = _EXPONENT.fullmatch(suffix)
+    if exponent:
+        factor = Fraction(10) ** int(exponent[1])
+    elif suffix in _SUFFIXES:
+        factor = _SUFFIXES[suffix]
+    else:
+        raise ValueError(f"{value!r} is no quantity")
+    number = Fraction(f"0{digits}" if digits.startswith(".") else digits.rstrip("."))
+    return (-number if sign == "-" else number) * factor
+
+
+def whole(value: str | int) -> int:
+    """Return a quantity that is a whole number; ValueError where it is none."""
+    number = parse_quantity(value)
+    if number.denominator != 1:
+        raise ValueError(f"{value!r} is no whole number")
+    return int(number)
+
+
+def show_bytes(number: int) -> str:
+    """Return bytes as a quantity: in MiB, where they are that."""
+    return f"{number // MIB}Mi" if number % MIB == 0 and number else str(number)

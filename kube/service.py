@@ -1,0 +1,354 @@
+"""The kubelet's side: gRPC on two sockets, one to register by and one for the driver itself.
+
+A socket that somebody has removed is made again (`Endpoints.look`): the kubelet forgets a plugin
+whose socket is gone, and finds it when it is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import structlog
+
+from governor.errors import TidegateError
+from kube.api import (
+    dra_health_v1_pb2,
+    dra_health_v1_pb2_grpc,
+    dra_health_v1alpha1_pb2,
+    dra_health_v1alpha1_pb2_grpc,
+    dra_v1_pb2,
+    dra_v1_pb2_grpc,
+    dra_v1beta1_pb2,
+    dra_v1beta1_pb2_grpc,
+    pluginregistration_v1_pb2,
+    pluginregistration_v1_pb2_grpc,
+)
+from kube.claims import Reference
+from kube.driver import Driver
+from kube.errors import SocketError
+from kube.health import HEALTHY, UNHEALTHY, Condition
+from kube.names import DRIVER
+from kube.slices import device_name
+
+log = structlog.get_logger()
+
+SERVICES = (
+    "v1.DRAPlugin",
+    "v1beta1.DRAPlugin",
+    "v1.DRAResourceHealth",
+    "v1alpha1.DRAResourceHealth",
+)
+"""What the kubelet is told that we serve; it chooses."""
+WORKERS = 16
+STREAMS = 4
+"""Each takes a worker; a kubelet has one."""
+RESEND_S = 10.0
+"""The kubelet takes a health that it has not heard for 30 s for unknown."""
+RESERVE_S = 2.0
+"""With less time left than this a claim is not begun."""
+SOCKET_LIMIT = 107
+
+
+class Plugin:
+    """NodePrepareResources and NodeUnprepareResources, of whichever version the messages are."""
+
+    def __init__(self, driver: Driver, messages: ModuleType) -> None:
+        self._driver = driver
+        self._messages = messages
+
+    def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's
+        """Prepare each claim; what fails stands beside what does not."""
+        response = self._messages.NodePrepareResourcesResponse()
+        for reference in _references(request):
+            answer = response.claims[reference.uid]
+            try:
+                _check_time(context, reference)
+                claim = self._driver.prepare(reference)
+            except TidegateError as e:
+                answer.error = str(e)
+                continue
+            except Exception as e:  # noqa: BLE001 - one claim keeps nobody from the others
+                answer.error = _mistake(reference, e)
+                continue
+            for share in claim.shares:
+                answer.devices.add(
+                    request_names=[share.request],
+                    pool_name=share.pool,
+                    device_name=share.device,
+                    cdi_device_ids=[share.cdi_id(reference.uid)],
+                )
+        return response
+
+    def NodeUnprepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Take each claim back."""
+        response = self._messages.NodeUnprepareResourcesResponse()
+        for reference in _references(request):
+            answer = response.claims[reference.uid]
+            try:
+                _check_time(context, reference)
+                self._driver.unprepare(reference)
+            except TidegateError as e:
+                answer.error = str(e)
+                log.warning("claim-not-taken-back", uid=reference.uid, error=str(e))
+            except Exception as e:  # noqa: BLE001
+                answer.error = _mistake(reference, e)
+        return response
+
+
+def _references(request: Any) -> list[Reference]:
+    """Return the claims of a request, each once."""
+    found = {c.uid: Reference(c.namespace, c.name, c.uid) for c in request.claims}
+    return list(found.values())
+
+
+def _check_time(context: Any, reference: Reference) -> None:
+    left = context.time_remaining()
+    if left is not None and left < RESERVE_S:
+        raise SocketError(
+            f"{reference}: the kubelet's call has run out of time", hint="it asks again"
+        )
+
+
+def _mistake(reference: Reference, e: Exception) -> str:
+    log.error("claim-failed", uid=reference.uid, error=repr(e), exc_info=e)
+    return f"{reference}: a mistake of the driver's own: {e!r}"[:500]
+
+
+class Registration:
+    """What the kubelet asks first."""
+
+    def __init__(self, endpoint: str, registered: Callable[[], None]) -> None:
+        self._endpoint = endpoint
+        self._registered = registered
+
+    def GetInfo(self, _request: Any, _context: Any) -> Any:  # noqa: N802
+        """Say who we are, where, and what we speak."""
+        return pluginregistration_v1_pb2.PluginInfo(
+            type="DRAPlugin",
+            name=DRIVER,
+            endpoint=self._endpoint,
+            supported_versions=list(SERVICES),
+        )
+
+    def NotifyRegistrationStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
+        """Hear how it went; a kubelet that registers us has just started, or we have."""
+        if request.plugin_registered:
+            log.info("registered")
+            self._registered()
+        else:
+            log.error("registration-failed", error=request.error[:500])
+        return pluginregistration_v1_pb2.RegistrationStatusResponse()
+
+
+class Health:
+    """How the GPUs are, for whoever watches."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._conditions: Mapping[str, Condition] = {}
+        self._looked = 0.0
+        self._version = 0
+        self._closed = False
+        self._streams = threading.BoundedSemaphore(STREAMS)
+
+    def update(self, conditions: Mapping[str, Condition]) -> None:
+        """Take in a look at the GPUs, by UUID."""
+        with self._changed:
+            self._looked = time.time()
+            if dict(conditions) != dict(self._conditions):
+                self._conditions = dict(conditions)
+                self._version += 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """End every stream."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def watch(self, messages: ModuleType, context: Any) -> Iterator[Any]:
+        """Yield the health of all devices, when it changes and every ten seconds."""
+        if not self._streams.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} streams are open")
+        try:
+            context.add_callback(self._nudge)
+            version = -1
+            while True:
+                with self._changed:
+                    if self._version == version:
+                        self._changed.wait(RESEND_S)
+                    if self._closed or not context.is_active():
+                        return
+                    version, response = self._version, self._response(messages)
+                yield response
+        finally:
+            self._streams.release()
+
+    def _nudge(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _response(self, messages: ModuleType) -> Any:
+        response = messages.NodeWatchResourcesResponse()
+        numbers = {HEALTHY: messages.HEALTHY, UNHEALTHY: messages.UNHEALTHY}
+        for uuid, condition in sorted(self._conditions.items()):
+            response.devices.add(
+                device={"pool_name": self._pool, "device_name": device_name(uuid)},
+                health=numbers.get(condition.health, messages.UNKNOWN),
+                last_updated_time=int(self._looked),
+                message=condition.message,
+            )
+        return response
+
+
+class HealthService:
+    """NodeWatchResources, of whichever version the messages are."""
+
+    def __init__(self, health: Health, messages: ModuleType) -> None:
+        self._health = health
+        self._messages = messages
+
+    def NodeWatchResources(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
+        """Stream the health of all devices."""
+        return self._health.watch(self._messages, context)
+
+
+class Endpoint:
+    """A server on a socket of the file system."""
+
+    def __init__(self, path: Path, add: Callable[[Any], None], workers: int) -> None:
+        if len(os.fsencode(path)) > SOCKET_LIMIT:
+            raise SocketError(
+                f"{path} is longer than {SOCKET_LIMIT} bytes", hint="name another --kubelet-dir"
+            )
+        self._path = path
+        self._add = add
+        self._workers = workers
+        self._server: Any = None
+        self._inode = 0
+
+    def start(self) -> None:
+        """Listen; SocketError where that is not possible."""
+        server = grpc.server(
+            ThreadPoolExecutor(self._workers),
+            options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
+        )
+        self._add(server)
+        before = os.umask(0o177)
+        try:
+            self._path.unlink(missing_ok=True)
+            server.add_insecure_port(f"unix:{self._path}")
+            server.start()
+            self._inode = self._path.stat().st_ino
+        except (OSError, RuntimeError) as e:
+            raise SocketError(
+                f"{self._path}: nobody can listen there: {e}", hint="run as root; see --kubelet-dir"
+            ) from e
+        finally:
+            os.umask(before)
+        self._server = server
+
+    def look(self) -> bool:
+        """Listen again where the socket is gone or another's; return whether that was so."""
+        try:
+            if self._path.stat().st_ino == self._inode:
+                return False
+        except OSError:
+            pass
+        log.warning("socket-gone", path=str(self._path))
+        self.stop(0)
+        self.start()
+        return True
+
+    def stop(self, grace: float) -> None:
+        """Answer what was asked, and listen no more."""
+        if self._server is not None:
+            self._server.stop(grace).wait()
+            self._server = None
+
+
+class Endpoints:
+    """Both sockets below the kubelet's directory."""
+
+    def __init__(
+        self,
+        kubelet_dir: str | Path,
+        driver: Driver,
+        health: Health,
+        registered: Callable[[], None],
+    ) -> None:
+        root = Path(kubelet_dir)
+        self._directory = root / "plugins" / DRIVER
+        self._registry = root / "plugins_registry"
+        path = self._directory / "dra.sock"
+
+        def add_plugin(server: Any) -> None:
+            dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(Plugin(driver, dra_v1_pb2), server)
+            dra_v1beta1_pb2_grpc.add_DRAPluginServicer_to_server(
+                Plugin(driver, dra_v1beta1_pb2), server
+            )
+            dra_health_v1_pb2_grpc.add_DRAResourceHealthServicer_to_server(
+                HealthService(health, dra_health_v1_pb2), server
+            )
+            dra_health_v1alpha1_pb2_grpc.add_DRAResourceHealthServicer_to_server(
+                HealthService(health, dra_health_v1alpha1_pb2), server
+            )
+
+        def add_registration(server: Any) -> None:
+            pluginregistration_v1_pb2_grpc.add_RegistrationServicer_to_server(
+                Registration(str(path), registered), server
+            )
+
+        self._plugin = Endpoint(path, add_plugin, WORKERS)
+        self._registrar = Endpoint(
+            self._registry / f"{DRIVER}-reg.sock", add_registration, workers=2
+        )
+        self._lock: int | None = None
+
+    def start(self) -> None:
+        """Listen on both, the driver's first: the kubelet calls as soon as it sees the other."""
+        try:
+            self._directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._registry.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as e:
+            raise SocketError(
+                f"{e.filename}: {e.strerror}", hint="run as root; see --kubelet-dir"
+            ) from e
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise SocketError(
+                f"another driver serves in {self._directory}",
+                hint="it goes on; end it first (a DaemonSet with maxSurge 0 does)",
+            ) from e
+        self._plugin.start()
+        self._registrar.start()
+
+    def look(self) -> None:
+        """See whether both sockets are there."""
+        if self._plugin.look():
+            # The kubelet connects to a driver's socket again when it registers.
+            self._registrar.stop(0)
+            self._registrar.start()
+        else:
+            self._registrar.look()
+
+    def stop(self, grace: float = 5.0) -> None:
+        """Register no more, then answer what was asked."""
+        self._registrar.stop(0)
+        self._plugin.stop(grace)
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._lock)

@@ -1,0 +1,223 @@
+"""The node's GPUs as the scheduler wants them: a ResourceSlice. Pure.
+
+A GPU is one device that may be allocated many times; its capacities are bytes and percent. What a
+claim does not name it takes whole, unless the node says otherwise: half a GPU is never given to who
+did not ask for a half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kube.health import Taint
+from kube.names import COMPUTE, DRIVER, MEMORY
+from kube.quantity import MIB, parse_quantity
+
+STANDARD = "resource.kubernetes.io/"
+"""Before attributes that mean the same whosever driver gives them (KEP 4381, KEP 6072)."""
+
+MOST_DEVICES = 64
+"""In a slice whose devices may have taints."""
+
+CONTEXT_MEMORY = 520 * MIB
+"""What a claim has to have at least where the governor does not say: a context's memory."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a claim takes that does not name it: bytes and percent; None is the whole GPU."""
+
+    memory: int | None = None
+    compute: int | None = None
+
+
+def device_name(uuid: str) -> str:
+    """Return the name of a GPU's device: its UUID, as a DNS label.
+
+    Indices change with the order of the bus; a claim that was allocated before must not come to
+    mean another GPU then.
+    """
+    return re.sub(r"[^a-z0-9-]", "-", uuid.lower())[:63].strip("-")
+
+
+def slice_name(node: str) -> str:
+    """Return the name of a node's slice: always the same, so that it is never there twice."""
+    name = f"{node}-{DRIVER}"
+    if len(name) <= 253:
+        return name
+    digest = hashlib.sha256(node.encode()).hexdigest()[:12]
+    return f"{node[:220].rstrip('.-')}-{digest}-{DRIVER}"
+
+
+def make_slice(
+    node: str,
+    node_uid: str,
+    answer: Mapping[str, Any],
+    taints: Mapping[str, Sequence[Taint]],
+    *,
+    defaults: Defaults = Defaults(),
+    roots: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Return the slice for the governor's answer to `gpus`; its generation is 1.
+
+    `taints` are by GPU, `roots` the PCIe roots by PCI address.
+    """
+    devices = [
+        _device(gpu, answer, taints.get(gpu["uuid"], ()), defaults, roots or {})
+        for gpu in answer["gpus"][:MOST_DEVICES]
+        if gpu["memory"] >= MIB
+    ]
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {
+            "name": slice_name(node),
+            # The slice goes with its node.
+            "ownerReferences": [
+                {
+                    "apiVersion": "v1",
+                    "kind": "Node",
+                    "name": node,
+                    "uid": node_uid,
+                    "controller": True,
+                }
+            ],
+        },
+        "spec": {
+            "driver": DRIVER,
+            "nodeName": node,
+            "pool": {"name": node, "generation": 1, "resourceSliceCount": 1},
+            "devices": devices,
+        },
+    }
+
+
+def _device(
+    gpu: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    taints: Sequence[Taint],
+    defaults: Defaults,
+    roots: Mapping[str, str],
+) -> dict[str, Any]:
+    memory = gpu["memory"] // MIB * MIB
+    least = -(-int(answer.get("context_memory") or CONTEXT_MEMORY) // MIB) * MIB
+    least = min(least, memory)
+    usual = memory if defaults.memory is None else defaults.memory // MIB * MIB
+    device: dict[str, Any] = {
+        "name": device_name(gpu["uuid"]),
+        "allowMultipleAllocations": True,
+        "attributes": _attributes(gpu, answer, roots),
+        "capacity": {
+            MEMORY: _capacity(memory, least, MIB, min(max(usual, least), memory)),
+            COMPUTE: _capacity(100, 1, 1, min(max(defaults.compute or 100, 1), 100)),
+        },
+    }
+    if taints:
+        device["taints"] = [taint.describe() for taint in taints]
+    return device
+
+
+def _capacity(value: int, least: int, step: int, usual: int) -> dict[str, Any]:
+    def show(number: int) -> str:
+        return str(number) if step == 1 else f"{number // MIB}Mi"
+
+    policy: dict[str, Any] = {"default": show(usual)}
+    # A range in which there is no room for one step is refused.
+    if least + step <= value:
+        policy["validRange"] = {"min": show(least), "max": show(value), "step": show(step)}
+    else:
+        policy["validValues"] = [show(usual)]
+    return {"value": show(value), "requestPolicy": policy}
+
+
+def _attributes(
+    gpu: Mapping[str, Any], answer: Mapping[str, Any], roots: Mapping[str, str]
+) -> dict[str, Any]:
+    attributes: dict[str, Any] = {
+        "uuid": {"string": gpu["uuid"][:64]},
+        "index": {"int": gpu["index"]},
+        "model": {"string": gpu["name"][:64]},
+        "strategy": {"string": gpu["strategy"]},
+    }
+    for name, value in (
+        ("driverVersion", answer.get("driver")),
+        ("cudaVersion", answer.get("cuda")),
+    ):
+        version = semantic_version(value or "")
+        if version:
+            attributes[name] = {"version": version}
+    address = gpu.get("pci")
+    if address:
+        attributes["pciBusID"] = attributes[f"{STANDARD}pciBusID"] = {"string": address}
+        if address in roots:
+            attributes[f"{STANDARD}pcieRoot"] = {"string": roots[address]}
+    node = gpu.get("numa_node")
+    if node is not None:
+        attributes["numaNode"] = attributes[f"{STANDARD}numaNode"] = {"int": node}
+    group = nvlink_group(gpu, answer["gpus"])
+    if group is not None:
+        attributes["nvlinkGroup"] = {"int": group}
+    return attributes
+
+
+def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the lowest index among the GPUs that NVLinks lead to, step by step; None for none."""
+    linked = {
+        one["index"]: {route["to"] for route in one.get("routes", ()) if route["nvlinks"]}
+        for one in gpus
+    }
+    group, waiting = {gpu["index"]}, [gpu["index"]]
+    while waiting:
+        for other in linked.get(waiting.pop(), set()) - group:
+            group.add(other)
+            waiting.append(other)
+    return min(group) if len(group) > 1 else None
+
+
+def semantic_version(text: str) -> str | None:
+    """Return a driver's version as semver writes it: `580.159.04` is 580.159.4."""
+    parts = text.split(".")
+    if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
+        return None
+    return ".".join(str(int(part)) for part in [*parts, "0", "0"][:3])
+
+
+def normalised(spec: Mapping[str, Any], *, taints: bool = True) -> dict[str, Any]:
+    """Return a slice's spec for comparing: without generation, quantities as numbers.
+
+    The API server writes quantities in its own way, and says when a taint came.
+    """
+    pool = {key: value for key, value in (spec.get("pool") or {}).items() if key != "generation"}
+    return {
+        **{key: value for key, value in spec.items() if key not in ("pool", "devices")},
+        "pool": pool,
+        "devices": [_plain(device, taints=taints) for device in spec.get("devices") or ()],
+    }
+
+
+def _plain(device: Mapping[str, Any], *, taints: bool) -> dict[str, Any]:
+    plain = {key: value for key, value in device.items() if key not in ("capacity", "taints")}
+    plain["capacity"] = {
+        name: _numbers(capacity) for name, capacity in (device.get("capacity") or {}).items()
+    }
+    if taints:
+        plain["taints"] = sorted(
+            (one.get("key"), one.get("value"), one.get("effect"))
+            for one in device.get("taints") or ()
+        )
+    return plain
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _numbers(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    try:
+        return parse_quantity(value)
+    except ValueError:
+        return value

@@ -1,0 +1,167 @@
+"""What the device plugin counts: GiB of a GPU's memory, each a device with a name. Pure.
+
+The kubelet gives units away and never says when they are free. But who gets a unit is its only
+owner, so whoever had it before has ended: a claim that overlaps a new one is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from governor.errors import RefusedError
+from kube.claims import Claim, Reference, Share
+
+GIB = 1 << 30
+NAMESPACE = "device-plugin"
+"""Of the claims that we enter; no namespace of the cluster has to do with them."""
+_UNIT = re.compile(r"([A-Za-z0-9-]{1,58})\.([0-9]{1,4})")
+_SHARE = re.compile(r"units-([0-9a-f]{1,240})")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How much of a GPU's time comes with its memory: percent; None is in proportion."""
+
+    compute: int | None = None
+    compute_limit: int = 100
+    strategy: str = "auto"
+
+    def share(self, units: int, all_units: int) -> tuple[int, int]:
+        """Return what is guaranteed and what is the most for some of a GPU's units."""
+        part = units * 100 // all_units if self.compute is None else self.compute
+        part = min(max(part, 1), 100)
+        return part, max(part, self.compute_limit)
+
+
+@dataclass(frozen=True)
+class Units:
+    """Some of the units of one GPU, as the bits of a number."""
+
+    uuid: str
+    bits: int
+
+    @property
+    def count(self) -> int:
+        """How many they are, in GiB."""
+        return self.bits.bit_count()
+
+    @property
+    def share_name(self) -> str:
+        """Return the name of their share, from which a later plugin knows them."""
+        return f"units-{self.bits:x}"
+
+    @property
+    def uid(self) -> str:
+        """Return the uid of their claim: the same units are the same claim."""
+        digest = hashlib.sha256(f"{self.uuid} {self.bits:x}".encode()).hexdigest()
+        return f"plugin-{digest[:32]}"
+
+    def overlaps(self, other: Units) -> bool:
+        """Return whether they have a unit in common."""
+        return self.uuid == other.uuid and bool(self.bits & other.bits)
+
+
+def unit_names(gpu: Mapping[str, Any]) -> list[str]:
+    """Return the units of a GPU, by the governor's answer; what is no whole GiB is left out."""
+    return [f"{gpu['uuid'][:58]}.{index}" for index in range(gpu["memory"] // GIB)]
+
+
+def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Units:
+    """Return the units that a container was given; RefusedError where they do not do."""
+    known = {str(gpu["uuid"])[:58]: gpu for gpu in gpus}
+    chosen: dict[str, int] = {}
+    for name in names:
+        match = _UNIT.fullmatch(name)
+        gpu = known.get(match[1]) if match else None
+        if match is None or gpu is None or int(match[2]) >= gpu["memory"] // GIB:
+            raise RefusedError(
+                f"the kubelet gives the unit {name[:64]!r}, which this node has not",
+                hint="make the pod again; the node's GPUs have changed",
+            )
+        chosen[gpu["uuid"]] = chosen.get(gpu["uuid"], 0) | 1 << int(match[2])
+    if len(chosen) == 1:
+        uuid, bits = chosen.popitem()
+        return Units(uuid, bits)
+    if not chosen:
+        raise RefusedError("the kubelet gives no unit", hint="ask for 1 or more")
+    numbers = {gpu["uuid"]: gpu["index"] for gpu in gpus}
+    parts = ", ".join(f"{bits.bit_count()} GiB on GPU {numbers[u]}" for u, bits in chosen.items())
+    total = sum(bits.bit_count() for bits in chosen.values())
+    raise RefusedError(
+        f"{total} GiB are asked for, and no GPU has so many left: {parts}",
+        hint="ask for less, wait until a pod has ended, or use DRA, which counts by GPU",
+    )
+
+
+def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list[str]:
+    """Return which units a container had best be given: of one GPU, the fullest that has room."""
+    must = list(included)
+    left: dict[str, list[int]] = {}
+    for name in {*available, *must}:
+        match = _UNIT.fullmatch(name)
+        if match:
+            left.setdefault(match[1], []).append(int(match[2]))
+    fixed = [match[1] for match in map(_UNIT.fullmatch, must) if match]
+    # A kubelet that has chosen some already wants the others beside them.
+    candidates = [
+        (len(units), gpu)
+        for gpu, units in left.items()
+        if len(units) >= size and all(gpu == other for other in fixed)
+    ]
+    if not candidates:
+        rest = sorted(set(available) - set(must))
+        return [*must, *rest][:size]
+    _, gpu = min(candidates)
+    free = [f"{gpu}.{index}" for index in sorted(left[gpu])]
+    return [*must, *(name for name in free if name not in must)][:size]
+
+
+def make_claim(units: Units, gpu: Mapping[str, Any], policy: Policy) -> Claim:
+    """Return the claim for units, as the governor and CDI want it."""
+    compute, limit = policy.share(units.count, gpu["memory"] // GIB)
+    share = Share(
+        name=units.share_name,
+        request=units.share_name,
+        pool=NAMESPACE,
+        device=units.uuid,
+        uuid=units.uuid,
+        memory=units.count * GIB,
+        compute=compute,
+        compute_limit=limit,
+        strategy=policy.strategy,
+    )
+    return Claim(Reference(NAMESPACE, f"units-{units.uid[7:15]}", units.uid), (share,))
+
+
+def read_back(claims: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Units, Claim]]:
+    """Return our claims among the governor's, by uid."""
+    found = {}
+    for one in claims:
+        shares = list(one.get("shares") or [])
+        match = _SHARE.fullmatch(str(shares[0]["name"])) if len(shares) == 1 else None
+        if one.get("namespace") != NAMESPACE or match is None or one.get("leaving"):
+            continue
+        share = shares[0]
+        units = Units(str(share["device"]), int(match[1], 16))
+        claim = Claim(
+            Reference(NAMESPACE, str(one["name"]), str(one["uid"])),
+            (
+                Share(
+                    name=str(share["name"]),
+                    request=str(share["name"]),
+                    pool=NAMESPACE,
+                    device=units.uuid,
+                    uuid=units.uuid,
+                    memory=int(share["memory"]),
+                    compute=int(share["compute"]),
+                    compute_limit=int(share["compute_limit"]),
+                    strategy=str(share["strategy"]),
+                ),
+            ),
+        )
+        found[str(one["uid"])] = units, claim
+    return found

@@ -1,0 +1,269 @@
+"""YAML that is changed where it has to be, and otherwise left as its author wrote it.
+
+PyYAML gives values without comments. So a document is read twice, as values and as nodes that know
+their places in the text; what changed between two values is written over those places alone. What
+that cannot do (anchors, some flow collections, sequences of another length) is written anew, in
+the smallest part that holds it, and its comments are lost. The result is read again and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+MOST_NODES = 300_000
+"""A document may have so many, aliases written out; one of a few lines can have billions."""
+MOST_DEPTH = 200
+
+
+class UnreadableError(Exception):
+    """The text is no YAML that can be worked with; the message says where and why."""
+
+
+class _CannotEditError(Exception):
+    """A part has to be written anew."""
+
+
+@dataclass
+class Document:
+    """One document: its text, with the `---` before it, and its value."""
+
+    text: str
+    value: Any
+    root: yaml.Node | None
+    offset: int
+    """Where in the whole input the text begins, which is what the nodes count from."""
+    marked: bool
+    """Whether it has its `---`, without which it cannot follow another."""
+
+    @property
+    def has_comments(self) -> bool:
+        """Whether something is lost when it is written anew; a `#` in a string counts, too."""
+        return "#" in self.text
+
+
+def read(text: str) -> list[Document]:
+    """Return the documents of a text, or raise UnreadableError."""
+    try:
+        events = list(_starts(text))
+        loader = yaml.SafeLoader(text)
+        found = []
+        while loader.check_node():
+            root: yaml.Node = loader.get_node()  # type: ignore[assignment]
+            _require_small(root)
+            found.append((root, loader.construct_document(root)))
+    except yaml.MarkedYAMLError as e:
+        mark = e.problem_mark or e.context_mark
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise UnreadableError(f"{where}{e.problem or e.context or 'no YAML'}") from e
+    except yaml.YAMLError as e:
+        raise UnreadableError(" ".join(str(e).split())) from e
+    except RecursionError as e:
+        raise UnreadableError("it is nested too deeply") from e
+    except (ValueError, OverflowError) as e:  # a date like 2026-13-40, a number of 5000 digits
+        raise UnreadableError(f"a value is not one: {' '.join(str(e).split())}") from e
+    if not found:
+        return []
+    starts = [0, *(_index(event) for event in events[1:])]
+    ends = [*starts[1:], len(text)]
+    return [
+        Document(text[start:end], value, root, start, bool(event.explicit))
+        for start, end, event, (root, value) in zip(starts, ends, events, found, strict=True)
+    ]
+
+
+def _starts(text: str) -> Iterator[yaml.DocumentStartEvent]:
+    """Yield where documents begin; UnreadableError as soon as one is nested too deeply."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.DocumentStartEvent):
+            yield event
+        elif isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MOST_DEPTH:
+            raise UnreadableError("it is nested too deeply")
+
+
+def _index(event: yaml.Event) -> int:
+    mark = event.start_mark
+    assert mark is not None  # noqa: S101 - a text's events have marks
+    return int(mark.index)
+
+
+def _require_small(root: yaml.Node) -> None:
+    """Count nodes as often as they are referred to; UnreadableError for too many or a circle."""
+    left = MOST_NODES
+
+    def count(node: yaml.Node, above: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0 or above > MOST_DEPTH:
+            raise UnreadableError("it is too large, nested too deeply, or refers to itself")
+        for child in _children(node):
+            count(child, above + 1)
+
+    count(root, 0)
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield key
+            yield value
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
+
+
+def dump(value: Any, *, flow: bool = False) -> str:
+    """Return a value as YAML, keys in their order, no anchors."""
+    return yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        width=1 << 20,
+        allow_unicode=True,
+        default_flow_style=flow,
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what is used twice twice, and indents sequences as Kubernetes' documents do."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002
+        super().increase_indent(flow=flow, indentless=False)
+
+
+def unshared(value: Any) -> Any:
+    """Return a copy in which nothing is there twice: PyYAML makes two aliases one object."""
+    if isinstance(value, dict):
+        return {key: unshared(inner) for key, inner in value.items()}
+    return [unshared(inner) for inner in value] if isinstance(value, list) else value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values are the same, in type and order as well: 1 is not true."""
+    return repr(one) == repr(other)
+
+
+def rewrite(document: Document, value: Any) -> tuple[str, bool]:
+    """Return the document's text with another value, and whether its form was kept."""
+    text = document.text if document.text.endswith("\n") else f"{document.text}\n"
+    if document.root is not None and "%" not in text[:1]:
+        try:
+            edits = sorted(
+                _Editor(text, document.offset).edits(document.root, document.value, value)
+            )
+        except (_CannotEditError, RecursionError):
+            edits = []
+        result, at = "", 0
+        for start, end, replacement in edits:
+            result += text[at:start] + replacement
+            at = max(end, start)
+        result += text[at:]
+        if edits and _reads_as(result, value):
+            return result, True
+    return f"---\n{dump(value)}", False
+
+
+def _reads_as(text: str, value: Any) -> bool:
+    try:
+        documents = read(text)
+    except UnreadableError:
+        return False
+    return len(documents) == 1 and same(documents[0].value, value)
+
+
+Edit = tuple[int, int, str]
+
+
+class _Editor:
+    """What is to be replaced in a text so that its value becomes another."""
+
+    def __init__(self, text: str, offset: int) -> None:
+        self.text, self.offset = text, offset
+
+    def at(self, mark: yaml.Mark) -> int:
+        return int(mark.index) - self.offset
+
+    def line_start(self, index: int) -> int:
+        return self.text.rfind("\n", 0, index) + 1
+
+    def line_end(self, index: int) -> int:
+        """Return where the next line begins."""
+        end = self.text.find("\n", index)
+        return len(self.text) if end < 0 else end + 1
+
+    def end(self, node: yaml.Node) -> int:
+        """Return where a node's own text ends; PyYAML's mark of a block is at what follows it."""
+        if not isinstance(node, yaml.CollectionNode) or node.flow_style or not node.value:
+            end = self.at(node.end_mark)
+            while end > self.at(node.start_mark) and self.text[end - 1] in " \n":
+                end -= 1  # a block scalar's mark is behind its last line
+            return end
+        last = node.value[-1]
+        return self.end(last[1] if isinstance(node, yaml.MappingNode) else last)
+
+    def edits(self, node: yaml.Node, old: Any, new: Any) -> Iterator[Edit]:
+        """Yield the replacements for one node."""
+        if same(old, new):
+            return
+        if isinstance(node, yaml.MappingNode) and isinstance(new, dict) and not node.flow_style:
+            mine = list(self.mapping(node, old, new))
+            if mine:
+                yield from mine
+                return
+        elif (
+            isinstance(node, yaml.SequenceNode)
+            and isinstance(new, list)
+            and len(new) == len(old) == len(node.value)
+            and not node.flow_style
+        ):
+            for child, before, after in zip(node.value, old, new, strict=True):
+                yield from self.edits(child, before, after)
+            return
+        yield self.whole(node, new)
+
+    def mapping(self, node: yaml.MappingNode, old: Any, new: dict[Any, Any]) -> Iterator[Edit]:
+        """Yield the replacements within a block mapping; none where it is better written anew."""
+        keys = [key.value for key, _ in node.value]
+        column = node.start_mark.column
+        indent = " " * column
+        if len(set(keys)) != len(keys) or "<<" in keys or not isinstance(old, dict):
+            raise _CannotEditError
+        if not set(keys) & set(new) or set(keys) != set(old):
+            return
+        edits: list[Edit] = []
+        for key, value in node.value:
+            start = self.at(key.start_mark)
+            if key.value in new:
+                edits += self.edits(value, old[key.value], new[key.value])
+                continue
+            line = self.line_start(start)
+            if self.text[line:start].strip():
+                return  # it stands behind a dash: the mapping's first line goes
+            edits.append((line, self.line_end(max(self.end(value), start)), ""))
+        added = {key: value for key, value in new.items() if key not in old}
+        if added:
+            after = self.line_end(max(self.end(node), self.at(node.start_mark)))
+            body = "".join(f"{indent}{line}\n" for line in dump(added).splitlines())
+            edits.append((after, after, body))
+        yield from edits
+
+    def whole(self, node: yaml.Node, new: Any) -> Edit:
+        """Return the replacement of a node by a value in full."""
+        start, end = self.at(node.start_mark), self.end(node)
+        if node.flow_style if isinstance(node, yaml.CollectionNode) else True:
+            flat = dump(new, flow=True)
+            return start, end, flat.removesuffix("\n").removesuffix("\n...")
+        if not new:
+            return start, end, "{}" if isinstance(new, dict) else "[]"
+        indent = " " * node.start_mark.column
+        return start, end, f"\n{indent}".join(dump(new).splitlines())

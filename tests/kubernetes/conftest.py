@@ -1,0 +1,123 @@
+"""A node with the real driver process, between stand-ins for API server, kubelet and governor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kubernetes.apiserver import ApiServer
+from tests.kubernetes.documents import NODE
+from tests.kubernetes.governor import GovernorStandIn
+from tests.kubernetes.kubelet import Kubelet, wait_for
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Stand:
+    """What a driver meets on a node, and the driver, where it was started."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.api = ApiServer(base, NODE)
+        self.governor = GovernorStandIn(base / "run")
+        self.kubelet = Kubelet(base / "kubelet")
+        self.cdi = base / "cdi"
+        self.ready = base / "ready"
+        self.log = base / "driver.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self, *more: str) -> list[str]:
+        """The driver's command line."""
+        return [
+            sys.executable, "-m", "kube.main",
+            "--node-name", NODE,
+            "--kubeconfig", str(self.api.kubeconfig),
+            "--runtime-dir", str(self.base / "run"),
+            "--kubelet-dir", str(self.kubelet.directory),
+            "--cdi-dir", str(self.cdi),
+            "--ready-file", str(self.ready),
+            "--look-every", "0.3",
+            *more,
+        ]  # fmt: skip
+
+    def start(self, *more: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+        """Start the driver; `before` comes before it on the command line."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*before, *self.command(*more)],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        return self.process
+
+    def up(self, *more: str) -> None:
+        """Start the driver and have the kubelet register it; the GPUs are offered then."""
+        self.start(*more)
+        self.kubelet.register()
+        wait_for(self.ready.exists, f"ready\n{self.text()}")
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """End the driver and return its exit status."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        status = self.process.wait(15)
+        self.process = None
+        return status
+
+    def die(self) -> None:
+        """Kill the driver where it stands, from any thread; `kill` still tells how it ended."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(15)
+
+    def text(self) -> str:
+        """What the driver has said."""
+        return self.log.read_text() if self.log.exists() else ""
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """The events of one name."""
+        lines = [line for line in self.text().splitlines() if line.startswith("{")]
+        return [one for one in map(json.loads, lines) if one["event"] == event]
+
+    def files(self) -> list[str]:
+        """What is in the directory of CDI."""
+        return sorted(path.name for path in self.cdi.iterdir()) if self.cdi.exists() else []
+
+    def close(self) -> None:
+        """End all."""
+        if self.process is not None:
+            self.kill()
+        self.kubelet.close()
+        self.api.close()
+        self.governor.close()
+
+
+@pytest.fixture
+def stand(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Stand]:
+    """Stand-ins that answer; no driver yet."""
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    made = Stand(tmp_path_factory.mktemp("k"))  # a socket's path is short
+    yield made
+    made.close()
+    assert made.governor.failed == []
+    assert made.api.misfits == []
+
+
+@pytest.fixture
+def wait() -> Callable[..., Any]:
+    """`wait_for`."""
+    return wait_for

@@ -1,0 +1,129 @@
+"""A stand-in for the kubelet's plugin side, written from the published protocols.
+
+It finds registration sockets in a directory, asks who is there, chooses a version as the kubelet does, tells the plugin how
+it went, and calls it. What it prepared it forgets when it restarts; a real one keeps that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kube.api import (
+    dra_health_v1alpha1_pb2,
+    dra_health_v1alpha1_pb2_grpc,
+    dra_v1_pb2,
+    dra_v1_pb2_grpc,
+    dra_v1beta1_pb2,
+    dra_v1beta1_pb2_grpc,
+    pluginregistration_v1_pb2,
+    pluginregistration_v1_pb2_grpc,
+)
+
+PREFERRED = {
+    "v1.DRAPlugin": (dra_v1_pb2, dra_v1_pb2_grpc),
+    "v1beta1.DRAPlugin": (dra_v1beta1_pb2, dra_v1beta1_pb2_grpc),
+}
+
+
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 15.0) -> Any:
+    """Return what `condition` returns as soon as that is anything."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {seconds:g} s")
+
+
+QUICK = [
+    # The pauses of a client that finds nobody are for networks; and each is to have its own.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 100),
+]
+
+
+class Kubelet:
+    """Watches `<directory>/plugins_registry`, knows one driver."""
+
+    def __init__(
+        self,
+        directory: Path,
+        driver: str = "tidegate.gpu",
+        speaks: Sequence[str] = tuple(PREFERRED),
+    ) -> None:
+        self.directory = directory
+        self.driver = driver
+        self.speaks = speaks
+        self.registry = directory / "plugins_registry"
+        self.chosen = ""
+        self.info: Any = None
+        self._channel: Any = None
+
+    def register(self, seconds: float = 15.0, *, accept: bool = True) -> None:
+        """Wait for the plugin's socket, and register it."""
+        path = wait_for(
+            lambda: next(iter(self.registry.glob("*.sock")), None), "a registration socket", seconds
+        )
+        with grpc.insecure_channel(f"unix:{path}", QUICK) as channel:
+            stub = pluginregistration_v1_pb2_grpc.RegistrationStub(channel)
+            self.info = stub.GetInfo(
+                pluginregistration_v1_pb2.InfoRequest(), timeout=seconds, wait_for_ready=True
+            )
+            assert (self.info.type, self.info.name) == ("DRAPlugin", self.driver)
+            self.chosen = next((v for v in self.speaks if v in self.info.supported_versions), "")
+            stub.NotifyRegistrationStatus(
+                pluginregistration_v1_pb2.RegistrationStatus(
+                    plugin_registered=accept and bool(self.chosen),
+                    error="" if accept else "the test does not want it",
+                ),
+                timeout=10,
+            )
+        self.connect()
+
+    def connect(self) -> None:
+        """Connect to the plugin anew."""
+        self.close()
+        self._channel = grpc.insecure_channel(f"unix:{self.info.endpoint}", QUICK)
+
+    def close(self) -> None:
+        """Let go of the plugin."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def prepare(self, *claims: tuple[str, str, str], timeout: float = 20.0) -> dict[str, Any]:
+        """Call NodePrepareResources for (namespace, name, uid); return the answers by uid."""
+        messages, services = PREFERRED[self.chosen]
+        stub = services.DRAPluginStub(self._channel)
+        request = messages.NodePrepareResourcesRequest(
+            claims=[messages.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
+        )
+        return dict(stub.NodePrepareResources(request, timeout=timeout, wait_for_ready=True).claims)
+
+    def unprepare(self, *claims: tuple[str, str, str], timeout: float = 20.0) -> dict[str, Any]:
+        """Call NodeUnprepareResources."""
+        messages, services = PREFERRED[self.chosen]
+        stub = services.DRAPluginStub(self._channel)
+        request = messages.NodeUnprepareResourcesRequest(
+            claims=[messages.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
+        )
+        return dict(
+            stub.NodeUnprepareResources(request, timeout=timeout, wait_for_ready=True).claims
+        )
+
+    def watch_health(self, timeout: float = 20.0) -> Any:
+        """Call NodeWatchResources; iterate over what it sends."""
+        stub = dra_health_v1alpha1_pb2_grpc.DRAResourceHealthStub(self._channel)
+        return stub.NodeWatchResources(
+            dra_health_v1alpha1_pb2.NodeWatchResourcesRequest(),
+            timeout=timeout,
+            wait_for_ready=True,
+        )

@@ -1,0 +1,385 @@
+"""The driver's process as a kubelet and a cluster meet it; both are stand-ins, the client and the process are real."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+
+import grpc
+import pytest
+
+from kube.cluster import CALLS
+from kube.main import main
+from tests.kubernetes.conftest import Stand
+from tests.kubernetes.documents import claim, config, reference, result
+from tests.kubernetes.kubelet import Kubelet, wait_for
+
+
+def slice_once_more(stand: Stand) -> dict:
+    return wait_for(stand.api.slice_of, "a ResourceSlice")
+
+
+def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
+    document = claim("train", "team-a", result(0), result(1), configs=(config(computeLimit=60),))
+    stand.api.add_claim(document)
+    stand.up("--hook", "/opt/hook")
+    uid = document["metadata"]["uid"]
+    devices = slice_once_more(stand)["spec"]["devices"]
+    assert [d["attributes"]["index"]["int"] for d in devices] == [0, 1]
+
+    answers = stand.kubelet.prepare(reference(document))
+    assert answers[uid].error == ""
+    assert [
+        (d.request_names, d.pool_name, d.device_name, d.cdi_device_ids)
+        for d in answers[uid].devices
+    ] == [
+        (["gpu"], "node-1", devices[0]["name"], [f"tidegate.gpu/claim={uid}-gpu_0"]),
+        (["gpu"], "node-1", devices[1]["name"], [f"tidegate.gpu/claim={uid}-gpu_1"]),
+    ]
+    assert [s["compute_limit"] for s in stand.governor.claims[uid]["shares"]] == [60, 60]
+    assert stand.files() == [f"tidegate.gpu-claim_{uid}.json"]
+    spec = json.loads((stand.cdi / stand.files()[0]).read_text())
+    assert (
+        f"tidegate.gpu/claim={spec['devices'][0]['name']}"
+        == answers[uid].devices[0].cdi_device_ids[0]
+    )
+    assert spec["devices"][0]["containerEdits"]["hooks"][0]["path"] == "/opt/hook"
+
+    before = (stand.governor.changes, (stand.cdi / stand.files()[0]).stat().st_mtime_ns)
+    assert stand.kubelet.prepare(reference(document)) == answers
+    assert (stand.governor.changes, (stand.cdi / stand.files()[0]).stat().st_mtime_ns) == before
+
+    assert stand.kubelet.unprepare(reference(document))[uid].error == ""
+    assert stand.governor.claims == {}
+    assert stand.files() == []
+    assert stand.kubelet.unprepare(reference(document))[uid].error == ""
+    assert stand.kill(signal.SIGTERM) == 0
+    assert not stand.ready.exists()
+    assert not list(
+        stand.kubelet.directory.rglob("*.sock")
+    )  # the kubelet takes that for the plugin's end
+    # What the role in packaging/kubernetes/ allows.
+    allowed = {(verb, resource) for _, resource, verbs in CALLS for verb in verbs}
+    assert {
+        (verb.removeprefix("dry-"), resource) for verb, resource in stand.api.counts()
+    } <= allowed
+
+
+def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None:
+    """Each error names claim, resource and amount, and is an event on the claim and its pod, once."""
+    good = claim("good", "team-a", result(0, compute="70"))
+    full = claim("full", "team-b", result(0, compute="40"))
+    wrong = claim("wrong", "team-b", result(1), configs=(config("FromClaim", computLimit=5),))
+    for document in (good, full, wrong):
+        stand.api.add_claim(document)
+    gone = ("team-c", "gone", "11111111-0000-4000-8000-000000000000")
+    stand.up()
+    for _ in range(3):
+        answers = stand.kubelet.prepare(*map(reference, (good, full, wrong)), gone, reference(good))
+        assert len(answers) == 4
+        assert answers[good["metadata"]["uid"]].error == ""
+        assert (
+            answers[full["metadata"]["uid"]].error
+            == "claim team-b/full asks for 40 % of GPU 0, 30 % are left; wait"
+        )
+        assert answers[wrong["metadata"]["uid"]].error == (
+            "claim team-b/wrong, request gpu, parameters of the claim: computLimit is no option; did you mean computeLimit?"
+        )
+        assert "claim team-c/gone: the API server says 404" in answers[gone[2]].error
+    assert list(stand.governor.claims) == [good["metadata"]["uid"]]
+    wait_for(lambda: len(stand.api.events) >= 4, "events")
+    time.sleep(0.2)
+    told = {
+        (e["involvedObject"]["kind"], e["involvedObject"]["name"], e["reason"])
+        for e in stand.api.events
+    }
+    assert told == {
+        ("ResourceClaim", "full", "PrepareRefused"), ("Pod", "full-pod", "PrepareRefused"),
+        ("ResourceClaim", "wrong", "PrepareRefused"), ("Pod", "wrong-pod", "PrepareRefused"),
+    }  # fmt: skip
+    assert len(stand.api.events) == 4
+    assert "40 % of GPU 0, 30 % are left" in stand.api.events[0]["message"]
+
+
+def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> None:
+    document = claim()
+    stand.api.add_claim(document)
+    stand.start()
+    old = Kubelet(stand.kubelet.directory, speaks=("v1beta1.DRAPlugin",))
+    old.register()
+    assert old.prepare(reference(document))[document["metadata"]["uid"]].error == ""
+    future = Kubelet(stand.kubelet.directory, speaks=("v7.DRAPlugin",))
+    future.register()
+    assert future.chosen == ""
+    wait_for(lambda: stand.logged("registration-failed"), "the log says so")
+    with grpc.insecure_channel(f"unix:{old.info.endpoint}") as channel:
+        call = channel.unary_unary("/k8s.io.kubelet.pkg.apis.dra.v7.DRAPlugin/NodePrepareResources")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(b"", timeout=10)
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    old.close()
+    future.close()
+
+
+def test_a_kubelet_that_starts_finds_driver_and_slice_again(stand: Stand) -> None:
+    """It deletes the slices of its node, and may have lost what it prepared."""
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    uid = document["metadata"]["uid"]
+    stand.kubelet.prepare(reference(document))
+    changes = stand.governor.changes
+    stand.api.wipe_slices()
+    wait_for(stand.api.slice_of, "the slice after it was deleted", 20)
+    stand.kubelet.register()
+    assert stand.kubelet.prepare(reference(document))[uid].error == ""
+    assert stand.governor.changes == changes
+
+
+def test_sockets_that_are_removed_come_back(stand: Stand) -> None:
+    stand.up()
+    for name in ("plugins/tidegate.gpu/dra.sock", "plugins_registry/tidegate.gpu-reg.sock"):
+        path = stand.kubelet.directory / name
+        path.unlink()
+        wait_for(path.exists, f"{name} again")
+        wait_for(lambda: stand.logged("socket-gone"), "the log says so")
+        stand.kubelet.register()
+        assert stand.kubelet.unprepare(("a", "b", "u-1"))["u-1"].error == ""
+    assert len(stand.logged("socket-gone")) == 2
+
+
+def test_a_second_driver_on_the_node_is_refused(stand: Stand) -> None:
+    stand.up()
+    first, log = stand.process, len(stand.text())
+    second = stand.start()
+    assert second.wait(15) == 73
+    assert "tidegate-dra: another driver serves in" in stand.text()[log:]
+    stand.process = first
+    assert stand.kubelet.unprepare(("a", "b", "u-1"))["u-1"].error == ""
+
+
+def test_calls_at_the_same_time_enter_a_claim_once(stand: Stand) -> None:
+    documents = [claim(f"c{i}", "ns", result(i % 2, compute="5")) for i in range(6)]
+    for document in documents:
+        stand.api.add_claim(document)
+    stand.up()
+    errors: list[str] = []
+
+    def call(document: dict) -> None:
+        for _ in range(4):
+            answers = stand.kubelet.prepare(reference(document))
+            errors.extend(one.error for one in answers.values() if one.error)
+
+    threads = [threading.Thread(target=call, args=(d,)) for d in documents for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert stand.governor.changes == 6
+    assert len(stand.files()) == 6
+
+
+def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
+    """The kubelet gives up while the API server is slow; what was begun is found done."""
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    stand.api.before = lambda _verb, resource: time.sleep(
+        3.0 if resource == "resourceclaims" else 0
+    )
+    with pytest.raises(grpc.RpcError) as caught:
+        stand.kubelet.prepare(reference(document), timeout=2.5)
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    stand.api.before = lambda _verb, _resource: None
+    assert stand.kubelet.prepare(reference(document))[document["metadata"]["uid"]].error == ""
+    assert stand.governor.changes == 1
+    # Too little time is left to begin: nothing is done, and it says so.
+    assert (
+        "run out of time"
+        in stand.kubelet.prepare(reference(document), timeout=1.5)[
+            document["metadata"]["uid"]
+        ].error
+    )
+
+
+def test_without_the_gate_nothing_is_offered(stand: Stand) -> None:
+    """Not for a moment: a scheduler that saw the devices would give them out whole."""
+    stand.api.consumable = False
+    assert stand.start().wait(30) == 78
+    assert stand.api.slices == {}
+    assert ("create", "resourceslices") not in stand.api.counts()
+    last = stand.text().splitlines()[-1]
+    assert last.startswith(
+        "tidegate-dra: the API server drops allowMultipleAllocations or requestPolicy"
+    )
+    assert "run the device plugin instead" in last
+
+
+@pytest.mark.slow
+def test_a_gate_that_is_turned_off_takes_the_slice_away(stand: Stand) -> None:
+    stand.up()
+    stand.api.consumable = False
+    stand.governor.gpus[0]["lost"] = "fell off the bus"
+    assert stand.process is not None
+    assert stand.process.wait(30) == 78
+    assert stand.api.slices == {}
+
+
+def test_what_happens_to_a_gpu_is_a_taint_and_a_health(stand: Stand) -> None:
+    stand.up()
+    stream = stand.kubelet.watch_health(timeout=30)
+    assert [d.health for d in next(stream).devices] == [1, 1]
+    first = slice_once_more(stand)
+    stand.governor.gpus[1]["lost"] = "fell off the bus"
+    assert [(d.health, d.message) for d in next(stream).devices] == [
+        (1, ""),
+        (2, "the GPU does not answer: fell off the bus"),
+    ]
+    stream.cancel()
+    wait_for(
+        lambda: slice_once_more(stand)["spec"]["pool"]["generation"] == 2, "the next generation", 20
+    )
+    second = slice_once_more(stand)
+    assert "taints" not in second["spec"]["devices"][0]
+    (taint,) = second["spec"]["devices"][1]["taints"]
+    assert (taint["key"], taint["value"], taint["effect"]) == (
+        "tidegate.gpu/lost",
+        "does-not-answer",
+        "NoSchedule",
+    )
+    assert second["metadata"]["uid"] == first["metadata"]["uid"]
+
+
+@pytest.mark.slow
+def test_without_the_gate_of_taints_a_lost_gpu_is_left_out(stand: Stand) -> None:
+    stand.api.taints = False
+    stand.governor.gpus[1]["lost"] = "fell off the bus"
+    stand.start()
+    stand.kubelet.register()
+    wait_for(
+        lambda: len((stand.api.slice_of() or {"spec": {"devices": []}})["spec"]["devices"]) == 1,
+        "one device",
+        25,
+    )
+    wait_for(stand.ready.exists, "ready")
+    assert len(stand.logged("taints-dropped")) == 1
+    time.sleep(1.5)
+    writes = stand.api.counts()["update", "resourceslices"]
+    time.sleep(1.5)
+    assert stand.api.counts()["update", "resourceslices"] == writes
+
+
+def test_while_nothing_changes_nothing_is_asked(stand: Stand) -> None:
+    stand.up()
+    wait_for(lambda: stand.api.counts()["watch", "resourceslices"], "the watch")
+    before = stand.api.counts()
+    time.sleep(3)
+    assert stand.api.counts() == before
+    assert before["create", "resourceslices"] == 1
+    assert before["update", "resourceslices"] == 0
+
+
+def test_a_claim_costs_the_api_server_one_request(stand: Stand) -> None:
+    documents = [claim(f"c{i}", "ns", result(i % 2, compute="5")) for i in range(8)]
+    for document in documents:
+        stand.api.add_claim(document)
+    stand.up()
+    wait_for(lambda: stand.api.counts()["watch", "resourceslices"], "the watch")
+    before = stand.api.counts()
+    for document in documents:
+        stand.kubelet.prepare(reference(document))
+        stand.kubelet.unprepare(reference(document))
+    after = stand.api.counts()
+    assert {key: after[key] - before[key] for key in after if after[key] != before[key]} == {
+        ("get", "resourceclaims"): 8
+    }
+
+
+@pytest.mark.slow
+def test_an_api_server_that_fails_is_asked_again_with_pauses(stand: Stand) -> None:
+    stand.api.refuse["get", "nodes"] = [503, 0]
+    stand.api.refuse["dry-create", "resourceslices"] = [409]
+    stand.start()
+    stand.kubelet.register()
+    wait_for(stand.ready.exists, "ready", 45)
+    waits = [one["again_s"] for one in stand.logged("not-answered")]
+    assert len(waits) >= 3
+    assert waits[-1] > waits[0]
+    assert slice_once_more(stand)["spec"]["pool"]["generation"] == 1
+
+
+def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) -> None:
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    stand.governor.close()
+    uid = document["metadata"]["uid"]
+    assert (
+        "the governor does not answer at" in stand.kubelet.prepare(reference(document))[uid].error
+    )
+    stream = stand.kubelet.watch_health(timeout=30)
+    assert wait_for(lambda: [d.health for d in next(stream).devices] == [0, 0], "unknown")
+    stream.cancel()
+    assert stand.api.slice_of() is not None
+    stand.governor.come_back()
+    assert stand.kubelet.prepare(reference(document))[uid].error == ""
+
+
+def test_what_nobody_will_take_back_is_taken_back_at_the_start(stand: Stand) -> None:
+    kept, gone, replaced = (
+        claim(name, "ns", result(0, compute="5")) for name in ("kept", "gone", "replaced")
+    )
+    for document in (kept, gone, replaced):
+        stand.api.add_claim(document)
+    stand.up()
+    for document in (kept, gone, replaced):
+        assert not stand.kubelet.prepare(reference(document))[document["metadata"]["uid"]].error
+    stand.kill()
+    del stand.api.claims["ns", "gone"]
+    stand.api.add_claim(claim("replaced", "ns"))
+    (stand.cdi / "tidegate.gpu-claim_left-over.json").write_text("{}")
+    stand.start()
+    wait_for(lambda: list(stand.governor.claims) == [kept["metadata"]["uid"]], "one claim")
+    wait_for(
+        lambda: stand.files() == [f"tidegate.gpu-claim_{kept['metadata']['uid']}.json"], "one file"
+    )
+
+
+def test_what_is_wrong_at_the_start_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NODE_NAME", raising=False)
+    monkeypatch.setattr("kube.main._configure_logging", lambda: None)  # it is this process's, too
+    for arguments, status, words in (
+        (
+            ("--node-name", "n", "--default-compute", "120"),
+            78,
+            "--default-compute is 120; 1 to 100 are accepted",
+        ),
+        (
+            ("--node-name", "n", "--default-memory", "8 GB"),
+            78,
+            "--default-memory: '8 GB' is no quantity",
+        ),
+        (
+            ("--node-name", "n", "--look-every", "0"),
+            78,
+            "--look-every is 0; 0.1 to 60 are accepted",
+        ),
+        (("--node-name", "n", "--kubeconfig", "/nowhere"), 75, "no way to the API server"),
+        (("--node-name", "n"), 75, "no way to the API server"),
+        ((), 78, "no node is named; add --node-name, or set NODE_NAME"),
+    ):
+        assert main(list(arguments)) == status
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("tidegate-dra: ")
+        assert words in line
+
+
+def test_the_kubelets_directory_is_roots_alone(stand: Stand) -> None:
+    stand.up()
+    for name in ("plugins/tidegate.gpu/dra.sock", "plugins_registry/tidegate.gpu-reg.sock"):
+        assert (stand.kubelet.directory / name).stat().st_mode & 0o077 == 0

@@ -1,0 +1,206 @@
+"""The driver is killed between any two steps: nothing is booked twice or lost, and no file stays that nobody knows.
+
+strace kills it at a system call of its own; the stand-ins kill it while it waits for their answers.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import grpc
+import pytest
+
+from tests.kubernetes.conftest import Stand
+from tests.kubernetes.documents import claim, reference, result
+from tests.kubernetes.kubelet import wait_for
+
+
+def settled(stand: Stand, document: dict) -> None:
+    """Start a driver again, as a DaemonSet does; the kubelet asks again, and all is as if nothing had been."""
+    if stand.process is not None:
+        stand.kill()
+    stand.start()
+    stand.kubelet.register()
+    uid = document["metadata"]["uid"]
+    assert wait_for(lambda: stand.kubelet.prepare(reference(document))[uid].error == "", "prepared")
+    assert list(stand.governor.claims) == [uid]
+    assert stand.governor.changes == 1
+    assert stand.files() == [f"tidegate.gpu-claim_{uid}.json"]
+
+
+def gone(stand: Stand, document: dict) -> None:
+    """The same for a claim that is taken back."""
+    if stand.process is not None:
+        stand.kill()
+    stand.start()
+    stand.kubelet.register()
+    uid = document["metadata"]["uid"]
+    assert stand.kubelet.unprepare(reference(document))[uid].error == ""
+    assert stand.governor.claims == {}
+    assert stand.governor.changes == 2
+    assert stand.files() == []
+
+
+def lost(call: Callable[[], object]) -> None:
+    """The kubelet's call ends with the driver."""
+    with pytest.raises(grpc.RpcError):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("op", "when"),
+    [
+        pytest.param("gpus", "before", marks=pytest.mark.slow),
+        pytest.param("claim", "before", marks=pytest.mark.slow),
+        ("claim", "after"),
+    ],
+)
+def test_it_is_killed_while_it_asks_the_governor(stand: Stand, op: str, when: str) -> None:
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    asked = threading.Event()
+
+    def die(what: str) -> None:
+        if what == op and asked.is_set():
+            stand.die()
+
+    setattr(stand.governor, when, die)
+    stand.api.before = lambda _verb, resource: asked.set() if resource == "resourceclaims" else None
+    lost(lambda: stand.kubelet.prepare(reference(document)))
+    # What was asked is done, whoever asked: before that it is chance which of the two comes first.
+    assert when == "before" or len(stand.governor.claims) == 1
+    setattr(stand.governor, when, lambda _op: None)
+    settled(stand, document)
+
+
+def test_it_is_killed_while_it_reads_the_claim(stand: Stand) -> None:
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    stand.api.before = lambda _verb, resource: stand.die() if resource == "resourceclaims" else None
+    lost(lambda: stand.kubelet.prepare(reference(document)))
+    stand.api.before = lambda _verb, _resource: None
+    settled(stand, document)
+
+
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
+def test_it_is_killed_while_it_takes_a_claim_back(stand: Stand, when: str) -> None:
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    assert stand.kubelet.prepare(reference(document))[document["metadata"]["uid"]].error == ""
+    setattr(stand.governor, when, lambda op: stand.die() if op == "unclaim" else None)
+    lost(lambda: stand.kubelet.unprepare(reference(document)))
+    assert len(stand.files()) == 1
+    setattr(stand.governor, when, lambda _op: None)
+    gone(stand, document)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param("openat", marks=pytest.mark.slow),
+        pytest.param("write", marks=pytest.mark.slow),
+        "rename",
+    ],
+)
+def test_it_is_killed_while_it_writes_the_file(
+    stand: Stand, require: Callable[..., None], call: str
+) -> None:
+    """The governor knows the claim, and the file is half there, or not at all: no engine reads that."""
+    require("strace")
+    document = claim()
+    stand.api.add_claim(document)
+    uid = document["metadata"]["uid"]
+    stand.cdi.mkdir()
+    new = stand.cdi / f"tidegate.gpu-claim_{uid}.new"
+    stand.start(
+        before=(
+            "strace", "-f", "-qq", "-o", str(stand.base / "trace"), "-P", str(new),
+            "-e", f"trace={call}", "-e", f"inject={call}:signal=SIGKILL",
+        )
+    )  # fmt: skip
+    stand.kubelet.register(60)
+    lost(lambda: stand.kubelet.prepare(reference(document)))
+    assert stand.process is not None
+    stand.process.wait(15)
+    assert list(stand.governor.claims) == [uid]
+    assert [name for name in stand.files() if name.endswith(".json")] in (
+        [],
+        [f"tidegate.gpu-claim_{uid}.json"],
+    )
+    settled(stand, document)
+
+
+def test_it_is_killed_before_it_removes_the_file(
+    stand: Stand, require: Callable[..., None]
+) -> None:
+    """The governor has let go of the claim; the next driver finds the file and removes it unasked."""
+    require("strace")
+    document = claim()
+    stand.api.add_claim(document)
+    uid = document["metadata"]["uid"]
+    stand.up()
+    assert stand.kubelet.prepare(reference(document))[uid].error == ""
+    stand.kill()
+    path = stand.cdi / f"tidegate.gpu-claim_{uid}.json"
+    stand.start(
+        before=(
+            "strace", "-f", "-qq", "-o", str(stand.base / "trace"), "-P", str(path),
+            "-e", "trace=unlink,unlinkat", "-e", "inject=unlink,unlinkat:signal=SIGKILL:error=EIO",
+        )
+    )  # fmt: skip
+    stand.kubelet.register(60)
+    lost(lambda: stand.kubelet.unprepare(reference(document)))
+    assert stand.process is not None
+    stand.process.wait(15)
+    assert stand.governor.claims == {}
+    assert stand.files() == [path.name]
+    stand.start()
+    wait_for(lambda: stand.files() == [], "nothing left")
+    gone(stand, document)
+
+
+@pytest.mark.slow
+def test_it_is_killed_at_any_time(stand: Stand) -> None:
+    """Forty times, at a moment that chance chooses, while claims come and go."""
+    dice = random.Random(4711)  # noqa: S311 - the same each time
+    documents = [claim(f"c{i}", "ns", result(i % 2, compute="10")) for i in range(8)]
+    for document in documents:
+        stand.api.add_claim(document)
+    wanted: set[str] = set()
+    for _ in range(40):
+        stand.start()
+        stand.kubelet.register()
+        timer = threading.Timer(
+            dice.uniform(0.0, 0.4), lambda: stand.process and stand.process.kill()
+        )
+        timer.start()
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            document = dice.choice(documents)
+            uid = document["metadata"]["uid"]
+            try:
+                if uid in wanted:
+                    # Whether the answer comes or not, from now on it is not to be there.
+                    wanted.discard(uid)
+                    assert stand.kubelet.unprepare(reference(document), timeout=5)[uid].error == ""
+                else:
+                    assert stand.kubelet.prepare(reference(document), timeout=5)[uid].error == ""
+                    wanted.add(uid)
+            except grpc.RpcError:
+                break
+        timer.join()
+        stand.kill()
+    stand.start()
+    stand.kubelet.register()
+    for document in documents:
+        uid = document["metadata"]["uid"]
+        call = stand.kubelet.prepare if uid in wanted else stand.kubelet.unprepare
+        assert call(reference(document))[uid].error == ""
+    assert set(stand.governor.claims) == wanted
+    assert stand.files() == sorted(f"tidegate.gpu-claim_{uid}.json" for uid in wanted)

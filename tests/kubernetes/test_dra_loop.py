@@ -1,0 +1,345 @@
+"""What the driver does every two seconds, on a clock of the test's; and the service, whatever it is asked."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from governor.errors import GovernorError, RefusedError
+from kube.api import dra_v1_pb2, dra_v1_pb2_grpc
+from kube.cdi import Directory
+from kube.claims import Reference
+from kube.driver import Driver
+from kube.errors import ClusterError, GateError
+from kube.main import AWAY_S, Backoff, Loop
+from kube.publish import Publisher
+from kube.service import Endpoints, Health
+from kube.slices import make_slice
+from tests.kubernetes.documents import NODE, claim, reference, result
+from tests.kubernetes.governor import answer, gpu
+
+
+class Slices:
+    """An API server's slices, without the network."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, Any] | None = None
+        self.writes = 0
+        self.failure: Exception | None = None
+
+    def node(self, _name: str) -> dict[str, Any]:
+        return {"metadata": {"uid": "u"}}
+
+    def slice(self, _name: str) -> dict[str, Any] | None:
+        if self.failure:
+            raise self.failure
+        return self.stored
+
+    def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        return self.replace_slice(body, dry_run=dry_run)
+
+    def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        made = {**body, "metadata": {**body["metadata"], "resourceVersion": str(self.writes)}}
+        if not dry_run:
+            self.writes += 1
+            self.stored = made
+        return made
+
+    def delete_slice(self, _name: str) -> None:
+        self.stored = None
+
+
+class Governor:
+    """A governor that says what the test wants."""
+
+    def __init__(self) -> None:
+        self.away = False
+        self.booked: dict[str, Any] = {}
+
+    def gpus(self) -> dict[str, Any]:
+        if self.away:
+            raise GovernorError("the governor does not answer", hint="start it")
+        return answer(gpu(0), gpu(1))
+
+    def containers(self) -> list[dict[str, Any]]:
+        return []
+
+    def claims(self) -> list[dict[str, Any]]:
+        self.gpus()
+        return list(self.booked.values())
+
+    def claim(self, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        if sum(share["compute"] for share in asked["shares"]) > 100:
+            raise RefusedError(
+                f"claim {asked['namespace']}/{asked['name']} asks for too much", hint="ask for less"
+            )
+        self.booked[asked["uid"]] = asked
+        return [{"uuid": share["device"], "minor": None} for share in asked["shares"]]
+
+    def unclaim(self, uid: str) -> None:
+        self.booked.pop(uid, None)
+
+
+def test_who_does_not_answer_is_left_alone_for_longer_each_time() -> None:
+    backoff = Backoff()
+    waits = [backoff.failed(0.0) for _ in range(12)]
+    assert 0.5 <= waits[0] <= 1.0
+    assert 30 <= waits[-1] <= 60
+    assert not backoff.over(29)
+    assert backoff.over(61)
+    backoff.answered()
+    assert backoff.over(0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def parts(clock: list[float], tmp_path: Path) -> tuple[Loop, Slices, Governor, Publisher]:
+    slices, governor = Slices(), Governor()
+    publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
+    args = argparse.Namespace(node_name=NODE, default_memory=None, default_compute=None)
+    driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
+    loop = Loop(
+        args, cluster=slices, node=governor, driver=driver, publisher=publisher, health=Health(NODE)
+    )  # type: ignore[arg-type]
+    return loop, slices, governor, publisher
+
+
+def taints(slices: Slices) -> set[tuple[str, str]]:
+    assert slices.stored is not None
+    return {
+        (t["key"], t["value"])
+        for d in slices.stored["spec"]["devices"]
+        for t in d.get("taints", ())
+    }
+
+
+def test_a_governor_that_stays_away_keeps_new_pods_away(
+    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+) -> None:
+    """A restart is nobody's business; after a minute the node's GPUs take nobody, until it is back."""
+    loop, slices, governor, _ = parts
+    loop.step()
+    assert slices.writes == 1
+    governor.away = True
+    for _ in range(int(AWAY_S / 2) - 1):
+        clock[0] += 2
+        loop.step()
+    assert (slices.writes, taints(slices)) == (1, set())
+    clock[0] += 6
+    loop.step()
+    assert (slices.writes, taints(slices)) == (2, {("tidegate.gpu/closed", "governor-away")})
+    governor.away = False
+    for _ in range(20):
+        clock[0] += 2
+        loop.step()
+    assert (slices.writes, taints(slices)) == (3, set())
+
+
+def test_what_waits_for_the_governor_keeps_nobody_from_the_api_server(
+    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+) -> None:
+    loop, slices, governor, publisher = parts
+    governor.away = True
+    for _ in range(60):
+        clock[0] += 2
+        loop.step()
+    governor.away = False
+    loop.step()
+    assert slices.writes == 1
+    assert publisher.current
+    slices.failure = ClusterError("no answer", hint="wait", http=0)
+    loop.registered()
+    loop.step()
+    assert not publisher.current
+    slices.failure = None
+    clock[0] += 61
+    loop.step()
+    assert publisher.current
+
+
+def test_changes_are_written_together_not_one_by_one(clock: list[float]) -> None:
+    slices = Slices()
+    publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
+    for left in range(100):
+        publisher.publish(make_slice(NODE, "u", answer(gpu(0, memory=(left + 1000) << 20)), {}))
+        clock[0] += 1
+    assert slices.writes == 17
+    assert slices.stored is not None
+    assert slices.stored["spec"]["pool"]["generation"] == 17
+
+
+def test_a_slice_that_somebody_damaged_is_mended_or_taken_away(clock: list[float]) -> None:
+    slices = Slices()
+    publisher = Publisher(slices, clock=lambda: clock[0])
+    wanted = make_slice(NODE, "u", answer(gpu(0)), {})
+    assert publisher.publish(wanted)
+    assert not publisher.publish(wanted)
+    assert slices.stored is not None
+    slices.stored["spec"] = {**slices.stored["spec"], "devices": []}
+    publisher.forget()
+    assert publisher.publish(wanted)
+    del slices.stored["spec"]["devices"][0]["allowMultipleAllocations"]
+    publisher.forget()
+    with pytest.raises(GateError):
+        publisher.publish(make_slice(NODE, "u", answer(gpu(0)), {}))
+    assert slices.stored is None
+
+
+class Documents:
+    """Claims by name, or whatever the test says."""
+
+    def __init__(self) -> None:
+        self.found: Any = None
+
+    def claim(self, _namespace: str, _name: str) -> Any:
+        if self.found is None:
+            raise ClusterError("claim: the API server says 404", hint="gone", http=404)
+        return self.found
+
+
+def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
+    """Or the file would come after the governor has let go of it, and stay."""
+    governor, documents = Governor(), Documents()
+    documents.found = claim("a", "b", result(), uid="u-1")
+    driver = Driver(NODE, governor, documents, Directory(tmp_path))
+    named = Reference("b", "a", "u-1")
+    booked, go_on = threading.Event(), threading.Event()
+    book = governor.claim
+
+    def slowly(asked: dict[str, Any]) -> list[dict[str, Any]]:
+        shares = book(asked)
+        booked.set()
+        assert go_on.wait(10)
+        return shares
+
+    governor.claim = slowly  # type: ignore[method-assign]
+    preparing = threading.Thread(target=driver.prepare, args=(named,))
+    preparing.start()
+    assert booked.wait(10)
+    taking = threading.Thread(target=driver.unprepare, args=(named,))
+    taking.start()
+    taking.join(0.3)
+    assert taking.is_alive()
+    go_on.set()
+    preparing.join(10)
+    taking.join(10)
+    assert governor.booked == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+_words = st.text(max_size=40)
+_quantity = st.sampled_from(["8Gi", "30", "0", "-1", "1e30", "x", "100", "99"]) | _words
+_results = st.lists(
+    st.builds(
+        result, st.integers(0, 3), st.sampled_from(["gpu", "a/b", "A", ""]), _quantity, _quantity
+    ),
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    base = tmp_path_factory.mktemp("k")
+    governor, documents = Governor(), Documents()
+    driver = Driver(NODE, governor, documents, Directory(base / "cdi"))
+    endpoints = Endpoints(base / "kubelet", driver, Health(NODE), lambda: None)
+    endpoints.start()
+    with grpc.insecure_channel(f"unix:{base}/kubelet/plugins/tidegate.gpu/dra.sock") as channel:
+        yield governor, documents, base / "cdi", channel
+    endpoints.stop(0)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    claims=st.lists(
+        st.tuples(_words, _words, _words | st.sampled_from(["u-1", "u-2"])), max_size=4
+    ),
+    results=_results,
+    there=st.booleans(),
+)
+def test_any_call_has_an_answer_for_each_claim(
+    served: Any, claims: list[tuple[str, str, str]], results: list[dict], *, there: bool
+) -> None:
+    """Whatever names and uids come: each has its answer, an error is one line, no file is elsewhere, and nothing is half done."""
+    governor, documents, directory, channel = served
+    stub = dra_v1_pb2_grpc.DRAPluginStub(channel)
+    named = [dra_v1_pb2.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
+    uid = claims[0][2] if claims else ""
+    documents.found = claim("a", "b", *results, uid=uid) if there else None
+    prepared = stub.NodePrepareResources(
+        dra_v1_pb2.NodePrepareResourcesRequest(claims=named), timeout=20
+    ).claims
+    assert set(prepared) == {one.uid for one in named}
+    good = {uid for uid, one in prepared.items() if not one.error}
+    assert all("\n" not in one.error and (one.error or one.devices) for one in prepared.values())
+    assert not any("a mistake of the driver" in one.error for one in prepared.values())
+    assert set(governor.booked) == good
+    assert {path.name for path in directory.glob("*")} == {
+        f"tidegate.gpu-claim_{uid}.json" for uid in good
+    }
+    taken = stub.NodeUnprepareResources(
+        dra_v1_pb2.NodeUnprepareResourcesRequest(claims=named), timeout=20
+    ).claims
+    assert set(taken) == set(prepared)
+    assert governor.booked == {}
+    assert not list(directory.glob("*"))
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.binary(max_size=200))
+def test_bytes_that_are_no_message_end_one_call_alone(served: Any, data: bytes) -> None:
+    governor, documents, _, channel = served
+    documents.found = None
+    for method in ("NodePrepareResources", "NodeUnprepareResources"):
+        call = channel.unary_unary(f"/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/{method}")
+        try:
+            call(data, timeout=20)
+        except grpc.RpcError as e:
+            assert e.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)  # noqa: PT017
+    documents.found = claim("a", "b", result(), uid="u-1")
+    request = dra_v1_pb2.NodePrepareResourcesRequest(
+        claims=[dra_v1_pb2.Claim(namespace="b", name="a", uid="u-1")]
+    )
+    assert (
+        dra_v1_pb2_grpc.DRAPluginStub(channel)
+        .NodePrepareResources(request, timeout=20)
+        .claims["u-1"]
+        .error
+        == ""
+    )
+    governor.booked.clear()
+    Directory(served[2]).remove("u-1")
+
+
+def test_names_lead_nowhere_else(served: Any) -> None:
+    _, documents, _, channel = served
+    document = claim("a", "b", result(), uid="../../../etc/cdi/x")
+    documents.found = document
+    stub = dra_v1_pb2_grpc.DRAPluginStub(channel)
+    namespace, name, uid = reference(document)
+    request = dra_v1_pb2.NodePrepareResourcesRequest(
+        claims=[dra_v1_pb2.Claim(namespace=namespace, name=name, uid=uid)]
+    )
+    assert "which is none" in stub.NodePrepareResources(request, timeout=20).claims[uid].error
+    request = dra_v1_pb2.NodeUnprepareResourcesRequest(
+        claims=[dra_v1_pb2.Claim(namespace=namespace, name=name, uid=uid)]
+    )
+    assert "which is none" in stub.NodeUnprepareResources(request, timeout=20).claims[uid].error

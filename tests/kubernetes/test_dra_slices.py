@@ -1,0 +1,268 @@
+"""A node's GPUs as a ResourceSlice: held against the published schemas, and against what the scheduler needs."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kube.health import Condition, Damper, Taint, judge
+from kube.names import TAINT_BYPASS, TAINT_CLOSED, TAINT_LOST
+from kube.pci import find_roots
+from kube.quantity import parse_quantity, whole
+from kube.slices import (
+    Defaults,
+    device_name,
+    make_slice,
+    normalised,
+    nvlink_group,
+    semantic_version,
+    slice_name,
+)
+from tests.kubernetes.apiserver import validate
+from tests.kubernetes.governor import GIB, MIB, answer, gpu
+
+
+def test_each_gpu_is_a_device_that_can_be_allocated_many_times() -> None:
+    made = make_slice(
+        "node-1", "uid-1", answer(gpu(0), gpu(1)), {}, roots={"0000:1a:00.0": "pci0000:16"}
+    )
+    validate(made)
+    assert made["metadata"] == {
+        "name": "node-1-tidegate.gpu",
+        "ownerReferences": [
+            {
+                "apiVersion": "v1",
+                "kind": "Node",
+                "name": "node-1",
+                "uid": "uid-1",
+                "controller": True,
+            }
+        ],
+    }
+    assert made["spec"]["driver"] == "tidegate.gpu"
+    assert made["spec"]["nodeName"] == "node-1"
+    assert made["spec"]["pool"] == {"name": "node-1", "generation": 1, "resourceSliceCount": 1}
+    first = made["spec"]["devices"][0]
+    assert first == {
+        "name": "gpu-00000000-1111-2222-3333-444455556666",
+        "allowMultipleAllocations": True,
+        "attributes": {
+            "uuid": {"string": "GPU-00000000-1111-2222-3333-444455556666"},
+            "index": {"int": 0},
+            "model": {"string": "NVIDIA H100 80GB HBM3"},
+            "strategy": {"string": "timeslice"},
+            "driverVersion": {"version": "580.159.4"},
+            "cudaVersion": {"version": "13.0.0"},
+            "pciBusID": {"string": "0000:1a:00.0"},
+            "resource.kubernetes.io/pciBusID": {"string": "0000:1a:00.0"},
+            "resource.kubernetes.io/pcieRoot": {"string": "pci0000:16"},
+            "numaNode": {"int": 0},
+            "resource.kubernetes.io/numaNode": {"int": 0},
+        },
+        "capacity": {
+            "memory": {
+                "value": "81408Mi",
+                "requestPolicy": {
+                    "default": "81408Mi",
+                    "validRange": {"min": "520Mi", "max": "81408Mi", "step": "1Mi"},
+                },
+            },
+            "compute": {
+                "value": "100",
+                "requestPolicy": {
+                    "default": "100",
+                    "validRange": {"min": "1", "max": "100", "step": "1"},
+                },
+            },
+        },
+    }
+    assert len(made["spec"]["devices"]) == 2
+
+
+def test_the_administrator_says_what_a_claim_takes_that_names_nothing() -> None:
+    made = make_slice(
+        "n", "u", answer(gpu(0)), {}, defaults=Defaults(memory=8 * GIB + 5, compute=25)
+    )
+    validate(made)
+    capacity = made["spec"]["devices"][0]["capacity"]
+    assert capacity["memory"]["requestPolicy"]["default"] == "8192Mi"
+    assert capacity["compute"]["requestPolicy"]["default"] == "25"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    memory=st.integers(0, 1 << 40),
+    context=st.integers(0, 1 << 34),
+    default_memory=st.none() | st.integers(0, 1 << 41),
+    default_compute=st.none() | st.integers(-5, 300),
+    name=st.text(max_size=100),
+    uuid=st.from_regex(r"GPU-[0-9a-fA-F]{8}-[0-9a-f]{4}", fullmatch=True),
+    driver=st.none() | st.text(max_size=20) | st.just("535.129.03"),
+)
+def test_whatever_the_node_has_the_slice_is_one_that_the_api_server_takes(
+    *, memory, context, default_memory, default_compute, name, uuid, driver
+) -> None:
+    told = answer(
+        gpu(0, memory=memory, name=name, uuid=uuid), context_memory=context, driver=driver
+    )
+    validate(
+        make_slice(
+            "node",
+            "u",
+            told,
+            {uuid: [Taint(TAINT_LOST, "does-not-answer")]},
+            defaults=Defaults(default_memory, default_compute),
+        )
+    )
+
+
+def test_a_gpu_without_memory_is_no_device() -> None:
+    assert make_slice("n", "u", answer(gpu(0, memory=5)), {})["spec"]["devices"] == []
+
+
+def test_a_device_keeps_its_name_whatever_index_its_gpu_has() -> None:
+    assert (
+        device_name("GPU-8A3f0000-1111-2222-3333-444455556666")
+        == "gpu-8a3f0000-1111-2222-3333-444455556666"
+    )
+
+
+def test_a_long_node_name_makes_a_name_that_is_allowed() -> None:
+    one, other = (slice_name("n." + "a" * 250 + end) for end in "xy")
+    assert len(one) <= 253
+    assert one != other
+
+
+def test_gpus_that_nvlinks_connect_are_one_group() -> None:
+    def linked(*pairs: tuple[int, int]) -> list[dict]:
+        routes: dict[int, list[dict]] = {i: [] for i in range(5)}
+        for a, b in pairs:
+            routes[a].append({"to": b, "nvlinks": 4, "pcie": "NODE"})
+            routes[b].append({"to": a, "nvlinks": 4, "pcie": "NODE"})
+        routes[4].append({"to": 3, "nvlinks": 0, "pcie": "SYS"})
+        return [gpu(i, routes=routes[i]) for i in range(5)]
+
+    gpus = linked((0, 1), (1, 2))
+    assert [nvlink_group(one, gpus) for one in gpus] == [0, 0, 0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("580.159.04", "580.159.4"),
+        ("13.0", "13.0.0"),
+        ("0", "0.0.0"),
+        ("", None),
+        ("580.x", None),
+        ("1.2.3.4", None),
+    ],
+)
+def test_a_drivers_version_is_written_as_semver(text: str, version: str | None) -> None:
+    assert semantic_version(text) == version
+
+
+def test_what_the_api_server_writes_otherwise_is_the_same() -> None:
+    ours = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})["spec"]
+    theirs = make_slice("n", "u", answer(gpu(0)), {gpu(0)["uuid"]: [Taint(TAINT_LOST, "x")]})[
+        "spec"
+    ]
+    device = theirs["devices"][0]
+    device["capacity"]["memory"]["value"] = str(81408 * MIB)
+    device["taints"][0]["timeAdded"] = "2026-11-22T00:00:00Z"
+    theirs["pool"]["generation"] = 7
+    assert normalised(ours) == normalised(theirs)
+    device["capacity"]["compute"]["value"] = "99"
+    assert normalised(ours) != normalised(theirs)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("8Gi", 8 * GIB), ("30", 30), (30, 30), ("1500m", Fraction(3, 2)), ("2e9", 2 * 10**9), ("1.5Gi", 3 * GIB // 2),
+        (".5Ki", 512), ("1E", 10**18), ("1e1", 10), ("5.", 5), ("-1Mi", -MIB),
+    ],
+)  # fmt: skip
+def test_quantities_are_exact(text: str | int, number: object) -> None:
+    assert parse_quantity(text) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["", "Gi", "8 Gi", "8gi", "0x8", "1e", "nan", "8Gi\n", True, None, "1e999", "٣"]
+)
+def test_what_is_no_quantity_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="no quantity"):
+        parse_quantity(text)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="whole"):
+        whole("1500m")
+
+
+def test_sysfs_says_below_which_root_a_gpu_is(tmp_path: Path) -> None:
+    device = tmp_path / "devices/pci0000:16/0000:16:01.0/0000:1a:00.0"
+    device.mkdir(parents=True)
+    (tmp_path / "bus/pci/devices").mkdir(parents=True)
+    (tmp_path / "bus/pci/devices/0000:1a:00.0").symlink_to(device)
+    asked = ["0000:1a:00.0", "0000:1b:00.0", None, "../../etc"]
+    assert find_roots(asked, str(tmp_path)) == {"0000:1a:00.0": "pci0000:16"}
+
+
+def violation(uuid: str, kind: str = "unregistered", ended: float | None = None) -> dict:
+    return {
+        "kind": kind,
+        "gpu": uuid,
+        "pid": 7,
+        "found": 1,
+        "allowed": 0,
+        "began": 1.0,
+        "ended": ended,
+    }
+
+
+def test_what_the_governor_knows_becomes_health_and_taints() -> None:
+    gpus = [
+        gpu(0),
+        gpu(1, lost="GPU is lost"),
+        gpu(2, closed="its MPS daemon starts", strategy="mps"),
+        gpu(3),
+    ]
+    containers = [
+        {
+            "id": "abc",
+            "violations": [violation(gpus[3]["uuid"]), violation(gpus[0]["uuid"], ended=2.0)],
+        },
+        {"id": "def", "violations": [violation(gpus[3]["uuid"], "memory")]},
+    ]
+    found = [judge(gpus, containers)[one["uuid"]] for one in gpus]
+    assert found == [
+        Condition("Healthy"),
+        Condition(
+            "Unhealthy",
+            "the GPU does not answer: GPU is lost",
+            (Taint(TAINT_LOST, "does-not-answer"),),
+        ),
+        Condition(
+            "Unhealthy",
+            "the GPU takes no container now: its MPS daemon starts",
+            (Taint(TAINT_CLOSED, "mps"),),
+        ),
+        Condition(
+            "Healthy",
+            "containers go around their quota: abc (unregistered), def (memory)",
+            (Taint(TAINT_BYPASS, "several"),),
+        ),
+    ]
+
+
+def test_a_taint_stays_until_its_reason_has_been_away_for_a_while() -> None:
+    damper = Damper(clear_s=30)
+    lost = Taint(TAINT_LOST, "does-not-answer")
+    bad, good = {"g": Condition("Unhealthy", "", (lost,))}, {"g": Condition("Healthy")}
+    assert damper.settle(good, 0) == {"g": ()}
+    assert damper.settle(bad, 1) == {"g": (lost,)}
+    assert damper.settle(good, 2) == {"g": (lost,)}
+    assert damper.settle(bad, 20) == {"g": (lost,)}
+    assert damper.settle(good, 49) == {"g": (lost,)}
+    assert damper.settle(good, 51) == {"g": ()}

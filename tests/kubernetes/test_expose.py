@@ -1,0 +1,98 @@
+"""The proxy in front of the governor's metrics: what it lets through, and what it does not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from kube.expose import MOST_SERVED, Proxy, rewritten
+
+
+async def exchange(tmp_path: Path, request: bytes, answer: bytes = b"HTTP/1.1 200 OK\r\n\r\nmetrics") -> tuple[bytes, bytes]:  # fmt: skip
+    seen = b""
+
+    async def governor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal seen
+        seen = await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    source = await asyncio.start_unix_server(governor, tmp_path / "m.sock")
+    server = await asyncio.start_server(
+        Proxy(str(tmp_path / "m.sock")).serve, "127.0.0.1", 0, limit=8192
+    )
+    host, port = server.sockets[0].getsockname()
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(request)
+    said = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    for one in (server, source):
+        one.close()
+        await one.wait_closed()
+    return said, seen
+
+
+def test_metrics_pass_with_what_they_are_negotiated_by(tmp_path: Path) -> None:
+    request = (
+        b"GET /metrics HTTP/1.1\r\nHost: evil\r\nAccept: text/plain\r\nAccept-Encoding: gzip\r\n"
+        b"Cookie: x\r\nTransfer-Encoding: chunked\r\n\r\nbody"
+    )
+    said, seen = asyncio.run(exchange(tmp_path, request))
+    assert said.endswith(b"\r\n\r\nmetrics")
+    assert seen == (
+        b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\nAccept: text/plain\r\nAccept-Encoding: gzip\r\n"
+        b"Connection: close\r\n\r\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"GET / HTTP/1.1", b"POST /metrics HTTP/1.1", b"GET /metrics/../x HTTP/1.1", b"GET http://x/metrics HTTP/1.1", b"", b"GET /metrics HTTP/1.1\nX: y"],
+)  # fmt: skip
+def test_nothing_else_passes(head: bytes, tmp_path: Path) -> None:
+    assert rewritten(head) is None
+    said, seen = asyncio.run(exchange(tmp_path, head + b"\r\n\r\n"))
+    assert said.startswith(b"HTTP/1.1 404 ")
+    assert seen == b""
+
+
+def test_a_head_without_end_is_cut(tmp_path: Path) -> None:
+    said, seen = asyncio.run(exchange(tmp_path, b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 4000))
+    assert (said, seen) == (b"", b"")
+
+
+def test_a_governor_that_is_away_is_said(tmp_path: Path) -> None:
+    async def ask() -> bytes:
+        server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        said = await reader.read()
+        writer.close()
+        server.close()
+        await server.wait_closed()
+        return said
+
+    assert asyncio.run(ask()).startswith(b"HTTP/1.1 502 ")
+
+
+def test_more_than_a_few_at_a_time_are_not_served(tmp_path: Path) -> None:
+    async def crowd() -> bytes:
+        server = await asyncio.start_server(Proxy(str(tmp_path / "none")).serve, "127.0.0.1", 0)
+        address = server.sockets[0].getsockname()
+        silent = [await asyncio.open_connection(*address) for _ in range(MOST_SERVED)]
+        await asyncio.sleep(0.2)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        try:
+            said = await reader.read()
+        except ConnectionResetError:
+            said = b""
+        for _, each in [*silent, (reader, writer)]:
+            each.close()
+        server.close()
+        await asyncio.sleep(0.2)
+        return said
+
+    assert asyncio.run(crowd()) == b""

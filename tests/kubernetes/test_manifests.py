@@ -1,0 +1,278 @@
+"""packaging/kubernetes: what is applied is what Kubernetes accepts, and no right is there without a use."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from governor import VERSION
+from kube.convert import DRIVER
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "packaging" / "kubernetes"
+DIRECTORIES = ["base", *sorted(f"overlays/{path.name}" for path in (HERE / "overlays").iterdir())]
+EXAMPLES = sorted((HERE / "examples").glob("*.yaml"))
+SOURCES = [p for p in sorted(HERE.rglob("*.yaml")) if p.name not in {"kustomization.yaml", "config.yaml"}]  # fmt: skip
+UNKNOWN = {"ServiceMonitor"}
+"""Kinds that are no part of Kubernetes: their schema comes with the Prometheus operator."""
+
+
+def validate(document: dict[str, Any]) -> None:
+    schemas = pytest.importorskip("kubernetes_validate")
+    if document["kind"] not in UNKNOWN:
+        schemas.validate(document, "1.36", strict=True)
+
+
+def kubectl() -> str:
+    built = ROOT / "build/kubectl/kubectl"
+    found = str(built) if built.exists() else shutil.which("kubectl")
+    if not found:
+        pytest.skip("needs kubectl: tools/fetch-kubectl")
+    return found
+
+
+def render(directory: str) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        [kubectl(), "kustomize", str(HERE / directory)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # deprecated fields are named there
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def containers(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = document["spec"]["template"]["spec"]
+    return [*(spec.get("initContainers") or []), *spec["containers"]]
+
+
+def one(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [document for document in documents if document["kind"] == kind]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_each_file_is_accepted_by_the_published_schemas(path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        validate(document)
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_what_kustomize_makes_is_accepted_and_complete(directory: str) -> None:
+    documents = render(directory)
+    names = [(document["kind"], document["metadata"]["name"]) for document in documents]
+    assert len(names) == len(set(names))
+    for document in documents:
+        validate(document)
+        assert document["metadata"]["labels"]["app.kubernetes.io/name"] == "tidegate"
+    daemon_set = one(documents, "DaemonSet")
+    spec = daemon_set["spec"]["template"]["spec"]
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    mounted = {mount["name"] for c in containers(daemon_set) for mount in c["volumeMounts"]}
+    assert volumes == mounted
+    assert {c["image"] for c in containers(daemon_set)} == {"registry.example/tidegate:0.1.0"}
+    for volume in spec["volumes"]:
+        if "configMap" in volume:
+            assert ("ConfigMap", volume["configMap"]["name"]) in names
+
+
+def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
+    documents = render("overlays/device-plugin")
+    kinds = {document["kind"] for document in documents}
+    assert kinds == {"Namespace", "ServiceAccount", "ConfigMap", "DaemonSet", "NetworkPolicy", "RuntimeClass"}  # fmt: skip
+    spec = one(documents, "DaemonSet")["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+
+
+def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
+    documents = render("overlays/installed-nodes")
+    daemon_set = one(documents, "DaemonSet")
+    assert [c["name"] for c in containers(daemon_set)] == ["dra"]
+    assert not daemon_set["spec"]["template"]["spec"].get("hostPID")
+    for container in containers(daemon_set):
+        assert not container["securityContext"].get("privileged")
+        assert "add" not in container["securityContext"]["capabilities"]
+
+
+def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
+    pytest.importorskip("grpc")
+    from kube.cluster import CALLS
+
+    role = one(list(yaml.safe_load_all((HERE / "base/rbac.yaml").read_text())), "ClusterRole")
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    called = {(group, resource, verb) for group, resource, verbs in CALLS for verb in verbs}
+    assert granted == called
+    # CALLS is what is called: each method of the client that the code names.
+    verbs = {"read": "get", "list": "watch", "replace": "update", "create": "create", "delete": "delete"}  # fmt: skip
+    methods = set()
+    for module in sorted((ROOT / "kube").glob("*.py")):
+        methods |= set(
+            re.findall(r"_(?:core|resource)\.(\w+?)_(?:namespaced_)?(\w+)\(", module.read_text())
+        )
+    used = {(resource.replace("_", "") + "s", verbs[verb]) for verb, resource in methods}
+    assert used == {(resource, verb) for _, resource, verb in called}
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_every_container_gives_up_what_it_does_not_need(directory: str) -> None:
+    for container in containers(one(render(directory), "DaemonSet")):
+        context = container["securityContext"]
+        assert context["readOnlyRootFilesystem"] is True, container["name"]
+        assert "limits" in container["resources"]
+        if context.get("privileged"):
+            assert container["name"] == "governor"
+            continue
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert set(context["capabilities"].get("add", [])) <= {"SYS_CHROOT", "DAC_OVERRIDE"}
+
+
+@pytest.mark.parametrize("path", SOURCES + [HERE / d / "kustomization.yaml" for d in DIRECTORIES])
+def test_every_privilege_is_explained_where_it_is_given(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.search(
+            r"privileged: true|runAsUser: 0|add: \[|hostPID: true|type: spc_t|enforce: priv", line
+        ):
+            before = lines[number - 1].strip()
+            near = "#" in line or before.startswith("#") or "privileged: true" in before
+            assert near, f"{path.name}:{number + 1}: {line.strip()}"
+
+
+def test_parameters_of_classes_and_examples_are_what_the_driver_takes() -> None:
+    from kube.parameters import Parameters, merge
+
+    seen = {}
+    for path in (HERE / "base/deviceclasses.yaml", *EXAMPLES):
+        for document in yaml.safe_load_all(path.read_text()):
+            for node in walk(document):
+                if node.get("driver") == DRIVER and "parameters" in node:
+                    name = document["metadata"]["name"]
+                    seen[name] = merge(Parameters(), node["parameters"], name)
+    assert seen["gpu-strict.tidegate.gpu"].compute_limit is None
+    assert seen["gpu-elastic.tidegate.gpu"].compute_limit == 100
+    assert seen["service"].compute_limit == 60
+
+
+def walk(value: Any):
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from walk(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from walk(inner)
+
+
+def test_classes_are_those_that_the_code_names() -> None:
+    from kube.names import CLASSES
+
+    documents = list(yaml.safe_load_all((HERE / "base/deviceclasses.yaml").read_text()))
+    assert {document["metadata"]["name"] for document in documents} == set(CLASSES)
+    for path in EXAMPLES:
+        for name in re.findall(r"deviceClassName: (\S+)", path.read_text()):
+            assert name in CLASSES
+
+
+def test_the_runtime_class_is_the_one_that_setup_prints() -> None:
+    ours = yaml.safe_load((HERE / "base/runtimeclass.yaml").read_text())
+    assert ours == yaml.safe_load((ROOT / "packaging/containerd/runtimeclass.yaml").read_text())
+
+
+def test_the_configuration_is_accepted() -> None:
+    from governor.config import parse_config
+
+    assert parse_config((HERE / "base/config.yaml").read_text()).metrics.listen == "unix"
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
+    pytest.importorskip("grpc")
+    pytest.importorskip("kubernetes")
+    for container in containers(one(render(directory), "DaemonSet")):
+        command = container["command"]
+        if command[:2] == ["python3", "-m"]:
+            # --help comes last: what stands before it has been accepted then.
+            subprocess.run(
+                [sys.executable, "-m", *command[2:], "--help"],
+                cwd=ROOT,
+                check=True,
+                capture_output=True,
+            )
+        elif command[0] == "tidegate":
+            from governor.cli import parser
+
+            parser((command[1],)).parse_args(command[1:])
+
+
+def install(to: Path, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(HERE / "install-node"), "--host", "/", "--to", str(to), "--from", str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="chroot wants root")
+def test_the_hook_goes_to_the_node_and_an_upgrade_keeps_the_one_before(tmp_path: Path) -> None:
+    to = tmp_path / "opt"
+    assert install(to).returncode == 0
+    first = (to / "current").resolve()
+    hook = to / "bin/tidegate-hook"
+    done = subprocess.run(
+        [str(hook), "nonsense"], input="{}", capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 70
+    assert "tidegate" in done.stderr
+    assert install(to).returncode == 0
+    assert (to / "current").resolve() == first
+    releases = [first]
+    for number in range(2):
+        newer = tmp_path / f"newer{number}"
+        shutil.copytree(ROOT / "oci_hook", newer / "oci_hook")
+        (newer / "oci_hook/main.py").write_text(
+            f"# {number}\n" + (ROOT / "oci_hook/main.py").read_text()
+        )
+        assert install(to, newer).returncode == 0
+        releases.append((to / "current").resolve())
+    left = {path.name for path in (to / "versions").iterdir()}
+    assert left == {release.name for release in releases[1:]}
+    assert hook.resolve().is_file()
+    assert not list(to.rglob("__pycache__"))
+
+
+def test_an_image_without_a_hook_installs_nothing(tmp_path: Path) -> None:
+    done = install(tmp_path / "opt", tmp_path)
+    assert done.returncode == 1
+    assert "has no hook" in done.stderr
+    assert not (tmp_path / "opt").exists()
+
+
+def test_the_image_is_made_of_files_that_are_there() -> None:
+    text = (HERE / "Containerfile").read_text()
+    for source in re.findall(r"^COPY (?!--from)(?:--\S+ )?(\S+) ", text, re.MULTILINE):
+        if not source.startswith("build/"):
+            assert (ROOT / source).is_file(), source
+    assert "--require-hashes" in text
+
+
+def test_a_cluster_gets_the_image_of_this_version() -> None:
+    texts = {path: path.read_text() for path in HERE.rglob("*") if path.is_file()}
+    tags = [tag for text in texts.values() for tag in re.findall(r"newTag: (\S+)", text)]
+    assert len(tags) > 1
+    assert {*tags} == {VERSION}
+    assert f":{VERSION} " in texts[HERE / "Containerfile"]

@@ -1,0 +1,155 @@
+"""The simulated cluster: its rules are kube-scheduler's, nothing is given twice, and the books add up."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kube.simulate import (
+    ARMS,
+    GPUS,
+    MEAN_S,
+    MEDIAN_S,
+    MIX,
+    PARTS,
+    SIGMA,
+    WHOLE,
+    Arm,
+    Cluster,
+    Scenario,
+    Shape,
+    mix_for,
+    simulate,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED = Arm("shares", shares=True, packs=False)
+PACKED = Arm("shares, packed", shares=True, packs=True)
+SMALL = Scenario(nodes=12, load=0.95, hours=1.0, warm_hours=0.2)
+
+
+def cluster(nodes: int, arm: Arm = SHARED) -> Cluster:
+    return Cluster(nodes, arm, random.Random(1))  # noqa: S311
+
+
+def test_the_first_gpu_with_room_for_both_amounts_is_taken() -> None:
+    one = cluster(1)
+    one.change(0, [0], Shape(1, 60, 10), 0, -1)
+    one.change(0, [1], Shape(1, 10, 60), 0, -1)
+    assert one.fit(0, Shape(1, 40, 90)) == [0]
+    assert one.fit(0, Shape(1, 90, 40)) == [1]
+    assert one.fit(0, Shape(1, 50, 50)) == [2]
+    assert one.fit(0, Shape(6, WHOLE, WHOLE)) == [2, 3, 4, 5, 6, 7]
+    assert one.fit(0, Shape(7, WHOLE, WHOLE)) == []
+
+
+def test_the_emptier_node_is_chosen_or_the_fuller_one() -> None:
+    for arm, chosen in ((SHARED, 2), (PACKED, 1)):
+        three = cluster(3, arm)
+        for node, cpu in ((0, 20_000), (1, 40_000), (2, 10_000)):
+            three.change(node, [], Shape(0, 0, 0), cpu, -1)
+        found = three.choose(Shape(1, 50, 50))
+        assert found is not None
+        assert found[0] == chosen
+
+
+def test_as_many_feasible_nodes_are_scored_as_kube_scheduler_scores() -> None:
+    assert [cluster(n)._enough for n in (50, 100, 500, 1000, 5000, 10_000)] == [100, 100, 230, 420, 500, 500]  # fmt: skip
+    many = cluster(1000)
+    first = many.choose(Shape(1, 50, 50))
+    assert first is not None
+    assert first[0] < 420
+    second = many.choose(Shape(1, 50, 50))
+    assert second is not None
+    assert 420 <= second[0] < 840
+
+
+def test_a_pod_that_shares_takes_a_whole_gpu_where_they_are_not_shared() -> None:
+    assert cluster(1, ARMS[0]).needs(Shape(1, 20, 30)) == Shape(1, WHOLE, WHOLE)
+    assert cluster(1, SHARED).needs(Shape(1, 20, 30)) == Shape(1, 20, 30)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), st.sampled_from(ARMS), st.floats(0.3, 1.5))
+def test_nothing_is_given_twice(seed: int, arm: Arm, load: float) -> None:
+    kept = Cluster.change
+
+    def change(self: Cluster, node: int, gpus, shape: Shape, *more: int) -> None:
+        kept(self, node, gpus, shape, *more)
+        assert len(set(gpus)) == shape.count
+        assert all(0 <= left <= WHOLE for left in (*self._compute[node], *self._memory[node]))
+        assert self._cpu[node] >= 0
+
+    Cluster.change = change  # type: ignore[method-assign]
+    try:
+        outcome = simulate(Scenario(nodes=4, load=load, hours=0.5, warm_hours=0.1, seed=seed), arm)
+    finally:
+        Cluster.change = kept  # type: ignore[method-assign]
+    assert 0 <= outcome.running <= outcome.taken + 1e-9 <= 1 + 2e-9
+    assert outcome.pods == len(outcome.waits)
+    assert outcome.waits == sorted(outcome.waits)
+    if arm.shares:
+        assert outcome.running == pytest.approx(outcome.taken)
+
+
+def test_the_same_pods_come_whatever_the_arm_and_the_same_seed_is_the_same_run() -> None:
+    outcomes = [simulate(SMALL, arm) for arm in ARMS]
+    assert len({outcome.pods for outcome in outcomes}) == 1
+    again = simulate(SMALL, ARMS[2])
+    assert (again.running, again.waits) == (outcomes[2].running, outcomes[2].waits)
+
+
+def test_with_little_load_nobody_waits_and_with_much_whole_gpus_run_out_first() -> None:
+    # Where nodes are filled evenly, pods for eight GPUs may wait with most of the cluster free.
+    for arm in (ARMS[1], ARMS[3]):
+        calm = simulate(Scenario(nodes=30, load=0.3, hours=1.0, warm_hours=0.2), arm)
+        assert calm.mean_wait == 0
+    busy = Scenario(nodes=60, load=0.88, hours=1.0, warm_hours=0.2)
+    whole, packed = (simulate(busy, arm) for arm in (ARMS[0], ARMS[3]))
+    assert packed.running > whole.running + 0.03
+    assert packed.mean_wait < whole.mean_wait / 2
+
+
+def test_the_mix_is_what_the_page_says() -> None:
+    part = sum(PARTS) / len(PARTS) / WHOLE
+    asked = {kind: weight * (kind or part) for kind, weight in MIX.items()}
+    assert asked[0] / sum(asked.values()) == pytest.approx(0.281, abs=0.001)
+    assert sum(MIX.values()) == pytest.approx(86.7)
+    for wanted in (0.4, 0.6, 0.8):
+        asked = {kind: weight * (kind or part) for kind, weight in mix_for(wanted).items()}
+        assert asked[0] / sum(asked.values()) == pytest.approx(wanted)
+    assert list(mix_for(1.0)) == [0]
+
+
+def test_run_times_have_the_published_mean_and_median() -> None:
+    import math
+
+    draw = random.Random(3)  # noqa: S311
+    lengths = sorted(draw.lognormvariate(math.log(MEDIAN_S), SIGMA) for _ in range(200_000))
+    assert lengths[len(lengths) // 2] == pytest.approx(MEDIAN_S, rel=0.03)
+    assert sum(lengths) / len(lengths) == pytest.approx(MEAN_S, rel=0.06)
+    assert GPUS == 8
+
+
+def test_the_page_says_what_the_results_say() -> None:
+    subprocess.run([sys.executable, "-m", "bench.scale", "docs", "--check"], cwd=ROOT, check=True)
+
+
+def test_requests_do_not_grow_with_the_number_of_nodes(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    from bench.scale import CLAIMS, count_requests
+
+    found = [count_requests(nodes, tmp_path / str(nodes)) for nodes in (1, 3)]
+    for one in found:
+        counts, nodes = one["counts"], one["nodes"]
+        assert counts["create slice"] == nodes
+        assert counts["update slice"] == 2 * nodes  # lost, and found again
+        assert counts["watch event"] == 3 * nodes
+        assert counts["get claim"] == CLAIMS * nodes
+        assert not {what for what in counts if "claim" in what} - {"get claim", "get claim bytes"}

@@ -9,7 +9,11 @@ ARGS ?=
 # Tests of two kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
 workers := -n2
 
-.PHONY: help bootstrap build demo test check test-full lock clean
+# Where `make install` puts everything: $(DESTDIR)$(PREFIX).
+PREFIX ?= /usr
+DESTDIR ?=
+
+.PHONY: help bootstrap build demo test check test-full install deb rpm wheel docs lock clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,11 +36,33 @@ check: bootstrap ## linters, types, generated files, sanitizers
 
 test-full: check test ## all of it: the slow tests, fresh Debian roots (root, about half an hour)
 	@tools/fuzz-environment
+	@tools/bootstrap cpio debootstrap rpm secilc
 	@$(python) -m pytest -m slow
 	@tools/clean-root bookworm
 	@tools/clean-root trixie
 
-lock: bootstrap ## requirements.lock anew from pyproject.toml; ARGS=--upgrade for newer versions
+docs: bootstrap ## the documents as a site, in build/docs
+	@tools/docs-environment
+	@build/docs-env/bin/python tools/docs_site.py
+
+install: bootstrap ## what packages have, below $(DESTDIR)$(PREFIX)
+	@meson setup build/install --prefix=$(PREFIX) -Dtests=false \
+		$$([ ! -e build/install/build.ninja ] || echo --reconfigure) >/dev/null
+	@meson compile -C build/install
+	@$(python) tools/vendor.py build/vendor
+	@$(python) tools/install.py --destdir "$(DESTDIR)/" --prefix $(PREFIX) --build build/install --vendor build/vendor
+	@[ -n "$(DESTDIR)" ] || /usr/bin/python3 -m compileall -q $(PREFIX)/lib/tidegate/python $(PREFIX)/lib/tidegate/vendor
+
+deb: bootstrap ## a Debian package for this release, in build/packages
+	@tools/package deb
+
+rpm: bootstrap ## an RPM package, in build/packages; ARGS="'rhel 9'" for RHEL 9
+	@tools/package rpm $(ARGS)
+
+wheel: bootstrap ## a wheel for this architecture, in build/packages
+	@tools/package wheel
+
+lock: bootstrap ## requirements*.lock anew from pyproject.toml; ARGS=--upgrade for newer versions
 	@tools/lock $(ARGS)
 
 clean: ## remove what was built and installed in this checkout

@@ -1,0 +1,19 @@
+# An engine ends a container by the program that it started it with: without that nobody could end it.
+refuse_in_use() {
+    if in_use /run/tidegate || in_use /var/lib/tidegate/driver; then
+        echo "tidegate: containers with a GPU of Tidegate's run, and engines need its programs to end them; end them first" \
+            "(tidegate ps)" >&2
+        exit 1
+    fi
+}
+
+# Engines name our programs: Podman starts no container at all while a hook's program is gone.
+undo_setups() {
+    journal=/var/lib/tidegate/setup/journal.json
+    [ -e "$journal" ] || return 0
+    for engine in docker podman containerd crio; do
+        grep -qs "\"$engine\":" "$journal" || continue  # it is gone with its last engine
+        tidegate setup "$engine" --undo ||
+            echo "tidegate: $engine is still set up; take tidegate-hook and tidegate-runtime out of its files by hand" >&2
+    done
+}

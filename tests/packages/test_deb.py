@@ -1,0 +1,206 @@
+"""The life of the Debian package on fresh systems, from the installation to the purge.
+
+The system is a debootstrap of the release with its own engines, in a node of namespaces (node.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from governor import VERSION
+from tests.conftest import ROOT
+from tests.container.engines import IMAGE, Docker, Podman
+from tests.container.nodes import wait_for
+from tests.packages.make import NEWER, package
+from tests.packages.node import (
+    DRIVER_DIR,
+    ENGINES_OWN,
+    SIMGPU,
+    Node,
+    assert_works,
+    fresh_node,
+    of_the_node,
+    old_docker,
+    start,
+    starts_going_on,
+    units,
+    workload_image,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def deb(require: Callable[..., None]) -> Path:
+    require("dpkg-deb")
+    return package("deb")
+
+
+@pytest.fixture(params=["bookworm", "trixie"])
+def node(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    build_dir: Path,
+    require: Callable[..., None],
+) -> Iterator[Node]:
+    with fresh_node(request.param, tmp_path, build_dir, require) as node:
+        yield node
+
+
+@pytest.fixture
+def image(node: Node, tmp_path: Path, build_dir: Path) -> Path:
+    return workload_image(node, tmp_path, build_dir)
+
+
+def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it(
+    node: Node, deb: Path, image: Path
+) -> None:
+    newer = package("deb", version=NEWER)
+    host = node.host
+    depends = re.findall(r"python3[a-z-]*", (ROOT / "packaging/debian/control").read_text())
+    node.apt("install", *sorted(set(depends)))
+    before = node.files()
+
+    # Installed: the programs are there, compiled, and find what is theirs.
+    node.install(deb)
+    assert host.check("tidegate", "--version") == f"tidegate {VERSION}\n"
+    assert host.check("readlink", "-f", "/usr/bin/tidegate-hook").startswith(
+        "/usr/lib/tidegate/python/"
+    )
+    compiled = host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines()
+    assert any("/oci_hook/__pycache__/main." in path for path in compiled)
+    assert not host.run("ldconfig", "-p").stdout.count("/tidegate/")
+    host.check("tidegate", "refresh")
+    node.start_governor()
+    found = json.loads(host.run("tidegate", "doctor", "--json").stdout)["findings"]
+    assert [one for one in found if one["state"] == "wrong"] == []
+    # Nothing wrote bytecode that the package does not know of.
+    assert host.check("find", "/usr/lib/tidegate", "-name", "*.pyc").splitlines() == compiled
+
+    # The main job, by the engines of the release.
+    podman = of_the_node(Podman)(host, {str(node.gpu): SIMGPU})
+    podman.start(image)
+    shares = ("45", "30", "15")
+    running = [
+        start(podman, {"memory": "1Gi", "compute": share, "compute-limit": share})
+        for share in shares
+    ]
+    begun, at = [units(one) for one in running], time.monotonic()
+    time.sleep(6)
+    done = [units(one) - b for one, b in zip(running, begun, strict=True)]
+    seconds = time.monotonic() - at
+    # Units of 0.5 ms. This machine may be slow, and is nobody's alone: never more than the share, and not far less.
+    delivered = [n * 0.05 / seconds for n in done]
+    for share, percent in zip(shares, delivered, strict=True):
+        assert int(share) / 2 < percent < int(share) + 3, delivered
+    assert len(node.books()) == 3
+
+    docker_kind = Docker
+    if old_docker(host):
+        from tests.container.test_engines import OldDocker
+
+        docker_kind = OldDocker
+    podman.remove(running.pop())
+    docker = of_the_node(docker_kind)(host, {str(node.gpu): SIMGPU})
+    docker.start(image)
+    running.append(start(docker, {"memory": "1Gi", "compute": "10"}))
+    wait_for(lambda: len(node.books()) == 3, "the one that ended to leave the books")
+    known = node.books()
+
+    # Upgraded, as its scripts do under systemd: containers go on, with the library that they have, and others start.
+    old = node.generation()
+    with starts_going_on(podman):
+        node.install(newer)
+    assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"
+    host.check("tidegate", "refresh")
+    node.stop_governor()
+    node.start_governor()
+    assert node.generation() != old
+    assert_works(*running)
+    assert node.books() == known
+    collected = {
+        o["name"]: o
+        for o in json.loads(host.check("tidegate", "gc", "--nested", "--json"))["generations"]
+    }
+    assert not collected[old]["removed"]
+    assert "mounted in" in collected[old]["reason"]
+    podman.remove(running.pop(0))
+    running.insert(0, start(podman, {"memory": "1Gi", "compute": "20"}))
+    maps = host.check("grep", "-c", f"{node.generation()}", f"/proc/{running[0].pid}/mountinfo")
+    assert int(maps)
+
+    # Not removed while engines need its programs to end containers; nothing has changed then.
+    refused = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--remove", "tidegate", timeout=120)
+    assert refused.status != 0
+    assert "end them first" in refused.text
+    assert host.check("tidegate", "--version") == f"tidegate {NEWER}\n"
+    assert_works(*running)
+
+    # Removed: engines are as they were, and the configuration stays.
+    for one in running:
+        one.engine.remove(one)
+    docker.stop()
+    node.stop_governor()
+    host.check("env", "LC_ALL=C.UTF-8", "dpkg", "--remove", "tidegate", timeout=120)
+    left = {path for path in node.files() - before if not path.startswith(ENGINES_OWN)}
+    links = {path for path in left if path.startswith(("/etc/systemd/", "/var/lib/systemd/"))}
+    written = {"/etc/tidegate/runtime-docker"} if docker_kind is not Docker else set()
+    assert left - links == {"/etc/tidegate", "/etc/tidegate/config.yaml"} | written
+    assert (
+        "tidegate" not in host.run("cat", "/etc/docker/daemon.json").stdout
+        or docker_kind is not Docker
+    )
+    assert not host.run("sh", "-c", "grep -rl tidegate /etc/containers").stdout
+    # An engine without us starts containers as ever.
+    host.check(
+        "podman", "--runtime=runc", "run", "--rm", "--network=none", IMAGE, "/usr/bin/sleep", "0"
+    )
+
+    # Purged: nothing.
+    host.check("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
+    left = {path for path in node.files() - before if not path.startswith(ENGINES_OWN)}
+    assert left == set()
+
+
+def test_who_forces_a_removal_takes_nothing_from_a_container(
+    node: Node, deb: Path, image: Path
+) -> None:
+    node.install(deb)
+    host = node.host
+    host.check("tidegate", "refresh")
+    node.start_governor()
+    podman = of_the_node(Podman)(host, {str(node.gpu): SIMGPU})
+    podman.start(image)
+    running = start(podman, {"memory": "1Gi", "compute": "30"})
+    node.stop_governor()
+    # What dpkg does when prerm is out of the way.
+    host.check("rm", "/var/lib/dpkg/info/tidegate.prerm")
+    ran = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
+    assert ran.status == 0, ran.text
+    assert "containers that run load the driver from" in ran.text
+    assert "containers that run have their grants from" in ran.text
+    assert host.path(DRIVER_DIR).is_dir()
+    assert_works(running)
+    assert (
+        host.run(
+            "podman",
+            "--runtime",
+            "runc",
+            "exec",
+            running.name,
+            "/usr/bin/cat",
+            "/run/tidegate/devices",
+        ).status
+        == 0
+    )
+    node.install(deb)  # its engine ends it by the hook
+    podman.remove(running)
+    host.check("dpkg", "--purge", "tidegate", timeout=120)
+    assert not host.path("/var/lib/tidegate").exists()
+    assert not host.path("/run/tidegate").exists()

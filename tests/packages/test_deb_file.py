@@ -1,0 +1,125 @@
+"""The Debian package's file: what is in it, what it depends on, its scripts, and what lintian has against it.
+
+It is built for this, which takes as long as everything else here together; its life is in test_deb.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from governor import VERSION
+from tests.conftest import ROOT
+from tests.packages.make import package
+
+
+@pytest.fixture(scope="module")
+def deb(require: Callable[..., None]) -> Path:
+    require("dpkg-buildpackage", "dh", "lintian")
+    return package("deb")
+
+
+def listing(deb: Path) -> list[str]:
+    """The names of what is no directory in a package."""
+    text = subprocess.run(
+        ["dpkg-deb", "--contents", deb], capture_output=True, text=True, check=True
+    ).stdout
+    found = (line.split(None, 5) for line in text.splitlines())
+    return sorted(w[5].split(" -> ")[0].removeprefix(".") for w in found if w[0][0] != "d")
+
+
+def scripts(deb: Path, tmp_path: Path) -> Path:
+    """The directory with a package's control file and scripts."""
+    subprocess.run(["dpkg-deb", "--control", deb, tmp_path / "control"], check=True)
+    return tmp_path / "control"
+
+
+def test_lintian_has_nothing_against_it(require: Callable[..., None], deb: Path) -> None:
+    """But what is overridden, each with its reason, in packaging/debian/tidegate.lintian-overrides."""
+    require("lintian")
+    changes = next(deb.parent.glob("tidegate_*.changes"))
+    # Units and no init.d script. Debian 12's lintian minds; newer ones do not know the tag, and mind an override of it.
+    tag = "package-supports-alternative-init-but-no-init.d-script"
+    known = Path(f"/usr/share/lintian/tags/p/{tag}.tag").exists()
+    but = ("--suppress-tags", tag) if known else ()
+    done = subprocess.run(
+        ["lintian", "--fail-on", "error,warning,info", "--display-info", *but, changes],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_it_says_what_it_depends_on_and_provides_no_library(deb: Path, tmp_path: Path) -> None:
+    control = scripts(deb, tmp_path)
+    text = (control / "control").read_text()
+    fields = dict(re.findall(r"^([A-Z][A-Za-z-]+): (.*)$", text, re.MULTILINE))
+    assert fields["Version"] == f"{VERSION}-1"
+    depends = {word.split()[0] for word in fields["Depends"].split(", ")}
+    assert depends == {
+        "libc6", "python3", "python3-jsonschema", "python3-prometheus-client", "python3-pyelftools",
+        "python3-structlog", "python3-yaml",
+    }  # fmt: skip
+    assert not {"Provides", "Conflicts", "Replaces"} & set(fields)
+    # With shlibs or symbols other packages would come to depend on this one for libcuda.so.1.
+    assert sorted(p.name for p in control.iterdir()) == [
+        "conffiles", "control", "md5sums", "postinst", "postrm", "prerm",
+    ]  # fmt: skip
+    assert (control / "conffiles").read_text().split() == ["/etc/tidegate/config.yaml"]
+    assert "ldconfig" not in "".join(p.read_text() for p in control.iterdir())
+
+
+def test_its_files_are_those_of_make_install(deb: Path) -> None:
+    found = listing(deb)
+    own = [
+        n for n in found if not n.startswith(("/usr/lib/tidegate/python/", "/usr/share/tidegate/"))
+    ]
+    pages = (
+        "/usr/share/man/",
+        "/usr/share/bash-completion/",
+        "/usr/share/zsh/",
+        "/usr/share/fish/",
+    )
+    units = ("/lib/systemd/system/", "/usr/lib/systemd/system/")
+    assert [n for n in own if not n.startswith((*pages, *units))] == [
+        "/etc/tidegate/config.yaml",
+        *(f"/usr/bin/{n}" for n in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime")),
+        "/usr/lib/systemd/system-preset/80-tidegate.preset",
+        "/usr/lib/tidegate/libtidegate-arbiter.so",
+        "/usr/lib/tidegate/vendor/nvidia-ml-py.LICENSE",
+        "/usr/lib/tidegate/vendor/pynvml.py",
+        "/usr/lib/tidegate/x86_64-linux-gnu/libcuda.so.1",
+        "/usr/lib/tidegate/x86_64-linux-gnu/libnvidia-ml.so.1",
+        "/usr/lib/udev/rules.d/70-tidegate.rules",
+        *(f"/usr/share/doc/tidegate/{n}" for n in (
+            "README.md.gz", "SECURITY.md.gz", "changelog.Debian.gz", "changelog.gz", "copyright",
+        )),
+        "/usr/share/lintian/overrides/tidegate",
+        "/usr/share/python3/runtime.d/tidegate.rtupdate",
+    ]  # fmt: skip
+    assert sorted(Path(n).name for n in own if n.startswith(units)) == sorted(
+        p.name for p in (ROOT / "packaging/systemd").iterdir() if p.suffix != ".preset"
+    )
+    assert not [n for n in found if n.endswith(".pyc")]
+
+
+def test_its_scripts_do_what_they_have_to_in_order(deb: Path, tmp_path: Path) -> None:
+    control = scripts(deb, tmp_path)
+    postinst, prerm, postrm = ((control / n).read_text() for n in ("postinst", "prerm", "postrm"))
+    # Bytecode before anything runs; the mirror before the governor, whose unit asks for it.
+    steps = [
+        "py3compile",
+        "_dh_action 'tidegate-refresh.path'",
+        "_dh_action 'tidegate-governor.service'",
+    ]
+    assert [postinst.index(step) for step in steps] == sorted(postinst.index(s) for s in steps)
+    # An upgrade restarts, it does not stop: containers that run are without a governor for a moment only.
+    assert "_dh_action=restart" in postinst
+    assert '"$1" = remove' in prerm.partition("deb-systemd-invoke stop")[0].rpartition("\nif ")[2]
+    assert prerm.index("refuse_in_use\n") < prerm.index("undo_setups\n") < prerm.index("py3clean")
+    assert "#INCLUDE#" not in prerm + postrm
+    for script in (postinst, prerm, postrm):
+        assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0

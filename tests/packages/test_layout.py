@@ -1,0 +1,469 @@
+"""What `make install` lays out, which is what every package has, and what is said of it in one place."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+
+from governor import VERSION
+from governor.config import Config, parse_config
+from tests.conftest import ROOT, lack
+from tests.packages.make import laid_out
+
+PACKAGING = ROOT / "packaging"
+TRIPLET = "x86_64-linux-gnu"
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> Path:
+    """The prefix below a root that was installed to, with a umask that would let nobody in."""
+    base = tmp_path_factory.mktemp("install")
+    before = os.umask(0o077)
+    try:
+        return laid_out(base / "root", build_dir, base / "vendor")
+    finally:
+        os.umask(before)
+
+
+def root_of(prefix: Path) -> Path:
+    """What would be / on a node."""
+    return next(p for p in prefix.parents if p.name == "root" and (p / "etc").is_dir())
+
+
+def names(directory: Path, *skip: str) -> list[str]:
+    """What is no directory below one, less what begins with a name in `skip`."""
+    found = (str(p.relative_to(directory)) for p in directory.rglob("*") if not p.is_dir())
+    return sorted(name for name in found if not name.startswith(skip))
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd="/",
+        env={"PATH": "/usr/bin:/bin", **environment},
+    )
+
+
+def test_everything_has_its_place(prefix: Path) -> None:
+    # What these three have is up to whoever writes pages, completions and dashboards.
+    others = ("lib/tidegate/python/", "share/man/", "share/bash-completion/", "share/zsh/")
+    shared = ("share/tidegate/grafana/", "share/tidegate/prometheus/", "share/tidegate/kubernetes/")
+    assert names(prefix, *others, *shared, "share/fish/") == [
+        "bin/tidegate",
+        "bin/tidegate-governor",
+        "bin/tidegate-hook",
+        "bin/tidegate-runtime",
+        "lib/systemd/system-preset/80-tidegate.preset",
+        "lib/systemd/system/tidegate-driver-changed.service",
+        "lib/systemd/system/tidegate-gc.service",
+        "lib/systemd/system/tidegate-governor.service",
+        "lib/systemd/system/tidegate-refresh.path",
+        "lib/systemd/system/tidegate-refresh.service",
+        "lib/systemd/system/tidegate-watch@.path",
+        "lib/tidegate/libtidegate-arbiter.so",
+        "lib/tidegate/vendor/nvidia-ml-py.LICENSE",
+        "lib/tidegate/vendor/pynvml.py",
+        f"lib/tidegate/{TRIPLET}/libcuda.so.1",
+        f"lib/tidegate/{TRIPLET}/libnvidia-ml.so.1",
+        "lib/udev/rules.d/70-tidegate.rules",
+        "share/tidegate/containerd/runtimeclass.yaml",
+        "share/tidegate/crio/50-tidegate.conf",
+        "share/tidegate/hooks.d/50-tidegate-devices.json",
+        "share/tidegate/hooks.d/50-tidegate-end.json",
+        "share/tidegate/hooks.d/50-tidegate.json",
+        "share/tidegate/selinux/tidegate.cil",
+    ]
+    assert names(root_of(prefix) / "etc") == ["tidegate/config.yaml"]
+    assert (root_of(prefix) / "etc/tidegate/config.d").is_dir()
+
+
+def test_all_of_our_code_is_there_but_what_makes_tables(prefix: Path) -> None:
+    code = names(prefix / "lib/tidegate/python")
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "oci_hook", "vdriver", "governor", "kube"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    makers = {"kube/gen.py", "kube/simulate.py"}
+    used = sorted(n for n in tracked if n not in makers and not n.endswith(".proto"))
+    assert [n for n in code if not n.startswith("libcontrol/")] == used
+    assert [n for n in code if n.startswith("libcontrol/")] == [
+        "libcontrol/__init__.py", "libcontrol/layout.py", "libcontrol/pages.py",
+    ]  # fmt: skip
+
+
+def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> None:
+    """Engines run some as root, and a container's user reads others, whoever's umask made them."""
+    programs = {"tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"}
+    programs.add("install-node")  # which a cluster's node runs
+    for path in prefix.rglob("*"):
+        if path.is_symlink():
+            continue
+        runs = path.is_dir() or path.name in programs or ".so" in path.name
+        runs = runs and path.parent.name != "completions"  # of a program, by its name
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode in ((0o755,) if runs and ".so" not in path.name else (0o644, 0o755)), path
+        assert runs or mode == 0o644, path
+
+
+def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
+    for name in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"):
+        link = prefix / "bin" / name
+        assert not link.readlink().is_absolute()
+        assert link.resolve().is_relative_to(prefix / "lib/tidegate/python")
+    first = {p.name: p.read_text().splitlines()[0] for p in (prefix / "bin").iterdir()}
+    # The hook has Python's own library and nothing else; the command has the distribution's modules besides.
+    assert first == {
+        "tidegate": "#!/usr/bin/python3 -I",
+        "tidegate-governor": "#!/usr/bin/python3 -I",
+        "tidegate-hook": "#!/usr/bin/python3 -ISE",
+        "tidegate-runtime": "#!/usr/bin/python3 -ISE",
+    }
+
+
+def test_commands_start_from_anywhere_and_mind_no_environment(prefix: Path, tmp_path: Path) -> None:
+    hostile = tmp_path / "governor"
+    hostile.mkdir()
+    (hostile / "__init__.py").write_text("raise SystemExit('the environment was minded')\n")
+    said = run(prefix / "bin/tidegate", "--version", PYTHONPATH=str(tmp_path), PYTHONHOME="/none")
+    assert (said.returncode, said.stdout) == (0, f"tidegate {VERSION}\n"), said.stderr
+    asked = run(prefix / "bin/tidegate-hook", PYTHONPATH=str(tmp_path))
+    assert "usage: tidegate-hook" in asked.stderr
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+code, vendor, packages = sys.argv[1:]
+sys.path[:0] = [code, vendor, packages]
+for name in ("oci_hook", "vdriver", "libcontrol", "governor"):
+    package = importlib.import_module(name)
+    for found in pkgutil.walk_packages(package.__path__, f"{name}."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+import pynvml
+ours = ("oci_hook", "vdriver", "libcontrol", "governor", "pynvml")
+for name, module in sys.modules.items():
+    if name.partition(".")[0] in ours and not module.__file__.startswith((code, vendor)):
+        raise SystemExit(f"{name} came from {module.__file__}")
+from governor import places
+print(places.library_dir(), places.control_dir(), places.shared_file("crio/50-tidegate.conf"))
+"""
+
+
+def test_every_module_is_found_in_the_installation_with_its_libraries(prefix: Path) -> None:
+    private = prefix / "lib/tidegate"
+    packages = next(p for p in sys.path if p.endswith("site-packages"))
+    done = run(
+        sys.executable, "-I", "-S", "-B", "-c", IMPORT_ALL,
+        private / "python", private / "vendor", packages,
+    )  # fmt: skip
+    assert done.stdout.split() == [
+        str(private), str(private / TRIPLET), str(prefix / "share/tidegate/crio/50-tidegate.conf")
+    ], done.stderr  # fmt: skip
+
+
+def test_no_loader_of_the_node_finds_the_control_library(prefix: Path) -> None:
+    """A program of the host that loads libcuda.so.1 is nobody's container: it gets the driver, or nothing."""
+    found = names(prefix)
+    assert [n for n in found if "libcuda" in n or "libnvidia-ml" in n] == [
+        f"lib/tidegate/{TRIPLET}/libcuda.so.1", f"lib/tidegate/{TRIPLET}/libnvidia-ml.so.1"
+    ]  # fmt: skip
+    assert not [n for n in found if "ld.so.conf" in n]
+    for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
+        with (prefix / "lib/tidegate" / TRIPLET / name).open("rb") as file:
+            dynamic = next(
+                s for s in ELFFile(file).iter_sections() if isinstance(s, DynamicSection)
+            )
+            paths = [t.runpath for t in dynamic.iter_tags() if t.entry.d_tag == "DT_RUNPATH"]
+        assert paths == ["$ORIGIN/origin"]
+
+
+def test_the_control_library_says_which_release_it_is_of(prefix: Path) -> None:
+    library = (prefix / "lib/tidegate" / TRIPLET / "libcuda.so.1").read_bytes()
+    assert f"tidegate-control {VERSION}\0".encode() in library
+
+
+def test_units_run_what_is_installed(prefix: Path) -> None:
+    below = f"/{prefix.relative_to(root_of(prefix))}"
+    for unit in (prefix / "lib/systemd/system").glob("*.service"):
+        for program in re.findall(r"^ExecStart=-?(\S*tidegate\S*)", unit.read_text(), re.MULTILINE):
+            assert program.startswith(f"{below}/bin/"), unit
+            assert (prefix / "bin" / Path(program).name).exists()
+
+
+def test_a_second_installation_takes_away_what_the_first_had_and_keeps_the_configuration(
+    tmp_path: Path, build_dir: Path
+) -> None:
+    root = tmp_path / "root"
+    prefix = laid_out(root, build_dir, tmp_path / "vendor")
+    code = prefix / "lib/tidegate/python/governor"
+    left = [
+        code / name for name in ("old.py", "old/__init__.py", "__pycache__/cli.cpython-311.pyc")
+    ]
+    for old in left:
+        old.parent.mkdir(exist_ok=True)
+        old.write_text("")
+    (code / "link").symlink_to("/nowhere")
+    config = root / "etc/tidegate/config.yaml"
+    config.write_text("placement: pack\n")
+    before = names(prefix)
+    laid_out(root, build_dir, tmp_path / "vendor")
+    assert not any(old.exists() or old.parent.exists() for old in left[1:])
+    gone = {str(path.relative_to(prefix)) for path in (*left, code / "link")}
+    assert set(before) - set(names(prefix)) == gone
+    assert config.read_text() == "placement: pack\n"
+
+
+def test_over_a_second_installation_engines_find_every_program(
+    tmp_path: Path, build_dir: Path
+) -> None:
+    """A container that starts meanwhile, or ends, is started or ended by one of the two versions."""
+    prefix = laid_out(tmp_path / "root", build_dir, tmp_path / "vendor")
+    programs = [prefix / "bin" / name for name in ("tidegate-hook", "tidegate-runtime")]
+    modules = [prefix / "lib/tidegate/python/oci_hook" / name for name in ("entry.py", "client.py")]
+    missing: set[Path] = set()
+    looks, over = 0, threading.Event()
+
+    def look() -> None:
+        nonlocal looks
+        while not over.is_set():
+            missing.update(path for path in (*programs, *modules) if not path.exists())
+            looks += 1
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    laid_out(tmp_path / "root", build_dir, tmp_path / "vendor")
+    over.set()
+    looking.join()
+    assert looks > 100
+    assert missing == set()
+
+
+# The sample configuration
+
+
+def options(text: str) -> list[str]:
+    """Every option of the sample with its comment sign taken off, a section with one option at a time."""
+    found, section = [], ""
+    for line in text.splitlines():
+        if re.match(r"#[a-z_]+:$", line):
+            section = line[1:]
+        elif re.match(r"#[a-z_]+:", line):
+            found.append(line[1:])
+        elif re.match(r"#  [a-z_]+:", line):
+            found.append(f"{section}\n{line[1:]}")
+    return found
+
+
+def test_every_option_of_the_sample_is_accepted_and_is_the_default() -> None:
+    text = (PACKAGING / "config.yaml").read_text()
+    assert parse_config(text) == Config()
+    lines = options(text)
+    known = json.loads((ROOT / "governor/config.schema.json").read_text())["properties"]
+    inner = sum(len(one.get("properties", "x")) for one in known.values())
+    assert len(lines) == inner
+    # What depends on the machine, or stands there as an example of what has no default.
+    depends = ("library_dir", "spin_us", "lookahead_us", "gpus", "defaults:\n  memory")
+    for line in lines:
+        config = parse_config(line)
+        if not line.startswith(depends):
+            assert config == Config(), line
+    assert all(isinstance(yaml.safe_load(line), dict) for line in lines)
+
+
+# One place for each fact
+
+
+def test_the_version_stands_in_one_place() -> None:
+    # Manual pages are written from there.
+    places = [
+        "governor",
+        "vdriver",
+        "oci_hook",
+        "libcontrol",
+        "tools",
+        "packaging",
+        ":!packaging/man",
+        # Which image a cluster gets is looked at in tests/kubernetes/test_manifests.py.
+        ":!packaging/kubernetes",
+    ]
+    again = subprocess.run(
+        ["git", "grep", "-lF", VERSION, "--", *places, "pyproject.toml", "meson.build"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout.split()  # fmt: skip
+    assert again == ["governor/__init__.py"]
+
+
+def minima() -> dict[str, str]:
+    """The oldest version of each module that the code runs with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = dict(re.fullmatch(r"([a-z-]+)>=([0-9.]+)", d).groups() for d in project["dependencies"])  # type: ignore[union-attr]
+    return {"python": project["requires-python"].removeprefix(">="), **found}
+
+
+DEBIAN = {"python": "python3", "pyyaml": "python3-yaml"}
+FEDORA = {"python": "%{python_package}", "prometheus-client": "python3-prometheus_client"}
+
+
+def test_both_packages_depend_on_what_the_project_does() -> None:
+    """nvidia-ml-py is in neither distribution's archive, so it comes along."""
+    wanted = {name: version for name, version in minima().items() if name != "nvidia-ml-py"}
+    control = (PACKAGING / "debian/control").read_text().partition("\nPackage:")[2]
+    assert set(re.findall(r"^ (python3\S*) \(>= ([0-9.]+)\),$", control, re.MULTILINE)) == {
+        (DEBIAN.get(name, f"python3-{name}"), version) for name, version in wanted.items()
+    }
+    spec = (
+        (PACKAGING / "rpm/tidegate.spec")
+        .read_text()
+        .partition("Requires:       %{python_package} >=")
+    )
+    fedora = re.sub(r"%if 0%\{\?rhel\}.*?%else\n", "", spec[1] + spec[2], flags=re.DOTALL)
+    assert set(re.findall(r"^Requires: +(\S*python\S*) >= ([0-9.]+)$", fedora, re.MULTILINE)) == {
+        (FEDORA.get(name, f"python3-{name}"), version) for name, version in wanted.items()
+    }
+
+
+def test_what_rhel_lacks_is_locked_for_its_package() -> None:
+    lock = (ROOT / "requirements-vendor.lock").read_text()
+    locked = dict(re.findall(r"^([a-z-]+)==([0-9.]+)", lock, re.MULTILINE))
+    brought = set(minima()) - {"python", "pyyaml", "nvidia-ml-py"}
+    assert brought <= set(locked)
+    for name in brought:
+        numbers = [tuple(map(int, v.split("."))) for v in (locked[name], minima()[name])]
+        assert numbers[0] >= numbers[1]
+    # The next one has rpds-py below it, which is compiled for one Python.
+    assert tuple(map(int, locked["jsonschema"].split("."))) < (4, 18)
+
+
+@pytest.mark.parametrize("script", sorted(p.name for p in (PACKAGING / "scripts").iterdir()))
+def test_the_scripts_of_packages_are_a_shells(script: str) -> None:
+    done = run("sh", "-n", PACKAGING / "scripts" / script)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_removal_that_undoes_the_last_setup_says_nothing_of_the_journal(tmp_path: Path) -> None:
+    journal = tmp_path / "journal.json"
+    journal.write_text('{"docker": [], "podman": []}\n')
+    script = (PACKAGING / "scripts/before-removal.sh").read_text()
+    script = script.replace("/var/lib/tidegate/setup/journal.json", str(journal))
+    # The last undo removes the journal.
+    command = f'tidegate() {{ echo "$2"; [ "$2" = docker ] || rm {journal}; }}'
+    done = run("sh", "-euc", f"{command}\n{script}\nundo_setups")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "docker\npodman\n", "")
+
+
+def test_packages_include_each_script_and_no_other() -> None:
+    texts = [
+        (PACKAGING / "debian" / f"tidegate.{name}").read_text() for name in ("prerm", "postrm")
+    ]
+    asked = [n for text in texts for n in re.findall(r"^#INCLUDE# (\S+)$", text, re.MULTILINE)]
+    spec = re.findall(r"^@(\S+\.sh)@$", (PACKAGING / "rpm/tidegate.spec").read_text(), re.MULTILINE)
+    # Both formats do the same before a removal and after it.
+    assert asked == spec == ["in-use.sh", "before-removal.sh", "in-use.sh", "remove-state.sh"]
+    assert set(asked) == {path.name for path in (PACKAGING / "scripts").iterdir()}
+
+
+# A tmpfs in a mount namespace of its own: there each test has mounts, and a stand-in for a container's.
+NODE = """set -e
+mount -t tmpfs none {base}
+cd {base}
+{steps}
+{scripts}
+{question}
+"""
+
+
+def on_a_node(base: Path, steps: str, question: str) -> subprocess.CompletedProcess[str]:
+    """Run steps and a question below `base`, as a package's script would."""
+    if os.geteuid() != 0:
+        lack("needs root")
+    base.mkdir()
+    scripts = "".join(
+        (PACKAGING / "scripts" / name).read_text() for name in ("in-use.sh", "remove-state.sh")
+    )
+    # What is removed is below `base`, and nothing of this machine's.
+    for path in ("/usr/lib/", "/var/lib/", "/run/"):
+        scripts = scripts.replace(path, f"{base}{path}")
+    script = NODE.format(base=base, scripts=scripts, steps=steps, question=question)
+    return run("unshare", "--mount", "sh", "-c", script)
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked", "said"),
+    [
+        ("mkdir -p driver/g c; mount --bind driver/g c", "driver", "used"),
+        ("mkdir -p driver/g driver2/g c; mount --bind driver2/g c", "driver", "unused"),
+        ("mkdir -p driver/g c; mount --bind driver c", "driver", "unused"),
+        # An administrator's link to a larger disk, or to the place of all such links.
+        (
+            "mkdir -p disk/tidegate/driver/g c; ln -s disk/tidegate state; mount --bind state/driver/g c",
+            "state/driver",
+            "used",
+        ),
+        ("mkdir -p disk/g c; ln -s disk link; ln -s link driver; mount --bind disk/g c", "driver", "used"),
+        ("mkdir -p driver c; mount -t tmpfs n driver; mkdir driver/g; mount --bind driver/g c", "driver", "used"),
+        (
+            "mkdir -p 'a [b] \\c.*/g' driver c; mount --bind 'a [b] \\c.*' driver; mount --bind driver/g c",
+            "driver",
+            "used",
+        ),
+        ("mkdir -p drXver/g driver c; mount --bind drXver/g c", "dr.ver", "unused"),
+        ("mkdir -p driver; mount -t tmpfs n driver", "driver", "unused"),
+        ("ln -s nowhere driver", "driver", "unused"),
+        ("mkfifo driver", "driver", "unused"),
+        (":", "driver", "unused"),
+    ],
+)  # fmt: skip
+def test_a_package_sees_what_containers_have_mounted(
+    tmp_path: Path, steps: str, asked: str, said: str
+) -> None:
+    """Wherever an administrator has put it, and whatever that is called."""
+    base = tmp_path / "node"
+    done = on_a_node(base, steps, f"if in_use {base}/{asked}; then echo used; else echo unused; fi")
+    assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
+
+
+def test_a_disk_that_is_mounted_fails_no_removal(tmp_path: Path) -> None:
+    """The disk stays mounted and is emptied; another below it is nobody's to empty."""
+    steps = (
+        "mkdir -p var/lib/tidegate/driver run/tidegate/containers run/cdi usr/lib"
+        "; mount -t tmpfs n var/lib/tidegate/driver; mkdir -p var/lib/tidegate/driver/g/other"
+        "; touch var/lib/tidegate/driver/g/lib; mount -t tmpfs n var/lib/tidegate/driver/g/other"
+        "; touch var/lib/tidegate/driver/g/other/kept"
+    )
+    done = on_a_node(tmp_path / "node", steps, "remove_state; echo removed; find .")
+    assert done.returncode == 0, done.stderr
+    assert "removed\n" in done.stdout
+    assert "driver/g/other/kept" in done.stdout
+    assert "driver/g/lib" not in done.stdout
+    assert "run/tidegate" not in done.stdout
+
+
+def test_the_preset_names_what_the_packages_enable() -> None:
+    rules = (PACKAGING / "debian/rules").read_text()
+    started = re.findall(r"dh_installsystemd (.*)", rules)
+    spec = (PACKAGING / "rpm/tidegate.spec").read_text()
+    preset = re.findall(
+        r"^enable (\S+)", (PACKAGING / "systemd/80-tidegate.preset").read_text(), re.MULTILINE
+    )
+    assert sorted(" ".join(started).split()) == sorted(preset)
+    assert sorted(re.findall(r"^%systemd_post (.*)", spec, re.MULTILINE)[0].split()) == sorted(
+        preset
+    )
+    # The mirror comes first: the governor's unit is skipped where there is none.
+    assert started[-1] == "tidegate-governor.service"

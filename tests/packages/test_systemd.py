@@ -1,0 +1,203 @@
+"""What is installed under a systemd that runs, on a fresh system of the release: what the Debian package's scripts start,
+restart and stop, and what the script for a wheel does.
+
+The system is PID 1 of a container, an overlay over what tools/package-root made, with the simulated GPU's driver in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.machine import Simulated
+from tests.conftest import ROOT
+from tests.container.test_systemd import Machine, config, put
+from tests.packages.make import NEWER, fresh_root, package
+
+pytestmark = pytest.mark.slow
+
+LIBDIR = "usr/lib/x86_64-linux-gnu"
+GPU = "/opt/gpu"
+UNITS = ("tidegate-refresh.path", "tidegate-governor.service")
+ENVIRONMENT = "LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+
+APT = "apt-get -qy --no-install-recommends -o APT::Sandbox::User=root install"
+
+
+class Installed(Machine):
+    """A system of a release's own systemd."""
+
+    def __init__(self, base: Path, rootfs: Path, gpu: Path) -> None:
+        super().__init__(base, rootfs)
+        self.gpu = gpu
+
+    def config(self) -> str:
+        """Nothing of the checkout is mounted; systemd may lower a score, as a real one may."""
+        document = json.loads(config(self.rootfs))
+        document["mounts"] = [
+            m for m in document["mounts"] if not m["destination"].startswith("/opt/")
+        ]
+        document["mounts"].append(
+            {
+                "destination": GPU,
+                "type": "bind",
+                "source": str(self.gpu),
+                "options": ["rbind", "rw"],
+            }
+        )
+        more = own_capabilities() & {"CAP_SYS_RESOURCE", "CAP_CHECKPOINT_RESTORE", "CAP_SYS_NICE"}
+        for held in document["process"]["capabilities"].values():
+            held.extend(sorted(more))
+        return json.dumps(document)
+
+    def shell(self, line: str) -> str:
+        """Run a line of shell that succeeds."""
+        return self.runc(
+            "exec", self.name, "sh", "-ec", f"export {ENVIRONMENT}; {line}", timeout=300
+        )
+
+    def governor(self) -> int:
+        """The governor's process, 0 where there is none."""
+        return int(self.show("tidegate-governor.service", "MainPID"))
+
+
+def own_capabilities() -> set[str]:
+    """Those of the three that this machine gives its root."""
+    [bounding] = (
+        int(line.split()[1], 16)
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("CapBnd:")
+    )
+    numbers = {"CAP_SYS_NICE": 23, "CAP_SYS_RESOURCE": 24, "CAP_CHECKPOINT_RESTORE": 40}
+    return {name for name, number in numbers.items() if bounding >> number & 1}
+
+
+@pytest.fixture(params=["bookworm", "trixie"])
+def machine(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    build_dir: Path,
+    require: Callable[..., None],
+) -> Iterator[Installed]:
+    require("runc", "debootstrap")
+    root = fresh_root(request.param)
+    gpu = Simulated(tmp_path / "gpu", build_dir)
+    place = tmp_path / "place"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", place], check=True)
+    machine = None
+    try:
+        for name in ("upper", "work", "root"):
+            (place / name).mkdir()
+        layers = f"lowerdir={root},upperdir={place}/upper,workdir={place}/work"
+        subprocess.run(
+            ["mount", "-t", "overlay", "overlay", "-o", layers, place / "root"], check=True
+        )
+        machine = Installed(tmp_path, place / "root", gpu.directory)
+        for library in ("libcuda", "libnvidia-ml"):
+            [file] = build_dir.glob(f"simgpu/{library}.so.*.*[0-9]")
+            shutil.copy(file, place / "root" / LIBDIR / file.name)
+            (place / "root" / LIBDIR / f"{library}.so.1").symlink_to(file.name)
+        # A real driver's nodes are in /dev; the simulated one's are files.
+        setting = f"[Service]\nEnvironment=SIMGPU_DIR={GPU}\nReadWritePaths={GPU}\n"
+        if "CAP_SYS_RESOURCE" not in own_capabilities():
+            setting += "OOMScoreAdjust=0\n"
+        put(
+            place / "root/etc/systemd/system/tidegate-governor.service.d/test.conf",
+            setting.encode(),
+        )
+        machine.boot()
+        yield machine
+    finally:
+        if machine is not None:
+            machine.end()
+        gpu.close()
+        for mount in (place / "root", place):
+            subprocess.run(["umount", "--lazy", mount], check=False)
+
+
+def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it(
+    machine: Installed,
+) -> None:
+    debs = [package("deb"), package("deb", version=NEWER)]
+    for deb in debs:
+        shutil.copy(deb, machine.rootfs / "root" / deb.name)
+    before = set(machine.failed())
+    machine.shell(f"{APT} /root/{debs[0].name}")
+    assert set(machine.failed()) == before, machine.story()
+    for unit in UNITS:
+        assert machine.systemctl("is-active", unit) == "active", machine.story()
+        assert machine.systemctl("is-enabled", unit) == "enabled"
+    assert machine.show("tidegate-refresh.service", "Result") == "success"
+    machine.shell("tidegate check")
+    first = machine.governor()
+    generation = machine.shell("readlink /var/lib/tidegate/driver/current")
+
+    # A reload of what is wrong fails and ends nothing; what is mended is in force.
+    ours = "/etc/tidegate/config.d/50-ours.yaml"
+    machine.shell(f"echo 'placemnt: pack' >{ours}; ! systemctl reload tidegate-governor")
+    assert machine.systemctl("is-active", "tidegate-governor.service") == "active"
+    assert "placemnt is no option" in machine.shell("tidegate doctor --problems || true")
+    assert "placemnt is no option" in machine.shell("tidegate events")
+    machine.shell(f"echo 'placement: pack' >{ours}; systemctl reload tidegate-governor")
+    assert "placement: pack" in machine.shell("tidegate check")
+    assert machine.shell("tidegate reload --dry-run").splitlines()[-1] == "nothing is new"
+    machine.shell(f"rm {ours}; systemctl reload tidegate-governor")
+    assert machine.governor() == first
+
+    # The governor is another one, of the new version; the mirror has the new control library.
+    machine.shell(f"dpkg --install /root/{debs[1].name}")
+    machine.until(lambda: machine.governor() not in (0, first))
+    machine.shell("tidegate check")
+    assert machine.shell("tidegate --version").split()[-1] == NEWER
+    machine.until(lambda: machine.shell("readlink /var/lib/tidegate/driver/current") != generation)
+    assert set(machine.failed()) == before, machine.story()
+
+    machine.shell("dpkg --remove tidegate")
+    for unit in UNITS:
+        assert machine.systemctl("is-active", unit) in ("inactive", "unknown")
+    assert not os.path.lexists(machine.rootfs / "var/lib/tidegate")
+    machine.shell("dpkg --purge tidegate")
+    machine.systemctl("daemon-reload")
+    assert machine.shell("find /etc /usr /var/lib -xdev -name '*tidegate*' -print").split() == [
+        # the test's own
+        "/etc/systemd/system/tidegate-governor.service.d"
+    ]
+
+
+@pytest.mark.parametrize("machine", ["bookworm"], indirect=True)
+def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
+    machine: Installed, tmp_path: Path
+) -> None:
+    modules = "jsonschema prometheus-client pyelftools structlog yaml".replace(" ", " python3-")
+    machine.shell(f"{APT} python3-{modules}")
+    machine.shell("python3 -m venv --without-pip --system-site-packages /opt/tidegate")
+    [site] = (machine.rootfs / "opt/tidegate/lib").glob("python3*/site-packages")
+    # As pip does it, which has nothing to fetch from here.
+    with zipfile.ZipFile(package("wheel")) as wheel:
+        wheel.extractall(site)
+    subprocess.run([sys.executable, "tools/vendor.py", tmp_path / "vendor"], cwd=ROOT, check=True)
+    shutil.copy(tmp_path / "vendor/pynvml.py", site)
+    for name, module in (("tidegate", "cli"), ("tidegate-governor", "daemon")):
+        program = f"#!/opt/tidegate/bin/python\nimport sys\nfrom governor.{module} import main\nsys.exit(main())\n"
+        put(machine.rootfs / "opt/tidegate/bin" / name, program.encode())
+        (machine.rootfs / "opt/tidegate/bin" / name).chmod(0o755)
+    for name in ("tidegate-hook", "tidegate-runtime"):  # zipfile minds no modes, pip does
+        (site / "oci_hook" / name).chmod(0o755)
+
+    machine.shell("/opt/tidegate/bin/tidegate install >/root/install")
+    machine.shell("sh -eu /root/install")
+    for unit in UNITS:
+        assert machine.systemctl("is-active", unit) == "active", machine.story()
+        assert machine.systemctl("is-enabled", unit) == "enabled"
+    machine.shell("tidegate check")
+    assert machine.shell("readlink -f /usr/bin/tidegate-hook").startswith("/opt/tidegate/lib/")
+    assert "usage: tidegate-hook" in machine.shell("tidegate-hook 2>&1 || :")

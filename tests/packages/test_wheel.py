@@ -1,0 +1,174 @@
+"""The wheel: installed by pip into an environment of its own, and what `tidegate install` says is left to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from governor import VERSION
+from governor.verbs.install import _is_roots, script
+from tests.conftest import ROOT, lack
+from tests.packages.make import package
+
+HIDDEN = "the units' sandboxes do not see it"
+OTHERS = "others than root may change it, and engines run it as root"
+
+
+def wheel_tree(directory: Path) -> Path:
+    """The files of packaging/ as a wheel has them."""
+    code = directory / "code"
+    for name in ("systemd", "udev"):
+        (code / "governor/share" / name).mkdir(parents=True)
+        for path in (ROOT / "packaging" / name).iterdir():
+            (code / "governor/share" / name / path.name).write_bytes(path.read_bytes())
+    return code
+
+
+def test_the_script_puts_everything_where_units_and_engines_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it prints is a shell's, and each thing that it copies from is there."""
+    monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
+    code = wheel_tree(tmp_path)
+    # pytest's own directory is one that the units do not see: that would be the whole answer.
+    lines = [line for line in script(code, Path("/opt/tidegate/bin")) if line != "exit 1"]
+    text = "\n".join(lines)
+    assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
+    for name in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"):
+        assert re.search(rf"^ln -sf \S+/{name} /usr/bin/{name}$", text, re.MULTILINE)
+    named = re.findall(rf"{re.escape(str(code))}/governor/share/\S+\.(?:service|path|rules)", text)
+    assert all(Path(path).is_file() for path in named)
+    assert {Path(path).name for path in named} == {
+        path.name
+        for path in [*(ROOT / "packaging/systemd").iterdir(), *(ROOT / "packaging/udev").iterdir()]
+        if path.suffix != ".preset"
+    }
+    assert text.index("enable --now tidegate-refresh") < text.index(
+        "enable --now tidegate-governor"
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "roots", "reason"),
+    [
+        ("/home/u/venv/lib", True, HIDDEN),
+        ("/tmp/x", True, HIDDEN),
+        ("/opt/x", False, OTHERS),
+        ("/root/x", False, f"{HIDDEN}, and {OTHERS}"),
+        ("/opt/x\nrm -r", False, OTHERS),
+    ],
+)
+def test_a_place_that_does_not_do_ends_the_script_at_its_begin(
+    monkeypatch: pytest.MonkeyPatch, place: str, *, roots: bool, reason: str
+) -> None:
+    monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: roots)
+    lines = "\n".join(script(Path(place), Path(place))).splitlines()
+    assert lines[0] == f"# {place} does not do: {reason}.".replace("\n", "?")
+    assert lines[2] == "exit 1"
+
+
+@pytest.mark.parametrize(
+    ("steps", "roots"),
+    [
+        ("", True),
+        ("chown 1000 opt/venv/lib", False),
+        ("chown 1000 opt", False),
+        ("chmod o+w opt/venv", False),
+        ("chmod 1777 opt", True),
+        ("chmod 1777 opt/venv/lib", False),
+        ("chmod g+w opt/venv", True),
+        ("chgrp 1000 opt/venv; chmod g+w opt/venv", False),
+    ],
+)
+def test_what_others_may_change_does_not_do(tmp_path: Path, steps: str, *, roots: bool) -> None:
+    """Whoever owns a directory above it can put another there."""
+    if os.geteuid() != 0:
+        lack("needs root")
+    lib = tmp_path / "opt/venv/lib"
+    lib.mkdir(parents=True)
+    subprocess.run(["sh", "-ec", steps], cwd=tmp_path, check=True)
+    assert _is_roots(lib) is roots
+
+
+def test_beside_a_package_it_replaces_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
+    monkeypatch.setattr("governor.places.PRIVATE", tmp_path)
+    lines = list(script(Path("/opt/x/lib"), Path("/opt/x/bin")))
+    assert lines[0].startswith(f"# {tmp_path} is there")
+    assert lines[2] == "exit 1"
+
+
+def test_no_command_becomes_a_link_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an environment pip puts commands below /usr/local, and on some systems to /usr/bin."""
+    monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
+    code = Path("/usr/local/lib/python3.11/dist-packages")
+    for commands in ("/usr/local/bin", "/usr/bin"):
+        links = [line.split()[2:] for line in script(code, Path(commands)) if line[:3] == "ln "]
+        made = {link: to for to, link in links}
+        assert made.get("/usr/bin/tidegate") == (
+            "/usr/local/bin/tidegate" if commands == "/usr/local/bin" else None
+        )
+        assert made["/usr/bin/tidegate-hook"] == f"{code}/oci_hook/tidegate-hook"
+        assert all(link != to for to, link in links)
+
+
+def test_one_that_does_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("governor.verbs.install._is_roots", lambda _: True)
+    assert "exit 1" not in list(
+        script(Path("/opt/tidegate/lib/python3.11/site-packages"), Path("/opt/tidegate/bin"))
+    )
+
+
+@pytest.mark.slow
+def test_it_is_for_this_architecture_and_any_python(require: Callable[..., None]) -> None:
+    require("gcc")
+    wheel = package("wheel")
+    assert re.fullmatch(
+        rf"tidegate-{re.escape(VERSION)}-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name
+    )
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in (
+        "x86_64-linux-gnu/libcuda.so.1",
+        "x86_64-linux-gnu/libnvidia-ml.so.1",
+        "libtidegate-arbiter.so",
+    ):
+        assert f"libcontrol/lib/{name}" in names
+    assert not [n for n in names if n.endswith((".c", ".h", ".map", "meson.build", "/gen.py"))]
+    assert "governor/share/hooks.d/50-tidegate.json" in names
+
+
+@pytest.mark.slow
+def test_pip_installs_a_command_that_finds_what_came_with_it(tmp_path: Path) -> None:
+    wheel = package("wheel")
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", venv / "bin/python", "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, timeout=300)
+
+    def run(*command: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(word) for word in command],
+            capture_output=True, text=True, check=False, cwd="/", timeout=60,
+        )  # fmt: skip
+
+    assert run(venv / "bin/tidegate", "--version").stdout == f"tidegate {VERSION}\n"
+    said = run(venv / "bin/tidegate", "install")
+    assert said.returncode == 0, said.stderr
+    [hook] = re.findall(r"^ln -sf (\S+) /usr/bin/tidegate-hook$", said.stdout, re.MULTILINE)
+    # Engines run the hook by its path, under the system's Python, outside of the environment.
+    assert "usage: tidegate-hook" in run(hook).stderr
+    found = run(
+        venv / "bin/python", "-c", "from governor import places; print(places.control_dir())"
+    )
+    assert (Path(found.stdout.strip()) / "libcuda.so.1").is_file()
+    class_ = run(venv / "bin/tidegate", "setup", "containerd", "--runtime-class")
+    assert class_.stdout == (ROOT / "packaging/containerd/runtimeclass.yaml").read_text()

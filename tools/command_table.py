@@ -1,0 +1,211 @@
+"""The command lines as data, taken from what parses them: for man pages and completions.
+
+`tidegate` and `tidegate-governor` are argparse's. The hook and the wrapper runtime parse by hand,
+so their options are described here; a test holds that against what they accept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from governor import cli, daemon  # noqa: E402
+from governor.places import control_dir  # noqa: E402
+
+Takes = Literal["nothing", "word", "file", "directory", "container"]
+
+FILES = {"FILE"}
+DIRECTORIES = {"DIR"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option, or, without flags, an argument that has its place."""
+
+    flags: tuple[str, ...]
+    value: str  # what stands for it in a synopsis, empty where it takes none
+    doc: str
+    choices: tuple[str, ...] = ()
+    takes: Takes = "nothing"
+    required: bool = False
+    repeated: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The option as one would write it."""
+        return f"{self.flags[-1]} {self.value}".rstrip() if self.flags else self.value
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program, a verb, or what a verb can do."""
+
+    path: tuple[str, ...]
+    summary: str
+    options: tuple[Option, ...] = ()
+    more: str = ""
+    """What stands below the options in --help."""
+    commands: tuple[Command, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The last word."""
+        return self.path[-1]
+
+    def synopsis(self) -> str:
+        """Return how it is called."""
+        words = [" ".join(self.path)]
+        places = [option for option in self.options if not option.flags]
+        words += [
+            option.shown if option.required else f"[{option.shown}]"
+            for option in (*(one for one in self.options if one.flags), *places)
+            if "--help" not in option.flags
+        ]
+        if self.commands:
+            words.append("VERB ..." if len(self.path) == 1 else "ACTION ...")
+        return " ".join(words)
+
+    def walk(self) -> Iterator[Command]:
+        """Yield it and all below it."""
+        yield self
+        for command in self.commands:
+            yield from command.walk()
+
+
+def _takes(action: argparse.Action, value: str) -> Takes:
+    if not value:
+        return "nothing"
+    if value in FILES:
+        return "file"
+    if value in DIRECTORIES:
+        return "directory"
+    return "container" if action.dest == "container" else "word"
+
+
+def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> Option:
+    choices = tuple(str(choice) for choice in action.choices or ())
+    value = ""
+    if action.nargs != 0:
+        value = str(action.metavar or ("|".join(choices) if choices else action.dest.upper()))
+    doc = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001
+    # A default that depends on where this checkout lies is not what a node has.
+    doc = doc.replace(str(control_dir()), "/usr/lib/tidegate/MACHINE-linux-gnu")
+    return Option(
+        tuple(sorted(action.option_strings, key=len)),
+        value,
+        doc,
+        choices,
+        _takes(action, value),
+        required=action.required,
+        repeated=isinstance(action, argparse._AppendAction),  # noqa: SLF001
+    )
+
+
+def _command(parser: argparse.ArgumentParser, path: tuple[str, ...], summary: str) -> Command:
+    options, commands = [], []
+    for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            helps = {choice.dest: choice.help for choice in action._choices_actions}  # noqa: SLF001
+            for name, inner in action.choices.items():
+                commands.append(_command(inner, (*path, name), str(helps[name])))
+        else:
+            options.append(_option(parser, action))
+    said = parser.description or ""
+    more = [said if said.rstrip(".") != summary.rstrip(".") else "", parser.epilog or ""]
+    return Command(path, summary, tuple(options), "\n\n".join(filter(None, more)), tuple(commands))
+
+
+def tidegate() -> Command:
+    """Return the command of the operator."""
+    parser = cli.parser()
+    return _command(parser, ("tidegate",), (parser.description or "").rstrip("."))
+
+
+def governor() -> Command:
+    """Return the daemon."""
+    return _command(daemon.parser(), ("tidegate-governor",), daemon.SUMMARY)
+
+
+HOOK = Command(
+    ("tidegate-hook",),
+    "OCI hook that gives containers their share of a GPU",
+    (
+        Option(
+            ("--runtime-dir",), "DIR", "the governor's directory (/run/tidegate)", (), "directory"
+        ),
+        Option(
+            ("--driver-dir",),
+            "DIR",
+            "the driver's mirror (/var/lib/tidegate/driver)",
+            (),
+            "directory",
+        ),
+        Option(("--dev-dir",), "DIR", "the host's device nodes (/dev)", (), "directory"),
+        Option(
+            ("--module-version",),
+            "FILE",
+            "where the kernel module says its version (/proc/driver/nvidia/version)",
+            (),
+            "file",
+        ),
+        Option(("--log",), "FILE", "write events there, not to syslog", (), "file"),
+        Option(
+            ("--timeout",), "SECONDS", "give up, and fail the start, after so long (20)", (), "word"
+        ),
+        Option(
+            ("--governed",),
+            "",
+            "the container is governed, whatever its annotations say: entered by who wrote its"
+            " devices",
+        ),
+        Option(
+            ("--claim",),
+            "UID",
+            "the container has a share of this claim: entered by the node's driver for Kubernetes",
+            (),
+            "word",
+        ),
+        Option(("--share",), "NAME", "which share of the claim", (), "word"),
+        Option(
+            (),
+            "prestart|createRuntime|precreate|poststop",
+            "the stage at which the runtime, or for precreate the engine, calls it",
+            ("prestart", "createRuntime", "precreate", "poststop"),
+            "word",
+            required=True,
+        ),
+    ),
+)
+
+RUNTIME = Command(
+    ("tidegate-runtime",),
+    "OCI runtime that adds GPUs, and executes runc or crun",
+    (
+        Option(
+            ("--tidegate-config",),
+            "FILE",
+            "the settings (/etc/tidegate/runtime); only as the first argument",
+            (),
+            "file",
+        ),
+    ),
+)
+
+RUNTIME_SETTINGS = {
+    "runtime": "what is executed: by default the first of /usr/bin/runc, /usr/sbin/runc,"
+    " /usr/local/sbin/runc and /usr/bin/crun that is there",
+    "environment": "allow or ignore (the default): whether variables of the container count where"
+    " an annotation is missing",
+    "hook": "what is entered into config.json (/usr/bin/tidegate-hook)",
+    "hook-arguments": "its options, separated by blanks",
+    "runtime-dir": "where the governor's socket is (/run/tidegate)",
+    "dev-dir": "the host's device nodes (/dev)",
+    "log": "a file for the lines of failed starts, in place of syslog",
+}

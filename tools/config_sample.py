@@ -1,0 +1,94 @@
+"""packaging/config.yaml, which packages put to /etc/tidegate: each option, commented out.
+
+`python tools/config_sample.py` writes the file, `--check` fails when it is stale.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from governor.config import SCHEMA_FILE, Config  # noqa: E402
+from tools.config_reference import accepted, shown  # noqa: E402
+
+FILE = ROOT / "packaging/config.yaml"
+COLUMNS = 96
+# What is written where the default is said in words.
+EXAMPLES = {
+    "library_dir": "/usr/lib/tidegate",
+    "spin_us": "250",
+    "lookahead_us": "120",
+    "gpus": "{}",
+    "memory": "4Gi",
+}
+
+HEAD = """\
+# Tidegate's configuration on this node. What is commented out is the default.
+#
+# Files of /etc/tidegate/config.d/*.yaml are read after this one, in the order of their names.
+# `tidegate check` says whether all of it is accepted. Sizes are bytes, or whole numbers with
+# Ki, Mi, Gi or Ti. A percentage is of one GPU.
+"""
+
+
+def _plain(text: str) -> str:
+    """Return Markdown's words without its signs; a link is its text."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
+
+
+def entry(name: str, option: dict[str, Any], value: object, indent: str) -> list[str]:
+    """Return an option's meaning, what is accepted, and its default as it would be written."""
+    text = f"{_sentence(option['description'])} Accepted: {_plain(accepted(name, option))}."
+    default = _plain(shown(name, value, option))
+    if name in EXAMPLES:
+        text += f" Default: {default}."
+        default = EXAMPLES[name]
+    return [*_comment(text), f"#{indent}{name}: {default}"]
+
+
+def _sentence(text: str) -> str:
+    plain = _plain(text).rstrip(".")
+    return f"{plain[0].upper()}{plain[1:]}."
+
+
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, initial_indent="# ", subsequent_indent="# ")
+
+
+def sample() -> str:
+    """Return the whole file."""
+    options = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
+    blocks = []
+    for name, option in options.items():
+        value = getattr(Config(), name)
+        if "properties" not in option:
+            blocks.append(entry(name, option, value, ""))
+            continue
+        lines = [*_comment(_sentence(option["description"])), f"#{name}:"]
+        for inner, one in option["properties"].items():
+            lines += entry(inner, one, getattr(value, inner), "  ")
+        blocks.append(lines)
+    return HEAD + "".join("\n" + "\n".join(block) + "\n" for block in blocks)
+
+
+def main() -> int:
+    """Write the file, or check it."""
+    text = sample()
+    if "--check" not in sys.argv[1:]:
+        FILE.write_text(text, encoding="utf-8")
+        return 0
+    if FILE.exists() and FILE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{FILE.relative_to(ROOT)} is stale; run python tools/config_sample.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""packaging/grafana/tidegate.json, a dashboard over the governor's metrics.
+
+`python tools/grafana_dashboard.py` writes it, `--check` fails when it is stale. What is shown is in
+ROWS; what Grafana wants besides is the same for all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "packaging/grafana/tidegate.json"
+
+SOURCE = {"type": "prometheus", "uid": "${source}"}
+SHORT = {
+    "{NODE}": '{instance=~"$instance"}',
+    "{GPU}": '{instance=~"$instance",gpu=~"$gpu"}',
+    "{OF}": '{instance=~"$instance",gpu=~"$gpu",container=~"$container"}',
+    "[I]": "[$__rate_interval]",
+}
+"""What queries below are written with: whose series, and over which time."""
+GPU = "GPU {{index}} {{instance}}"
+CONTAINER = "{{container}} GPU {{gpu}}"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A panel: its kind and unit, and its queries with how the series of each are called."""
+
+    title: str
+    doc: str
+    queries: Mapping[str, str]
+    unit: str = "short"
+    most: float | None = None
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """Panels below a title: numbers, or curves."""
+
+    title: str
+    panels: tuple[Panel, ...]
+    kind: str = "timeseries"
+    width: int = 12
+
+
+ROWS = (
+    Row(
+        "Nodes",
+        (
+            Panel("Containers", "That share GPUs now", {"sum(tidegate_containers{NODE})": ""}),
+            Panel(
+                "GPUs lost",
+                "They do not answer, and nothing of them is granted",
+                {"sum(tidegate_gpu_lost{NODE})": ""},
+            ),
+            Panel(
+                "Violations now",
+                "Containers that go around their quota",
+                {"sum(tidegate_container_violation{OF}) or vector(0)": ""},
+            ),
+            Panel(
+                "Admissions refused",
+                "In the time shown, by the error's code",
+                {
+                    "sum by (code) (increase(tidegate_admissions_refused_total{NODE}[$__range]))": (
+                        "{{code}}"
+                    )
+                },
+            ),
+            Panel(
+                "Versions",
+                "Of the governors",
+                {"count by (version) (tidegate_build_info{NODE})": "{{version}}"},
+            ),
+        ),
+        "stat",
+        4,
+    ),
+    Row(
+        "GPUs",
+        (
+            Panel(
+                "GPU time delivered",
+                "Part of each GPU's time that containers had",
+                {"rate(tidegate_gpu_charged_seconds_total{GPU}[I])": GPU},
+                "percentunit",
+                most=1,
+            ),
+            Panel(
+                "GPU time left to guarantee",
+                "What the next container can ask for",
+                {"tidegate_gpu_time_grantable_ratio{GPU}": GPU},
+                "percentunit",
+                most=1,
+            ),
+            Panel(
+                "Memory left to grant",
+                "What the next container can ask for",
+                {"tidegate_gpu_memory_grantable_bytes{GPU}": GPU},
+                "bytes",
+            ),
+            Panel(
+                "Cost of a hand-over",
+                "Time held and not delivered, for each grant",
+                {
+                    "rate(tidegate_gpu_handover_seconds_total{GPU}[I])"
+                    " / rate(tidegate_gpu_grants_total{GPU}[I])": GPU
+                },
+                "s",
+            ),
+            Panel(
+                "Looks at NVML that fail",
+                "Meanwhile nobody knows what memory the driver takes by itself",
+                {
+                    "rate(tidegate_gpu_looks_failed_total{GPU}[I])"
+                    " / rate(tidegate_gpu_looks_total{GPU}[I])": GPU
+                },
+                "percentunit",
+                most=1,
+            ),
+            Panel(
+                "Duration of a look at NVML",
+                "What the driver takes to answer",
+                {
+                    "rate(tidegate_gpu_look_seconds_total{GPU}[I])"
+                    " / rate(tidegate_gpu_looks_total{GPU}[I])": GPU
+                },
+                "s",
+            ),
+        ),
+    ),
+    Row(
+        "Containers",
+        (
+            Panel(
+                "GPU time",
+                "Part of the GPU's time that each had",
+                {"rate(tidegate_container_charged_seconds_total{OF}[I])": CONTAINER},
+                "percentunit",
+                stacked=True,
+            ),
+            Panel(
+                "Delivered of the guarantee",
+                "At 1 all of it was used; beyond that time was lent; what is less and did not wait,"
+                " it left idle",
+                {
+                    "rate(tidegate_container_charged_seconds_total{OF}[I])"
+                    " / tidegate_container_compute_guarantee_ratio{OF}": CONTAINER
+                },
+                "percentunit",
+            ),
+            Panel(
+                "Lent",
+                "Time beyond the guarantee, which others left idle",
+                {
+                    "clamp_min(rate(tidegate_container_charged_seconds_total{OF}[I])"
+                    " - tidegate_container_compute_guarantee_ratio{OF}, 0)": CONTAINER
+                },
+                "percentunit",
+                stacked=True,
+            ),
+            Panel(
+                "Waiting for GPU time",
+                "Seconds a second, of all threads together, by the container's own count",
+                {"rate(tidegate_container_wait_seconds_total{OF}[I])": CONTAINER},
+                "s",
+            ),
+            Panel(
+                "Memory in use",
+                "What it allocated, and what the driver took for it",
+                {"tidegate_container_memory_used_bytes{OF}": CONTAINER},
+                "bytes",
+                stacked=True,
+            ),
+            Panel(
+                "Memory in use, of the quota",
+                "At 1 allocations are refused",
+                {
+                    "tidegate_container_memory_used_bytes{OF}"
+                    " / tidegate_container_memory_limit_bytes{OF}": CONTAINER
+                },
+                "percentunit",
+                most=1,
+            ),
+            Panel(
+                "Allocations refused",
+                "For want of quota",
+                {
+                    "increase(tidegate_container_allocations_refused_total{OF}[I])": CONTAINER,
+                },
+            ),
+            Panel(
+                "Grants that had to be taken",
+                "Its work outlasted them",
+                {"rate(tidegate_container_grants_overdue_total{OF}[I])": CONTAINER},
+                "cps",
+            ),
+        ),
+    ),
+    Row(
+        "Violations",
+        (
+            Panel(
+                "Violations that last",
+                "Of which kind, and whose",
+                {"tidegate_container_violation{OF}": "{{container}} {{kind}} GPU {{gpu}}"},
+                most=1,
+            ),
+            Panel(
+                "What was done about them",
+                "Containers that were frozen, and killed",
+                {
+                    "increase(tidegate_throttles_total{NODE}[I])": "frozen {{instance}}",
+                    "increase(tidegate_stops_total{NODE}[I])": "killed {{instance}}",
+                },
+            ),
+        ),
+    ),
+    Row(
+        "GPUs that are shared by mps",
+        (
+            Panel(
+                "The server runs",
+                "At 0 it takes no clients",
+                {"tidegate_gpu_mps_running{GPU}": GPU},
+                most=1,
+            ),
+            Panel(
+                "Faults, and starts of the daemon",
+                "Each ends the work of all its clients",
+                {
+                    "increase(tidegate_gpu_mps_faults_total{GPU}[I])": f"faults, {GPU}",
+                    "increase(tidegate_gpu_mps_starts_total{GPU}[I])": f"starts, {GPU}",
+                },
+            ),
+        ),
+    ),
+)
+
+VARIABLES = (
+    ("instance", "Node", "label_values(tidegate_build_info, instance)"),
+    ("gpu", "GPU", "label_values(tidegate_gpu_info{NODE}, gpu)"),
+    (
+        "container",
+        "Container",
+        "label_values(tidegate_container_memory_limit_bytes{GPU}, container)",
+    ),
+)
+
+HEIGHT = 8
+STAT_HEIGHT = 4
+COLUMNS = 24
+
+
+def written_out(query: str) -> str:
+    """Return a query without the short forms."""
+    for short, long in SHORT.items():
+        query = query.replace(short, long)
+    return query
+
+
+def panel_json(panel: Panel, row: Row, number: int, x: int, y: int) -> dict[str, Any]:
+    """Return a panel as Grafana has it."""
+    defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
+    if panel.most is not None:
+        defaults["max"] = panel.most
+    options: dict[str, Any]
+    if row.kind == "stat":
+        options = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
+    else:
+        defaults["custom"] = {
+            "lineWidth": 1,
+            "fillOpacity": 20,
+            "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
+        }
+        options = {
+            "legend": {"displayMode": "table", "placement": "bottom", "calcs": ["mean", "max"]},
+            "tooltip": {"mode": "multi", "sort": "desc"},
+        }
+    return {
+        "id": number,
+        "type": row.kind,
+        "title": panel.title,
+        "description": panel.doc,
+        "datasource": SOURCE,
+        "gridPos": {
+            "x": x,
+            "y": y,
+            "w": row.width,
+            "h": STAT_HEIGHT if row.kind == "stat" else HEIGHT,
+        },
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": SOURCE,
+                "expr": written_out(query),
+                "legendFormat": legend or "__auto",
+                "instant": row.kind == "stat",
+                "range": row.kind != "stat",
+            }
+            for i, (query, legend) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def panels_json() -> list[dict[str, Any]]:
+    """Return all panels, each row's behind its title, from left to right and down."""
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for row in ROWS:
+        title = {"type": "row", "title": row.title, "collapsed": False, "panels": []}
+        grid = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
+        panels.append({"id": len(panels) + 1, **title, "gridPos": grid})
+        y += 1
+        height = STAT_HEIGHT if row.kind == "stat" else HEIGHT
+        side_by_side = COLUMNS // row.width
+        for i, panel in enumerate(row.panels):
+            x = i % side_by_side * row.width
+            line = y + i // side_by_side * height
+            panels.append(panel_json(panel, row, len(panels) + 1, x, line))
+        y += -(-len(row.panels) // side_by_side) * height
+    return panels
+
+
+def dashboard() -> str:
+    """Return the file."""
+    variables: list[dict[str, Any]] = [
+        {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    ]
+    variables += [
+        {
+            "name": name,
+            "label": label,
+            "type": "query",
+            "datasource": SOURCE,
+            "query": {"query": written_out(query), "refId": name},
+            "definition": written_out(query),
+            "refresh": 2,
+            "includeAll": True,
+            "multi": True,
+            "allValue": ".*",
+            "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+            "sort": 1,
+        }
+        for name, label, query in VARIABLES
+    ]
+    return (
+        json.dumps(
+            {
+                "uid": "tidegate",
+                "title": "Tidegate",
+                "description": "What docs/howto/see-what-happens.md says of its panels",
+                "tags": ["gpu", "tidegate"],
+                "schemaVersion": 38,
+                "editable": True,
+                "graphTooltip": 1,
+                "time": {"from": "now-1h", "to": "now"},
+                "refresh": "30s",
+                "timezone": "browser",
+                "templating": {"list": variables},
+                "annotations": {"list": []},
+                "links": [],
+                "panels": panels_json(),
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+
+
+def main() -> int:
+    """Write the file, or check it."""
+    text = dashboard()
+    if "--check" not in sys.argv[1:]:
+        FILE.parent.mkdir(parents=True, exist_ok=True)
+        FILE.write_text(text, encoding="utf-8")
+        return 0
+    if FILE.exists() and FILE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{FILE.relative_to(ROOT)} is stale; run python tools/grafana_dashboard.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Puts the C parts into the wheel: it is for one architecture, and for any Python 3."""
+
+from __future__ import annotations
+
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
+UNITS = ("systemd", "udev", "config.yaml")
+
+
+class Build(BuildHookInterface[Any]):
+    """Called by hatchling for each wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Build with meson, and name what goes where. An editable installation is a checkout."""
+        if version == "editable":
+            return
+        root = Path(self.root)
+        build = root / "build/wheel"
+        again = ["--reconfigure"] if (build / "build.ninja").exists() else []
+        options = ["--prefix=/usr", "-Dtests=false", "-Dwerror=false"]
+        subprocess.run(["meson", "setup", build, *options, *again], cwd=root, check=True)
+        subprocess.run(["meson", "compile", "-C", build], check=True)
+        made, how = root / "build/wheel-root", ("--no-rebuild", "--strip")
+        subprocess.run(
+            ["meson", "install", "-C", build, *how, "--tags", "runtime", "--destdir", made],
+            check=True,
+        )
+        private = made / "usr/lib/tidegate"
+        libraries = sorted(private.rglob("*.so*"))
+        included = {str(p): f"libcontrol/lib/{p.relative_to(private)}" for p in libraries}
+        for name in (*SHARED, *UNITS):
+            if (root / "packaging" / name).exists():
+                included[str(root / "packaging" / name)] = f"governor/share/{name}"
+        build_data["force_include"].update(included)
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-manylinux_2_{_glibc(libraries)}_{platform.machine()}"
+
+
+def _glibc(libraries: list[Path]) -> int:
+    """Return N of the oldest glibc 2.N that has what the libraries ask for."""
+    asked = [re.findall(rb"\bGLIBC_2\.([0-9]+)", path.read_bytes()) for path in libraries]
+    return max(int(number) for found in asked for number in found)

@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Puts Tidegate below DESTDIR as packages have it: `make install`, and both package formats.
+
+    tools/install.py --build build/install --vendor build/vendor [--destdir DIR] [--prefix /usr]
+
+The C parts are meson's, built before. Nothing is byte-compiled, started or enabled: a package does
+that on its node.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parent.parent
+CODE = ("oci_hook", "vdriver", "libcontrol", "governor", "kube")
+# What only the repository needs: the table of the API and what is generated from it, a simulation.
+LEFT_OUT = (
+    *("libcontrol/api/", "libcontrol/gen.py", "libcontrol/coverage.py"),
+    *("libcontrol/functions.toml", "kube/gen.py", "kube/simulate.py"),
+)
+PROGRAMS = {
+    "tidegate": "governor",
+    "tidegate-governor": "governor",
+    "tidegate-hook": "oci_hook",
+    "tidegate-runtime": "oci_hook",
+}
+# Directories of packaging/ that `tidegate setup` or an administrator copies from.
+SUFFIXES = {".py", ".json", ".toml", ".html"}
+SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
+COMPLETIONS = {
+    "bash": "share/bash-completion/completions",
+    "fish": "share/fish/vendor_completions.d",
+}
+
+
+class Installer:
+    """Files below a root, with modes that do not depend on whose umask it is."""
+
+    def __init__(self, destdir: Path, prefix: str) -> None:
+        self.destdir = destdir
+        self.prefix = prefix
+        self.written: set[Path] = set()
+
+    def place(self, path: str) -> Path:
+        """Return where a path is, below the prefix unless absolute; its directory is made."""
+        target = self.destdir / str(PurePosixPath(self.prefix, path)).lstrip("/")
+        missing = [d for d in (target.parent, *target.parent.parents) if not d.exists()]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for directory in missing:
+            directory.chmod(0o755)
+        return target
+
+    def file(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        """Write a file in one step, as somebody may run what was there."""
+        target = self.place(path)
+        making = target.with_name(f".{target.name}.new")
+        making.write_bytes(data)
+        making.chmod(mode)
+        making.replace(target)
+        self.written.add(target)
+
+    def link(self, path: str, to: str) -> None:
+        """Make a relative link in one step, as engines start no container while one is missing."""
+        target = self.place(path)
+        making = target.with_name(f".{target.name}.new")
+        making.unlink(missing_ok=True)
+        making.symlink_to(os.path.relpath(self.place(to), target.parent))
+        making.replace(target)
+
+    def remove_others(self, path: str) -> None:
+        """Remove what is below a directory and was not written."""
+        directory = self.place(path)
+        for found in sorted(directory.rglob("*"), reverse=True):  # what is in one comes before it
+            if found.is_dir() and not found.is_symlink():
+                with contextlib.suppress(OSError):  # something is in it
+                    found.rmdir()
+            elif found not in self.written:
+                found.unlink()
+
+
+def files(directory: Path) -> Iterator[Path]:
+    """Every file below a directory, in order, without what Python and editors leave."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("."):
+            yield path
+
+
+def code(to: Installer, python: str) -> None:
+    """Install our packages, and the commands as links: a program finds its code by where it is."""
+    for package in CODE:
+        for path in files(ROOT / package):
+            name = str(path.relative_to(ROOT))
+            is_program = path.name in PROGRAMS
+            if name.startswith(LEFT_OUT) or not (is_program or path.suffix in SUFFIXES):
+                continue
+            data = path.read_bytes()
+            if is_program:
+                data = data.replace(b"#!/usr/bin/python3 ", f"#!{python} ".encode(), 1)
+            to.file(f"lib/tidegate/python/{name}", data, 0o755 if is_program else 0o644)
+    for program, package in PROGRAMS.items():
+        to.link(f"bin/{program}", f"lib/tidegate/python/{package}/{program}")
+
+
+def shared(to: Installer, unit_dir: str, zsh_dir: str, sysconf_dir: str) -> None:
+    """Install what other programs read."""
+    packaging = ROOT / "packaging"
+    for name in SHARED:
+        for path in files(packaging / name):
+            mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
+            to.file(f"share/tidegate/{path.relative_to(packaging)}", path.read_bytes(), mode)
+    commands = re.compile(rb"/usr/bin/(?=tidegate)")
+    for path in files(packaging / "systemd"):
+        preset = path.suffix == ".preset"
+        directory = "lib/systemd/system-preset" if preset else unit_dir
+        data = commands.sub(f"{to.prefix.rstrip('/')}/bin/".encode(), path.read_bytes())
+        to.file(f"{directory}/{path.name}", data)
+    for path in files(packaging / "udev"):
+        to.file(f"lib/udev/rules.d/{path.name}", path.read_bytes())
+    for path in files(packaging / "man"):
+        to.file(f"share/man/man{path.suffix[1:]}/{path.name}", path.read_bytes())
+    for shell, directory in {**COMPLETIONS, "zsh": zsh_dir}.items():
+        for path in files(packaging / "completions" / shell):
+            to.file(f"{directory}/{path.name}", path.read_bytes())
+    config = f"{sysconf_dir}/tidegate"
+    if not (to.destdir / f"{config}/config.yaml".lstrip("/")).exists():
+        to.file(f"{config}/config.yaml", (packaging / "config.yaml").read_bytes())
+    to.place(f"{config}/config.d/x")
+
+
+def main() -> None:
+    """Install everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--destdir", default="/", type=Path, help="a root to install to")
+    parser.add_argument("--prefix", default="/usr")
+    parser.add_argument("--sysconf-dir", default="/etc")
+    parser.add_argument("--unit-dir", default="lib/systemd/system")
+    parser.add_argument("--zsh-dir", default="share/zsh/vendor-completions")
+    parser.add_argument("--python", default="/usr/bin/python3", help="what runs it on the node")
+    parser.add_argument("--build", required=True, help="where meson built, for the same prefix")
+    parser.add_argument("--vendor", type=Path, required=True, help="what tools/vendor.py made")
+    args = parser.parse_args()
+    if not args.prefix.startswith("/") or not args.python.startswith("/"):
+        parser.error("--prefix and --python are absolute paths")
+    if not args.vendor.is_dir():
+        parser.error(f"{args.vendor} is not there; tools/vendor.py makes it")
+    to = Installer(args.destdir.absolute(), args.prefix)
+    # Without its tags meson would make libcuda.so as well, which is for linking.
+    meson = ["meson", "install", "-C", args.build, "--no-rebuild", "--quiet", "--tags", "runtime"]
+    subprocess.run([*meson, "--destdir", to.destdir], check=True)
+    code(to, args.python)
+    for path in files(args.vendor):
+        to.file(f"lib/tidegate/vendor/{path.relative_to(args.vendor)}", path.read_bytes())
+    # What an older version had and this one has not would be found by imports. Not before: a
+    # container that starts meanwhile needs the hook.
+    for name in ("python", "vendor"):
+        to.remove_others(f"lib/tidegate/{name}")
+    shared(to, args.unit_dir, args.zsh_dir, args.sysconf_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""packaging/man: the manual pages, from the command lines' table and the configuration's schema.
+
+`python tools/man_pages.py` writes them, `--check` fails when they are stale. They are in man(7),
+which man-db and mandoc both read.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import governor.errors  # noqa: E402
+import oci_hook.errors  # noqa: E402
+import vdriver.errors  # noqa: E402
+from governor.config import Config, effect_of, read_schema  # noqa: E402
+from tools import command_table  # noqa: E402
+from tools.command_table import HOOK, RUNTIME, RUNTIME_SETTINGS, Command  # noqa: E402
+from tools.completions import write_or_check  # noqa: E402
+from tools.config_reference import accepted, shown  # noqa: E402
+
+DIRECTORY = ROOT / "packaging/man"
+DATE = "2026-11-22"
+"""When the pages were last looked over as a whole. No clock: a build gives the same files."""
+
+SPECIAL = {"\\": "\\e", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", "-": "\\-"}
+
+EFFECTS = {
+    "now": "A reload puts it in force at once.",
+    "next": "After a reload it counts for what starts from then on.",
+    "restart": "A new value needs a restart of the governor.",
+}
+
+
+def plain(text: str) -> str:
+    """Return text as roff, every character as it is."""
+    return "".join(SPECIAL.get(char, char) for char in text)
+
+
+def words(text: str) -> str:
+    """Return prose with Markdown's code as roff.
+
+    Links that end what they stand in are the documents that they name, others their words.
+    """
+    text = " ".join(text.split())
+    text = re.sub(r"\[[^]]*\]\(([^)]*)\)(?=[.,;)]|$)", lambda link: _document(link[1]), text)
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
+    parts = re.split(r"`([^`]*)`", text)
+    return "".join(
+        f"\\fB{plain(part)}\\fR" if i % 2 else _prose(part) for i, part in enumerate(parts)
+    )
+
+
+def _document(link: str) -> str:
+    """Return what a link of the pages in docs/reference leads to."""
+    return posixpath.normpath(f"docs/reference/{link.partition('#')[0]}")
+
+
+def _prose(text: str) -> str:
+    """Return prose: a hyphen within a word is one, what begins an option is a minus."""
+    return "-".join(plain(part) for part in re.split(r"(?<=\w)-(?=\w)", text))
+
+
+def option_words(text: str) -> str:
+    """Return an option with its value: bold what is written, italic what stands for something."""
+    flag, _, value = text.partition(" ")
+    if not flag.startswith("-"):
+        return f"\\fI{plain(text)}\\fR"
+    return f"\\fB{plain(flag)}\\fR" + (f" \\fI{plain(value)}\\fR" if value else "")
+
+
+def _wrapped(text: str) -> list[str]:
+    """Return a paragraph as lines of a source; none of them may look like a request."""
+    lines = textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False)
+    return [f"\\&{line}" if line.startswith((".", "'")) else line for line in lines]
+
+
+class Page:
+    """One page in the making."""
+
+    def __init__(self, name: str, section: int, summary: str, comment: str) -> None:
+        self.lines = [
+            f'.\\" Written by `python tools/man_pages.py` from {comment}.',
+            f'.TH "{plain(name.upper())}" "{section}" "{DATE}" "Tidegate {governor.VERSION}"',
+            ".SH NAME",
+            f"{plain(name)} \\- {words(summary)}",
+        ]
+
+    def section(self, title: str) -> None:
+        """Begin a section."""
+        self.lines.append(f'.SH "{title}"')
+
+    def part(self, title: str) -> None:
+        """Begin a part of a section."""
+        self.lines.append(f'.SS "{plain(title)}"')
+
+    def say(self, *paragraphs: str) -> None:
+        """Add paragraphs of prose."""
+        for paragraph in paragraphs:
+            if not self.lines[-1].startswith((".SH", ".SS")):
+                self.lines.append(".PP")
+            self.lines += _wrapped(words(paragraph))
+
+    def items(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Add a list of terms, which are roff already, with what they mean."""
+        for term, text in rows:
+            self.lines += [".TP", term, *_wrapped(words(text) or "\\&")]
+
+    def literal(self, *lines: str) -> None:
+        """Add lines that stand as they are."""
+        begin = [".PP"] if not self.lines[-1].startswith((".SH", ".SS")) else []
+        self.lines += [*begin, ".nf", ".RS 4"]
+        self.lines += [plain(line) or "\\&" for line in lines]
+        self.lines += [".RE", ".fi"]
+
+    def synopsis(self, commands: Sequence[Command]) -> None:
+        """Add how programs are called."""
+        self.section("SYNOPSIS")
+        for i, command in enumerate(commands):
+            if i:
+                self.lines.append(".br")
+            self.lines.append(_call(command))
+
+    def options(self, command: Command) -> None:
+        """Add a command's options."""
+        self.items(
+            (option_words(option.shown), _sentence(option.doc))
+            for option in command.options
+            if "--help" not in option.flags
+        )
+
+    def see(self, *pages: str) -> None:
+        """Add the pages that belong to this one."""
+        self.section("SEE ALSO")
+        named = [
+            re.sub(r"(.*)\((\d)\)", r"\\fB\1\\fR(\2)", page).replace("-", "\\-") for page in pages
+        ]
+        self.lines.append(",\n".join(named))
+
+    def text(self) -> str:
+        """Return the page."""
+        return "\n".join(self.lines) + "\n"
+
+
+def _call(command: Command) -> str:
+    program, _, rest = command.synopsis().partition(" [")
+    head = f"\\fB{plain(program)}\\fR"
+    if not rest:
+        return head
+    parts = re.findall(r"\[[^]]*\]|[^\s\[\]]+", "[" + rest)
+    return " ".join([head, *(_call_part(part) for part in parts)])
+
+
+def _call_part(part: str) -> str:
+    if part.startswith("["):
+        return f"[{option_words(part[1:-1])}]"
+    return option_words(part) if part != "..." else plain(part)
+
+
+def _sentence(text: str) -> str:
+    text = text.strip().rstrip(".")
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def statuses(*sources: tuple[object, set[str]]) -> list[tuple[str, str]]:
+    """Return exit statuses with what they mean: of a module's errors those with these codes."""
+    found: dict[int, list[str]] = {}
+    for module, codes in sources:
+        for kind in vars(module).values():
+            if isinstance(kind, type) and vars(kind).get("code") in codes:
+                meaning = (kind.__doc__ or "").strip().partition("\n")[0]
+                found.setdefault(vars(kind)["status"], []).append(f"`{kind.code}`: {meaning}")  # type: ignore[attr-defined]
+    if any("internal" in codes for _, codes in sources):
+        found[70] = ["`internal`: A mistake of Tidegate's own: report it."]
+    return [(f"\\fB{status}\\fR", " ".join(meanings)) for status, meanings in sorted(found.items())]
+
+
+RUNTIME_CODES = {"annotation", "bundle", "driver", "internal", "mount", "mirror", "device"} | {
+    *("governor", "image", "refused")
+}
+HOOK_CODES = RUNTIME_CODES | {"state"}
+
+
+CONFIG_FILES = (
+    ("\\fB/etc/tidegate/config.yaml\\fR", "The configuration, tidegate.yaml(5)."),
+    ("\\fB/etc/tidegate/config.d/*.yaml\\fR", "What is said on top of it, by name."),
+)
+
+
+def tidegate_1() -> str:
+    """Return tidegate(1)."""
+    command = command_table.tidegate()
+    page = Page("tidegate", 1, "share GPUs among containers by quota", "governor/verbs")
+    page.section("SYNOPSIS")
+    page.lines += [
+        "\\fBtidegate\\fR \\fIverb\\fR [\\fIoption\\fR ...]",
+        ".br",
+        "\\fBtidegate\\fR [\\fIverb\\fR] \\fB\\-\\-help\\fR",
+        ".br",
+        "\\fBtidegate \\-\\-version\\fR",
+    ]
+    page.section("DESCRIPTION")
+    page.say(
+        """
+        Containers that ask for it by annotations share a node's GPUs, each within its quota of
+        memory and of GPU time. `tidegate` shows who has what, changes quotas, checks the node
+        and its configuration, sets up container engines and keeps the mirror of the driver.
+        """,
+        """
+        What a verb prints is for people, and may change. With `--json` it is for programs:
+        members are added over releases, and none is removed or given another meaning.
+        """,
+    )
+    page.section("VERBS")
+    for verb in command.commands:
+        for one in verb.walk():
+            page.part(" ".join(one.path[1:]))
+            page.lines += [_call(one)]
+            page.say(_sentence(one.summary))
+            if not one.commands:
+                page.options(one)
+            if one.more:
+                page.say(*one.more.strip().split("\n\n"))
+    page.section("EXIT STATUS")
+    page.items(
+        [
+            ("\\fB0\\fR", "It went well."),
+            (
+                "\\fB1\\fR",
+                "`tidegate doctor` found something wrong. With a traceback: a mistake; report it.",
+            ),
+            ("\\fB2\\fR", "The command line is wrong."),
+            *statuses(
+                (
+                    governor.errors,
+                    {"config", "request", "refused", "governor", "database", "setup"},
+                ),
+                (vdriver.errors, {"library", "driver", "nvml", "mirror"}),
+                (oci_hook.errors, {"annotation", "bundle", "driver", "mirror", "image"}),
+            ),
+            ("\\fB130\\fR, \\fB141\\fR", "It was interrupted; who read its output has left."),
+        ]
+    )
+    page.say("Each error is one line on standard error: what was found; what to do.")
+    page.section("FILES")
+    page.items(
+        [
+            *CONFIG_FILES,
+            ("\\fB/run/tidegate/governor.sock\\fR", "Where the governor is asked, by root alone."),
+            ("\\fB/var/lib/tidegate/driver\\fR", "The mirror of the driver."),
+        ]
+    )
+    page.section("EXAMPLES")
+    page.literal(
+        "tidegate ps",
+        "tidegate top --interval 1",
+        "tidegate set 3f1c --compute 40 --memory 12Gi",
+        "tidegate events --follow",
+        "tidegate check /etc/tidegate/config.d/50-quantum.yaml && tidegate reload",
+    )
+    page.see(
+        *("tidegate-governor(1)", "tidegate-hook(1)", "tidegate-runtime(1)", "tidegate.yaml(5)")
+    )
+    return page.text()
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def governor_1() -> str:
+    """Return tidegate-governor(1)."""
+    command = command_table.governor()
+    page = Page("tidegate-governor", 1, _lower(command.summary), "governor/daemon.py")
+    page.synopsis([command])
+    page.section("DESCRIPTION")
+    page.say(
+        """
+        The governor admits containers, keeps the books of each GPU, hands out GPU time, and
+        holds what the driver says against what each container may have. It runs as root, as
+        `tidegate-governor.service`, and logs one event a line on standard error: JSON, or words
+        where that is a terminal.
+        """,
+        """
+        It may end at any time, however it does: containers that run keep their quota by
+        themselves, none starts, and the next governor takes over what runs.
+        """,
+    )
+    page.section("OPTIONS")
+    page.options(command)
+    page.items([("\\fB\\-\\-help\\fR", "Say how it is called, and end.")])
+    page.section("SIGNALS")
+    page.items(
+        [
+            (
+                "\\fBSIGHUP\\fR",
+                """Read the configuration again, as `tidegate reload` does. One that is wrong is
+                logged as `configuration-refused`, and the governor keeps the one that it has.""",
+            ),
+            ("\\fBSIGTERM\\fR, \\fBSIGINT\\fR", "End. Containers run on."),
+        ]
+    )
+    page.section("EXIT STATUS")
+    page.items(
+        [
+            ("\\fB0\\fR", "A signal said to stop."),
+            ("\\fB2\\fR", "The command line is wrong."),
+            *statuses(
+                (governor.errors, {"config", "governor", "database"}),
+                (vdriver.errors, {"driver", "nvml"}),
+            ),
+        ]
+    )
+    page.section("FILES")
+    page.items(
+        [
+            *CONFIG_FILES,
+            ("\\fB/run/tidegate\\fR", "Sockets, and the pages of containers."),
+            ("\\fB/var/lib/tidegate/state.db\\fR", "What the next governor has to know."),
+        ]
+    )
+    page.see("tidegate(1)", "tidegate.yaml(5)", "systemctl(1)")
+    return page.text()
+
+
+def hook_1() -> str:
+    """Return tidegate-hook(1)."""
+    page = Page("tidegate-hook", 1, HOOK.summary, "tools/command_table.py")
+    page.synopsis([HOOK])
+    page.section("DESCRIPTION")
+    page.say(
+        """
+        Container runtimes call it with the container's state on standard input, as the OCI
+        runtime specification says; `tidegate setup` enters it. Into a container whose
+        annotations ask for a GPU (`tidegate.gpu/memory`, `tidegate.gpu/compute` and others) it
+        mounts the mirrored driver and the container's grant. A container that asks for nothing
+        is left alone.
+        """,
+        """
+        For the stage `precreate` it reads config.json, and prints the edited one: with device
+        nodes, and with itself as a hook.
+        """,
+        """
+        It fails closed: what goes wrong is one line on standard error, and an event in the
+        node's log, which `tidegate events` finds; the container does not start, and nothing of
+        it stays.
+        """,
+    )
+    page.section("OPTIONS")
+    page.options(HOOK)
+    page.section("EXIT STATUS")
+    page.items([("\\fB0\\fR", "It went well."), *statuses((oci_hook.errors, HOOK_CODES))])
+    page.see("tidegate(1)", "tidegate-runtime(1)", "oci-hooks(5)", "runc(8)")
+    return page.text()
+
+
+def runtime_1() -> str:
+    """Return tidegate-runtime(1)."""
+    page = Page("tidegate-runtime", 1, RUNTIME.summary, "tools/command_table.py")
+    page.section("SYNOPSIS")
+    page.lines += [
+        "\\fBtidegate\\-runtime\\fR [\\fB\\-\\-tidegate\\-config\\fR \\fIFILE\\fR]",
+        "\\fIargument\\fR ...",
+    ]
+    page.section("DESCRIPTION")
+    page.say(
+        """
+        Docker, containerd, CRI-O and Podman execute it in runc's place. It has the command line
+        of the runtime behind it. Before `create`, `run` and `restore` of a container that asks
+        for a GPU it writes device nodes and the hook into the bundle's config.json; after
+        `delete` it takes away what the start left in the image's layer. Every other command is
+        that runtime's at once.
+        """,
+    )
+    page.section("OPTIONS")
+    page.options(RUNTIME)
+    page.say("All others are those of the runtime behind it.")
+    page.section("SETTINGS")
+    page.say(
+        """
+        `/etc/tidegate/runtime` has one setting a line, a name and a value. Lines that begin
+        with `#` are comments. Without the file the defaults hold.
+        """,
+    )
+    page.items((f"\\fB{plain(name)}\\fR", _sentence(doc)) for name, doc in RUNTIME_SETTINGS.items())
+    page.section("EXIT STATUS")
+    page.say("That of the runtime behind it. Before that is executed:")
+    page.items(statuses((oci_hook.errors, RUNTIME_CODES)))
+    page.section("FILES")
+    page.items([("\\fB/etc/tidegate/runtime\\fR", "The settings.")])
+    page.see("tidegate(1)", "tidegate-hook(1)", "runc(8)", "crun(1)")
+    return page.text()
+
+
+def yaml_5() -> str:
+    """Return tidegate.yaml(5)."""
+    page = Page("tidegate.yaml", 5, "configuration of a node", "governor/config.schema.json")
+    page.section("SYNOPSIS")
+    page.lines += ["/etc/tidegate/config.yaml", ".br", "/etc/tidegate/config.d/*.yaml"]
+    page.section("DESCRIPTION")
+    page.say(
+        """
+        YAML, without aliases. The files of `config.d` are read after `config.yaml`, in the
+        order of their names, those that end in `.yaml` and do not begin with a dot. Of an
+        option that is said twice the last counts: mappings are merged by their keys, and a list
+        takes the place of the one before. Files that are absent mean the defaults. Another file
+        than `config.yaml`, named by `--config`, has drop-ins of its own: those of `node.yaml`
+        are in `node.d` beside it.
+        """,
+        """
+        An option that is unknown, is given twice in one file, or has a value that is not
+        accepted is an error that names file and option. The governor does not start with it,
+        and one that runs keeps the configuration that it has. `tidegate check FILE` says
+        whether a file is accepted, `tidegate reload` puts it in force, and says what needs a
+        restart; `tidegate reload --dry-run` says both before.
+        """,
+        """
+        Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an
+        option below another: `defaults.memory` is `memory:` below `defaults:`.
+        """,
+    )
+    page.section("OPTIONS")
+    page.items(_option_items(read_schema()["properties"], Config()))
+    page.section("EXAMPLES")
+    page.literal(
+        "placement: pack",
+        "memory_reserve: 1Gi",
+        "defaults:",
+        "  memory: 4Gi",
+        "  compute: 10",
+        "metrics:",
+        "  listen: unix",
+    )
+    page.see("tidegate(1)", "tidegate-governor(1)")
+    return page.text()
+
+
+def _option_items(
+    options: dict[str, dict[str, object]], values: object, prefix: str = ""
+) -> Iterable[tuple[str, str]]:
+    for name, option in options.items():
+        inner = option.get("properties")
+        if isinstance(inner, dict):
+            yield from _option_items(inner, getattr(values, name), f"{prefix}{name}.")
+            continue
+        default = shown(name, getattr(values, name), option)
+        says = _sentence(str(option["description"]))
+        means = f"Accepted: {accepted(name, option)}. Default: {default}."
+        effect = EFFECTS[effect_of(prefix + name)]
+        yield f"\\fB{plain(prefix + name)}\\fR", f"{says} {means} {effect}"
+
+
+def files() -> dict[Path, str]:
+    """Return every page and what has to be in it."""
+    return {
+        DIRECTORY / "tidegate.1": tidegate_1(),
+        DIRECTORY / "tidegate-governor.1": governor_1(),
+        DIRECTORY / "tidegate-hook.1": hook_1(),
+        DIRECTORY / "tidegate-runtime.1": runtime_1(),
+        DIRECTORY / "tidegate.yaml.5": yaml_5(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(write_or_check(files(), "tools/man_pages.py"))

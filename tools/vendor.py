@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Fills a directory with the modules that packages bring themselves, each with its licence.
+
+    tools/vendor.py DIR          what no distribution has: nvidia-ml-py, from .venv
+    tools/vendor.py --all DIR    everything but PyYAML, for distributions that lack it for the
+                                 Python that is used (RHEL); pip fetches requirements-vendor.lock
+
+Only modules of Python alone: what is compiled would tie a package to one version of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "nvidia-ml-py"
+MODULE = "pynvml.py"
+
+
+def licence(text: str) -> str:
+    """Return the comment that a module begins with."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.strip("#").removeprefix(" "))
+    found = "\n".join(lines).strip()
+    if "Redistribution and use" not in found:
+        raise SystemExit(f"vendor: {MODULE} does not begin with its licence; see where it has gone")
+    return found + "\n"
+
+
+def from_here(directory: Path) -> None:
+    """Copy nvidia-ml-py, which is one module, with the licence in a file of its own."""
+    try:
+        version = metadata.version(NAME)
+    except metadata.PackageNotFoundError:
+        raise SystemExit(f"vendor: {NAME} is not here; say make bootstrap first") from None
+    source = Path(sysconfig.get_path("purelib")) / MODULE
+    shutil.copyfile(source, directory / MODULE)
+    note = f"{MODULE}: {NAME} {version}\n\n"
+    (directory / f"{NAME}.LICENSE").write_text(note + licence(source.read_text("utf-8")), "utf-8")
+
+
+def by_pip(directory: Path) -> None:
+    """Have pip fetch what requirements-vendor.lock pins."""
+    lock = ROOT / "requirements-vendor.lock"
+    options = ["--no-deps", "--no-compile", "--require-hashes", "--only-binary", ":all:"]
+    pure = ["--platform", "any", "--implementation", "py", "--abi", "none"]
+    what = ["--target", str(directory), "--requirement", str(lock)]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", *options, *pure, *what],
+        check=True,
+    )
+    shutil.rmtree(directory / "bin", ignore_errors=True)
+    for tests in ("jsonschema/tests", "jsonschema/benchmarks"):
+        shutil.rmtree(directory / tests, ignore_errors=True)
+    # An information directory stays: it has the licence. What says how pip came to it goes.
+    for info in directory.glob("*.dist-info"):
+        for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
+            (info / name).unlink(missing_ok=True)
+
+
+def main() -> None:
+    """Make the directory."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    shutil.rmtree(args.directory, ignore_errors=True)
+    args.directory.mkdir(parents=True)
+    if args.all:
+        by_pip(args.directory)
+    from_here(args.directory)
+    if compiled := sorted(args.directory.rglob("*.so")):
+        raise SystemExit(f"vendor: {compiled[0]} is compiled")
+
+
+if __name__ == "__main__":
+    main()

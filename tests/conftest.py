@@ -1,21 +1,25 @@
 """Tiers by directory, who runs beside whom, and what a test may ask for.
 
-A directory of tests/ is a tier: unit, container, gpu.  tests/fuzz is slow, unless it is named on the
-command line.  What this machine does not have skips a test with a reason, and fails it where CI=true.
+A directory of tests/ is a tier: unit, container, gpu; tests/kubernetes runs with unit.  tests/fuzz is slow, unless it
+is named on the command line; in tests/packages each test says whether it is.  What this machine does not have skips a
+test with a reason, and fails it where CI=true.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
-TIERS = {"unit", "container", "gpu"}
+# tests/kubernetes needs neither root nor a cluster.
+TIERS = {"unit": "unit", "container": "container", "gpu": "gpu", "kubernetes": "unit"}
 
 # runc lives in /usr/sbin, which is not on everybody's path.
 os.environ["PATH"] += ":/usr/sbin:/sbin"
@@ -44,6 +48,15 @@ def driver_answers() -> bool:
     return True
 
 
+@pytest.fixture(autouse=True)
+def _process_as_before() -> Iterator[None]:
+    """A program that a test runs in this process sets its log up, to a file that ends with the test, and holds signals back."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    structlog.reset_defaults()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark every test with its directory's tier."""
     fuzz_is_named = any("fuzz" in argument for argument in config.args)
@@ -52,9 +65,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if tier == "fuzz":
             item.add_marker("unit" if fuzz_is_named else "slow")
         elif tier in TIERS:
-            item.add_marker(tier)
+            item.add_marker(TIERS[tier])
+        elif tier == "packages":
+            # What is slow there installs packages in roots of its own; the rest reads files.
+            item.add_marker("container" if item.get_closest_marker("slow") else "unit")
+        elif tier == "examples":
+            # What plays a story says that it has containers; the rest reads files.
+            if not item.get_closest_marker("container"):
+                item.add_marker("unit")
         else:
-            raise pytest.UsageError(f"{item.path}: not below one of {sorted(TIERS | {'fuzz'})}")
+            known = sorted({*TIERS, "fuzz", "packages", "examples"})
+            raise pytest.UsageError(f"{item.path}: not below one of {known}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -75,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each worker a module of tests/unit at a time, and one of them all of tests/container.
+    """Give each worker a module of tests/unit at a time, and one of them all that has containers.
 
     Containers measure time, and share this machine's control groups: no two of these tests run side by side.
     """
@@ -84,7 +105,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByTier(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
-            return "tests/container" if module.startswith("tests/container/") else module
+            measures = module.startswith(("tests/container/", "tests/examples/test_stories"))
+            return "tests/container" if measures else module
 
     return ByTier(config, log)
 

@@ -52,9 +52,9 @@ def commands() -> dict[str, list[str]]:
     python = [sys.executable, "-m"]
     sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
     # A lock is digests, a license is the law's words.
-    prose = [path for path in tracked() if Path(path).name not in {"requirements.lock", "LICENSE"}]
-    # A test of misspelt annotations needs one; LOOS is a name of the ELF standard.
-    misspelt = "--ignore-words-list=memroy,loos"
+    prose = [path for path in tracked() if not path.endswith((".lock", "LICENSE"))]
+    # A test of misspelt annotations needs one; LOOS is of the ELF standard, triggerin of rpm.
+    misspelt = "--ignore-words-list=memroy,loos,triggerin"
     checks = {
         **{
             f"{name} sanitizer": [*python, "tests.guest.sanitize", name]
@@ -65,9 +65,16 @@ def commands() -> dict[str, list[str]]:
         "codespell": ["codespell", misspelt, *prose],
         "clang-format": ["clang-format", "--dry-run", "-Werror", *sources],
         "generated C": [*python, "libcontrol.gen", "--check"],
+        "generated gRPC": [*python, "kube.gen", "--check"],
         "generated documents": [*python, "bench.report_docs", "--check"],
         "configuration page": [sys.executable, "tools/config_reference.py", "--check"],
+        "configuration sample": [sys.executable, "tools/config_sample.py", "--check"],
+        "commands page": [sys.executable, "tools/commands_reference.py", "--check"],
+        "manual pages": [sys.executable, "tools/man_pages.py", "--check"],
+        "completions": [sys.executable, "tools/completions.py", "--check"],
+        "scale page": [*python, "bench.scale", "docs", "--check"],
         "metrics page": [sys.executable, "tools/metrics_reference.py", "--check"],
+        "dashboard": [sys.executable, "tools/grafana_dashboard.py", "--check"],
         "driver tables": [sys.executable, "tools/driver_tables.py"],
         "rules of the hook": [sys.executable, "tools/mutate.py", "--check"],
         "ruff check": ["ruff", "check", "--quiet"],
@@ -84,6 +91,7 @@ def run(name: str, command: list[str]) -> Outcome:
     done = subprocess.run(
         command,
         cwd=ROOT,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         check=False,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from governor.config import SCHEMA_FILE, Config, Defaults, Metrics  # noqa: E402
+from governor.config import SCHEMA_FILE, Config, Defaults, Metrics, Web, effect_of  # noqa: E402
 
 PAGE = ROOT / "docs/reference/configuration.md"
 MIB = 1 << 20
@@ -25,16 +25,27 @@ HEAD = """\
 
 # Configuration
 
-One YAML file, `/etc/tidegate/config.yaml`, or the one that `--config` names. Without it every
-default holds. An option that is unknown or has a value that is not accepted is an error
-([`config`, status 78](errors.md)) that names the option; `tidegate check FILE` says whether a file
-is accepted. The governor reads the file when it starts.
+`/etc/tidegate/config.yaml`, and on top of it `/etc/tidegate/config.d/*.yaml` in the order of their
+names. Of an option that is said twice the last counts: mappings are merged by their keys, a list
+takes the place of the one before. Another file, which `--config` names, has drop-ins of its own:
+those of `node.yaml` are `node.d/*.yaml` beside it. Without files every default holds.
+
+An option that is unknown, is given twice in one file, or has a value that is not accepted is an
+error ([`config`, status 78](errors.md)) that names file and option. The governor does not start
+with it, and one that runs keeps what it has ([how to change it](../howto/configure.md)). YAML's
+aliases are not accepted.
+
+| a new value counts | for |
+| --- | --- |
+| now | containers that run, once the governor has [reloaded](../howto/configure.md) it |
+| next | containers and processes that start after that |
+| restart | the next governor |
 
 Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an option
 below another: `defaults.memory` is `memory:` below `defaults:`, as in the [example](#example).
 
-| option | accepted | default | meaning |
-| --- | --- | --- | --- |
+| option | accepted | default | a new value | meaning |
+| --- | --- | --- | --- | --- |
 """
 
 EXAMPLE = """
@@ -106,13 +117,12 @@ def rows(options: dict[str, Any], values: object, prefix: str = "") -> list[str]
             lines += rows(option["properties"], getattr(values, name), f"{prefix}{name}.")
             continue
         default = shown(name, getattr(values, name), option)
-        lines.append(
-            f"| `{prefix}{name}` | {accepted(name, option)} | {default} | {option['description']} |"
-        )
+        cells = (f"`{prefix}{name}`", accepted(name, option), default, effect_of(prefix + name))
+        lines.append(f"| {' | '.join(cells)} | {option['description']} |")
     return lines
 
 
-INNER = ((Metrics, "metrics"), (Defaults, "defaults"))
+INNER = ((Metrics, "metrics"), (Web, "web"), (Defaults, "defaults"))
 
 
 def page() -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from governor.httpd import MOST_CONNECTIONS, REQUEST_S  # noqa: E402
 from governor.metrics import (  # noqa: E402
+    CLAIM_METRICS,
     CONTAINER_METRICS,
     GPU_METRICS,
-    MOST_CONNECTIONS,
     NODE_METRICS,
-    REQUEST_S,
     SAME_S,
     Described,
 )
@@ -41,10 +41,16 @@ time. Scrapes within {SAME_S:g} s of each other get the same numbers.
 Series with a `container` label end with the container; until then they do not go back, whichever of
 its processes end. Sums over containers lose what ended: for a GPU or the node take the series
 without that label, which count on from the governor's start. `gpu` is the GPU's UUID, `index` its
-number on the node, `container` the id that the runtime gave.
+number on the node, `container` the id that the runtime gave. Under Kubernetes `namespace` and `pod`
+say whose it is, and `claim` (NAMESPACE/NAME) from which claim it has its quota; elsewhere they are
+empty. Containers that use the same shares of a claim are one series, by the one that came first.
 
 What a container counts itself (launches, waits, refused allocations, peak) is as true as its
 program is honest. GPU time, what NVML sees and violations are the governor's own.
+
+A container that is alone and has no cap has the GPU without an end in sight, and nothing of that
+is booked as lent. What it has beyond its guarantee says the difference to it, as in the
+[dashboard](../howto/see-what-happens.md#the-dashboard).
 
 Under `timeslice` the hand-over is what was held less what was charged. Under `mps` a container's
 work runs on beside the next one's, and is charged although its grant is over: charged may be more
@@ -92,6 +98,7 @@ def page() -> str:
         ("The node", NODE_METRICS),
         ("Each GPU", GPU_METRICS),
         ("Each container", CONTAINER_METRICS),
+        ("Each claim", CLAIM_METRICS),
     ):
         parts.append(f"\n## {title}\n\n" + "\n".join(rows(metrics)) + "\n")
     return "".join(parts) + TAIL

@@ -6,6 +6,7 @@ tests. One governor serves all of a node's engines, as on a real one.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -222,6 +223,31 @@ def test_a_container_with_annotations_is_governed(site: Site, engine: Engine) ->
     wait_for(lambda: site.traces() <= before, "every trace of the container to go", 5)
 
 
+FIND = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from governor.names import find_name
+print(json.dumps(find_name(*json.loads(sys.argv[2]))))
+"""
+
+
+def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
+    site: Site, engine: Engine
+) -> None:
+    """By the files that the engine itself has written, as `tidegate ps` reads them on the node."""
+    started = engine.run(*IDLE, annotations=GOOD)
+    seen = site.books()[started.identifier]
+    told = json.dumps([seen["id"], seen["bundle"], seen["identity"]])
+    found = json.loads(site.host.check("python3", "-c", FIND, str(ROOT), told))
+    expected = {
+        Docker: ["docker", started.name, ""],
+        Podman: ["podman", started.name, ""],
+        ContainerdCri: ["containerd", "main", f"team/{started.name}"],
+        Ctr: ["containerd", "", ""],  # it has none but the id
+    }
+    assert found == next(names for kind, names in expected.items() if isinstance(engine, kind))
+
+
 def test_a_container_without_annotations_is_what_it_is_without_tidegate(
     site: Site, engine: Engine
 ) -> None:
@@ -389,4 +415,4 @@ def test_what_engines_leave_is_found_and_ended(tmp_path: Path) -> None:
     ]
     wait_for(lambda: not Path(f"/proc/{stray}").exists(), "the stray process's parent to notice")
     assert not any(group.exists() for group in groups)
-    assert "place" not in Path("/proc/self/mountinfo").read_text()
+    assert f"{tmp_path}/place" not in Path("/proc/self/mountinfo").read_text()

@@ -382,6 +382,16 @@ def test_a_changed_quota_lasts(node: Node) -> None:
     assert abs(shares(container, [(now, now + 2 * S)])[0] - 20) < 4
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_start_while_the_governor_is_restarted_waits_for_it(node: Node, number: int) -> None:
+    node.stop_governor(number)
+    container = start_worker(node, f"meanwhile-{number}")
+    time.sleep(0.5)
+    node.start_governor()
+    begin(container)
+    assert set(known(node)) == {container.identifier}
+
+
 def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: Node) -> None:
     os.kill(node.governor_pid, signal.SIGSTOP)
     container = start_worker(node, "early")

@@ -339,3 +339,28 @@ def test_precreate_takes_no_endless_config(node: Node, dev: Path) -> None:
     answer = precreate(node, dev, b'{"a": "' + b"x" * (5 << 20) + b'"}')
     assert (answer.status, answer.stdout) == (66, "")
     assert "config.json on stdin is larger than 4194304 bytes" in answer.stderr
+
+
+def test_a_container_of_a_claim_is_left_as_the_engine_made_it(node: Node, wrapped: Wrapped) -> None:
+    """CDI has made its nodes and entered the hook; its GPUs are booked: nothing is to be reserved."""
+    bundle = plain(node, "ls -A /run/tidegate", {"tidegate.gpu/capabilities": "compute"})
+    claim = [*node.hook, "--claim", "a-b", "--share"]
+    entries = [
+        {"path": node.hook[0], "args": [*claim, name, "createRuntime"], "env": ["LC_ALL=C"]}
+        for name in ("gpu/0", "gpu/1")
+    ]
+    bundle.config["hooks"] = {"createRuntime": entries}
+    bundle.config["linux"]["devices"] = [
+        {"path": "/dev/nvidia0", "type": "c", "major": 195, "minor": 0}
+    ]
+    bundle.write()
+    before = written(bundle)
+    ran = wrapped.run(bundle)
+    assert (ran.status, ran.stderr) == (0, "")
+    assert "grant" in ran.stdout.split()
+    assert written(bundle) == before
+    node.governor.wait_idle()
+    admit, confirm = node.governor.requests
+    assert [admit["op"], confirm["op"]] == ["admit", "confirm"]
+    assert admit["claims"] == [{"uid": "a-b", "shares": ["gpu/0", "gpu/1"]}]
+    assert [event["outcome"] for event in node.events()] == ["prepared", "prepared-already"]

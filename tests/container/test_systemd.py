@@ -185,22 +185,26 @@ class Machine:
         self.driver_dir = rootfs / "var/lib/tidegate/driver"
         self.libdir = rootfs / LIBDIR
 
-    def runc(self, *arguments: str, check: bool = True) -> str:
+    def runc(self, *arguments: str, check: bool = True, timeout: float = WAIT_S) -> str:
         """Run runc, and give what it printed."""
         done = subprocess.run(
             [*self.command, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=WAIT_S,
+            timeout=timeout,
             check=False,
         )
         assert not check or done.returncode == 0, done.stderr
         return done.stdout
 
+    def config(self) -> str:
+        """config.json of the container."""
+        return config(self.rootfs)
+
     def boot(self) -> None:
         """Start it, and wait until the boot has ended."""
-        (self.base / "config.json").write_text(config(self.rootfs))
+        (self.base / "config.json").write_text(self.config())
         with (self.base / "console").open("wb") as console:
             subprocess.run(
                 [*self.command, "run", "--detach", "--bundle", self.base, self.name],

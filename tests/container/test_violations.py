@@ -26,6 +26,7 @@ from bench.machine import Simulated
 from bench.node import Node, Running
 from governor import cgroups
 from governor.client import ask
+from governor.metrics import WHOSE
 from tests.container.bundles import compile_c
 from tests.container.nodes import WAIT_S, events, show_output, units, wait_for
 
@@ -80,20 +81,35 @@ def violations(node: Node, container: Running) -> dict[str, dict[str, Any]]:
 
 
 def scrape(node: Node) -> dict[tuple[str, ...], float]:
-    """The metrics, by name and the values of their labels in the order of their names."""
+    """The metrics, by name and the values of their labels in the order of their names; nobody's are a pod's."""
+    body = get(node, "metrics.sock", "/metrics")
+    return {
+        (
+            sample.name,
+            *(sample.labels[name] for name in sorted(sample.labels.keys() - set(WHOSE))),
+        ): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+def get(node: Node, name: str, target: str) -> bytes:
+    """What one of the governor's sockets has for a browser or a scraper."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
         client.settimeout(WAIT_S)
-        client.connect(str(node.runtime_dir / "metrics.sock"))
-        client.sendall(b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\n\r\n")
+        client.connect(str(node.runtime_dir / name))
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
         with client.makefile("rb") as stream:
             answer = stream.read()
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    return {
-        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
-        for family in text_string_to_metric_families(body.decode())
-        for sample in family.samples
-    }
+    return bytes(body)
+
+
+def had(node: Node, container: Running) -> dict[str, Any]:
+    """What the page says of a container over the last 15 minutes; nothing, as long as there is no step."""
+    answer = json.loads(get(node, "web.sock", "/api/v1/history"))
+    return next((one for one in answer["series"] if one["id"] == container.identifier), {})
 
 
 def began(container: Running) -> float:
@@ -125,7 +141,7 @@ def pids_of(container: Running, node: Node) -> list[int]:
 
 
 def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place: Place) -> None:
-    with place(metrics={"listen": "unix"}) as node:
+    with place(metrics={"listen": "unix"}, web={"listen": "unix"}) as node:
         neighbour = burner(node, "neighbour", compute="40")
         culprit = start(node, "culprit", "child", "own", f"take:{3 * GIB}", "began", "sleep:4000")
         since = began(culprit)
@@ -170,6 +186,18 @@ def test_who_takes_memory_past_the_library_is_reported_within_two_seconds(place:
         assert told[0]["policy"] == "report"
         assert violations(node, neighbour) == {}
         assert not events(node, "container-frozen", "violation-stopped")
+        # The page remembers it, when the container has gone, too.
+        node.delete(culprit)
+        wait_for(lambda: had(node, culprit).get("ended"), "the culprit to be over on the page")
+        wait_for(lambda: len(had(node, neighbour)["used"]) >= 2, "a whole step of the neighbour's")
+        assert 25 < had(node, neighbour)["used"][-1] < 45
+        assert set(had(node, neighbour)["guarantee"]) == {40}
+        state = json.loads(get(node, "web.sock", "/api/v1/state"))
+        assert [one["id"] for one in state["containers"]] == [neighbour.identifier]
+        assert [(one["id"], one["kind"]) for one in state["violations"]] == [
+            (one["container"], one["kind"]) for one in told[:2]
+        ]
+        assert b"<title>Tidegate</title>" in get(node, "web.sock", "/")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,513 @@
+"""Claims in real containers: what the node's driver tells the governor and writes as CDI, and what containers have of it.
+
+Two simulated GPUs. The edits of the CDI specification are put into config.json here as engines do it, from the
+specification that `governor.cdi` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import Node, Running, last_json
+from governor.cdi import claim_device, make_claim_spec
+from governor.claims import uses_key
+from governor.client import ask
+from governor.errors import RefusedError
+from simgpu import simgpu
+from tests.container.bundles import HOOK, compile_c
+from tests.container.nodes import WAIT_S, begin, clear, events, show_output, units, wait_for
+from tests.container.test_several_gpus import PROBE_C
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+GIB = 1 << 30
+UUIDS = [f"GPU-{simgpu.device_uuid(1, index)}" for index in range(2)]
+UNIT_S = 0.002
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(scope="module")
+def node(
+    tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
+) -> Iterator[Node]:
+    require("gcc", "runc")
+    work = tmp_path_factory.mktemp("claims")
+    compile_c(PROBE_C, work / "probe", "-ldl", "-lpthread", "-w")
+    machine = Simulated(work, build_dir, devices=2)
+    machine.programs.append(work / "probe")
+    with Node(machine) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def clean(node: Node) -> Iterator[None]:
+    yield
+    clear(node)
+    for claim in ask(node.config, "claims")["claims"]:
+        ask(node.config, "unclaim", uid=claim["uid"])
+    assert claims(node) == {}
+    assert [gpu["compute_left"] for gpu in ask(node.config, "gpus")["gpus"]] == [100, 100]
+
+
+def share(
+    name: str, gpu: int = 0, memory: int = 2 * GIB, compute: int = 40, **more: Any
+) -> dict[str, Any]:
+    return {"name": name, "device": UUIDS[gpu], "memory": memory, "compute": compute, **more}
+
+
+def tell(
+    node: Node, uid: str, *shares: dict[str, Any], namespace: str = "default"
+) -> dict[str, Any]:
+    """What NodePrepareResources tells the governor."""
+    return ask(
+        node.config, "claim", uid=uid, namespace=namespace, name=f"name-{uid}", shares=list(shares)
+    )
+
+
+def claims(node: Node) -> dict[str, dict[str, Any]]:
+    return {claim["uid"]: claim for claim in ask(node.config, "claims")["claims"]}
+
+
+def with_devices(node: Node, *wanted: tuple[str, str], pod: str = "", **more: Any) -> Edit:
+    """Edit config.json as an engine does by the specifications of these shares' claims, in their order."""
+
+    def edit(config: dict[str, Any]) -> None:
+        config["hooks"] = {}
+        config["annotations"] |= {
+            "io.kubernetes.cri.sandbox-namespace": "default",
+            "io.kubernetes.cri.sandbox-name": pod or "pod",
+        }
+        seen = set()
+        for uid, name in wanted:
+            spec = make_claim_spec(
+                uid,
+                [(one["name"], one["minor"]) for one in claims(node)[uid]["shares"]],
+                hook=str(HOOK),
+                arguments=node.hook_arguments(),
+            )
+            assert spec["kind"] == "tidegate.gpu/claim"
+            devices = {device["name"]: device["containerEdits"] for device in spec["devices"]}
+            apply(config, devices[claim_device(uid, name)])
+            if uid not in seen:
+                apply(config, spec["containerEdits"])
+            seen.add(uid)
+        if more:
+            more["edit"](config)
+
+    return edit
+
+
+def apply(config: dict[str, Any], edits: dict[str, Any]) -> None:
+    """Apply edits as the CDI specification says, as far as they are ours; simulated GPUs have no nodes."""
+    assert "deviceNodes" not in edits
+    for hook in edits.get("hooks", ()):
+        entry = {key: value for key, value in hook.items() if key != "hookName"}
+        config.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(entry)
+    config["process"]["env"] += edits.get("env", [])
+
+
+def start(
+    node: Node,
+    name: str,
+    arguments: Sequence[str],
+    edit: Edit,
+    annotations: dict[str, str] | None = None,
+) -> Running:
+    return node.start(name, arguments, annotations or {}, edit=edit)
+
+
+def probe(node: Node, name: str, edit: Edit, *arguments: str) -> Running:
+    return start(node, name, ["/usr/bin/probe", *(arguments or ("fill",))], edit)
+
+
+def worker(node: Node, name: str, edit: Edit) -> Running:
+    """Start the workload; it begins when it is told to."""
+    arguments = [
+        *node.machine.command("burn", inside=True),
+        "--seconds", "600", "--out", "/out/progress.bin", "--wait-file", "/out/begin",
+    ]  # fmt: skip
+    return start(node, name, arguments, edit)
+
+
+def refused(node: Node, name: str, edit: Edit, annotations: dict[str, str] | None = None) -> str:
+    """Start a container that has to be refused, and return the line that says why."""
+    container = start(node, name, ["/usr/bin/probe", "work", "0"], edit, annotations)
+    assert node.wait(container, WAIT_S) != 0
+    [line] = [line for line in container.output.splitlines() if "tidegate: " in line]
+    assert container.identifier not in node.look()
+    return line
+
+
+def finish(node: Node, container: Running) -> list[dict[str, Any]]:
+    (container.out / "end").touch()
+    (container.out / "begin").touch()
+    assert node.wait(container, WAIT_S) == 0, container.output
+    devices: list[dict[str, Any]] = last_json(container.output)["devices"]
+    return devices
+
+
+def known(node: Node, *containers: Running) -> list[dict[str, Any]]:
+    """What the governor says of these, as soon as they are confirmed."""
+
+    def all_there() -> bool:
+        for one in containers:
+            assert one.process.poll() is None, show_output(one)
+        seen = node.look()
+        return all(seen.get(one.identifier, {}).get("confirmed") for one in containers)
+
+    wait_for(all_there, "the containers")
+    seen = node.look()
+    return [seen[one.identifier] for one in containers]
+
+
+def outcomes(node: Node, container: Running) -> list[str]:
+    log = (node.work / "hook.log").read_text().splitlines()
+    told = [event for event in map(json.loads, log) if event.get("id") == container.identifier]
+    return [event["outcome"] for event in told if event["stage"] == "createRuntime"]
+
+
+def delivered(node: Node, *containers: Running, seconds: float = 2.5) -> list[float]:
+    """Percent of the GPU that each key's containers were given."""
+    before = {one["key"]: one["devices"][0]["charged_ns"] for one in node.look().values()}
+    began = time.monotonic_ns()
+    time.sleep(seconds)
+    after = node.look()
+    passed = time.monotonic_ns() - began
+    return [
+        100
+        * (after[one.identifier]["devices"][0]["charged_ns"] - before[after[one.identifier]["key"]])
+        / passed
+        for one in containers
+    ]
+
+
+# ---- what containers have ----
+
+
+def test_two_claims_share_a_gpu_70_30(node: Node) -> None:
+    tell(node, "large", share("gpu", compute=70))
+    tell(node, "small", share("gpu", compute=30))
+    large = worker(node, "large", with_devices(node, ("large", "gpu"), pod="train"))
+    small = worker(node, "small", with_devices(node, ("small", "gpu"), pod="serve"))
+    begin(large, small)
+    most, least = delivered(node, large, small)
+    # On a busy machine programs do not ask in time for all that they may have: less it may be, more not.
+    assert most <= 75
+    assert least <= 34
+    assert most > least > 5
+    with pytest.raises(
+        RefusedError,
+        match="claim default/name-third asks for 1 % of the time of GPU 0, 0 % are left",
+    ):
+        tell(node, "third", share("gpu", compute=1, memory=GIB))
+    one, two = known(node, large, small)
+    assert (one["compute"], one["compute_limit"], two["compute"]) == (70, 70, 30)
+    assert one["identity"]["pod"] == "train"
+    tidegate = [sys.executable, "-m", "governor.cli"]
+    where = ["--runtime-dir", str(node.runtime_dir)]
+
+    def said(*words: str) -> str:
+        done = subprocess.run(
+            [*tidegate, *words, *where], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return done.stdout
+
+    table = said("ps")
+    assert "CLAIM" in table.splitlines()[0]
+    row = next(line for line in table.splitlines() if "default/train" in line)
+    assert "default/name-large" in row
+    assert "claim           default/name-small, share gpu, uid small" in said(
+        "inspect", small.identifier
+    )
+    listed = said("claims").splitlines()
+    assert [line.split()[:3] for line in listed[1:]] == [
+        ["default/name-large", "gpu", "0"], ["default/name-small", "gpu", "0"]
+    ]  # fmt: skip
+    assert "container     " + large.identifier in said("inspect", "default/name-large").replace(
+        "  container", "container", 1
+    )
+
+
+def test_one_container_with_two_shares_on_two_gpus(node: Node) -> None:
+    tell(node, "pair", share("gpu/0"), share("gpu/1", gpu=1))
+    container = probe(node, "pair", with_devices(node, ("pair", "gpu/0"), ("pair", "gpu/1")))
+    (seen,) = known(node, container)
+    assert [device["index"] for device in seen["devices"]] == [0, 1]
+    wait_for((container.out / "full").exists, "full GPUs")
+    shown = finish(node, container)
+    assert [(one["total"], one["taken"], one["error"]) for one in shown] == [
+        (2 * GIB, 1536 * MIB, 2)
+    ] * 2
+    # One of the two entries has done all.
+    assert outcomes(node, container) == ["prepared", "prepared-already"]
+    admitted = [
+        one
+        for one in events(node, "container-admitted")
+        if one["container"] == container.identifier
+    ]
+    assert len(admitted) == 1
+    assert (admitted[0]["claims"], admitted[0]["pod"]) == (["default/name-pair"], "default/pod")
+
+
+def test_a_container_with_two_claims_that_are_not_equal_is_refused(node: Node) -> None:
+    tell(node, "one", share("gpu"))
+    tell(node, "two", share("gpu", gpu=1, compute=60))
+    line = refused(node, "unequal", with_devices(node, ("one", "gpu"), ("two", "gpu")))
+    assert "claim default/name-one with claim default/name-two has 2048 MiB and 40 % of" in line
+
+
+def test_two_containers_share_the_memory_of_one_claim(node: Node) -> None:
+    tell(node, "both", share("gpu", memory=4 * GIB))
+    first = probe(node, "first", with_devices(node, ("both", "gpu")))
+    wait_for((first.out / "full").exists, "a full GPU")
+    second = probe(node, "second", with_devices(node, ("both", "gpu")))
+    assert node.wait(second, WAIT_S) == 1
+    assert "cuDevicePrimaryCtxRetain: 2" in second.output  # not even a context fits
+    (one,) = known(node, first)
+    assert one["key"] == uses_key([("both", "gpu")])
+    assert one["devices"][0]["memory_used"] == 4 * GIB
+    assert finish(node, first)[0]["taken"] == 4 * GIB - 512 * MIB
+    third = probe(node, "third", with_devices(node, ("both", "gpu")))
+    wait_for((third.out / "full").exists, "a full GPU")
+    assert finish(node, third)[0]["taken"] == 4 * GIB - 512 * MIB
+
+
+def test_two_containers_share_the_time_of_one_claim(node: Node) -> None:
+    tell(node, "both", share("gpu", memory=4 * GIB, compute=40))
+    pair = [
+        worker(node, name, with_devices(node, ("both", "gpu"), pod=name)) for name in ("one", "two")
+    ]
+    begin(*pair)
+    assert known(node, *pair)[0]["key"] == known(node, *pair)[1]["key"]
+    (together, same) = delivered(node, *pair)
+    assert together == same  # there is one account
+    assert 5 < together <= 44
+    done = [units(one) for one in pair]
+    assert min(done) > 20
+    # Their processes are told apart, and counted in together.
+    one, two = known(node, *pair)
+    assert len(one["processes"]) == len(two["processes"]) == 1
+    assert one["processes"] != two["processes"]
+    node.kill(pair[0])
+    node.wait(pair[0], WAIT_S)
+    before = units(pair[1])
+    wait_for(lambda: units(pair[1]) > before + 20, "the other one to go on")
+
+
+def test_an_init_container_and_then_the_main_one(node: Node) -> None:
+    tell(node, "pod", share("gpu"), share("more", gpu=1))
+    for name, shares in (("init", ["gpu"]), ("main", ["gpu", "more"])):
+        container = probe(node, name, with_devices(node, *(("pod", one) for one in shares)))
+        wait_for((container.out / "full").exists, "full GPUs")
+        assert [one["taken"] for one in finish(node, container)] == [1536 * MIB] * len(shares)
+
+
+# ---- what lasts ----
+
+
+def test_a_governor_that_is_killed_has_the_claim_and_its_containers_again(node: Node) -> None:
+    tell(node, "kept", share("gpu", memory=4 * GIB, compute=60))
+    tell(node, "idle", share("gpu", compute=30))
+    pair = [worker(node, f"kept-{name}", with_devices(node, ("kept", "gpu"))) for name in "ab"]
+    begin(*pair)
+    before = known(node, *pair)
+    for _ in range(2):
+        node.stop_governor(signal.SIGKILL)
+        node.start_governor()
+        after = known(node, *pair)
+        for old, new in zip(before, after, strict=True):
+            assert [old[name] for name in ("id", "key", "pid", "claims", "processes")] == [
+                new[name] for name in ("id", "key", "pid", "claims", "processes")
+            ]
+        assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
+        done = [units(one) for one in pair]
+        wait_for(
+            lambda d=done: all(units(o) > n + 10 for o, n in zip(pair, d, strict=True)),
+            "work to go on",
+        )
+    tell(node, "kept", share("gpu", memory=4 * GIB, compute=60))
+    assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 10
+
+
+def test_a_state_that_is_lost_costs_no_claim_that_is_used(node: Node) -> None:
+    tell(node, "lost", share("gpu", memory=4 * GIB, compute=60))
+    pair = [worker(node, f"lost-{name}", with_devices(node, ("lost", "gpu"))) for name in "ab"]
+    begin(*pair)
+    before = known(node, *pair)
+    node.stop_governor(signal.SIGKILL)
+    for file in (node.work / "state").glob("state.db*"):
+        file.unlink()
+    node.start_governor()
+    after = list(node.look().values())
+    assert sorted(one["pid"] for one in after) == sorted(one["pid"] for one in before)
+    assert {one["key"] for one in after} == {before[0]["key"]}
+    assert sorted(p for one in after for p in one["processes"]) == sorted(
+        p for one in before for p in one["processes"]
+    )
+    assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
+    tell(
+        node, "lost", share("gpu", memory=4 * GIB, compute=60)
+    )  # the same: nothing is booked twice
+    assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
+    done = [units(one) for one in pair]
+    wait_for(
+        lambda: all(units(o) > n + 10 for o, n in zip(pair, done, strict=True)), "work to go on"
+    )
+
+
+def test_a_claim_that_is_taken_back_while_a_container_runs(node: Node) -> None:
+    tell(node, "gone", share("gpu", compute=60))
+    container = worker(node, "gone", with_devices(node, ("gone", "gpu")))
+    begin(container)
+    edit = with_devices(node, ("gone", "gpu"))
+    ask(node.config, "unclaim", uid="gone")
+    assert claims(node)["gone"]["leaving"]
+    assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 40
+    listing = ask(node.config, "claims")["claims"]
+
+    def late(config: dict[str, Any]) -> None:
+        edit(config)
+
+    line = refused(node, "late", late)
+    assert "claim default/name-gone was taken back, and its last container has not ended" in line
+    assert listing[0]["shares"][0]["containers"] == [container.identifier]
+    done = units(container)
+    wait_for(lambda: units(container) > done + 10, "work to go on")
+    node.kill(container)
+    wait_for(lambda: not claims(node), "the claim to go")
+    assert ask(node.config, "gpus")["gpus"][0]["compute_left"] == 100
+
+
+# ---- what a tenant says ----
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        *(("memory", "8Gi"), ("compute", "100"), ("compute-limit", "100"), ("devices", "1")),
+        *(("count", "2"), ("strategy", "timeslice")),
+    ],
+)
+def test_an_annotation_beside_a_claim_is_refused(node: Node, annotation: str, value: str) -> None:
+    tell(node, "mine", share("gpu"))
+    line = refused(
+        node, f"beside-{annotation}", with_devices(node, ("mine", "gpu")), {annotation: value}
+    )
+    assert f"annotation tidegate.gpu/{annotation} stands beside claim default/name-mine" in line
+
+
+@pytest.mark.parametrize("annotation", ["claim", "claims", "share", "uid"])
+def test_an_annotation_names_no_claim(node: Node, annotation: str) -> None:
+    tell(node, "theirs", share("gpu", compute=90))
+    tell(node, "mine", share("gpu", compute=10))
+    own = refused(
+        node, f"own-{annotation}", with_devices(node, ("mine", "gpu")), {annotation: "theirs"}
+    )
+    alone = refused(node, f"alone-{annotation}", only_hook(node), {annotation: "theirs"})
+    for line in (own, alone):
+        assert f"annotation tidegate.gpu/{annotation} is unknown" in line
+    assert not claims(node)["theirs"]["shares"][0]["containers"]
+
+
+def only_hook(node: Node) -> Edit:
+    """As an engine's own directory of hooks enters ours: for every container, without a word of claims."""
+
+    def edit(config: dict[str, Any]) -> None:
+        arguments = [HOOK.name, *node.hook_arguments(), "createRuntime"]
+        entry = {"path": str(HOOK), "args": arguments, "env": ["LC_ALL=C"]}
+        config["hooks"] = {"createRuntime": [entry]}
+
+    return edit
+
+
+def test_the_environment_names_no_claim(node: Node) -> None:
+    tell(node, "theirs", share("gpu", compute=90))
+    tell(node, "mine", share("gpu", compute=10))
+
+    def forge(config: dict[str, Any]) -> None:
+        config["process"]["env"] += [
+            *("TIDEGATE_CLAIM=theirs", "TIDEGATE_MEMORY=8Gi", "TIDEGATE_COMPUTE=90"),
+            *("TIDEGATE_CLAIMS=theirs/gpu", "NVIDIA_VISIBLE_DEVICES=all", "--claim=theirs"),
+        ]
+        config["process"]["args"] += ["0", "--claim", "theirs", "--share", "gpu"]
+
+    container = probe(node, "forged", with_devices(node, ("mine", "gpu"), edit=forge))
+    (seen,) = known(node, container)
+    assert (seen["compute"], [one["uid"] for one in seen["claims"]]) == (10, ["mine"])
+    (container.out / "begin").touch()
+    wait_for((container.out / "full").exists, "a full GPU")
+    finish(node, container)
+
+
+@pytest.mark.parametrize("path", ["/usr/bin/true", "{work}/other/tidegate-hook"])
+def test_an_entry_of_another_program_names_no_claim(node: Node, path: str) -> None:
+    tell(node, "theirs", share("gpu", compute=90))
+    tell(node, "mine", share("gpu", compute=10))
+    other = node.work / "other" / "tidegate-hook"
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+
+    def forge(config: dict[str, Any]) -> None:
+        entry = {
+            "path": path.format(work=node.work),
+            "args": ["tidegate-hook", "--claim", "theirs", "--share", "gpu", "createRuntime"],
+        }
+        config["hooks"]["createRuntime"].insert(0, entry)
+        config["hooks"]["prestart"] = [entry]
+
+    edit = with_devices(node, ("mine", "gpu"), edit=forge)
+    container = probe(node, f"other-{path.count('/')}", edit)
+    (seen,) = known(node, container)
+    assert [one["uid"] for one in seen["claims"]] == ["mine"]
+    wait_for((container.out / "full").exists, "a full GPU")
+    finish(node, container)
+
+
+def test_a_claim_of_another_namespace_is_refused(node: Node) -> None:
+    tell(node, "theirs", share("gpu"), namespace="others")
+    line = refused(node, "namespace", with_devices(node, ("theirs", "gpu")))
+    assert "claim others/name-theirs is not of this container's namespace 'default'" in line
+
+
+def test_a_device_of_a_gpu_beside_a_claim_is_refused(node: Node) -> None:
+    tell(node, "mine", share("gpu"))
+
+    def shared(config: dict[str, Any]) -> None:
+        entry = dict(config["hooks"]["createRuntime"][0])
+        entry["args"] = [HOOK.name, *node.hook_arguments(), "--governed", "createRuntime"]
+        config["hooks"]["createRuntime"].insert(0, entry)
+
+    line = refused(node, "shared", with_devices(node, ("mine", "gpu"), edit=shared))
+    assert "config.json asks for a device of tidegate.gpu/shared beside claim mine" in line
+
+
+def test_a_hook_of_an_engine_s_directory_beside_a_claim_does_nothing(node: Node) -> None:
+    """An annotation that is allowed has it entered, before the claim's entries or behind."""
+    tell(node, "mine", share("gpu"))
+    for place in (0, 1):
+
+        def beside(config: dict[str, Any], at: int = place) -> None:
+            plain: dict[str, Any] = {"annotations": {}}
+            only_hook(node)(plain)
+            config["hooks"]["createRuntime"].insert(at, plain["hooks"]["createRuntime"][0])
+
+        edit = with_devices(node, ("mine", "gpu"), edit=beside)
+        arguments = ["/usr/bin/probe", "fill"]
+        container = start(node, f"directory-{place}", arguments, edit, {"capabilities": "compute"})
+        (seen,) = known(node, container)
+        assert [one["uid"] for one in seen["claims"]] == ["mine"]
+        wait_for((container.out / "full").exists, "a full GPU")
+        finish(node, container)
+        assert sorted(outcomes(node, container)) == ["prepared", "prepared-already"]

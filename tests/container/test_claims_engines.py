@@ -1,0 +1,190 @@
+"""From a ResourceClaim to a governed container: the driver's process, the real governor, hook, mirror, and engines that know CDI.
+
+API server and kubelet are stand-ins (tests/kubernetes). What the kubelet does with the answer, to ask the engine for the
+devices that it names, is done here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from governor.client import ask
+from tests.container.bundles import ROOT
+from tests.container.engines import ContainerdCri, Engine, Podman, Started, StartError
+from tests.container.nodes import wait_for
+from tests.container.test_engines import WORKLOAD, Site, begin, site, used, wait_ready
+from tests.kubernetes.apiserver import ApiServer
+from tests.kubernetes.documents import NODE, claim, config, reference, result
+from tests.kubernetes.kubelet import Kubelet
+
+pytest.importorskip("governor.claims")  # what the governor knows of claims
+
+__all__ = ["site"]
+GIB = 1 << 30
+NAMESPACE = "team"  # of the pods in tests/container/engines.py
+
+
+@dataclass
+class Cluster:
+    """A node of a cluster: the driver runs, and the kubelet has registered it."""
+
+    site: Site
+    api: ApiServer
+    kubelet: Kubelet
+    process: subprocess.Popen[bytes]
+    devices: list[dict[str, Any]]
+
+    def allocate(self, name: str, *results: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """What the scheduler does: a claim with shares of the first GPU, as the slice offers it."""
+        document = claim(
+            name,
+            NAMESPACE,
+            *({**one, "device": self.devices[0]["name"]} for one in results),
+            **more,
+        )
+        self.api.add_claim(document)
+        return document
+
+    def prepare(self, document: dict[str, Any]) -> list[str]:
+        """What the kubelet does; the ids that it asks the engine for."""
+        answer = self.kubelet.prepare(reference(document))[document["metadata"]["uid"]]
+        assert answer.error == ""
+        return [identifier for device in answer.devices for identifier in device.cdi_device_ids]
+
+    def unprepare(self, document: dict[str, Any]) -> None:
+        """What the kubelet does when the pod has ended."""
+        assert self.kubelet.unprepare(reference(document))[document["metadata"]["uid"]].error == ""
+
+    def left(self) -> int:
+        """Percent of the first GPU that nobody has."""
+        return int(ask(self.site.node.config, "gpus")["gpus"][0]["compute_left"])
+
+
+@pytest.fixture(params=[Podman, ContainerdCri], ids=lambda kind: kind.name)
+def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    for one in used(site, request.param):
+        if not one.knows_cdi():
+            pytest.skip(f"{one.version()} does not know CDI")
+        yield one
+
+
+@pytest.fixture
+def cluster(
+    site: Site, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
+    base = tmp_path_factory.mktemp("k")
+    api = ApiServer(base, NODE)
+    kubelet = Kubelet(base / "kubelet")
+    log = (base / "driver.log").open("ab")
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "kube.main", "--node-name", NODE, "--kubeconfig", str(api.kubeconfig),
+            "--runtime-dir", str(site.node.runtime_dir), "--kubelet-dir", str(kubelet.directory),
+            "--cdi-dir", str(site.host.path("/var/run/cdi")), "--look-every", "0.5",
+        ],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+    )  # fmt: skip
+    try:
+        kubelet.register(60)
+        found = wait_for(api.slice_of, "a ResourceSlice")
+        yield Cluster(site, api, kubelet, process, found["spec"]["devices"])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        log.close()
+        kubelet.close()
+        api.close()
+        print((base / "driver.log").read_text())
+        for one in ask(site.node.config, "claims")["claims"]:
+            ask(site.node.config, "unclaim", uid=one["uid"])
+        for path in site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*"):
+            path.unlink()
+    assert api.misfits == []
+
+
+def run(engine: Engine, devices: list[str]) -> Started:
+    """A container that asks for nothing but devices: no annotation, no runtime, no hook of ours."""
+    started = engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
+    wait_ready(started)
+    return started
+
+
+def units(started: Started) -> int:
+    """How many units of work a container has done."""
+    path = started.out / "progress.bin"
+    return path.stat().st_size // 16 if path.exists() else 0
+
+
+def test_two_pods_share_a_gpu_70_to_30(cluster: Cluster, engine: Engine) -> None:
+    large = cluster.allocate(
+        "large", result(compute="70", memory="4Gi"), configs=(config(strict=True),)
+    )
+    small = cluster.allocate(
+        "small", result(compute="30", memory="2Gi"), configs=(config(strict=True),)
+    )
+    devices = {one["metadata"]["name"]: cluster.prepare(one) for one in (large, small)}
+    assert cluster.left() == 0
+    started = {name: run(engine, ids) for name, ids in devices.items()}
+    found = [
+        (one["compute"], one["compute_limit"], one["devices"][0]["memory_limit"])
+        for one in cluster.site.books().values()
+    ]
+    assert sorted(found) == [(30, 30, 2 * GIB), (70, 70, 4 * GIB)]
+    assert cluster.left() == 0  # nothing is booked twice
+    for one in started.values():
+        begin(cluster.site, one)
+    before = {name: units(one) for name, one in started.items()}
+    time.sleep(4)
+    done = {name: units(one) - before[name] for name, one in started.items()}
+    assert 0.6 < done["large"] / sum(done.values()) < 0.8, done
+
+    for one in started.values():
+        engine.remove(one)
+    wait_for(lambda: not cluster.site.books(), "the containers to be gone")
+    assert cluster.left() == 0  # a claim outlives its containers
+    for one in (large, small):
+        cluster.unprepare(one)
+    assert cluster.left() == 100
+    assert not list(cluster.site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*"))
+
+
+def test_a_driver_that_is_gone_stops_no_container(cluster: Cluster, engine: Engine) -> None:
+    """A prepared claim is a file and a row of the governor's; a pod's container starts again without the driver."""
+    document = cluster.allocate("alone", result(compute="40", memory="2Gi"))
+    devices = cluster.prepare(document)
+    cluster.process.kill()
+    cluster.process.wait()
+    for _ in range(2):
+        started = run(engine, devices)
+        assert [one["compute"] for one in cluster.site.books().values()] == [40]
+        engine.remove(started)
+        wait_for(lambda: not cluster.site.books(), "the container to be gone")
+
+
+def test_a_claim_that_was_taken_back_starts_no_container(cluster: Cluster, engine: Engine) -> None:
+    document = cluster.allocate("gone", result(compute="40", memory="2Gi"))
+    devices = cluster.prepare(document)
+    (path,) = cluster.site.host.path("/var/run/cdi").glob("tidegate.gpu-claim_*")
+    kept = path.read_bytes()
+    cluster.unprepare(document)
+    with pytest.raises(StartError):
+        engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
+    # Somebody has kept the file: the governor knows better.
+    path.write_bytes(kept)
+    try:
+        with pytest.raises(StartError):
+            engine.run(*WORKLOAD, ours=False, devices=tuple(devices))
+    finally:
+        Path(path).unlink()
+    assert cluster.left() == 100

@@ -1,0 +1,103 @@
+"""What `tidegate ps`, `top` and `inspect` say of containers that work: held against what was promised, and what got done."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import Node
+from tests.container.nodes import begin, clear, start_worker, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def node(
+    tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
+) -> Iterator[Node]:
+    require("runc")
+    with Node(Simulated(tmp_path_factory.mktemp("seen"), build_dir)) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def clean(node: Node) -> Iterator[None]:
+    yield
+    clear(node)
+
+
+def tidegate(node: Node, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "governor.cli", *arguments, "--runtime-dir", str(node.runtime_dir)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def devices(node: Node) -> dict[str, dict]:
+    """What `ps --json` says of each container's GPU, by the name that the test gave it."""
+    listed = json.loads(tidegate(node, "ps", "--json"))
+    return {one["id"].rpartition("-")[2]: one["devices"][0] for one in listed}
+
+
+def test_what_is_delivered_and_waited_is_shown_as_it_is(node: Node) -> None:
+    """Two that never stop, of which one may have no more than a quarter: the other is lent what is idle."""
+    small = start_worker(node, "small", compute="25")
+    large = start_worker(node, "large", **{"compute": "50", "compute-limit": "100"})
+    begin(small, large)
+    time.sleep(2.5)  # so long a rate reaches back
+    seen = [devices(node) for _ in range(5) if time.sleep(0.5) is None]
+    mean = {
+        name: {what: sum(one[name][what] for one in seen) / len(seen) for what in ("delivered", "lent", "waited")}
+        for name in ("small", "large")
+    }  # fmt: skip
+    # On a busy machine programs do not ask in time for all that they may have: less it may be, more not.
+    assert 10 < mean["small"]["delivered"] < 30
+    assert mean["small"]["lent"] < 5
+    assert mean["small"]["delivered"] < mean["large"]["delivered"] <= 100
+    assert (
+        mean["large"]["delivered"] - 58 < mean["large"]["lent"] < mean["large"]["delivered"] / 2 + 5
+    )
+    assert mean["small"]["delivered"] + mean["large"]["delivered"] <= 102
+    # Who always has more to do waits: for a grant, or for room in the queue.
+    assert mean["small"]["waited"] > 40
+    assert mean["large"]["waited"] > 5
+    row = next(line for line in tidegate(node, "ps").splitlines() if "small" in line)
+    cells = re.split("  +", row)
+    assert re.fullmatch(r"[0-9]+/2048 MiB", cells[2])
+    assert re.fullmatch(r"[0-9]+/25/25 %", cells[3])
+    assert cells[-1] == "ok"
+
+
+def test_a_container_that_does_nothing_is_given_nothing(node: Node) -> None:
+    idle = start_worker(node, "idle", compute="60")
+    busy = start_worker(node, "busy", compute="40")
+    begin(busy)
+    wait_for((idle.out / "begin.ready").exists, "the one that waits to be told")
+    time.sleep(2.5)
+    seen = devices(node)
+    assert seen["idle"]["delivered"] < 5
+    assert seen["idle"]["waited"] < 5
+    assert 15 < seen["busy"]["delivered"] < 48
+    top = tidegate(node, "top", "--count", "1")
+    used = sum(one["memory_used"] for one in seen.values()) / MIB
+    assert used > 500
+    assert re.search(
+        r"^GPU 0  .*  time \[#+\.+\] [0-9]+ %  memory \[#+\.+\] [0-9]+/[0-9]+ MiB",
+        top,
+        re.MULTILINE,
+    )
+    shown = tidegate(node, "inspect", busy.identifier)
+    assert re.search(
+        r"^process +[0-9]+ /usr/bin/simgpu-workload .*--wait-file", shown, re.MULTILINE
+    )
+    assert f"bundle          {busy.bundle}" in shown

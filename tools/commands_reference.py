@@ -1,0 +1,90 @@
+"""docs/reference/commands.md from the table of command lines, which the manual pages are made of.
+
+`python tools/commands_reference.py` writes the page, `--check` fails when it is stale.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools import command_table  # noqa: E402
+from tools.command_table import HOOK, RUNTIME, RUNTIME_SETTINGS, Command  # noqa: E402
+
+PAGE = ROOT / "docs/reference/commands.md"
+
+HEAD = """\
+<!-- Written by `python tools/commands_reference.py` from what the programs parse. -->
+
+# Commands
+
+Every program, verb and option. The same is in the manual pages, `man tidegate` and so on, and in
+`--help`. Exit statuses are those of the [errors](errors.md); 2 says that the command line is wrong.
+Completions for bash, zsh and fish come with the package.
+"""
+
+SETTINGS = (
+    "Its settings, a line each in `/etc/tidegate/runtime` ([more](runtime.md#tidegate-runtime)):"
+)
+
+
+def cell(text: str) -> str:
+    """Return text that a table can hold: upright lines are its own."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def options(command: Command) -> list[str]:
+    """Return the table of a command's options, nothing where it has none."""
+    rows = []
+    for option in command.options:
+        if "--help" in option.flags:
+            continue
+        name = ", ".join((*option.flags[:-1], option.shown))
+        again = "; may be repeated" * (option.repeated and "repeated" not in option.doc)
+        rows.append(f"| `{cell(name)}` | {cell(option.doc)}{again} |")
+    return ["", "| option | meaning |", "| --- | --- |", *rows] if rows else []
+
+
+def described(command: Command, depth: int) -> list[str]:
+    """Return a command's part of the page, and those of what is below it."""
+    lines = ["", f"{'#' * depth} {' '.join(command.path)}", ""]
+    summary = command.summary.strip().rstrip(".")
+    lines.append(f"{summary[:1].upper()}{summary[1:]}.")
+    if not command.commands or len(command.path) > 1:
+        lines += ["", "```text", command.synopsis(), "```"]
+    lines += options(command)
+    more = [" ".join(part.split()) for part in command.more.split("\n\n") if part.strip()]
+    for paragraph in more:
+        lines += ["", paragraph]
+    for inner in command.commands:
+        lines += described(inner, depth + 1)
+    return lines
+
+
+def page() -> str:
+    """Return the whole page."""
+    lines = []
+    for command in (command_table.tidegate(), command_table.governor(), HOOK, RUNTIME):
+        lines += described(command, 2)
+    rows = [f"| `{name}` | {cell(meaning)} |" for name, meaning in RUNTIME_SETTINGS.items()]
+    lines += ["", SETTINGS, "", "| setting | meaning |", "| --- | --- |", *rows]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page, or check it."""
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{PAGE.relative_to(ROOT)} is stale; run python tools/commands_reference.py")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

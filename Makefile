@@ -37,6 +37,7 @@ check: bootstrap ## linters, types, generated files, sanitizers
 test-full: check test ## all of it: the slow tests, fresh Debian roots (root, about half an hour)
 	@tools/fuzz-environment
 	@tools/bootstrap cpio debootstrap rpm secilc
+	@tools/fetch-kubectl
 	@$(python) -m pytest -m slow
 	@tools/clean-root bookworm
 	@tools/clean-root trixie

@@ -27,8 +27,6 @@ from tests.kubernetes.apiserver import ApiServer
 from tests.kubernetes.documents import NODE, claim, config, reference, result
 from tests.kubernetes.kubelet import Kubelet
 
-pytest.importorskip("governor.claims")  # what the governor knows of claims
-
 __all__ = ["site"]
 GIB = 1 << 30
 NAMESPACE = "team"  # of the pods in tests/container/engines.py

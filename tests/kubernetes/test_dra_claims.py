@@ -19,6 +19,7 @@ from kube.claims import Reference, read_claim
 from kube.errors import CdiError, ClaimError
 from kube.parameters import Parameters, applies, check, merge, schema
 from kube.slices import device_name
+from tests.conftest import lack
 from tests.kubernetes.documents import NODE, claim, config, reference, result
 from tests.kubernetes.governor import GIB, MIB, gpu
 
@@ -278,7 +279,7 @@ def test_the_hooks_arguments_carry_claim_and_share() -> None:
 
 def test_a_gpu_with_a_node_brings_it_and_what_all_need(tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("makes device nodes")
+        lack("needs root")  # device nodes
     for name, numbers in {
         "nvidiactl": (195, 255),
         "nvidia-uvm": (510, 0),

@@ -10,11 +10,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
 from governor import VERSION
+from kube.cluster import CALLS
 from kube.convert import DRIVER
+from tests.conftest import lack
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "packaging" / "kubernetes"
@@ -26,16 +29,15 @@ UNKNOWN = {"ServiceMonitor"}
 
 
 def validate(document: dict[str, Any]) -> None:
-    schemas = pytest.importorskip("kubernetes_validate")
     if document["kind"] not in UNKNOWN:
-        schemas.validate(document, "1.36", strict=True)
+        kubernetes_validate.validate(document, "1.36", strict=True)
 
 
 def kubectl() -> str:
     built = ROOT / "build/kubectl/kubectl"
     found = str(built) if built.exists() else shutil.which("kubectl")
     if not found:
-        pytest.skip("needs kubectl: tools/fetch-kubectl")
+        lack("needs kubectl: tools/fetch-kubectl")
     return found
 
 
@@ -102,9 +104,6 @@ def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
 
 
 def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
-    pytest.importorskip("grpc")
-    from kube.cluster import CALLS
-
     role = one(list(yaml.safe_load_all((HERE / "base/rbac.yaml").read_text())), "ClusterRole")
     granted = {
         (group, resource, verb)
@@ -200,8 +199,6 @@ def test_the_configuration_is_accepted() -> None:
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
 def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
-    pytest.importorskip("grpc")
-    pytest.importorskip("kubernetes")
     for container in containers(one(render(directory), "DaemonSet")):
         command = container["command"]
         if command[:2] == ["python3", "-m"]:
@@ -227,8 +224,9 @@ def install(to: Path, source: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="chroot wants root")
 def test_the_hook_goes_to_the_node_and_an_upgrade_keeps_the_one_before(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        lack("needs root")  # chroot
     to = tmp_path / "opt"
     assert install(to).returncode == 0
     first = (to / "current").resolve()

@@ -13,20 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from governor.errors import GovernorError, RefusedError
+from kube.api import deviceplugin_v1beta1_pb2 as messages
+from kube.api import deviceplugin_v1beta1_pb2_grpc as services
+from kube.cdi import Directory
+from kube.errors import CdiError
+from kube.plugin import AWAY_S, SOCKET, Books, Loop, Plugin, _alone, main
 from kube.units import GIB, Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
-
-grpc = pytest.importorskip("grpc")
-
-from kube.api import deviceplugin_v1beta1_pb2 as messages  # noqa: E402
-from kube.api import deviceplugin_v1beta1_pb2_grpc as services  # noqa: E402
-from kube.cdi import Directory  # noqa: E402
-from kube.errors import CdiError  # noqa: E402
-from kube.plugin import AWAY_S, SOCKET, Books, Loop, Plugin, _alone, main  # noqa: E402
 
 A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 

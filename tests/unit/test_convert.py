@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
@@ -35,7 +36,6 @@ def test_manifests_become_what_is_expected(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_published_schemas_accept_what_is_written(case: str) -> None:
-    validate = pytest.importorskip("kubernetes_validate")
     result = convert((HERE / f"{case}.yaml").read_text(), OPTIONS.get(case))
     documents = list(yaml.safe_load_all(result.text))
     found = 0
@@ -43,7 +43,7 @@ def test_the_published_schemas_accept_what_is_written(case: str) -> None:
         for one in document.get("items", [document]):
             if "kubeflow" in one["apiVersion"]:
                 continue
-            validate.validate(one, "1.36", strict=True)
+            kubernetes_validate.validate(one, "1.36", strict=True)
             found += one["kind"] == "ResourceClaimTemplate"
     assert found >= 1
     assert json.loads(result.json())["manifests"]["kind"] == "List"

@@ -44,7 +44,6 @@ def work(busy_ms, all_ms):
 @pytest.fixture
 def ask(tmp_path: Path, build_dir: Path) -> Any:
     """Run a program; return what it prints as JSON."""
-    pytest.importorskip("pynvml")
     simgpu.create(tmp_path, virtual_clock=True)
 
     def run(program: str, **variables: str) -> Any:
@@ -149,7 +148,6 @@ def test_samples_of_the_device_are_of_now(ask: Any) -> None:
 
 
 def test_places_and_links_are_told_as_they_were_described(tmp_path: Path, build_dir: Path) -> None:
-    pytest.importorskip("pynvml")
     places = ("0/0/0/0", "0/0/0/0", "0/0/0/1", "0/0/1/0", "0/1/0/0", "1/0/0/0")
     links = ("0-1=4", "1-5=2", "switch=3")
     topology = simgpu.Topology(places, links)
@@ -210,7 +208,6 @@ def test_a_topology_that_cannot_be_is_refused(
 
 
 def test_a_lost_device_is_lost_to_nvml_until_it_is_back(tmp_path: Path, build_dir: Path) -> None:
-    pytest.importorskip("pynvml")
     simgpu.create(tmp_path, devices=2)
     program = """
 from simgpu import simgpu

@@ -89,7 +89,6 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def nvml(build: Path, gpus: Path, expression: str, *prefix: str) -> object:
     """Evaluate an expression about device `d` with pynvml, in a process of its own."""
-    pytest.importorskip("pynvml")
     program = (
         "import ctypes, json, pynvml\n"
         "from pynvml import *\n"

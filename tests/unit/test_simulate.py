@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.scale import CLAIMS, count_requests
 from kube.simulate import (
     ARMS,
     GPUS,
@@ -142,9 +143,6 @@ def test_the_page_says_what_the_results_say() -> None:
 
 
 def test_requests_do_not_grow_with_the_number_of_nodes(tmp_path: Path) -> None:
-    pytest.importorskip("grpc")
-    from bench.scale import CLAIMS, count_requests
-
     found = [count_requests(nodes, tmp_path / str(nodes)) for nodes in (1, 3)]
     for one in found:
         counts, nodes = one["counts"], one["nodes"]

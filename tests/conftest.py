@@ -76,6 +76,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             known = sorted({*TIERS, "fuzz", "packages", "examples"})
             raise pytest.UsageError(f"{item.path}: not below one of {known}")
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

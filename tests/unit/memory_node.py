@@ -90,6 +90,9 @@ def launch(ns, stream=0):
 """A program that defines launch(ns, stream), a kernel that works for so long."""
 
 
+ANSWER_S = 120.0
+
+
 class Agent:
     """A process of the container; `run` evaluates Python in it, with `driver` in scope."""
 
@@ -107,7 +110,13 @@ class Agent:
     def answer(self) -> object:
         """Return what the program evaluated to, or raise the driver's error."""
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        # A process that waits for ever fails its test, and no more.
+        timer = threading.Timer(ANSWER_S, self.process.kill)
+        timer.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
         assert line, f"the process ended with {self.process.wait()}"
         answer = json.loads(line)
         if "error" in answer:

@@ -692,18 +692,19 @@ def wake(node: Node) -> None:
     ctypes.CDLL(None).syscall(SYS_FUTEX, address, FUTEX_WAKE, 2**31 - 1, 0)
 
 
-def grant_contended(node: Node, agent: Agent, epoch: int) -> None:
-    """Open a grant of 4 ms, and wake who waits for it; once more where he woke too late for it."""
+def grant_contended(node: Node, agent: Agent, epoch: int, ns: int = 4_000_000) -> None:
+    """Open a short grant, and wake who waits for it; once more where he woke too late for it."""
     node.write("contended", 1)
-    for _ in range(20):
+    for _ in range(100):
         node.write("start_ns", time.monotonic_ns())
-        grant(node, time.monotonic_ns() + 4_000_000, epoch)
+        grant(node, time.monotonic_ns() + ns, epoch)
         wake(node)
         end = time.monotonic() + 0.05
         while time.monotonic() < end:
             if agent.field("active_epoch") == epoch:
                 return
             time.sleep(0.001)
+    raise AssertionError(f"nobody took the grant {epoch}")
 
 
 def quick_agent(node: Node) -> Agent:
@@ -983,8 +984,7 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(nod
     grant(node, 0, 2)
     agent.send("launch_meet(50_000_000, 2, s)")
     until_field(agent, "want", 1)
-    grant(node, time.monotonic_ns() + 30_000_000, 3)
-    wake(node)
+    grant_contended(node, agent, 3, 30_000_000)
     agent.answer()
     until_field(agent, "released_epoch", 3)
     time.sleep(0.15)
@@ -1009,8 +1009,7 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
         grant(node, 0, epoch)
         agent.send(f"launch_meet(20_000_000, {epoch}, s)")
         until_field(agent, "want", 1)
-        grant(node, time.monotonic_ns() + 10_000_000, epoch + 1)
-        wake(node)
+        grant_contended(node, agent, epoch + 1, 10_000_000)
         agent.answer()
         time.sleep(0.04)  # twice as long as it used to take
         agent.run(f"words[1] = {epoch}; driver.call('cuStreamSynchronize', s)")

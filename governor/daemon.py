@@ -21,13 +21,14 @@ from pathlib import Path
 
 import structlog
 
-from governor import metrics, web
+from governor import logs, metrics, web
 from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
 from governor.books import Books, Device
 from governor.config import Config, Loaded, load_config
 from governor.errors import GovernorError, TidegateError
 from governor.history import History
+from governor.httpd import Offer
 from governor.mps import Mps, find_tools
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
@@ -191,8 +192,8 @@ async def govern(load: Callable[[], Loaded]) -> None:
     with (
         Nvml(original_nvml(config.driver_dir)) as nvml,
         listening(runtime / "governor.sock") as listener,
-        metrics.listening(config) as scraped,
-        web.listening(config) as shown,
+        contextlib.closing(Offer(lambda: metrics.listening(config))) as scraped,
+        contextlib.closing(Offer(lambda: web.listening(config))) as shown,
         contextlib.ExitStack() as stack,
     ):
         devices, left_out = find_devices(nvml)
@@ -233,14 +234,14 @@ async def govern(load: Callable[[], Loaded]) -> None:
             loop.create_task(server.keep_state()),
             loop.create_task(settings.follow(hangups)),
         ]
-        if scraped is not None:
+        if config.metrics.listen != "off":
             endpoint = metrics.Endpoint(lambda: metrics.collect(server))
-            tasks.append(loop.create_task(endpoint.serve(scraped)))
-        if shown is not None:
+            tasks.append(loop.create_task(scraped.serve(endpoint)))
+        if config.web.listen != "off":
             history = History(time.monotonic_ns())
             tasks.append(loop.create_task(web.find_names(server)))
             tasks.append(loop.create_task(web.keep(server, history)))
-            tasks.append(loop.create_task(web.Endpoint(server, history).serve(shown)))
+            tasks.append(loop.create_task(shown.serve(web.Endpoint(server, history))))
         waiter = loop.create_task(stop.wait())
         log.info(
             "governor-started",
@@ -261,19 +262,6 @@ async def govern(load: Callable[[], Loaded]) -> None:
                 task.cancel()
             await asyncio.gather(*tasks, waiter, return_exceptions=True)
         log.info("governor-stopped")
-
-
-def _configure_logging() -> None:
-    terminal = sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -300,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     # Until there is somebody to hear it, or it would end us.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     args = parser().parse_args(argv)
-    _configure_logging()
+    logs.configure()
     try:
         asyncio.run(govern(lambda: load_overridden(args)))
     except (TidegateError, VdriverError) as e:

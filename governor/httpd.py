@@ -15,11 +15,16 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from email.message import Message
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
+
 from governor.errors import GovernorError
+
+log = structlog.get_logger()
 
 Result = TypeVar("Result")
 
@@ -27,6 +32,8 @@ HEAD_LIMIT = 8 << 10
 REQUEST_S = 5.0
 """From a connection to the end of its answer at most."""
 MOST_CONNECTIONS = 8
+AGAIN_S = 10.0
+"""After which a place that could not be had is tried again."""
 
 CLOSE = "Connection: close\r\n"
 
@@ -123,6 +130,40 @@ class Endpoint:
             f"Content-Length: {len(body)}\r\n{CLOSE}\r\n"
         )
         return head.encode("latin-1") + body
+
+
+Listening = AbstractContextManager[socket.socket | None]
+
+
+class Offer:
+    """Where an endpoint is served; tried again where it cannot be had: quotas hold without."""
+
+    def __init__(self, listening: Callable[[], Listening]) -> None:
+        """Open it, or log why that cannot be."""
+        self._listening = listening
+        self._said = ""
+        self._stack = contextlib.ExitStack()
+        self._listener = self._open()
+
+    def _open(self) -> socket.socket | None:
+        try:
+            return self._stack.enter_context(self._listening())
+        except GovernorError as e:
+            if e.message != self._said:  # once, not every ten seconds
+                log.error("endpoint-not-served", code=e.code, message=e.message, hint=e.hint)
+                self._said = e.message
+            return None
+
+    async def serve(self, endpoint: Endpoint) -> None:
+        """Serve there, from when it can be had, until cancelled."""
+        while self._listener is None:
+            await asyncio.sleep(AGAIN_S)
+            self._listener = self._open()
+        await endpoint.serve(self._listener)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._stack.close()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 
 import structlog
 
-from governor.cdi import HOOK
+from governor import logs
 from governor.errors import ConfigError, TidegateError
 from kube.announce import Announcer
 from kube.cdi import Directory
@@ -32,8 +32,9 @@ from kube.cluster import Cluster
 from kube.driver import Driver
 from kube.errors import GateError
 from kube.health import UNKNOWN, Condition, Damper, Taint, judge
-from kube.names import KUBELET_DIR, TAINT_CLOSED
+from kube.names import TAINT_CLOSED
 from kube.node import Node
+from kube.options import add_node_options
 from kube.pci import find_roots
 from kube.publish import Publisher, Watcher
 from kube.quantity import whole
@@ -184,25 +185,7 @@ def _parser() -> argparse.ArgumentParser:
         help="the node, as the cluster calls it (default: NODE_NAME)",
     )
     parser.add_argument("--kubeconfig", metavar="FILE", help="where no service account is")
-    parser.add_argument(
-        "--runtime-dir", default="/run/tidegate", metavar="DIR", help="the governor's (%(default)s)"
-    )
-    parser.add_argument(
-        "--kubelet-dir", default=KUBELET_DIR, metavar="DIR", help="the kubelet's (%(default)s)"
-    )
-    parser.add_argument(
-        "--cdi-dir",
-        default="/var/run/cdi",
-        metavar="DIR",
-        help="where the engine looks for CDI specifications (%(default)s)",
-    )
-    parser.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
-    parser.add_argument(
-        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
-    )
-    parser.add_argument(
-        "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"
-    )
+    add_node_options(parser)
     parser.add_argument(
         "--default-memory",
         metavar="QUANTITY",
@@ -242,20 +225,6 @@ def _check(args: argparse.Namespace) -> None:
         if not least <= number <= most:
             raise ConfigError(f"{name} is {text}", hint=f"{least} to {most} are accepted")
         setattr(args, option, number)
-
-
-def _configure_logging() -> None:
-    terminal = sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
 
 
 class _Ready:
@@ -337,7 +306,7 @@ def serve(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the driver; return its exit status."""
     args = _parser().parse_args(argv)
-    _configure_logging()
+    logs.configure()
     try:
         _check(args)
         serve(args)

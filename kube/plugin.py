@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
+from governor import logs
 from governor.cdi import HOOK
 from governor.config import STRATEGIES
 from governor.errors import GovernorError, TidegateError
@@ -34,8 +35,9 @@ from kube.cdi import Directory, make_spec
 from kube.claims import Claim
 from kube.errors import CdiError, SocketError
 from kube.health import HEALTHY, UNHEALTHY, judge
-from kube.names import DRIVER, KUBELET_DIR, PLUGIN_RESOURCE
+from kube.names import DRIVER, PLUGIN_RESOURCE
 from kube.node import Node
+from kube.options import add_node_options
 from kube.service import Endpoint
 from kube.units import Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
 from oci_hook.errors import HookError
@@ -367,25 +369,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="tidegate-device-plugin",
         description=f"Offers the node's GPU memory to a kubelet, as {PLUGIN_RESOURCE}.",
     )
-    parser.add_argument(
-        "--runtime-dir", default="/run/tidegate", metavar="DIR", help="the governor's (%(default)s)"
-    )
-    parser.add_argument(
-        "--kubelet-dir", default=KUBELET_DIR, metavar="DIR", help="the kubelet's (%(default)s)"
-    )
-    parser.add_argument(
-        "--cdi-dir",
-        default="/var/run/cdi",
-        metavar="DIR",
-        help="where the engine looks for CDI specifications (%(default)s)",
-    )
-    parser.add_argument("--hook", default=HOOK, metavar="FILE", help="the hook (%(default)s)")
-    parser.add_argument(
-        "--hook-argument", action="append", default=[], metavar="WORD", help="one of its options"
-    )
-    parser.add_argument(
-        "--dev-dir", default="/dev", metavar="DIR", help="the host's device nodes (%(default)s)"
-    )
+    add_node_options(parser)
     parser.add_argument(
         "--compute",
         type=_percent,
@@ -473,17 +457,7 @@ def serve(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the plugin; return its exit status."""
     args = _parser().parse_args(argv)
-    terminal = sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
+    logs.configure()
     try:
         serve(args)
     except TidegateError as e:

@@ -352,7 +352,7 @@ def test_what_is_wrong_at_the_start_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NODE_NAME", raising=False)
-    monkeypatch.setattr("kube.main._configure_logging", lambda: None)  # it is this process's, too
+    monkeypatch.setattr("governor.logs.configure", lambda: None)  # it is this process's, too
     for arguments, status, words in (
         (
             ("--node-name", "n", "--default-compute", "120"),

@@ -23,7 +23,7 @@ from governor.config import Config, Metrics, parse_config
 from governor.container import Container
 from governor.counters import Counters, GpuTime, Tally, gpu_time
 from governor.errors import ConfigError, GovernorError
-from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS
+from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS, Offer
 from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, Endpoint, collect, listening
 from governor.mps import Mps, Tools
 from governor.violations import Episode
@@ -404,6 +404,39 @@ def test_a_port_of_this_machine(tmp_path: Path, family: socket.AddressFamily) ->
     with listening(config) as listener:
         assert listener
         assert listener.getsockname()[:2] == (host, port)
+
+
+def test_a_port_that_is_free_again_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("governor.httpd.AGAIN_S", 0.01)
+
+    async def scene(config: Config, taken: socket.socket, port: int) -> None:
+        with contextlib.closing(Offer(lambda: listening(config))) as offer:
+            task = asyncio.create_task(offer.serve(Endpoint(list)))
+            await asyncio.sleep(0.1)  # some ten tries
+            taken.close()
+            async with asyncio.timeout(10):
+                while True:
+                    with contextlib.suppress(ConnectionRefusedError):
+                        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                        break
+                    await asyncio.sleep(0.01)
+                writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = Config(runtime_dir=str(tmp_path), metrics=Metrics(f"127.0.0.1:{port}"))
+        asyncio.run(scene(config, taken, port))
+    said = capsys.readouterr().out
+    assert said.count("endpoint-not-served") == 1
+    assert f"metrics cannot be served at 127.0.0.1:{port}: Address already in use" in said
 
 
 def test_a_port_that_the_sandbox_forbids_is_told_with_the_way_out(

@@ -43,6 +43,21 @@ def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[N
         yield made
 
 
+def test_a_port_that_cannot_be_had_keeps_no_governor_from_its_work(node: Node) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        node.write(web={"listen": where}, metrics={"listen": where})
+        node.stop()
+        node.start()
+        assert [event["message"] for event in node.events("endpoint-not-served")] == [
+            f"{what} cannot be served at {where}: Address already in use"
+            for what in ("metrics", "the page")
+        ]
+        assert node.ask("ping")["ok"]
+
+
 def tidegate(node: Node, *arguments: str) -> tuple[int, list[str], str]:
     """The command's status, lines and error."""
     done = subprocess.run(

@@ -1,0 +1,24 @@
+"""How our services log: an event a line on standard error, JSON where that is no terminal."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+
+
+def configure() -> None:
+    """Set up structlog for this process."""
+    processors: list[structlog.typing.Processor] = [
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if sys.stderr.isatty():
+        processors.append(structlog.dev.ConsoleRenderer())  # shows an exception by itself
+    else:
+        processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    structlog.configure(
+        processors=processors,
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

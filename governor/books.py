@@ -414,8 +414,13 @@ class Books:
         )
 
     def _room(self, gpu: _Gpu) -> Room:
-        memory = gpu.device.memory - self._config.memory_reserve - gpu.memory_used
-        return Room(gpu.device.index, max(memory, 0), max(100 - gpu.compute_used, 0))
+        whole = gpu.device.memory - self._config.memory_reserve
+        return Room(
+            gpu.device.index,
+            max(whole - gpu.memory_used, 0),
+            max(100 - gpu.compute_used, 0),
+            max(whole, 0),
+        )
 
     def _takes(self, gpu: _Gpu, request: Request) -> bool:
         """Return whether a GPU is shared as a container wants it, or can have it."""

@@ -25,6 +25,8 @@ class Room:
     index: int
     memory: int
     compute: int
+    whole: int
+    """Bytes that there are to grant while nobody has any."""
 
     def holds(self, quota: Quota) -> bool:
         """Return whether a quota fits."""
@@ -141,6 +143,12 @@ def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer:
         compute = min(room.compute for room in nearest)
         if memory * MIB >= least and compute >= 1:
             options.append(f"{memory}Mi of memory with {compute} % of the time")
+    whole = _nth([room.whole for room in rooms], count)
+    if quota.memory > whole:
+        # Waiting helps nobody who asks for more than there is.
+        if options:
+            return f"ask for {' or '.join(options)} at most"
+        return f"ask for {whole // MIB}Mi of memory at most, when a container has ended"
     if not options:
         return "wait until a container ends"
     return f"ask for {' or '.join(options)} at most, or wait until a container ends"

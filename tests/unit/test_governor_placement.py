@@ -270,6 +270,19 @@ def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int]
             id="nothing would fit",
         ),
         pytest.param(
+            [(10, 50)], {"memory": "20Gi"},
+            "GPU 0 has 5632 MiB of memory left to grant, 20480 MiB were asked for (14848 MiB short); "
+            "ask for 5632Mi of memory at most",
+            id="more than there is",
+        ),
+        pytest.param(
+            [(15, 100)], {"memory": "20Gi"},
+            "GPU 0 has 512 MiB of memory left to grant, 20480 MiB were asked for, and 0 % of its "
+            "time left to guarantee, 1 % were asked for (19968 MiB and 1 % short); ask for 15872Mi "
+            "of memory at most, when a container has ended",
+            id="more than there is, and nothing would fit",
+        ),
+        pytest.param(
             [(2, 60)] * 6 + [(2, 10)] * 2, {"compute": 50, "count": 4},
             "4 of 8 GPUs were asked for, 2 have room: GPU 0 has 40 % of its time left to guarantee, "
             "50 % were asked for (10 % short), 5 others miss by as much or more; "

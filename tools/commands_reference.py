@@ -13,6 +13,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools import command_table  # noqa: E402
 from tools.command_table import HOOK, RUNTIME, RUNTIME_SETTINGS, Command  # noqa: E402
+from tools.generated import write_or_check  # noqa: E402
 
 PAGE = ROOT / "docs/reference/commands.md"
 
@@ -74,17 +75,5 @@ def page() -> str:
     return HEAD + "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is stale; run python tools/commands_reference.py")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({PAGE: page()}, "tools/commands_reference.py"))

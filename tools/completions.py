@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.command_table import Command, Option, governor, tidegate  # noqa: E402
+from tools.generated import write_or_check  # noqa: E402
 
 DIRECTORY = ROOT / "packaging/completions"
 HEAD = "# Written by `python tools/completions.py` from what the programs parse."
@@ -258,19 +259,6 @@ def files() -> dict[Path, str]:
         made[DIRECTORY / "bash" / program.name] = bash(program)
         made[DIRECTORY / f"fish/{program.name}.fish"] = fish(program)
     return made
-
-
-def write_or_check(made: dict[Path, str], command: str) -> int:
-    """Write the files, or with --check say which are stale; return the exit status."""
-    stale = [path for path, text in made.items() if not path.exists() or path.read_text() != text]
-    if "--check" in sys.argv[1:]:
-        for path in stale:
-            print(f"{path.relative_to(ROOT)} is stale; run python {command}")
-        return 1 if stale else 0
-    for path in stale:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(made[path], encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

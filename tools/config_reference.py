@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from governor.config import SCHEMA_FILE, Config, Defaults, Metrics, Web, effect_of  # noqa: E402
+from tools.generated import write_or_check  # noqa: E402
 
 PAGE = ROOT / "docs/reference/configuration.md"
 MIB = 1 << 20
@@ -135,17 +136,5 @@ def page() -> str:
     return HEAD + "\n".join(rows(options, Config())) + "\n" + EXAMPLE
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is stale; run python tools/config_reference.py")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({PAGE: page()}, "tools/config_reference.py"))

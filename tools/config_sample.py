@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from governor.config import SCHEMA_FILE, Config  # noqa: E402
 from tools.config_reference import accepted, shown  # noqa: E402
+from tools.generated import write_or_check  # noqa: E402
 
 FILE = ROOT / "packaging/config.yaml"
 COLUMNS = 96
@@ -78,17 +79,5 @@ def sample() -> str:
     return HEAD + "".join("\n" + "\n".join(block) + "\n" for block in blocks)
 
 
-def main() -> int:
-    """Write the file, or check it."""
-    text = sample()
-    if "--check" not in sys.argv[1:]:
-        FILE.write_text(text, encoding="utf-8")
-        return 0
-    if FILE.exists() and FILE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{FILE.relative_to(ROOT)} is stale; run python tools/config_sample.py")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({FILE: sample()}, "tools/config_sample.py"))

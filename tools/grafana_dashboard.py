@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.generated import write_or_check  # noqa: E402
+
 FILE = ROOT / "packaging/grafana/tidegate.json"
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
@@ -377,18 +381,5 @@ def dashboard() -> str:
     )
 
 
-def main() -> int:
-    """Write the file, or check it."""
-    text = dashboard()
-    if "--check" not in sys.argv[1:]:
-        FILE.parent.mkdir(parents=True, exist_ok=True)
-        FILE.write_text(text, encoding="utf-8")
-        return 0
-    if FILE.exists() and FILE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{FILE.relative_to(ROOT)} is stale; run python tools/grafana_dashboard.py")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({FILE: dashboard()}, "tools/grafana_dashboard.py"))

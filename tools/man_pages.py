@@ -22,8 +22,8 @@ import vdriver.errors  # noqa: E402
 from governor.config import Config, effect_of, read_schema  # noqa: E402
 from tools import command_table  # noqa: E402
 from tools.command_table import HOOK, RUNTIME, RUNTIME_SETTINGS, Command  # noqa: E402
-from tools.completions import write_or_check  # noqa: E402
 from tools.config_reference import accepted, shown  # noqa: E402
+from tools.generated import write_or_check  # noqa: E402
 
 DIRECTORY = ROOT / "packaging/man"
 DATE = "2026-11-22"

@@ -20,6 +20,7 @@ from governor.metrics import (  # noqa: E402
     SAME_S,
     Described,
 )
+from tools.generated import write_or_check  # noqa: E402
 
 PAGE = ROOT / "docs/reference/metrics.md"
 
@@ -104,17 +105,5 @@ def page() -> str:
     return "".join(parts) + TAIL
 
 
-def main() -> int:
-    """Write the page, or check it."""
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    if PAGE.exists() and PAGE.read_text(encoding="utf-8") == text:
-        return 0
-    print(f"{PAGE.relative_to(ROOT)} is stale; run python tools/metrics_reference.py")
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check({PAGE: page()}, "tools/metrics_reference.py"))

@@ -34,6 +34,12 @@ PROGRAMS = {
 # Directories of packaging/ that `tidegate setup` or an administrator copies from.
 SUFFIXES = {".py", ".json", ".toml", ".html"}
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
+# What people read, laid out as in the repository, so that links lead where they do there.
+DOCUMENTS = (
+    *("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"),
+    "simgpu/README.md",
+)
+DOCUMENT_TREES = ("docs", "examples")
 COMPLETIONS = {
     "bash": "share/bash-completion/completions",
     "fish": "share/fish/vendor_completions.d",
@@ -134,6 +140,15 @@ def shared(to: Installer, unit_dir: str, zsh_dir: str, sysconf_dir: str) -> None
     to.place(f"{config}/config.d/x")
 
 
+def documents(to: Installer) -> None:
+    """Install what people read."""
+    trees = (path for tree in DOCUMENT_TREES for path in files(ROOT / tree))
+    for path in (*(ROOT / name for name in DOCUMENTS), *trees):
+        mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
+        to.file(f"share/doc/tidegate/{path.relative_to(ROOT)}", path.read_bytes(), mode)
+    to.link("share/doc/tidegate/packaging/kubernetes", "share/tidegate/kubernetes")
+
+
 def main() -> None:
     """Install everything."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -162,6 +177,7 @@ def main() -> None:
     for name in ("python", "vendor"):
         to.remove_others(f"lib/tidegate/{name}")
     shared(to, args.unit_dir, args.zsh_dir, args.sysconf_dir)
+    documents(to)
 
 
 if __name__ == "__main__":

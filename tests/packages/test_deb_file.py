@@ -15,6 +15,7 @@ import pytest
 from governor import VERSION
 from tests.conftest import ROOT
 from tests.packages.make import package
+from tools.install import DOCUMENT_TREES, DOCUMENTS
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +75,11 @@ def test_it_says_what_it_depends_on_and_provides_no_library(deb: Path, tmp_path:
 
 def test_its_files_are_those_of_make_install(deb: Path) -> None:
     found = listing(deb)
+    trees = tuple(f"/usr/share/doc/tidegate/{tree}/" for tree in DOCUMENT_TREES)
     own = [
-        n for n in found if not n.startswith(("/usr/lib/tidegate/python/", "/usr/share/tidegate/"))
+        n
+        for n in found
+        if not n.startswith(("/usr/lib/tidegate/python/", "/usr/share/tidegate/", *trees))
     ]
     pages = (
         "/usr/share/man/",
@@ -95,7 +99,8 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
         "/usr/lib/tidegate/x86_64-linux-gnu/libnvidia-ml.so.1",
         "/usr/lib/udev/rules.d/70-tidegate.rules",
         *(f"/usr/share/doc/tidegate/{n}" for n in (
-            "README.md.gz", "SECURITY.md.gz", "changelog.Debian.gz", "changelog.gz", "copyright",
+            *DOCUMENTS[:-1], "changelog.Debian.gz", "changelog.gz", "copyright", "packaging/kubernetes",
+            DOCUMENTS[-1],
         )),
         "/usr/share/lintian/overrides/tidegate",
         "/usr/share/python3/runtime.d/tidegate.rtupdate",

@@ -21,6 +21,7 @@ from governor import VERSION
 from governor.config import Config, parse_config
 from tests.conftest import ROOT, lack
 from tests.packages.make import laid_out
+from tools.markdown import links
 
 PACKAGING = ROOT / "packaging"
 TRIPLET = "x86_64-linux-gnu"
@@ -64,7 +65,7 @@ def test_everything_has_its_place(prefix: Path) -> None:
     # What these three have is up to whoever writes pages, completions and dashboards.
     others = ("lib/tidegate/python/", "share/man/", "share/bash-completion/", "share/zsh/")
     shared = ("share/tidegate/grafana/", "share/tidegate/prometheus/", "share/tidegate/kubernetes/")
-    assert names(prefix, *others, *shared, "share/fish/") == [
+    assert names(prefix, *others, *shared, "share/fish/", "share/doc/") == [
         "bin/tidegate",
         "bin/tidegate-governor",
         "bin/tidegate-hook",
@@ -114,11 +115,30 @@ def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> 
     for path in prefix.rglob("*"):
         if path.is_symlink():
             continue
+        documents = path.is_relative_to(prefix / "share/doc")
+        if documents and path.is_file():
+            # An example that is run is run where it lies.
+            assert stat.S_IMODE(path.stat().st_mode) in (0o644, 0o755), path
+            continue
         runs = path.is_dir() or path.name in programs or ".so" in path.name
         runs = runs and path.parent.name != "completions"  # of a program, by its name
         mode = stat.S_IMODE(path.stat().st_mode)
         assert mode in ((0o755,) if runs and ".so" not in path.name else (0o644, 0o755)), path
         assert runs or mode == 0o644, path
+
+
+def test_links_of_the_documents_lead_to_what_is_installed(prefix: Path) -> None:
+    documents = prefix / "share/doc/tidegate"
+    pages = sorted(documents.rglob("*.md"))
+    assert documents / "docs/howto/install.md" in pages
+    followed = 0
+    for page in pages:
+        for link in links(page.read_text()):
+            # Packages have the licence where their kind keeps licences.
+            if link.path and not link.outside and link.path != "LICENSE":
+                assert (page.parent / link.path).exists(), f"{page}:{link.line}: {link.target}"
+                followed += 1
+    assert followed > 100
 
 
 def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:

@@ -284,7 +284,9 @@ class Books:
         if not room.holds(share.quota):
             raise RefusedError(
                 f"{claim} asks for {room.short_of(share.quota)}",
-                hint="wait until a container ends; containers that were started beside the"
+                hint=f"ask for {room.whole // MIB}Mi of memory at most"
+                if share.quota.memory > room.whole
+                else "wait until a container ends; containers that were started beside the"
                 " cluster's scheduler take from the same GPU (tidegate ps)",
             )
         gpu.quotas[share_key(claim, share)] = share.quota

@@ -257,7 +257,7 @@ def test_another_content_counts_while_nobody_uses_the_claim() -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, 15872 MiB are left"),
+        ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, 15872 MiB are left; ask for 15872Mi"),
         ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, 40 % are left"),
         ([{**share(), "device": "GPU-none"}], "GPU-none, which this node does not have"),
         ([share(memory=MIB)], "memory is 1048576 bytes, a process's context alone takes"),
@@ -272,7 +272,7 @@ def test_a_refusal_names_the_claim_what_is_short_and_what_is_left(
         with pytest.raises(RefusedError) as caught:
             world.claim(told("a", *shares, name="train"))
         assert str(caught.value).startswith("claim default/train")
-        assert message in caught.value.message
+        assert message in str(caught.value)
         assert "\n" not in str(caught.value)
         assert [world.booked(gpu) for gpu in range(3)] == [(0, 0)] * 3
         assert (world.claims(), world.state.claims) == ({}, {})

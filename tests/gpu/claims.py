@@ -48,6 +48,8 @@ PART_NS = 4 * NS_PER_S
 LEAST = 0.97
 """Of its quota, what a container delivers at least: with all of the GPU's time given away, hand-overs are
 paid by all (the aim of saturating tenants in docs/benchmarks.md)."""
+MOST = 1.025
+"""Of its quota at most: under mps the last work of one runs beside the first of the next, and all have more."""
 BESIDE = 0.06
 """What two processes of one quota may lose besides what two processes lose that the driver slices: their
 kernels run side by side within a grant, and a grant ends for both."""
@@ -241,7 +243,7 @@ def look_at_two_claims(report: Report, site: Site, profile: Profile) -> None:
     for when, shares in (("before", before), ("after", after)):
         for (name, (_, quota)), share in zip(claims.items(), shares, strict=True):
             what = f"{when} the kill, {name} has of {quota} %"
-            report.say(what, round(share, 2), right=LEAST <= share / quota <= 1.01)
+            report.say(what, round(share, 2), right=LEAST <= share / quota <= MOST)
     left = ask(node.config, "gpus")["gpus"][0]["compute_left"]
     report.say("percent left to guarantee beside them", left, right=left == 0)
     for reference in references.values():
@@ -259,8 +261,8 @@ def look_at_members(report: Report, site: Site, profile: Profile) -> None:
     together = shares[0] + shares[1]
     report.say("members of 40 %, delivered", [round(share, 2) for share in shares[:2]])
     least = 40 * (pair - BESIDE)
-    report.say("together", round(together, 2), right=least <= together <= 40.4)
-    right = LEAST <= shares[2] / 60 <= 1.01
+    report.say("together", round(together, 2), right=least <= together <= 40 * MOST)
+    right = LEAST <= shares[2] / 60 <= MOST
     report.say("beside 60 %, delivered", round(shares[2], 2), right=right)
     for name, reference, mib in (("greedy", shared, 4096), ("modest", shared, 1024)):
         container = site.start(name, reference, "--allocate", str(mib * MIB), "--seconds", "1")
@@ -310,6 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.claims", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/claims")
     parser.add_argument("--simulated", action="store_true", help="on the simulated GPU")
+    parser.add_argument("--strategy", choices=("timeslice", "mps"), default="timeslice")
     args = parser.parse_args(argv)
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)
@@ -317,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     kind: type[Machine] = Simulated if args.simulated else Nvidia
     try:
         machine = kind(args.output.resolve(), ROOT / "build/meson")
-        with Node(machine) as node:
+        with Node(machine, settings={"strategies": [args.strategy]}) as node:
             profile = run_solo(machine, JOB, machine.solo_seconds)
             site = Site(node)
             look_at_two_claims(report, site, profile)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from governor.config import Defaults
     from oci_hook.image import Image
     from oci_hook.manifest import Bind, Manifest, Share
     from oci_hook.plan import PlacePlan, Plan
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one annotation; may be repeated, and goes before the bundle's",
     )
     container.add_argument("--rootfs", metavar="DIR", help="the container's root file system")
+    parser.add_argument(
+        "--config", metavar="FILE", help="the node's configuration (/etc/tidegate/config.yaml)"
+    )
     parser.add_argument(
         "--driver-dir",
         default="/var/lib/tidegate/driver",
@@ -66,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(args: argparse.Namespace) -> Iterator[str]:
+    from governor.client import node_config
     from oci_hook.claims import find_claims
     from oci_hook.errors import DriverError, UnservedImageError
     from oci_hook.request import check_request, parse_annotations, refuse_beside
@@ -85,7 +90,9 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     try:
         yield "request"
         # Of a claim's container these two alone are the request's.
-        said = list(_request(request))[-2 if claims else 0 :]
+        said = list(_request(request, node_config(args.config, None).defaults))[
+            -2 if claims else 0 :
+        ]
         yield from (f"  {line}" for line in said)
         try:
             yield from _prepared(args, rootfd, container, request)
@@ -177,22 +184,23 @@ def _open_root(root: str) -> int:
     return rootfd
 
 
-def _request(request: Request) -> Iterator[str]:
-    """Say what was asked for, and what is assumed where nothing was said."""
-    default = "not given: the node's default"
-    yield (
-        f"memory        {_bytes(request.memory)} of each GPU"
-        if request.memory
-        else f"memory        {default}"
-    )
-    limit = request.compute_limit or request.compute
-    if request.compute:
-        yield f"compute       {request.compute} % of each GPU's time, guaranteed"
+def _request(request: Request, defaults: Defaults) -> Iterator[str]:
+    """Say what was asked for, and what counts on this node where nothing was said."""
+    if request.memory:
+        yield f"memory        {_bytes(request.memory)} of each GPU"
+    elif defaults.memory:
+        yield f"memory        {_bytes(defaults.memory)} of each GPU, the node's default"
     else:
-        yield f"compute       {default}"
-    if limit:
-        lends = "idle time is lent up to it" if limit != request.compute else "no idle time is lent"
-        yield f"compute-limit {limit} %: {lends}"
+        yield "memory        not given, and this node has no default: it would be refused"
+    compute = request.compute or min(
+        defaults.compute, request.compute_limit or defaults.compute_limit
+    )
+    limit = request.compute_limit or request.compute or defaults.compute_limit
+    own = "" if request.compute else ", the node's default"
+    yield f"compute       {compute} % of each GPU's time, guaranteed{own}"
+    lends = "idle time is lent up to it" if limit != compute else "no idle time is lent"
+    own = "" if request.compute or request.compute_limit else ", the node's default"
+    yield f"compute-limit {limit} %{own}: {lends}"
     if request.devices:
         yield f"devices       {', '.join(request.devices)}"
     else:

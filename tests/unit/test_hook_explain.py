@@ -52,8 +52,13 @@ def node(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def explain(node: Path, capsys: pytest.CaptureFixture[str], *annotations: str) -> list[str]:
+def explain(
+    node: Path, capsys: pytest.CaptureFixture[str], *annotations: str, configuration: str = "{}"
+) -> list[str]:
+    (node / "config.yaml").write_text(configuration)
     options = [
+        "--config",
+        f"{node}/config.yaml",
         "--driver-dir",
         f"{node}/drivers",
         "--module-version",
@@ -98,6 +103,40 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         f"  bind {generation}/bin/nvidia-smi -> /usr/bin/nvidia-smi [ro,nosuid,nodev,file]",
         f"  bind {node}/sockets -> {node}/sockets [ro,nosuid,nodev,noexec]",
     ]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "annotations", "said"),
+    [
+        (
+            "{}", ["count=1"],
+            ["memory        not given, and this node has no default: it would be refused",
+             "compute       1 % of each GPU's time, guaranteed, the node's default",
+             "compute-limit 100 %, the node's default: idle time is lent up to it"],
+        ),
+        (
+            "defaults: {memory: 8Gi, compute: 20, compute_limit: 60}", ["count=1"],
+            ["memory        8Gi of each GPU, the node's default",
+             "compute       20 % of each GPU's time, guaranteed, the node's default",
+             "compute-limit 60 %, the node's default: idle time is lent up to it"],
+        ),
+        (
+            "defaults: {compute: 20}", ["memory=1Gi", "compute-limit=10"],
+            ["memory        1Gi of each GPU",
+             "compute       10 % of each GPU's time, guaranteed, the node's default",
+             "compute-limit 10 %: no idle time is lent"],
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_node_gives_where_nothing_is_said(
+    node: Path,
+    capsys: pytest.CaptureFixture[str],
+    configuration: str,
+    annotations: list[str],
+    said: list[str],
+) -> None:
+    lines = explain(node, capsys, *annotations, configuration=configuration)
+    assert [line.strip() for line in lines[1:4]] == said
 
 
 def test_all_of_it_is_explained(node: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,7 @@ complete -c tidegate -n '__fish_seen_subcommand_from explain' -s h -l help -d 's
 complete -c tidegate -n '__fish_seen_subcommand_from explain' -l bundle -x -a '(__fish_complete_directories)' -d 'read annotations and root from its config.json'
 complete -c tidegate -n '__fish_seen_subcommand_from explain' -l annotation -x -d 'one annotation; may be repeated, and goes before the bundle\'s'
 complete -c tidegate -n '__fish_seen_subcommand_from explain' -l rootfs -x -a '(__fish_complete_directories)' -d 'the container\'s root file system'
+complete -c tidegate -n '__fish_seen_subcommand_from explain' -l config -r -F -d 'the node\'s configuration (/etc/tidegate/config.yaml)'
 complete -c tidegate -n '__fish_seen_subcommand_from explain' -l driver-dir -x -a '(__fish_complete_directories)' -d 'where generations of the driver\'s mirror are (default /var/lib/tidegate/driver)'
 complete -c tidegate -n '__fish_seen_subcommand_from explain' -l hook -r -F -d 'the hook, as config.json names it where a claim has it entered (default /usr/bin/tidegate-hook)'
 complete -c tidegate -n '__fish_seen_subcommand_from explain' -l module-version -r -F -d 'where the kernel module says its version (default /proc/driver/nvidia/version)'

@@ -52,8 +52,15 @@ def run(args: argparse.Namespace) -> int:
     if not shown and not args.json:
         about = f" of {args.container}" if args.container else ""
         what = "nothing" if args.all else "no failure"
-        print(f"{what}{about} in {_where(args)}", file=sys.stderr)
+        print(f"{what}{about} in {_where(args)}{_hint(args.container)}", file=sys.stderr)
     return 0
+
+
+def _hint(container: str | None) -> str:
+    """Say where ids are, to who names a container as its engine does: no log has those names."""
+    if container is None or "/" in container or set(container) <= set("0123456789abcdef"):
+        return ""
+    return "; containers are found by their ids: tidegate ps, docker ps --all, podman ps --all"
 
 
 def _files(args: argparse.Namespace) -> list[Path]:

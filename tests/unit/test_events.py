@@ -107,6 +107,11 @@ def test_that_there_is_none_is_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["events", "--log", str(hook), "--container", "77"]) == 0
     out, error = capsys.readouterr()
     assert (out, error) == ("", f"no failure of 77 in {hook}\n")
+    assert cli.main(["events", "--log", str(hook), "--container", "web"]) == 0
+    assert capsys.readouterr().err == (
+        f"no failure of web in {hook}; containers are found by their ids: tidegate ps,"
+        " docker ps --all, podman ps --all\n"
+    )
 
 
 @pytest.mark.parametrize(

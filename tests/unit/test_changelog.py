@@ -24,7 +24,9 @@ def test_no_other_file_says_a_version_of_its_own() -> None:
 
 def test_each_version_begins_with_what_there_is_to_do() -> None:
     for section in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]:
-        heads = [head.split(":")[0] for head in re.findall(r"^### (.*)$", section, re.MULTILINE)]
+        whole = re.findall(r"^### (.*)$", section, re.MULTILINE)
+        assert len(set(whole)) == len(whole), section.splitlines()[0]
+        heads = [head.split(":")[0] for head in whole]
         assert heads[0] == "To do", section.splitlines()[0]
         assert [ORDER.index(head) for head in heads] == sorted(ORDER.index(head) for head in heads)
 

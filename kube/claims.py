@@ -58,6 +58,13 @@ class Share:
     compute: int
     compute_limit: int
     strategy: str
+    share_id: str | None = None
+    """What the scheduler calls this part of the device."""
+
+    @property
+    def base_request(self) -> str:
+        """Return the request as a pod's container names it: `gpu` of its alternative `gpu/h100`."""
+        return self.request.partition("/")[0]
 
     def cdi_name(self, uid: str) -> str:
         """Return the name of its CDI device."""
@@ -218,6 +225,7 @@ def _share(
         compute=compute,
         compute_limit=limit,
         strategy=parameters.strategy,
+        share_id=str(result["shareID"]) if result.get("shareID") else None,
     )
 
 

@@ -81,12 +81,15 @@ class Plugin:
                 answer.error = _mistake(reference, e)
                 continue
             for share in claim.shares:
-                answer.devices.add(
-                    request_names=[share.request],
+                device = answer.devices.add(
+                    # Compared with what a container names, which is never an alternative.
+                    request_names=[share.base_request],
                     pool_name=share.pool,
                     device_name=share.device,
                     cdi_device_ids=[share.cdi_id(reference.uid)],
                 )
+                if share.share_id and "share_id" in device.DESCRIPTOR.fields_by_name:
+                    device.share_id = share.share_id
         return response
 
     def NodeUnprepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802

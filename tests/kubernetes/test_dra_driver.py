@@ -67,6 +67,19 @@ def test_a_claim_is_prepared_and_taken_back(stand: Stand) -> None:
     } <= allowed
 
 
+def test_a_container_names_a_request_and_gets_the_alternative_that_was_chosen(stand: Stand) -> None:
+    """The kubelet gives a container the devices whose request names have the one that it names, which is never an alternative's."""
+    chosen, other = result(0, "gpu/h100"), result(1, "more")
+    document = claim("train", "team-a", chosen, other)
+    stand.api.add_claim(document)
+    stand.up()
+    uid = document["metadata"]["uid"]
+    devices = stand.kubelet.prepare(reference(document))[uid].devices
+    assert [list(d.request_names) for d in devices] == [["gpu"], ["more"]]
+    assert [d.share_id for d in devices] == [chosen["shareID"], other["shareID"]]
+    assert [s["name"] for s in stand.governor.claims[uid]["shares"]] == ["gpu/h100/0", "more/0"]
+
+
 def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None:
     """Each error names claim, resource and amount, and is an event on the claim and its pod, once."""
     good = claim("good", "team-a", result(0, compute="70"))

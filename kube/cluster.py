@@ -40,10 +40,15 @@ class Cluster:
                 config.load_kube_config(kubeconfig, client_configuration=configuration)
             else:
                 config.load_incluster_config(client_configuration=configuration)
-        except (config.ConfigException, OSError, ValueError) as e:
+        except (
+            Exception
+        ) as e:  # the client's own, and whatever a file that is no kubeconfig makes of it
+            by = kubeconfig or "a service account"
             raise ClusterError(
-                f"no way to the API server: {' '.join(str(e).split())[:200]}",
-                hint="run in a pod with a service account, or name a file with --kubeconfig",
+                f"no way to the API server by {by}: {' '.join(str(e).split())[:200]}",
+                hint="name a file that kubectl takes"
+                if kubeconfig
+                else "run in a pod with a service account, or name a file with --kubeconfig",
             ) from e
         configuration.retries = False  # who calls knows better when to ask again
         self._client = client.ApiClient(configuration)
@@ -76,10 +81,20 @@ class Cluster:
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Create a ResourceSlice and return what was stored, or with `dry_run` would be."""
         more = {"dry_run": "All"} if dry_run else {}
-        return self._json(
-            f"ResourceSlice {body['metadata']['name']}",
-            lambda **o: self._resource.create_resource_slice(body, **more, **o),
-        )
+        try:
+            return self._json(
+                f"ResourceSlice {body['metadata']['name']}",
+                lambda **o: self._resource.create_resource_slice(body, **more, **o),
+            )
+        except ClusterError as e:
+            if e.http != 404:
+                raise
+            raise ClusterError(
+                f"the API server has no resource.k8s.io/v1, no GPU is offered ({e.message})",
+                hint="use Kubernetes 1.34 or newer, or run the device plugin instead"
+                " (docs/howto/kubernetes.md)",
+                http=404,
+            ) from e
 
     def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Replace a ResourceSlice that is of the version in `body`; return what is stored."""
@@ -179,10 +194,12 @@ def _explain(what: str, e: Exception) -> ClusterError:
         hints = {
             401: "see the service account's token",
             403: "give the driver's service account the role of packaging/kubernetes/",
-            404: "it is gone, or the API server has no resource.k8s.io/v1 (Kubernetes 1.34)",
+            404: "it is gone",
             409: "it is tried again",
             422: "report it with its line",
         }
+        if "ValidatingAdmissionPolicy" in said:
+            hints[status] = "see the policy, and whose token this driver has (own-node.yaml)"
         return ClusterError(
             f"{what}: the API server says {status}: {' '.join(said.split())[:300]}",
             hint=hints.get(status, "it is tried again; see the API server's log"),

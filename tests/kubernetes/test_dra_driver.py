@@ -6,11 +6,13 @@ import json
 import signal
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
 
-from kube.cluster import CALLS
+from kube.cluster import CALLS, Cluster
+from kube.errors import ClusterError
 from kube.main import main
 from tests.kubernetes.conftest import Stand
 from tests.kubernetes.documents import claim, config, reference, result
@@ -221,7 +223,9 @@ def test_a_lost_answer_is_asked_for_again(stand: Stand) -> None:
 def test_without_the_gate_nothing_is_offered(stand: Stand) -> None:
     """Not for a moment: a scheduler that saw the devices would give them out whole."""
     stand.api.consumable = False
-    assert stand.start().wait(30) == 78
+    process = stand.start()
+    stand.kubelet.register()
+    assert process.wait(30) == 78
     assert stand.api.slices == {}
     assert ("create", "resourceslices") not in stand.api.counts()
     last = stand.text().splitlines()[-1]
@@ -359,6 +363,50 @@ def test_what_nobody_will_take_back_is_taken_back_at_the_start(stand: Stand) -> 
     wait_for(
         lambda: stand.files() == [f"tidegate.gpu-claim_{kept['metadata']['uid']}.json"], "one file"
     )
+
+
+@pytest.mark.parametrize("text", ["{[", "hello", "- a", "apiVersion: v1\n", "clusters: 3\n"])
+def test_a_kubeconfig_that_is_none_is_one_line(
+    text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("governor.logs.configure", lambda: None)
+    path = tmp_path / "kubeconfig"
+    path.write_text(text)
+    assert main(["--node-name", "n", "--kubeconfig", str(path)]) == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tidegate-dra: no way to the API server by {path}: ")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (404, "404 page not found\n", ("has no resource.k8s.io/v1", "run the device plugin")),
+        (
+            422,
+            """{"message": "ValidatingAdmissionPolicy 'tidegate-own-node' denied request: x"}""",
+            ("denied request: x", "own-node.yaml"),
+        ),
+    ],
+)
+def test_an_api_server_that_cannot_or_will_not_is_understood(
+    status: int, body: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, stand: Stand
+) -> None:
+    """A path that no API server has is not answered as one of its objects that is missing."""
+    from kubernetes.client.exceptions import ApiException
+
+    cluster = Cluster(str(stand.api.kubeconfig))
+
+    def refuse(*_: object, **__: object) -> None:
+        error = ApiException(status, "as the test wants it")
+        error.body = body
+        raise error
+
+    monkeypatch.setattr(cluster._resource, "create_resource_slice", refuse)
+    with pytest.raises(ClusterError) as caught:
+        cluster.create_slice({"metadata": {"name": "n"}}, dry_run=True)
+    assert caught.value.http == status
+    for one in words:
+        assert one in str(caught.value)
 
 
 def test_what_is_wrong_at_the_start_is_one_line(

@@ -32,13 +32,13 @@ from kube.cluster import Cluster
 from kube.driver import Driver
 from kube.errors import GateError
 from kube.health import UNKNOWN, Condition, Damper, Taint, judge
-from kube.names import TAINT_CLOSED
+from kube.names import DRIVER, TAINT_CLOSED
 from kube.node import Node
 from kube.options import add_node_options
 from kube.pci import find_roots
 from kube.publish import Publisher, Watcher
 from kube.quantity import whole
-from kube.service import Endpoints, Health
+from kube.service import Alone, Endpoints, Health
 from kube.slices import Defaults, make_slice, slice_name
 
 log = structlog.get_logger()
@@ -97,6 +97,8 @@ class Loop:
         self._backoffs = {"publish": Backoff(), "reconcile": Backoff()}
         self._reconcile = threading.Event()
         self._reconcile.set()
+        self._known = False
+        self._alone = Alone()
         self._node_uid: str | None = None
         self._away_since: float | None = None
         self._answer: Mapping[str, Any] | None = None
@@ -104,6 +106,7 @@ class Loop:
 
     def registered(self) -> None:
         """The kubelet has just registered us: it has deleted the slices of its node before."""
+        self._known = True
         self._publisher.forget()
         self._reconcile.set()
         self.wake.set()
@@ -112,7 +115,10 @@ class Loop:
         """Look at the node, and have the cluster know."""
         now = time.monotonic()
         self._look(now)
-        if self._answer is not None:
+        # Pods of a node whose kubelet does not know us would be sent here, and never start.
+        if not self._known:
+            self._wait(now)
+        elif self._answer is not None:
             self._try("publish", now, functools.partial(self._publish, self._answer, now))
         if self._reconcile.is_set():
             self._reconcile.clear()  # who registers meanwhile wants another
@@ -137,6 +143,17 @@ class Loop:
             return False
         backoff.answered()
         return True
+
+    def _wait(self, now: float) -> None:
+        alone = self._alone.look(now)
+        if alone:
+            log.warning(
+                "no-kubelet",
+                message=f"no kubelet has registered this driver for {alone:.0f} s; it was to find"
+                f" {self._args.kubelet_dir}/plugins_registry/{DRIVER}-reg.sock; no GPU is offered",
+                hint="see the kubelet's log; --kubelet-dir has to be its --root-dir, by the same"
+                " path here and on the host",
+            )
 
     def _look(self, now: float) -> None:
         """Ask the governor how its GPUs are."""

@@ -38,7 +38,7 @@ from kube.health import HEALTHY, UNHEALTHY, judge
 from kube.names import DRIVER, PLUGIN_RESOURCE
 from kube.node import Node
 from kube.options import add_node_options
-from kube.service import Endpoint
+from kube.service import Alone, Endpoint
 from kube.units import Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
 from oci_hook.errors import HookError
 
@@ -305,7 +305,7 @@ class Loop:
     """What is done every second."""
 
     def __init__(self, governor: Governor, books: Books, plugin: Plugin, kubelet_dir: Path) -> None:
-        directory = kubelet_dir / "device-plugins"
+        self._directory = directory = kubelet_dir / "device-plugins"
         self._governor = governor
         self._books = books
         self._plugin = plugin
@@ -315,6 +315,7 @@ class Loop:
             lambda server: services.add_DevicePluginServicer_to_server(plugin, server),
             WORKERS,
         )
+        self._alone = Alone()
         self._started = False
         self._restored = False
         self._away_since: float | None = None
@@ -335,6 +336,23 @@ class Loop:
             self._kubelet.forget()
         if self._kubelet.look(now):
             self.registered = self._kubelet.register(now)
+
+    def turn(self) -> None:
+        """Look, and say after a while that there is no kubelet."""
+        try:
+            self.step()
+        except SocketError as e:  # a directory that the kubelet is about to make
+            reason = e.message
+        else:
+            path = self._directory / "kubelet.sock"
+            reason = "" if path.exists() else f"{path} is not there"
+        alone = self._alone.look(time.monotonic(), alone=bool(reason))
+        if alone:
+            log.warning(
+                "no-kubelet",
+                message=f"{reason}, for {alone:.0f} s; no GPU is offered",
+                hint="see whether the kubelet runs; --kubelet-dir has to be its --root-dir",
+            )
 
     def _look(self, now: float) -> None:
         try:
@@ -440,10 +458,7 @@ def serve(args: argparse.Namespace) -> None:
         log.info("plugin-started", kubelet_dir=args.kubelet_dir)
         try:
             while not stop.is_set():
-                try:
-                    loop.step()
-                except SocketError as e:  # a directory that the kubelet is about to make
-                    log.warning("not-listening", message=e.message, hint=e.hint)
+                loop.turn()
                 if ready and loop.registered and not ready.exists():
                     ready.write_text(f"{os.getpid()}\n")
                 stop.wait(PERIOD_S)

@@ -57,6 +57,8 @@ RESEND_S = 10.0
 RESERVE_S = 2.0
 """With less time left than this a claim is not begun."""
 SOCKET_LIMIT = 107
+ALONE_S = 20.0
+"""A kubelet finds a plugin within a second, one that starts within some."""
 
 
 class Plugin:
@@ -225,6 +227,27 @@ class HealthService:
     def NodeWatchResources(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         """Stream the health of all devices."""
         return self._health.watch(self._messages, context)
+
+
+class Alone:
+    """How long no kubelet has come: to be said after a while, and then each time twice as late."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._say_at = ALONE_S
+
+    def look(self, now: float, *, alone: bool = True) -> float | None:
+        """Return for how many seconds, where it is time to say so."""
+        if not alone:
+            self._since, self._say_at = None, ALONE_S
+            return None
+        if self._since is None:
+            self._since = now
+        seconds = now - self._since
+        if seconds < self._say_at:
+            return None
+        self._say_at *= 2
+        return seconds
 
 
 class Endpoint:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from governor.errors import GovernorError, RefusedError
 from kube.api import dra_v1_pb2, dra_v1_pb2_grpc
@@ -110,11 +111,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def parts(clock: list[float], tmp_path: Path) -> tuple[Loop, Slices, Governor, Publisher]:
     slices, governor = Slices(), Governor()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
-    args = argparse.Namespace(node_name=NODE, default_memory=None, default_compute=None)
+    args = argparse.Namespace(
+        node_name=NODE, default_memory=None, default_compute=None, kubelet_dir="/var/lib/kubelet"
+    )
     driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
     loop = Loop(
         args, cluster=slices, node=governor, driver=driver, publisher=publisher, health=Health(NODE)
     )  # type: ignore[arg-type]
+    loop.registered()
     return loop, slices, governor, publisher
 
 
@@ -147,6 +151,36 @@ def test_a_governor_that_stays_away_keeps_new_pods_away(
         clock[0] += 2
         loop.step()
     assert (slices.writes, taints(slices)) == (3, set())
+
+
+def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
+    clock: list[float], tmp_path: Path
+) -> None:
+    """A pod that is sent to a node whose kubelet does not know the driver never starts."""
+    slices, governor = Slices(), Governor()
+    publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
+    args = argparse.Namespace(
+        node_name=NODE, default_memory=None, default_compute=None, kubelet_dir="/srv/kubelet"
+    )
+    driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
+    loop = Loop(
+        args, cluster=slices, node=governor, driver=driver, publisher=publisher, health=Health(NODE)
+    )  # type: ignore[arg-type]
+    with capture_logs() as logs:
+        for _ in range(50):
+            loop.step()
+            clock[0] += 2
+    assert slices.writes == 0
+    assert not publisher.current
+    said = [one for one in logs if one["event"] == "no-kubelet"]
+    assert [one["message"].split(";")[0] for one in said] == [
+        f"no kubelet has registered this driver for {seconds} s" for seconds in (20, 40, 80)
+    ]
+    assert "/srv/kubelet/plugins_registry/tidegate.gpu-reg.sock" in said[0]["message"]
+    assert "--kubelet-dir" in said[0]["hint"]
+    loop.registered()
+    loop.step()
+    assert slices.writes == 1
 
 
 def test_what_waits_for_the_governor_keeps_nobody_from_the_api_server(

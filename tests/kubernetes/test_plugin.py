@@ -17,6 +17,7 @@ import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from governor.errors import GovernorError, RefusedError
 from kube.api import deviceplugin_v1beta1_pb2 as messages
@@ -250,6 +251,32 @@ def test_a_kubelet_that_refuses_is_left_alone_for_a_while(node, monkeypatch) -> 
     clock[0] += 1.5
     loop.step()
     assert len(kubelet.requests) == 1
+
+
+def test_a_kubelet_that_is_not_there_is_said_and_not_each_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No directory of the kubelet's, then one without its socket: as where its --root-dir is another."""
+    clock = [100.0]
+    monkeypatch.setattr("kube.plugin.time.monotonic", lambda: clock[0])
+    governor = Governor()
+    books = Books(governor, Directory(tmp_path / "cdi"), Policy())
+    loop = Loop(governor, books, Plugin(books), tmp_path)
+    with capture_logs() as logs:
+        for _ in range(30):
+            loop.turn()
+            clock[0] += 1
+        (tmp_path / "device-plugins").mkdir()
+        for _ in range(30):
+            loop.turn()
+            clock[0] += 1
+    loop.stop()
+    first, second = [one for one in logs if one["event"] == "no-kubelet"]
+    assert f"{tmp_path}/device-plugins/{SOCKET}: nobody can listen there" in first["message"]
+    assert second["message"] == (
+        f"{tmp_path}/device-plugins/kubelet.sock is not there, for 40 s; no GPU is offered"
+    )
+    assert "--kubelet-dir" in first["hint"]
 
 
 def test_a_lost_gpu_and_a_governor_that_is_away_make_units_unhealthy(node, monkeypatch) -> None:

@@ -21,6 +21,8 @@ from kube.names import DRIVER, PARAMETERS_KIND, PARAMETERS_VERSION
 API = "resource.k8s.io/v1"
 BLOCK_MIB = 256
 """One tencent.com/vcuda-memory."""
+MOST_MIB = 1 << 24
+"""No GPU has 16 TiB: who writes 8Gi for what is counted in MiB means another number."""
 SHARE = 10
 """What a pod without gpucores gets guaranteed, percent: HAMi splits a GPU among ten by default."""
 
@@ -149,7 +151,7 @@ def convert(text: str, options: Options | None = None) -> Result:
     """Return manifests with claims for manifests without; UnreadableError for what is no YAML."""
     result = Result()
     options = options or Options()
-    documents = yamltext.read(text)
+    documents = yamltext.read(text.removeprefix("\ufeff"))
     taken = {name for document in documents for name in _templates(document.value)}
     for document in documents:
         value = yamltext.unshared(document.value)
@@ -227,9 +229,12 @@ def _convert_document(
             made += _convert_document(item, options, notes, taken)
         return made
     made = []
-    for pod in _pods(document):
-        made += _Pod(document, pod, options, notes).convert(taken)
-    for path, key in _leftovers(document):
+    left: set[int] = set()
+    for found in _pods(document):
+        pod = _Pod(document, found, options, notes)
+        made += pod.convert(taken)
+        left |= pod.left
+    for path, key in _leftovers(document, left):
         reason = (
             f"it stays as it was in {path}, which is no container's limit of a kind that is known"
         )
@@ -257,17 +262,19 @@ def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
         yield _mapping(spec.get("template"))
 
 
-def _leftovers(value: Any, path: str = "", above: str = "") -> Iterator[tuple[str, str]]:
-    """Find what asks for a GPU and was not converted."""
-    if isinstance(value, dict):
+def _leftovers(
+    value: Any, left: set[int], path: str = "", above: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Find what asks for a GPU and was not converted, but for what is `left` on purpose."""
+    if isinstance(value, dict) and id(value) not in left:
         for key, inner in value.items():
-            known = isinstance(key, str) and key.removeprefix("requests.") in RESOURCES
-            if known and above not in {"annotations", "labels", "data", "nodeSelector"}:
+            asks = isinstance(key, str) and re.sub(r"^(requests|limits)\.", "", key) in RESOURCES
+            if asks and above not in {"annotations", "labels", "data", "nodeSelector"}:
                 yield path or ".", str(key)
-            yield from _leftovers(inner, f"{path}.{key}", str(key))
+            yield from _leftovers(inner, left, f"{path}.{key}", str(key))
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _leftovers(inner, f"{path}[{index}]", above)
+            yield from _leftovers(inner, left, f"{path}[{index}]", above)
 
 
 _NUMBER = re.compile(r"([0-9]{1,15})(\.0*)?(k|M|G|Ki|Mi|Gi)?")
@@ -289,6 +296,8 @@ class _Pod:
         self, document: dict[Any, Any], pod: dict[Any, Any], options: Options, notes: list[Note]
     ) -> None:
         self.document, self.pod, self.options, self.notes = document, pod, options, notes
+        self.left: set[int] = set()
+        """What stays as it was and is noted already, by identity."""
         self.spec = _mapping(pod.get("spec"))
         self.metadata = _mapping(pod.get("metadata"))
         held = self.metadata.get("annotations")
@@ -329,10 +338,12 @@ class _Pod:
             for key in RESOURCES:
                 if key in asked:
                     number = _whole_number(asked[key])
-                    if number is None:
-                        self.note(
-                            key, f"{asked[key]!r} is no whole number, the container stays as it was"
-                        )
+                    wrong = "" if number is not None else "is no whole number"
+                    if number and key == "nvidia.com/gpumem" and number > MOST_MIB:
+                        wrong = f"is {number} MiB, which no GPU has: it is counted in MiB"
+                    if number is None or wrong:
+                        self.note(key, f"{asked[key]!r} {wrong}, the container stays as it was")
+                        self.left |= {id(part) for _, part in parts}
                         return {}
                     found[key] = number
         for part, asked in parts:
@@ -363,16 +374,17 @@ class _Pod:
         if "nvidia.com/priority" in asked:
             self.note("nvidia.com/priority", "it has no equal: guarantees say who comes first")
         if not any(asked.get(key) for key in HAMI_RESOURCES[:3]):
-            memory = self.options.gpu_mib or None
-            return Ask(memory, 100, count, device_class="gpu-whole")
+            return Ask(None, 100, count, device_class="gpu-whole")
         ask = Ask(count=count)
         percent = asked.get("nvidia.com/gpumem-percentage", 0)
         if asked.get("nvidia.com/gpumem"):
             ask.memory_mib = asked["nvidia.com/gpumem"]
             if percent:
                 self.note("nvidia.com/gpumem-percentage", "nvidia.com/gpumem counts", "changed")
-        elif self.options.gpu_mib:
-            ask.memory_mib = self.options.gpu_mib * min(percent or 100, 100) // 100
+        elif percent >= 100:
+            pass  # a claim that names none gets all the memory: less than is written on the GPU
+        elif percent and self.options.gpu_mib:
+            ask.memory_mib = self.options.gpu_mib * percent // 100
         elif percent:
             self.note(
                 "nvidia.com/gpumem-percentage",
@@ -409,7 +421,7 @@ class _Pod:
                 self.note(
                     BLOCKS, "vcuda-core asks for whole GPUs, with all their memory", "changed"
                 )
-            return Ask(self.options.gpu_mib or None, 100, count, device_class="gpu-whole")
+            return Ask(None, 100, count, device_class="gpu-whole")
         if not blocks:
             self.note(f"no {BLOCKS}", "a claim that names none gets all the memory")
         return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
@@ -448,7 +460,6 @@ class _Pod:
     def take_annotations(self, count: int) -> Callable[[Ask], None]:
         """Take the others' annotations off the pod; returns what they add to each of its claims."""
         held, selectors, constraints = self.annotations, [], []
-        parameters: dict[str, Any] = {}
         limit = mps = None
         for key in [key for key in held if isinstance(key, str)]:
             value = held[key]
@@ -489,12 +500,16 @@ class _Pod:
             del held[key]
         if not held and isinstance(self.metadata.get("annotations"), dict):
             del self.metadata["annotations"]
-        if mps:
-            parameters["strategy"] = "mps"
 
         def add(ask: Ask) -> None:
             ask.selectors, ask.constraints = tuple(selectors), tuple(constraints)
-            ask.parameters = dict(parameters)
+            if mps and ask.count == 1:
+                ask.parameters["strategy"] = "mps"
+            elif mps:
+                self.note(
+                    "nvidia.com/vgpu-mode: mps",
+                    f"a client of MPS has one GPU, not {ask.count}; the node's strategy counts",
+                )
             if limit is not None and ask.device_class == "gpu-strict":
                 ask.device_class = "gpu-elastic"
                 ask.parameters["computeLimit"] = max(limit, ask.compute or 1)

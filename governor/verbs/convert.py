@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_mebibytes,
         default=0,
         metavar="SIZE",
-        help="a GPU's memory, like 80Gi: what gpumem-percentage and whole GPUs are counted by",
+        help="a GPU's memory, like 80Gi: what gpumem-percentage is a part of",
     )
     parser.add_argument(
         "--compute",

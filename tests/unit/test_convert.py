@@ -57,6 +57,90 @@ def test_comments_and_the_form_of_what_stays_are_kept() -> None:
             assert line in after.splitlines(), line
 
 
+POD = """\
+apiVersion: v1
+kind: Pod
+metadata:
+  name: p
+  annotations: {{{annotations}}}
+spec:
+  containers:
+    - name: main
+      image: x
+      resources: {{limits: {{{limits}}}}}
+"""
+
+
+def requests_of(text: str, **options: int) -> tuple[dict, list[str]]:
+    """The claim that a pod gets, and the notes."""
+    result = convert(text, Options(**options))
+    template = next(one for one in result.items if one["kind"] == "ResourceClaimTemplate")
+    return template["spec"]["spec"]["devices"], [str(note) for note in result.notes]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        "nvidia.com/gpu: 1",
+        "nvidia.com/gpu: 1, nvidia.com/gpucores: 30",
+        "nvidia.com/gpu: 1, nvidia.com/gpumem-percentage: 100",
+        "tencent.com/vcuda-core: 100",
+    ],
+)
+def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
+    """A node offers less than a GPU is sold with: a claim for all 80 GiB of it would wait for ever."""
+    devices, _ = requests_of(POD.format(annotations="", limits=limits), gpu_mib=81920)
+    assert "memory" not in devices["requests"][0]["exactly"]["capacity"]["requests"]
+    percent = "nvidia.com/gpu: 1, nvidia.com/gpumem-percentage: 50"
+    devices, _ = requests_of(POD.format(annotations="", limits=percent), gpu_mib=81920)
+    assert devices["requests"][0]["exactly"]["capacity"]["requests"]["memory"] == "40960Mi"
+
+
+def test_mps_is_for_one_gpu_and_is_said_to_be_lost_for_more() -> None:
+    """The governor refuses a container with two GPUs by mps, so such a claim would start nothing."""
+    mps = {"annotations": "nvidia.com/vgpu-mode: mps"}
+    devices, notes = requests_of(POD.format(limits="nvidia.com/gpu: 2", **mps))
+    assert "config" not in devices
+    assert notes == [
+        (
+            "Pod p: lost: nvidia.com/vgpu-mode: mps: a client of MPS has one GPU, not 2; the node's"
+            " strategy counts"
+        )
+    ]
+    devices, notes = requests_of(POD.format(limits="nvidia.com/gpu: 1", **mps))
+    assert devices["config"][0]["opaque"]["parameters"]["strategy"] == "mps"
+    assert notes == []
+
+
+def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
+    text = POD.format(annotations="", limits="nvidia.com/gpu: 1, nvidia.com/gpumem: 8Gi")
+    result = convert(text)
+    assert [str(note) for note in result.notes] == [
+        (
+            "Pod p: lost: nvidia.com/gpumem: '8Gi' is 8589934592 MiB, which no GPU has: it is counted"
+            " in MiB, the container stays as it was"
+        )
+    ]
+    assert "ResourceClaimTemplate" not in result.text
+
+
+def test_what_stays_as_it_was_is_said_once() -> None:
+    result = convert(POD.format(annotations="", limits="nvidia.com/gpu: 0.5"))
+    (note,) = result.notes
+    assert "0.5 is no whole number" in note.reason
+
+
+def test_quotas_of_hami_are_said_to_be_lost() -> None:
+    text = "kind: ResourceQuota\nspec: {hard: {limits.nvidia.com/gpumem: 4000}}\n"
+    (note,) = convert(text).notes
+    assert (note.what, note.level) == ("limits.nvidia.com/gpumem", "lost")
+
+
+def test_a_mark_of_the_byte_order_does_not_come_into_the_middle() -> None:
+    text = "\ufeff" + POD.format(annotations="", limits="nvidia.com/gpu: 1")
+    assert "\ufeff" not in convert(text).text
+
+
 def test_a_text_without_gpus_comes_back_byte_for_byte() -> None:
     text = "# one\n\nkind: Pod\nmetadata: {name: 'x'}\n--- # two\n- 1\n- 0x10\n...\n---\nyes\n"
     result = convert(text)

@@ -103,7 +103,7 @@ complete -c tidegate -n '__fish_seen_subcommand_from cdi; and __fish_seen_subcom
 complete -c tidegate -n '__fish_seen_subcommand_from cdi; and __fish_seen_subcommand_from list' -l driver-dir -x -a '(__fish_complete_directories)' -d 'the driver\'s mirror (/var/lib/tidegate/driver)'
 complete -c tidegate -n '__fish_seen_subcommand_from convert' -s h -l help -d 'show this help message and exit'
 complete -c tidegate -n '__fish_seen_subcommand_from convert' -F
-complete -c tidegate -n '__fish_seen_subcommand_from convert' -l gpu-memory -x -d 'a GPU\'s memory, like 80Gi: what gpumem-percentage and whole GPUs are counted by'
+complete -c tidegate -n '__fish_seen_subcommand_from convert' -l gpu-memory -x -d 'a GPU\'s memory, like 80Gi: what gpumem-percentage is a part of'
 complete -c tidegate -n '__fish_seen_subcommand_from convert' -l compute -x -d 'guaranteed to pods that ask HAMi for memory alone (10)'
 complete -c tidegate -n '__fish_seen_subcommand_from convert' -l json -d 'print one JSON document: the manifests as a List, and the notes'
 complete -c tidegate -n '__fish_seen_subcommand_from refresh' -s h -l help -d 'show this help message and exit'

@@ -113,6 +113,8 @@ class Driver:
             self._refuse(reference, document, error)
             raise error from e
         except TidegateError as e:
+            if str(reference) not in e.message:  # a socket or a file is at fault
+                e.message = f"{reference}: {e.message}"
             self._refuse(reference, document, e)
             raise
 

@@ -335,7 +335,8 @@ def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) 
     stand.governor.close()
     uid = document["metadata"]["uid"]
     assert (
-        "the governor does not answer at" in stand.kubelet.prepare(reference(document))[uid].error
+        "claim team-a/train: the governor does not answer at"
+        in stand.kubelet.prepare(reference(document))[uid].error
     )
     stream = stand.kubelet.watch_health(timeout=30)
     assert wait_for(lambda: [d.health for d in next(stream).devices] == [0, 0], "unknown")

@@ -525,6 +525,23 @@ class _Pod:
             del self.spec["runtimeClassName"]
             self.note("runtimeClassName", "NVIDIA's runtime would mount a second driver", "changed")
 
+        for label in self.node_labels():
+            if label.startswith("nvidia.com/"):
+                self.note(
+                    label,
+                    "it stays in the pod, and is on no node without NVIDIA's feature discovery;"
+                    " a claim's selectors have model, driverVersion and more",
+                )
+
+    def node_labels(self) -> list[str]:
+        """Return the labels by which the pod wants its node, each once."""
+        labels = [key for key in _mapping(self.spec.get("nodeSelector")) if isinstance(key, str)]
+        affinity = _mapping(_mapping(self.spec.get("affinity")).get("nodeAffinity"))
+        required = _mapping(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"))
+        for term in _entries(required.get("nodeSelectorTerms")):
+            labels += [str(one.get("key")) for one in _entries(term.get("matchExpressions"))]
+        return list(dict.fromkeys(labels))
+
     def attach(
         self,
         containers: list[dict[Any, Any]],

@@ -124,6 +124,26 @@ def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
     assert "ResourceClaimTemplate" not in result.text
 
 
+def test_a_pod_that_wants_a_node_by_a_label_of_nvidias_is_said_to() -> None:
+    """Who puts that label goes with what is moved from, and the pod would wait for ever."""
+    pod = yaml.safe_load(POD.format(annotations="", limits="nvidia.com/gpu: 1"))
+    pod["spec"]["nodeSelector"] = {"nvidia.com/gpu.product": "A100", "zone": "a"}
+    match = [{"key": key, "operator": "Exists"} for key in ("nvidia.com/mig.capable", "disk")]
+    pod["spec"]["affinity"] = {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": match}]
+            }
+        }
+    }
+    result = convert(yaml.safe_dump(pod))
+    assert [note.what for note in result.notes] == [
+        "nvidia.com/gpu.product",
+        "nvidia.com/mig.capable",
+    ]
+    assert result.items[1]["spec"]["affinity"] == pod["spec"]["affinity"]
+
+
 def test_what_stays_as_it_was_is_said_once() -> None:
     result = convert(POD.format(annotations="", limits="nvidia.com/gpu: 0.5"))
     (note,) = result.notes

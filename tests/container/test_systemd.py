@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.vdriver_trees import link, put, put_control, put_driver
+from tools.install import CODE
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = ROOT / "packaging" / "systemd"
@@ -125,7 +126,8 @@ def config(rootfs: Path) -> str:
     binds = {
         "/opt/python": sys.base_prefix,
         "/opt/packages": sysconfig.get_path("purelib"),
-        "/opt/tidegate": str(ROOT),
+        # As installed: code that lies in a checkout would take the control library that is built there.
+        **{f"/opt/tidegate/{package}": str(ROOT / package) for package in CODE},
     }
     tmpfs = {
         path: {"destination": path, "type": "tmpfs", "source": "tmpfs", "options": options}

@@ -16,6 +16,10 @@ from governor.books import MIB, Quota
 from governor.errors import RefusedError, RequestError
 from libcontrol.layout import N_DEVICES
 
+NODE = "node.tidegate.gpu"
+"""The namespace of claims that stand for no object of a cluster but for units that the kubelet has
+given away, to pods of any namespace. It has a dot, which no namespace's name has."""
+
 EQUAL = "a container has the same quota on each of its GPUs"
 
 

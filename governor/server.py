@@ -26,7 +26,7 @@ import structlog
 from governor import VERSION
 from governor.arbiter import Runner
 from governor.books import MIB, Books, Device, Nodes, Quota
-from governor.claims import Claim, Share, Use, check_claim, merge, parse_claim, uses_key
+from governor.claims import NODE, Claim, Share, Use, check_claim, merge, parse_claim, uses_key
 from governor.config import Config
 from governor.container import Container, Member, container_key
 from governor.counters import Tally
@@ -449,7 +449,7 @@ class Server:
                     hint="install the same version of hook and node driver",
                 )
             namespace = request["identity"].get("namespace", claim.namespace)
-            if namespace != claim.namespace:
+            if namespace != claim.namespace and claim.namespace != NODE:
                 raise RefusedError(
                     f"{claim} is not of this container's namespace {namespace[:64]!r}",
                     hint="have the pod use a claim of its own namespace",

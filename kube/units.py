@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from governor.claims import NODE
 from governor.errors import RefusedError
 from kube.claims import Claim, Reference, Share
 
 GIB = 1 << 30
-NAMESPACE = "device-plugin"
+NAMESPACE = NODE
 """Of the claims that we enter; no namespace of the cluster has to do with them."""
 _UNIT = re.compile(r"([A-Za-z0-9-]{1,58})\.([0-9]{1,4})")
 _SHARE = re.compile(r"units-([0-9a-f]{1,240})")

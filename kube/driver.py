@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -18,7 +18,7 @@ from governor.cdi import HOOK
 from governor.errors import TidegateError
 from kube.cdi import Directory, make_spec
 from kube.claims import Claim, Reference, read_claim
-from kube.errors import CdiError, ClusterError
+from kube.errors import CdiError, ClusterError, SocketError
 from kube.slices import device_name
 from oci_hook.errors import HookError
 
@@ -100,12 +100,19 @@ class Driver:
                 else:
                     self._locks[uid] = (lock, users - 1)
 
-    def prepare(self, reference: Reference) -> Claim:
-        """Have a claim ready for the containers that use it; a TidegateError says why it is not."""
+    def prepare(
+        self, reference: Reference, require_wanted: Callable[[], None] = lambda: None
+    ) -> Claim:
+        """Have a claim ready for the containers that use it; a TidegateError says why it is not.
+
+        `require_wanted` raises one where whoever asked has given up. He may have asked for something
+        else meanwhile, so it is called when it is this call's turn.
+        """
         document: dict[str, Any] | None = None
         try:
             reference.check()
             with self._alone(reference.uid):
+                require_wanted()
                 document = self._cluster.claim(reference.namespace, reference.name)
                 return self._prepare(reference, document)
         except HookError as e:  # a device node that the host does not have
@@ -156,14 +163,18 @@ class Driver:
             message=error.message,
             hint=error.hint,
         )
-        # Whoever does not reach the API server cannot write an event there.
-        if self._refusals is not None and not isinstance(error, ClusterError):
+        # Whoever does not reach the API server cannot write an event there, and a call that came too
+        # late says nothing of the claim.
+        if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 
-    def unprepare(self, reference: Reference) -> None:
+    def unprepare(
+        self, reference: Reference, require_wanted: Callable[[], None] = lambda: None
+    ) -> None:
         """Take a claim back; one that was never prepared is no error."""
         reference.check()
         with self._alone(reference.uid):
+            require_wanted()
             self._take_back(reference.uid, "unprepared", str(reference))
 
     def _take_back(self, uid: str, why: str, name: str = "") -> None:

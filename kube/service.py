@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -74,8 +75,7 @@ class Plugin:
         for reference in _references(request):
             answer = response.claims[reference.uid]
             try:
-                _check_time(context, reference)
-                claim = self._driver.prepare(reference)
+                claim = self._driver.prepare(reference, partial(_check_time, context, reference))
             except TidegateError as e:
                 answer.error = str(e)
                 continue
@@ -100,8 +100,7 @@ class Plugin:
         for reference in _references(request):
             answer = response.claims[reference.uid]
             try:
-                _check_time(context, reference)
-                self._driver.unprepare(reference)
+                self._driver.unprepare(reference, partial(_check_time, context, reference))
             except TidegateError as e:
                 answer.error = str(e)
                 log.warning("claim-not-taken-back", uid=reference.uid, error=str(e))
@@ -117,8 +116,9 @@ def _references(request: Any) -> list[Reference]:
 
 
 def _check_time(context: Any, reference: Reference) -> None:
+    """Refuse to begin what the kubelet will not hear of, or has asked for the opposite of since."""
     left = context.time_remaining()
-    if left is not None and left < RESERVE_S:
+    if not context.is_active() or (left is not None and left < RESERVE_S):
         raise SocketError(
             f"{reference}: the kubelet's call has run out of time", hint="it asks again"
         )

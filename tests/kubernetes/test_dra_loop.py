@@ -22,7 +22,7 @@ from kube.driver import Driver
 from kube.errors import ClusterError, GateError
 from kube.main import AWAY_S, Backoff, Loop
 from kube.publish import Publisher
-from kube.service import Endpoints, Health
+from kube.service import Endpoints, Health, Plugin
 from kube.slices import make_slice
 from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.kubernetes.governor import answer, gpu
@@ -273,6 +273,46 @@ def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
     taking.join(10)
     assert governor.booked == {}
     assert list(tmp_path.iterdir()) == []
+
+
+class Call:
+    """A call of the kubelet's that it may give up."""
+
+    def __init__(self) -> None:
+        self.active = True
+
+    def is_active(self) -> bool:
+        return self.active
+
+    def time_remaining(self) -> float | None:
+        return 30.0 if self.active else 0.0
+
+
+@pytest.mark.parametrize("op", ["Prepare", "Unprepare"])
+def test_a_call_that_the_kubelet_has_given_up_changes_nothing(tmp_path: Path, op: str) -> None:
+    """While it waits for its turn the kubelet may ask for the opposite, and be served first."""
+    governor, documents = Governor(), Documents()
+    documents.found = claim("a", "b", result(), uid="u-1")
+    driver = Driver(NODE, governor, documents, Directory(tmp_path))
+    if op == "Unprepare":
+        driver.prepare(Reference("b", "a", "u-1"))
+    before = dict(governor.booked), sorted(tmp_path.iterdir())
+    call, plugin = Call(), Plugin(driver, dra_v1_pb2)
+    request = getattr(dra_v1_pb2, f"Node{op}ResourcesRequest")(
+        claims=[dra_v1_pb2.Claim(namespace="b", name="a", uid="u-1")]
+    )
+    answers: list[Any] = []
+    serve = getattr(plugin, f"Node{op}Resources")
+    thread = threading.Thread(target=lambda: answers.append(serve(request, call)))
+    with driver._alone("u-1"):
+        thread.start()
+        until = time.monotonic() + 10
+        while driver._locks["u-1"][1] < 2:
+            assert time.monotonic() < until
+        call.active = False
+    thread.join(10)
+    assert "run out of time" in answers[0].claims["u-1"].error
+    assert (dict(governor.booked), sorted(tmp_path.iterdir())) == before
 
 
 _words = st.text(max_size=40)

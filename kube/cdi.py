@@ -72,6 +72,10 @@ class Directory:
             ) from e
         return True
 
+    def has(self, uid: str) -> bool:
+        """Return whether a claim's specification is in its place."""
+        return self.file(uid).is_file()
+
     def remove(self, uid: str) -> bool:
         """Remove a claim's specification; False where there is none."""
         path = self.file(uid)

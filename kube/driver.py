@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import structlog
 
 from governor.cdi import HOOK
-from governor.errors import TidegateError
+from governor.errors import GovernorError, TidegateError
 from kube.cdi import Directory, make_spec
 from kube.claims import Claim, Reference, read_claim
 from kube.errors import CdiError, ClusterError, SocketError
+from kube.names import DRIVER
 from kube.slices import device_name
 from oci_hook.errors import HookError
 
@@ -80,6 +81,12 @@ class Driver:
         self._hook = hook
         self._hook_arguments = tuple(hook_arguments)
         self._dev_dir = dev_dir
+        self._prepared: dict[str, Reference] = {}
+        """What the kubelet was answered, and the governor has to know: by uid."""
+        self._calls = 0
+        self._prepared: dict[str, Reference] = {}
+        """What the kubelet was answered, and so what the governor has to know: by uid."""
+        self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
 
@@ -89,6 +96,7 @@ class Driver:
         with self._guard:
             lock, users = self._locks.get(uid, (threading.Lock(), 0))
             self._locks[uid] = (lock, users + 1)
+            self._calls += 1
         try:
             with lock:
                 yield
@@ -138,6 +146,8 @@ class Driver:
             dev_dir=self._dev_dir,
         )
         written = self._directory.write(reference.uid, spec)
+        self._prepared[reference.uid] = reference
+        self._prepared[reference.uid] = reference
         log.info(
             "claim-prepared",
             claim=reference.name,
@@ -179,37 +189,109 @@ class Driver:
 
     def _take_back(self, uid: str, why: str, name: str = "") -> None:
         self._governor.unclaim(uid)
+        self._prepared.pop(uid, None)
         removed = self._directory.remove(uid)
         log.info("claim-taken-back", uid=uid, claim=name, why=why, cdi=removed)
 
-    def reconcile(self) -> None:
-        """Take back what nobody will: of claims that the governor or the cluster does not know.
+    def differs(self) -> bool:
+        """Return whether the governor knows other claims than the kubelet was answered.
 
-        A TidegateError says who did not answer; what was not looked at is left as it is.
+        So it is after a start of ours, or when the governor has lost its file. Nothing is said while
+        somebody works on a claim. A TidegateError says why the governor does not answer.
         """
-        known = {str(claim["uid"]) for claim in self._governor.claims()}
-        for uid in sorted(self._directory.uids() - known):
-            with self._alone(uid):
-                # Somebody may have prepared it meanwhile.
-                if uid not in {str(claim["uid"]) for claim in self._governor.claims()}:
-                    self._directory.remove(uid)
-                    log.info("cdi-left-over", uid=uid)
-        for claim in self._governor.claims():
-            reference = Reference(str(claim["namespace"]), str(claim["name"]), str(claim["uid"]))
-            with self._alone(reference.uid):
-                why = self._is_gone(reference)
-                if why:
-                    self._take_back(reference.uid, why, str(reference))
+        with self._guard:
+            calls, idle = self._calls, not self._locks
+        known = {str(claim["uid"]) for claim in self._governor.claims() if not _leaves(claim)}
+        with self._guard:
+            return idle and calls == self._calls and known != set(self._prepared)
 
-    def _is_gone(self, reference: Reference) -> str | None:
+    def reconcile(self) -> None:
+        """Take back what nobody will, and prepare again what was lost, as the cluster says.
+
+        Lost is what the governor has forgotten, or a file that somebody removed: as long as a pod's
+        sandbox is there no kubelet asks again. A TidegateError says what went wrong; what was not
+        looked at is left as it is.
+        """
+        failed: TidegateError | None = None
+        entered = {str(claim["uid"]) for claim in self._governor.claims()}
+        for uid in sorted(entered | set(self._prepared) | self._directory.uids()):
+            try:
+                with self._alone(uid):
+                    self._settle(uid)
+            except (CdiError, ClusterError) as e:
+                if isinstance(e, ClusterError) and not e.http:
+                    raise  # nor will it answer for the others
+                failed = e  # this one keeps nobody from the others
+        if failed is not None:
+            raise failed
+
+    def _settle(self, uid: str) -> None:
+        """Have one claim be what the cluster says of it."""
+        # Somebody may have prepared it, or taken it back, since it was listed.
+        entered = self._entered(uid)
+        reference = self._prepared.get(uid)
+        if reference is None and (entered is None or _leaves(entered)):
+            if self._directory.remove(uid):
+                log.info("cdi-left-over", uid=uid)
+            return
+        if reference is None and entered is not None:
+            reference = Reference(str(entered["namespace"]), str(entered["name"]), uid)
+        assert reference is not None  # noqa: S101 - one of both is there
+        document, why = self._look_up(reference)
+        if why:
+            self._take_back(uid, why, str(reference))
+        elif entered is None or uid not in self._prepared or not self._directory.has(uid):
+            self._prepare_again(reference, document)
+
+    def _prepare_again(self, reference: Reference, document: dict[str, Any]) -> None:
+        try:
+            self._prepare(reference, document)
+        except (ClusterError, GovernorError):
+            raise
+        except (TidegateError, HookError) as e:
+            error = e
+            if isinstance(e, HookError):
+                error = CdiError(f"{reference}: {e.message}", hint=e.hint)
+            self._refuse(reference, document, error)
+            # What is refused stays as it is until the kubelet asks.
+            if self._entered(reference.uid) is None:
+                self._prepared.pop(reference.uid, None)
+            else:
+                self._prepared[reference.uid] = reference
+            if isinstance(error, CdiError):
+                raise error from e
+
+    def _entered(self, uid: str) -> dict[str, Any] | None:
+        """Return what the governor knows of a claim."""
+        return next((one for one in self._governor.claims() if str(one["uid"]) == uid), None)
+
+    def _look_up(self, reference: Reference) -> tuple[dict[str, Any], str]:
+        """Return a claim, and why it is not to be prepared here, empty where it is."""
         try:
             document = self._cluster.claim(reference.namespace, reference.name)
         except ClusterError as e:
             if e.http == 404:
-                return "the cluster has no such claim"
+                return {}, "the cluster has no such claim"
             raise
-        if (document.get("metadata") or {}).get("uid") != reference.uid:
-            return "another claim has its name"
-        if not (document.get("status") or {}).get("allocation"):
-            return "it is not allocated any more"
-        return None
+        if _mapping(document.get("metadata")).get("uid") != reference.uid:
+            return document, "another claim has its name"
+        allocation = _mapping(_mapping(document.get("status")).get("allocation"))
+        if not allocation:
+            return document, "it is not allocated any more"
+        results = _mapping(allocation.get("devices")).get("results")
+        pools = {
+            one.get("pool")
+            for one in (results if isinstance(results, list) else ())
+            if isinstance(one, dict) and one.get("driver") == DRIVER
+        }
+        if self._node_name not in pools:
+            return document, "it is allocated to another node"
+        return document, ""
+
+
+def _leaves(claim: Mapping[str, Any]) -> bool:
+    return bool(claim.get("leaving"))
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

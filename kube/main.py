@@ -160,6 +160,8 @@ class Loop:
         try:
             answer = self._node.gpus()
             conditions = judge(answer["gpus"], self._node.containers())
+            if self._driver.differs():
+                self._reconcile.set()
         except TidegateError as e:
             if self._away_since is None:
                 self._away_since = now

@@ -28,7 +28,7 @@ import structlog
 from governor import logs
 from governor.cdi import HOOK
 from governor.config import STRATEGIES
-from governor.errors import GovernorError, TidegateError
+from governor.errors import GovernorError, RefusedError, TidegateError
 from kube.api import deviceplugin_v1beta1_pb2 as messages
 from kube.api import deviceplugin_v1beta1_pb2_grpc as services
 from kube.cdi import Directory, make_spec
@@ -107,16 +107,19 @@ class Books:
         self._arguments = tuple(hook_arguments)
         self._dev_dir = dev_dir
         self._lock = threading.Lock()
+        self._given: dict[str, tuple[Units, Claim]] = {}
+        """What the kubelet was answered, and so what the governor has to know: by uid."""
 
     def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
         """Return the CDI device of each container; a TidegateError says why there is none."""
         with self._lock:
             gpus = self._governor.gpus()["gpus"]
             wanted = [parse_units(names, gpus) for names in containers]
-            for uid, (units, _) in read_back(self._governor.claims()).items():
+            for uid, (units, _) in (self._given | read_back(self._governor.claims())).items():
                 # The very same units are the same container again, or one that may have its place.
                 if any(units.overlaps(new) and uid != new.uid for new in wanted):
                     self._governor.unclaim(uid)
+                    self._given.pop(uid, None)
                     self._directory.remove(uid)
                     log.info("units-free", uid=uid, gpu=units.uuid, gib=units.count)
             return [self._enter(units, gpus) for units in wanted]
@@ -124,7 +127,9 @@ class Books:
     def _enter(self, units: Units, gpus: Sequence[Mapping[str, Any]]) -> str:
         gpu = next(gpu for gpu in gpus if gpu["uuid"] == units.uuid)
         claim = make_claim(units, gpu, self._policy)
-        self._write(claim, self._governor.claim(claim.describe()))
+        entered = self._governor.claim(claim.describe())
+        self._given[units.uid] = units, claim
+        self._write(claim, entered)
         (share,) = claim.shares
         log.info(
             "units-given",
@@ -157,11 +162,28 @@ class Books:
         with self._lock:
             claims = self._governor.claims()
             shares = {str(claim["uid"]): claim["shares"] for claim in claims}
-            for uid, (_, claim) in read_back(claims).items():
+            for uid, (units, claim) in read_back(claims).items():
+                self._given[uid] = units, claim
                 self._write(claim, shares[uid])
             for uid in sorted(self._directory.uids() - set(shares)):
                 self._directory.remove(uid)
                 log.info("cdi-left-over", uid=uid)
+
+
+    def tell_again(self) -> None:
+        """Enter again what the governor has forgotten: the kubelet never asks twice for a pod."""
+        with self._lock:
+            known = {str(claim["uid"]) for claim in self._governor.claims()}
+            for uid, (_, claim) in list(self._given.items()):
+                if uid in known:
+                    continue
+                try:
+                    self._governor.claim(claim.describe())
+                except RefusedError as e:
+                    del self._given[uid]  # a container that starts with it hears of it
+                    log.warning("units-lost", uid=uid, message=e.message, hint=e.hint)
+                else:
+                    log.info("units-told-again", uid=uid)
 
 
 class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
@@ -361,6 +383,7 @@ class Loop:
             if not self._restored:
                 self._books.restore()
                 self._restored = True
+            self._books.tell_again()
         except TidegateError as e:
             if self._away_since is None:
                 self._away_since = now

@@ -275,6 +275,76 @@ def test_a_claim_is_not_taken_back_while_it_is_prepared(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Cluster:
+    """Claims by name, and what is wrong with some; counts what it is asked."""
+
+    def __init__(self, *documents: dict[str, Any]) -> None:
+        self.found = {reference(one)[1]: one for one in documents}
+        self.failures: dict[str, ClusterError] = {}
+        self.asked = 0
+
+    def claim(self, _namespace: str, name: str) -> Any:
+        self.asked += 1
+        if name in self.failures:
+            raise self.failures[name]
+        if name not in self.found:
+            raise ClusterError("claim: the API server says 404", hint="gone", http=404)
+        return self.found[name]
+
+
+def test_what_is_not_as_it_was_answered_becomes_so_again(tmp_path: Path) -> None:
+    names = ("as-it-was", "forgotten", "without-file", "moved", "leaving", "failing", "refused")
+    documents = {
+        name: claim(name, "ns", result(0, compute="5"), uid=f"u-{name}") for name in names
+    }
+    governor, cluster = Governor(), Cluster(*documents.values())
+    directory = Directory(tmp_path)
+    driver = Driver(NODE, governor, cluster, directory)
+    for document in documents.values():
+        driver.prepare(Reference(*reference(document)))
+    assert not driver.differs()
+    del governor.booked["u-forgotten"], governor.booked["u-refused"]
+    directory.remove("u-without-file")
+    # As it is when its first allocation has ended and no kubelet knows of it any more.
+    documents["moved"]["status"]["allocation"]["devices"]["results"][0]["pool"] = "node-2"
+    governor.booked["u-leaving"] = {**governor.booked["u-leaving"], "leaving": True}
+    driver._prepared.pop("u-leaving")
+    cluster.failures["failing"] = ClusterError("a mistake", hint="wait", http=500)
+    documents["refused"]["status"]["allocation"]["devices"]["results"][0]["device"] = "gpu-gone"
+    assert driver.differs()
+    with pytest.raises(ClusterError, match="a mistake"):
+        driver.reconcile()
+    assert set(governor.booked) == {
+        "u-as-it-was", "u-forgotten", "u-without-file", "u-failing", "u-leaving",
+    }  # fmt: skip
+    assert governor.booked["u-leaving"]["leaving"]
+    assert directory.uids() == {
+        "u-as-it-was", "u-forgotten", "u-without-file", "u-failing", "u-refused",
+    }  # fmt: skip
+    # What was refused, and what fails, is asked of nobody every two seconds.
+    assert not driver.differs()
+
+
+def test_a_driver_that_starts_asks_once_for_each_claim_that_the_governor_knows(
+    tmp_path: Path,
+) -> None:
+    """One that cannot be prepared any more stays as it is, and is not asked for again and again."""
+    documents = [claim(f"c{i}", "ns", result(0, compute="5"), uid=f"u-{i}") for i in range(3)]
+    governor, cluster = Governor(), Cluster(*documents)
+    for document in documents:
+        Driver(NODE, governor, cluster, Directory(tmp_path)).prepare(
+            Reference(*reference(document))
+        )
+    documents[1]["status"]["allocation"]["devices"]["results"][0]["device"] = "gpu-gone"
+    cluster.asked = 0
+    driver = Driver(NODE, governor, cluster, Directory(tmp_path))
+    for _ in range(3):
+        if driver.differs():
+            driver.reconcile()
+    assert cluster.asked == 3
+    assert len(governor.booked) == 3
+
+
 class Call:
     """A call of the kubelet's that it may give up."""
 

@@ -12,9 +12,14 @@ from typing import Any
 import pytest
 
 from kube.cdi import Directory
+from kube.claims import Reference
+from kube.driver import Driver
+from kube.errors import ClusterError
 from kube.node import Node as Governor
 from kube.plugin import Books
+from kube.slices import device_name
 from kube.units import Policy, unit_names
+from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.unit.governor_process import Node, gpus
 
 __all__ = ["gpus"]  # a fixture
@@ -24,6 +29,22 @@ __all__ = ["gpus"]  # a fixture
 def node(tmp_path: Path, gpus: tuple[Path, Path], build_dir: Path) -> Iterator[Node]:
     with Node(tmp_path, gpus, build_dir) as made:
         yield made
+
+
+class Cluster:
+    """An API server's claims."""
+
+    def __init__(self) -> None:
+        self.claims: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def add(self, document: dict[str, Any]) -> None:
+        metadata = document["metadata"]
+        self.claims[metadata["namespace"], metadata["name"]] = document
+
+    def claim(self, namespace: str, name: str) -> dict[str, Any]:
+        if (namespace, name) not in self.claims:
+            raise ClusterError("the API server says 404", hint="it is gone", http=404)
+        return self.claims[namespace, name]
 
 
 def admit(node: Node, name: str, claim: dict[str, Any], namespace: str) -> Path:
@@ -51,3 +72,54 @@ def test_pods_of_any_namespace_use_the_device_plugins_units(node: Node, tmp_path
         ["of-default"],
         ["of-team-a"],
     ]
+
+
+def test_a_governor_that_has_lost_its_file_hears_of_prepared_claims_again(
+    node: Node, tmp_path: Path
+) -> None:
+    """A container of theirs that starts again asks no kubelet to prepare anything."""
+    governor, cluster = Governor(node.config.runtime_dir), Cluster()
+    directory = Directory(tmp_path / "cdi")
+    driver = Driver(NODE, governor, cluster, directory)
+    own = device_name(governor.gpus()["gpus"][0]["uuid"])
+    kept, gone = (
+        claim(name, "team-a", result(memory="1Gi", compute="10", device=own), uid=f"u-{name}")
+        for name in ("kept", "gone")
+    )
+    for document in (kept, gone):
+        cluster.add(document)
+        driver.prepare(Reference(*reference(document)))
+    assert not driver.differs()
+    before = governor.claims()
+    node.stop()
+    (tmp_path / "state" / "state.db").write_bytes(b"no database" * 1000)
+    node.start()
+    assert node.events("database-damaged")
+    assert governor.claims() == []
+    assert driver.differs()
+    del cluster.claims["team-a", "gone"]
+    driver.reconcile()
+    assert governor.claims() == [one for one in before if one["name"] == "kept"]
+    assert directory.uids() == {"u-kept"}
+    assert not driver.differs()
+    admit(node, "again", governor.claims()[0], "team-a")
+
+
+def test_units_are_told_again_where_the_governor_has_lost_its_file(
+    node: Node, tmp_path: Path
+) -> None:
+    governor = Governor(node.config.runtime_dir)
+    books = Books(governor, Directory(tmp_path / "cdi"), Policy())
+    units = unit_names(governor.gpus()["gpus"][0])
+    books.allocate([units[:2]])
+    books.allocate([units[2:4]])
+    before = governor.claims()
+    node.stop()
+    (tmp_path / "state" / "state.db").write_bytes(b"no database" * 1000)
+    node.start()
+    assert governor.claims() == []
+    books.allocate([units[3:5]])  # to somebody else: the second claim is over
+    books.tell_again()
+    assert len(governor.claims()) == 2
+    assert before[0] in governor.claims()
+    assert before[1] not in governor.claims()

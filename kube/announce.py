@@ -72,10 +72,7 @@ class Announcer:
             "name": reference.name,
             "uid": reference.uid,
         }
-        reserved = ((document or {}).get("status") or {}).get("reservedFor") or ()
-        pods = [
-            one for one in reserved if one.get("resource") == "pods" and not one.get("apiGroup")
-        ]
+        pods = _pods(document)
         for about in (
             claim,
             *(
@@ -98,7 +95,7 @@ class Announcer:
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{str(about['name'])[:230]}.{secrets.token_hex(8)}",
+                "name": f"{str(about['name'])[:230].rstrip('.-')}.{secrets.token_hex(8)}",
                 "namespace": about["namespace"],
             },
             "involvedObject": dict(about),
@@ -129,3 +126,14 @@ class Announcer:
         """End when what waits is written."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
+
+
+def _pods(document: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the pods that a claim is reserved for; what is none is left out."""
+    status = (document or {}).get("status")
+    reserved = status.get("reservedFor") if isinstance(status, Mapping) else None
+    return [
+        one
+        for one in (reserved if isinstance(reserved, list) else ())
+        if isinstance(one, Mapping) and one.get("resource") == "pods" and not one.get("apiGroup")
+    ]

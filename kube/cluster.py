@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kube.errors import ClusterError
+from kube.errors import ClaimError, ClusterError
 
 CALLS = (
     ("resource.k8s.io", "resourceslices", ("get", "watch", "create", "update", "delete")),
@@ -20,6 +20,9 @@ CALLS = (
     ("", "events", ("create",)),
 )
 """Every group, resource and verb; the driver's role in packaging/kubernetes/ has these, no more."""
+
+LONGEST = 4 << 20
+"""Bytes of an event of a watch: an object has 1.5 MiB at most."""
 
 TIMEOUT = (5.0, 10.0)
 """Seconds to connect and to answer: the kubelet waits 45 s for all."""
@@ -136,6 +139,8 @@ class Cluster:
         try:
             for part in response.stream(1 << 16):
                 *lines, rest = (rest + part).split(b"\n")
+                if len(rest) > LONGEST:
+                    raise ValueError(f"an event has more than {LONGEST} bytes")
                 for line in filter(None, lines):
                     event: dict[str, Any] = json.loads(line)
                     if event.get("type") == "ERROR":
@@ -164,6 +169,11 @@ class Cluster:
         response = self._call(what, call, timeout=self._timeout)
         try:
             document = json.loads(response.data)
+        except RecursionError as e:
+            # Parameters are kept as their author nested them.
+            raise ClaimError(
+                f"{what} is nested too deeply to be read", hint="write parameters as they are meant"
+            ) from e
         except Exception as e:
             raise _explain(what, e) from e
         if not isinstance(document, dict):

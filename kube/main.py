@@ -141,6 +141,10 @@ class Loop:
             wait = round(backoff.failed(now), 1)
             log.warning("not-answered", what=what, message=e.message, hint=e.hint, again_s=wait)
             return False
+        except Exception as e:  # whatever an answer has made of us, claims are prepared all the same
+            wait = round(backoff.failed(now), 1)
+            log.exception("not-understood", what=what, error=repr(e)[:300], again_s=wait)
+            return False
         backoff.answered()
         return True
 
@@ -181,7 +185,7 @@ class Loop:
     def _publish(self, answer: Mapping[str, Any], now: float) -> None:
         if self._node_uid is None:
             metadata = self._cluster.node(self._args.node_name).get("metadata") or {}
-            self._node_uid = str(metadata.get("uid"))
+            self._node_uid = str(metadata["uid"])
         addresses = [gpu.get("pci") for gpu in answer["gpus"]]
         wanted = make_slice(
             self._args.node_name,

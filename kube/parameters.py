@@ -70,7 +70,12 @@ def check(document: object, where: str) -> None:
     """Refuse what is no TidegateConfig; ClaimError names the field."""
     import jsonschema
 
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
+    try:
+        error = jsonschema.exceptions.best_match(_validator().iter_errors(document))
+    except RecursionError as e:
+        raise ClaimError(
+            f"{where}: the document is nested too deeply", hint="options have no lists in them"
+        ) from e
     if error is None:
         return
     path = ".".join(str(part) for part in error.absolute_path)

@@ -23,6 +23,8 @@ log = structlog.get_logger()
 INTERVAL_S = 6.0
 """Between two writes; a change meanwhile is written with the next."""
 WATCH_S = 540
+PACE_S = 1.0
+"""Between two looks at what others have done to the slice."""
 GATE = GateError(
     "the API server drops allowMultipleAllocations or requestPolicy of ResourceSlices: its feature"
     " gate DRAConsumableCapacity is off",
@@ -217,14 +219,17 @@ class Watcher:
                 continue
             try:
                 for event in self._cluster.watch_slice(self._name, version, WATCH_S):
+                    if self._look(event):
+                        # Two who each put the slice right do not do it as fast as they can.
+                        self._stop.wait(PACE_S)
                     pause = 1.0
-                    self._look(event)
                     if self._stop.is_set():
                         return
                 if self._publisher.version == version:
                     self._stop.wait(0.2)
-            except ClusterError as e:
-                log.info("watch-ended", message=e.message)
+            except Exception as e:  # an answer that nobody understands ends no thread
+                message = e.message if isinstance(e, ClusterError) else repr(e)[:300]
+                log.info("watch-ended", message=message)
                 # What happened meanwhile nobody has told.
                 self._publisher.forget()
                 self._wake.set()
@@ -235,10 +240,12 @@ class Watcher:
         """End with the next event, or with the process."""
         self._stop.set()
 
-    def _look(self, event: Mapping[str, Any]) -> None:
+    def _look(self, event: Mapping[str, Any]) -> bool:
         metadata = (event.get("object") or {}).get("metadata") or {}
         ours = metadata.get("resourceVersion") == self._publisher.version
         if event.get("type") == "DELETED" or not ours:
             log.info("slice-changed-by-others", slice=self._name, what=event.get("type"))
             self._publisher.forget()
             self._wake.set()
+            return True
+        return False

@@ -134,6 +134,8 @@ class ApiServer:
         self.refuse: dict[tuple[str, str], list[int]] = {}
         """By verb and resource: statuses to answer with, one after the other; 0 closes, -1 hangs."""
         self.before: Callable[[str, str], None] = lambda _verb, _resource: None
+        self.deeper: dict[str, int] = {}
+        """By a claim's name: by how many lists what is innermost is nested more."""
         self._version = 100
         self._watchers: list[tuple[str, list[dict[str, Any]], threading.Condition]] = []
         self._stopped = threading.Event()
@@ -241,7 +243,7 @@ class ApiServer:
         except MisfitError as e:
             self.misfits.append(str(e))
             code, answer = 422, self._status(422, str(e))
-        self._send(handler, code, answer)
+        self._send(handler, code, answer, self.deeper.get(parts[-1], 0))
 
     @staticmethod
     def _resource(parts: list[str]) -> str:
@@ -387,8 +389,11 @@ class ApiServer:
         }
 
     @staticmethod
-    def _send(handler: BaseHTTPRequestHandler, code: int, document: dict[str, Any]) -> None:
+    def _send(
+        handler: BaseHTTPRequestHandler, code: int, document: dict[str, Any], deeper: int = 0
+    ) -> None:
         data = json.dumps(document).encode()
+        data = data.replace(b"[[]]", b"[" * deeper + b"[[]]" + b"]" * deeper)
         try:
             handler.send_response(code)
             handler.send_header("Content-Type", "application/json")

@@ -445,3 +445,25 @@ def test_the_kubelets_directory_is_roots_alone(stand: Stand) -> None:
     stand.up()
     for name in ("plugins/tidegate.gpu/dra.sock", "plugins_registry/tidegate.gpu-reg.sock"):
         assert (stand.kubelet.directory / name).stat().st_mode & 0o077 == 0
+
+
+def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand: Stand) -> None:
+    """10 KiB of them are allowed, which Python's parser takes for a circle."""
+    deep: list = []
+    for _ in range(400):  # what this process still writes
+        deep = [deep]
+    documents = [
+        claim(f"deep-{i}", "ns", result(), configs=(config("FromClaim", computeLimit=deep),))
+        for i in range(2)
+    ]
+    for document in documents:
+        stand.api.add_claim(document)
+    stand.api.deeper["deep-1"] = 4000
+    stand.up()
+    for document, words in zip(documents, ("computeLimit: [[[", "is nested too deeply"), strict=True):
+        (one,) = stand.kubelet.prepare(reference(document)).values()
+        assert one.error.startswith(f"claim ns/{document['metadata']['name']}")
+        assert words in one.error
+        assert "mistake" not in one.error
+        assert len(one.error) < 1000
+    wait_for(lambda: len(stand.api.events) == 3, "events on both, and a pod")

@@ -21,7 +21,7 @@ from kube.claims import Reference
 from kube.driver import Driver
 from kube.errors import ClusterError, GateError
 from kube.main import AWAY_S, Backoff, Loop
-from kube.publish import Publisher
+from kube.publish import Publisher, Watcher
 from kube.service import Endpoints, Health, Plugin
 from kube.slices import make_slice
 from tests.kubernetes.documents import NODE, claim, reference, result
@@ -231,6 +231,87 @@ def test_a_slice_that_somebody_damaged_is_mended_or_taken_away(clock: list[float
     with pytest.raises(GateError):
         publisher.publish(make_slice(NODE, "u", answer(gpu(0)), {}))
     assert slices.stored is None
+
+
+GARBAGE: list[Any] = [
+    [], {}, {"spec": "x"}, {"spec": {"devices": "abc"}}, {"spec": {"devices": [1]}}, {"spec": {"pool": "x"}},
+    {"metadata": {"ownerReferences": [1]}}, {"metadata": {"resourceVersion": "1"}, "spec": {"pool": {"generation": "x"}}},
+    {"spec": {"devices": [{"capacity": "x"}]}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_an_answer_that_nobody_understands_ends_nothing(
+    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float], garbage: Any
+) -> None:
+    """It is asked again later, as of who does not answer; with sense in it all goes on."""
+    loop, slices, _, publisher = parts
+    slices.stored = garbage
+    for _ in range(5):
+        loop.step()
+    slices.stored = None
+    clock[0] += 61
+    loop.registered()
+    loop.step()
+    assert publisher.current
+    assert taints(slices) == set()
+
+
+def test_a_node_without_a_uid_owns_no_slice(
+    parts: tuple[Loop, Slices, Governor, Publisher],
+) -> None:
+    """The garbage collector would delete what somebody owns who is not there."""
+    loop, slices, _, _ = parts
+    slices.node = lambda _name: {"metadata": {}}  # type: ignore[method-assign]
+    loop.step()
+    assert slices.stored is None
+
+
+class Watched:
+    """Watches that tell what the test says, one after the other."""
+
+    def __init__(self, *watches: list[Any]) -> None:
+        self.watches = list(watches)
+        self.told = 0
+
+    def watch_slice(self, _name: str, _version: str, _seconds: int) -> Any:
+        for event in self.watches.pop(0) if self.watches else []:
+            self.told += 1
+            yield event
+
+
+@pytest.mark.parametrize("event", [[1], "x", 5, {"object": "x"}, {"object": {"metadata": [1]}}])
+def test_an_event_that_nobody_understands_ends_no_watch(
+    monkeypatch: pytest.MonkeyPatch, event: Any
+) -> None:
+    publisher, wake = Publisher(Slices()), threading.Event()
+    publisher.version = "7"
+    good = {"type": "DELETED", "object": {"metadata": {"resourceVersion": "8"}}}
+    cluster = Watched([event], [good])
+    watcher = Watcher(cluster, publisher, "n", wake)
+    monkeypatch.setattr(watcher._stop, "wait", lambda _s: cluster.watches or watcher.stop())
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert cluster.told == 2
+
+
+def test_who_fights_for_the_slice_is_answered_once_a_second() -> None:
+    publisher, wake = Publisher(Slices()), threading.Event()
+    publisher.version = "7"
+    cluster = Watched(
+        [{"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "8"}}}] * 1000
+    )
+    watcher = Watcher(cluster, publisher, "n", wake)
+    thread = threading.Thread(target=watcher.run)
+    thread.start()
+    assert wake.wait(10)
+    time.sleep(0.3)
+    assert cluster.told <= 2
+    watcher.stop()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 class Documents:

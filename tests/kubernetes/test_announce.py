@@ -1,0 +1,129 @@
+"""Events on claims: one line, whatever is in a refusal, and not more of them than the API server bears."""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kube.announce import AGAIN_S, MESSAGE, MOST, MOST_PODS, Announcer
+from kube.claims import Reference
+from kube.errors import ClaimError, ClusterError
+from tests.kubernetes.apiserver import validate
+from tests.kubernetes.documents import claim, config, reference, result
+from tests.kubernetes.test_dra_claims import read
+
+SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+
+
+class Events:
+    """What was written; refuses with a status where the test says one."""
+
+    def __init__(self, http: int = 0) -> None:
+        self.http = http
+        self.written: list[dict[str, Any]] = []
+        self.asked = 0
+
+    def create_event(self, _namespace: str, body: dict[str, Any]) -> None:
+        self.asked += 1
+        if self.http:
+            raise ClusterError("no", hint="no", http=self.http)
+        validate(body)
+        self.written.append(body)
+
+
+def announce(events: Events, *refusals: tuple[Reference, Any, ClaimError]) -> None:
+    announcer = Announcer(events, "node-1")
+    for one in refusals:
+        announcer.refused(*one)
+    end(announcer)
+
+
+def end(announcer: Announcer) -> None:
+    thread = threading.Thread(target=announcer.run)
+    thread.start()
+    announcer.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@settings(max_examples=50)
+@given(st.text() | st.just("a\nb\x1b[2J\r\u2028\u202e\ud800"))
+def test_an_event_is_one_line_of_printable_text(words: str) -> None:
+    """Names of fields of the claim's parameters are a tenant's, and so are words in a refusal."""
+    events = Events()
+    announce(events, (Reference("ns", "c", "u-1"), None, ClaimError(words * 50, hint="x")))
+    (event,) = events.written
+    assert event["message"].isprintable()
+    assert len(event["message"]) <= MESSAGE
+
+
+def test_names_of_events_are_names_whatever_a_claim_is_called() -> None:
+    events = Events()
+    for name in ("a" * 253, "a" * 229 + "." + "b" * 23, "a" * 228 + "--" + "b" * 23):
+        document = claim(name, "ns")
+        announce(events, (Reference(*reference(document)), document, ClaimError("no", hint="x")))
+    assert len(events.written) == 6
+    for event in events.written:
+        name = event["metadata"]["name"]
+        assert SUBDOMAIN.fullmatch(name), name
+        assert len(name) <= 253
+
+
+def test_many_refusals_are_not_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same words once in five minutes, a few pods of each claim, and no more than so many in all."""
+    now = [0.0]
+    monkeypatch.setattr("kube.announce.time.monotonic", lambda: now[0])
+    document = claim("c", "ns")
+    document["status"]["reservedFor"] *= 100
+    about = Reference(*reference(document))
+    events = Events()
+    announcer = Announcer(events, "node-1")
+    for _ in range(1000):
+        announcer.refused(about, document, ClaimError("no", hint="x"))
+    end(announcer)
+    assert len(events.written) == 1 + MOST_PODS
+    for number in range(10 * MOST):
+        announcer.refused(about, document, ClaimError(f"no {number}", hint="x"))
+    assert len(announcer._said) == MOST
+    assert announcer._queue.qsize() <= MOST
+    # The clock goes on, and what was said is forgotten.
+    now[0] += AGAIN_S + 1
+    announcer.refused(about, document, ClaimError("no", hint="x"))
+    assert len(announcer._said) == 1
+
+
+def test_who_may_not_write_events_asks_once() -> None:
+    events = Events(http=403)
+    announcer = Announcer(events, "node-1")
+    announcer.refused(Reference("ns", "c", "u"), None, ClaimError("a", hint="x"))
+    end(announcer)
+    for number in range(9):
+        announcer.refused(Reference("ns", "c", "u"), None, ClaimError(str(number), hint="x"))
+    end(announcer)
+    assert events.asked == 1
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{"status": "x"}, {"status": {"reservedFor": "pods"}}, {"status": {"reservedFor": [1, None]}}],
+)
+def test_a_claim_that_is_none_still_has_its_event(document: Any) -> None:
+    events = Events()
+    announce(events, (Reference("ns", "c", "u"), document, ClaimError("no", hint="x")))
+    assert [event["involvedObject"]["kind"] for event in events.written] == ["ResourceClaim"]
+
+
+def test_a_field_that_no_terminal_should_see_is_refused_in_a_line() -> None:
+    """An API server keeps parameters as their author wrote them, half surrogate pairs and all."""
+    for name in ("\x1b]0;x\x07", "\ud800", "\u202eabc", "a\nb", "x" * 9000):
+        configs = (config("FromClaim", **{name: 1}),)
+        with pytest.raises(ClaimError) as caught:
+            read(claim("c", "ns", result(), configs=configs))
+        assert str(caught.value).isprintable()
+        assert str(caught.value).startswith("claim ns/c, request gpu, parameters of the claim: ")
+        assert len(str(caught.value)) < 500

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -72,6 +72,10 @@ class Note:
         return f"{self.object}: {self.level}: {self.what}: {self.reason}"
 
 
+Notes = dict[Note, None]
+"""Each once, in their order."""
+
+
 @dataclass
 class Result:
     """The manifests as text and as values, and the notes."""
@@ -87,7 +91,7 @@ class Result:
 
     def json(self) -> str:
         """Return all of it as JSON; `manifests` can be given to kubectl."""
-        manifests = {"apiVersion": "v1", "kind": "List", "items": self.items}
+        manifests = {"apiVersion": "v1", "kind": "List", "items": _with_names(self.items)}
         document = {"manifests": manifests, "notes": [asdict(note) for note in self.notes]}
         # What YAML made a date or bytes becomes a word again, and a number that is none, too.
         return json.dumps(
@@ -147,25 +151,50 @@ class Ask:
         return {"devices": devices}
 
 
+class Taken:
+    """Names that are in use. To ask for a free one takes no longer the more of them there are."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = set(names)
+        self._numbers: dict[str, int] = {}
+
+    def take(self, name: str) -> str:
+        """Return the name, with a number behind it where it is taken."""
+        number, free = self._numbers.get(name, 1), name
+        while free in self._names:
+            number += 1
+            free = f"{name}-{number}"
+        self._numbers[name] = number
+        self._names.add(free)
+        return free
+
+
 def convert(text: str, options: Options | None = None) -> Result:
     """Return manifests with claims for manifests without; UnreadableError for what is no YAML."""
     result = Result()
     options = options or Options()
-    documents = yamltext.read(text.removeprefix("\ufeff"))
-    taken = {name for document in documents for name in _templates(document.value)}
+    text = text.removeprefix("\ufeff")
+    documents = yamltext.read(text)
+    if not documents:  # comments
+        result.text = text
+    taken = Taken(name for document in documents for name in _templates(document.value))
     for document in documents:
         value = yamltext.unshared(document.value)
-        notes: list[Note] = []
+        notes: Notes = {}
         made = _convert_document(value, options, notes, taken)
         result.items += [*made, *([] if value is None else [value])]
         changed = not yamltext.same(value, document.value)
+        if changed or any(name in document.text for name in RESOURCES):
+            for key in document.twice:
+                reason = "it is there more than once, and the last one counts"
+                notes[Note(_name(value), key, reason, "lost")] = None
         body, marked = document.text, document.marked
         if changed:
             body, kept = yamltext.rewrite(document, value)
             marked = marked or not kept
             if not kept and document.has_comments:
                 name = _name(value)
-                notes.append(Note(name, "comments", "the document was written anew", "form"))
+                notes[Note(name, "comments", "the document was written anew", "form")] = None
         if not body.endswith("\n"):
             body += "\n"
         comments = "".join(f"# {_one_line(str(note))}\n" for note in notes)
@@ -181,6 +210,16 @@ def convert(text: str, options: Options | None = None) -> Result:
         result.text += body
         result.notes += notes
     return result
+
+
+def _with_names(value: Any) -> Any:
+    """Return a value as JSON can say it: a key that YAML made a date or bytes is a word again."""
+    if isinstance(value, dict):
+        return {
+            key if key is None or isinstance(key, str | int | float) else str(key): _with_names(one)
+            for key, one in value.items()
+        }
+    return [_with_names(one) for one in value] if isinstance(value, list) else value
 
 
 def _one_line(text: str) -> str:
@@ -215,7 +254,7 @@ def _templates(value: Any) -> Iterator[str]:
 
 
 def _convert_document(
-    document: Any, options: Options, notes: list[Note], taken: set[str]
+    document: Any, options: Options, notes: Notes, taken: Taken
 ) -> list[dict[str, Any]]:
     """Change a document in place, and return the claim templates that it needs.
 
@@ -243,7 +282,7 @@ def _convert_document(
                 "claims are counted as <class>.deviceclass.resource.k8s.io/devices"
                 f", e.g. gpu-strict.{DRIVER}.deviceclass.resource.k8s.io/devices"
             )
-        notes.append(Note(_name(document), key, reason, "lost"))
+        notes[Note(_name(document), key, reason, "lost")] = None
     return made
 
 
@@ -293,7 +332,7 @@ class _Pod:
     """One pod, or the template of many, while it is converted."""
 
     def __init__(
-        self, document: dict[Any, Any], pod: dict[Any, Any], options: Options, notes: list[Note]
+        self, document: dict[Any, Any], pod: dict[Any, Any], options: Options, notes: Notes
     ) -> None:
         self.document, self.pod, self.options, self.notes = document, pod, options, notes
         self.left: set[int] = set()
@@ -306,11 +345,9 @@ class _Pod:
 
     def note(self, what: str, reason: str, level: str = "lost") -> None:
         """Say what became of something, once."""
-        note = Note(self.name, what, reason, level)
-        if note not in self.notes:
-            self.notes.append(note)
+        self.notes[Note(self.name, what, reason, level)] = None
 
-    def convert(self, taken: set[str]) -> list[dict[str, Any]]:
+    def convert(self, taken: Taken) -> list[dict[str, Any]]:
         """Change the pod in place, and return its claim templates, if it asks for a GPU."""
         asking = []
         first = _entries(self.spec.get("initContainers"))
@@ -547,37 +584,36 @@ class _Pod:
         containers: list[dict[Any, Any]],
         asks: list[Ask],
         first: list[dict[Any, Any]],
-        names: set[str],
+        names: Taken,
     ) -> list[dict[str, Any]]:
         """Give each container its claim; returns the templates, one for each that differs."""
         workload = _label(self.document) or _label(self.pod) or "pod"
         templates: dict[str, dict[str, Any]] = {}
         claims: list[dict[str, str]] = []
         held = self.spec.get("resourceClaims")
-        taken = (
-            {str(_mapping(one).get("name")) for one in held} if isinstance(held, list) else set()
+        taken = Taken(
+            str(_mapping(one).get("name")) for one in (held if isinstance(held, list) else ())
         )
         several = len({json.dumps(ask.spec()) for ask in asks}) > 1
         shared: dict[str, str] = {}
+        early_ones = {id(one) for one in first}
         for container, ask in zip(containers, asks, strict=True):
             spec = ask.spec()
             form = json.dumps(spec)
             name = _dns(str(container.get("name") or "container"))
             if form not in templates:
-                own = _free(f"{workload}-{name}-gpu" if several else f"{workload}-gpu", names)
-                names.add(own)
+                own = names.take(f"{workload}-{name}-gpu" if several else f"{workload}-gpu")
                 templates[form] = self.template(own, spec)
             # An init container has ended when the others start, so both can have one claim. One
             # that restarts always is a sidecar, and runs beside them.
-            early = any(container is one for one in first)
+            early = id(container) in early_ones
             brief = early and container.get("restartPolicy") != "Always"
             if brief and form in shared:
                 claim = shared[form]
             elif not early and form in shared:
                 claim = shared.pop(form)
             else:
-                claim = _free("gpu" if len(asks) == 1 else f"gpu-{name}", taken)
-                taken.add(claim)
+                claim = taken.take("gpu" if len(asks) == 1 else f"gpu-{name}")
                 template = templates[form]["metadata"]["name"]
                 claims.append({"name": claim, "resourceClaimTemplateName": template})
                 if brief:
@@ -621,12 +657,3 @@ def _label(document: dict[Any, Any]) -> str:
 def _dns(name: str) -> str:
     """Return a name as a DNS label: lower case, digits and dashes, not too long to add to."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "x"
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """Return the name, with a number behind it where it is taken."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}-{number}"
-    return free

@@ -38,6 +38,8 @@ class Document:
     """Where in the whole input the text begins, which is what the nodes count from."""
     marked: bool
     """Whether it has its `---`, without which it cannot follow another."""
+    twice: tuple[str, ...] = ()
+    """Keys that a mapping has more than once, with their lines; only the last of each counts."""
 
     @property
     def has_comments(self) -> bool:
@@ -54,7 +56,8 @@ def read(text: str) -> list[Document]:
         while loader.check_node():
             root: yaml.Node = loader.get_node()  # type: ignore[assignment]
             _require_small(root)
-            found.append((root, loader.construct_document(root)))
+            twice = tuple(_twice(root))
+            found.append((root, loader.construct_document(root), twice))
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         where = f"line {mark.line + 1}: " if mark else ""
@@ -70,8 +73,8 @@ def read(text: str) -> list[Document]:
     starts = [0, *(_index(event) for event in events[1:])]
     ends = [*starts[1:], len(text)]
     return [
-        Document(text[start:end], value, root, start, bool(event.explicit))
-        for start, end, event, (root, value) in zip(starts, ends, events, found, strict=True)
+        Document(text[start:end], value, root, start, bool(event.explicit), twice)
+        for start, end, event, (root, value, twice) in zip(starts, ends, events, found, strict=True)
     ]
 
 
@@ -108,6 +111,25 @@ def _require_small(root: yaml.Node) -> None:
             count(child, above + 1)
 
     count(root, 0)
+
+
+def _twice(root: yaml.Node) -> Iterator[str]:
+    """Yield the keys that a mapping has more than once, each once as `key in line 7`."""
+    waiting, looked = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in looked:
+            continue
+        looked.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            seen, said = set(), set()
+            for key, _ in node.value:
+                name = (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None
+                if name in seen and name not in said and name is not None and key.value != "<<":
+                    said.add(name)
+                    yield f"{key.value} in line {key.start_mark.line + 1}"
+                seen.add(name)
+        waiting += _children(node)
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from governor.config import parse_quantity
-from governor.errors import ConfigError, RequestError
+from governor.errors import ConfigError, RequestError, one_line
 
 SUMMARY = "Turn pods that ask HAMi, gpu-manager or NVIDIA's plugin for a GPU into pods with claims"
 LOST = 1
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(result.text)
         for note in result.notes:
-            sys.stderr.write(f"{' '.join(str(note).split())}\n")
+            sys.stderr.write(f"{one_line(str(note))}\n")
     return LOST if result.lost else 0
 
 

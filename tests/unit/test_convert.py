@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from governor.cli import main
 from kube import yamltext
-from kube.convert import Options, convert
+from kube.convert import Options, Taken, convert
 
 HERE = Path(__file__).with_name("convert")
 CASES = sorted(path.stem for path in HERE.glob("*.yaml") if not path.stem.endswith("-expected"))
@@ -245,6 +245,63 @@ def test_status_and_streams(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(good)))
     assert main(["convert", "-"]) == 0
     assert main(["convert", "/nowhere"]) == 65
+
+
+POD = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    resources:\n      limits:\n        nvidia.com/gpu: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ("        memory: 1Gi\n        memory: 2Gi\n", "memory in line 10"),
+        ("        nvidia.com/gpu: 2\n", "nvidia.com/gpu in line 9"),
+        # By which nothing asks any more: nothing is changed, and it is said all the same.
+        ("spec: {nodeName: b}\n", "spec in line 9"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_not_dropped_without_a_word(more: str, key: str) -> None:
+    result = convert(POD + more)
+    assert str(result.notes[0]) == (
+        f"Pod a: lost: {key}: it is there more than once, and the last one counts"
+    )
+    assert result.lost == 1
+    others = POD.replace("nvidia.com/gpu", "other") + more.replace("nvidia.com/gpu", "other")
+    assert convert(others).notes == []
+
+
+def test_a_key_that_json_does_not_know_is_a_word_in_it() -> None:
+    keys = "metadata:\n  annotations:\n    2020-01-01: a\n    1: b\n    null: c\n    !!binary aGk=: d\n"
+    (item,) = json.loads(convert(f"kind: ConfigMap\n{keys}").json())["manifests"]["items"]
+    assert item["metadata"]["annotations"] == {
+        "2020-01-01": "a", "1": "b", "null": "c", "b'hi'": "d",
+    }  # fmt: skip
+
+
+def test_what_is_said_is_no_command_to_a_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "pods.yaml"
+    file.write_text(
+        POD.replace("{name: a}", '{name: "\\e]0;x\\a\\u202e\\n# y", annotations: {nvidia.com/"\\e[2J": b}}')
+        .replace('nvidia.com/"', '"nvidia.com/')
+    )  # fmt: skip
+    assert main(["convert", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert all(line.isprintable() for line in (*out.splitlines(), *err.splitlines()))
+    assert len(err.splitlines()) == 1
+
+
+def test_comments_alone_come_back() -> None:
+    for text in ("# nothing\n\n# more\n", "\n"):
+        assert convert(text).text == text
+
+
+def test_workloads_of_one_name_are_named_in_no_more_time_for_each() -> None:
+    """Of 200,000, which is a file of 32 MiB, the last would otherwise be asked for 200,000 times."""
+    taken = Taken(["x", "x-3"])
+    names = [taken.take("x") for _ in range(200_000)]
+    assert names[:3] == ["x-2", "x-4", "x-5"]
+    assert len(set(names)) == len(names)
 
 
 def test_it_needs_neither_grpc_nor_a_client() -> None:

@@ -449,7 +449,7 @@ class Server:
                     hint="install the same version of hook and node driver",
                 )
             namespace = request["identity"].get("namespace", claim.namespace)
-            if namespace != claim.namespace and claim.namespace != NODE:
+            if claim.namespace not in (namespace, NODE):
                 raise RefusedError(
                     f"{claim} is not of this container's namespace {namespace[:64]!r}",
                     hint="have the pod use a claim of its own namespace",

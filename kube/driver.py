@@ -113,8 +113,8 @@ class Driver:
     ) -> Claim:
         """Have a claim ready for the containers that use it; a TidegateError says why it is not.
 
-        `require_wanted` raises one where whoever asked has given up. He may have asked for something
-        else meanwhile, so it is called when it is this call's turn.
+        `require_wanted` raises one where whoever asked has given up. He may have asked for another
+        thing meanwhile, so it is called when it is this call's turn.
         """
         document: dict[str, Any] | None = None
         try:
@@ -173,8 +173,8 @@ class Driver:
             message=error.message,
             hint=error.hint,
         )
-        # Whoever does not reach the API server cannot write an event there, and a call that came too
-        # late says nothing of the claim.
+        # Whoever does not reach the API server cannot write an event there, and a call that came
+        # too late says nothing of the claim.
         if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 
@@ -196,8 +196,8 @@ class Driver:
     def differs(self) -> bool:
         """Return whether the governor knows other claims than the kubelet was answered.
 
-        So it is after a start of ours, or when the governor has lost its file. Nothing is said while
-        somebody works on a claim. A TidegateError says why the governor does not answer.
+        So it is after a start of ours, or when the governor has lost its file. Nothing is said
+        while somebody works on a claim. A TidegateError says why the governor does not answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks

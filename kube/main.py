@@ -141,7 +141,7 @@ class Loop:
             wait = round(backoff.failed(now), 1)
             log.warning("not-answered", what=what, message=e.message, hint=e.hint, again_s=wait)
             return False
-        except Exception as e:  # whatever an answer has made of us, claims are prepared all the same
+        except Exception as e:  # claims are prepared, whatever else was answered
             wait = round(backoff.failed(now), 1)
             log.exception("not-understood", what=what, error=repr(e)[:300], again_s=wait)
             return False

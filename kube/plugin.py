@@ -169,7 +169,6 @@ class Books:
                 self._directory.remove(uid)
                 log.info("cdi-left-over", uid=uid)
 
-
     def tell_again(self) -> None:
         """Enter again what the governor has forgotten: the kubelet never asks twice for a pod."""
         with self._lock:

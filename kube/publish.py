@@ -227,7 +227,7 @@ class Watcher:
                         return
                 if self._publisher.version == version:
                     self._stop.wait(0.2)
-            except Exception as e:  # an answer that nobody understands ends no thread
+            except Exception as e:  # noqa: BLE001 - an odd answer ends no thread
                 message = e.message if isinstance(e, ClusterError) else repr(e)[:300]
                 log.info("watch-ended", message=message)
                 # What happened meanwhile nobody has told.

@@ -460,7 +460,9 @@ def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand:
         stand.api.add_claim(document)
     stand.api.deeper["deep-1"] = 4000
     stand.up()
-    for document, words in zip(documents, ("computeLimit: [[[", "is nested too deeply"), strict=True):
+    for document, words in zip(
+        documents, ("computeLimit: [[[", "is nested too deeply"), strict=True
+    ):
         (one,) = stand.kubelet.prepare(reference(document)).values()
         assert one.error.startswith(f"claim ns/{document['metadata']['name']}")
         assert words in one.error

@@ -375,9 +375,7 @@ class Cluster:
 
 def test_what_is_not_as_it_was_answered_becomes_so_again(tmp_path: Path) -> None:
     names = ("as-it-was", "forgotten", "without-file", "moved", "leaving", "failing", "refused")
-    documents = {
-        name: claim(name, "ns", result(0, compute="5"), uid=f"u-{name}") for name in names
-    }
+    documents = {name: claim(name, "ns", result(0, compute="5"), uid=f"u-{name}") for name in names}
     governor, cluster = Governor(), Cluster(*documents.values())
     directory = Directory(tmp_path)
     driver = Driver(NODE, governor, cluster, directory)

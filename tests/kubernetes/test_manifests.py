@@ -91,6 +91,51 @@ def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
     assert kinds == {"Namespace", "ServiceAccount", "ConfigMap", "DaemonSet", "NetworkPolicy", "RuntimeClass"}  # fmt: skip
     spec = one(documents, "DaemonSet")["spec"]["template"]["spec"]
     assert spec["automountServiceAccountToken"] is False
+    assert not any("projected" in volume for volume in spec["volumes"])
+    for container in containers(one(documents, "DaemonSet")):
+        assert not any("serviceaccount" in m["mountPath"] for m in container["volumeMounts"])
+
+
+@pytest.mark.parametrize("directory", [d for d in DIRECTORIES if d != "overlays/device-plugin"])
+def test_the_driver_alone_has_a_token_and_reaches_no_other_drivers_socket(directory: str) -> None:
+    """Others of its pod are privileged, run before it, or answer whoever comes by the network."""
+    daemon_set = one(render(directory), "DaemonSet")
+    spec = daemon_set["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    for container in containers(daemon_set):
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        tokens = [name for name in mounted if "projected" in volumes[name]]
+        assert len(tokens) == (1 if container["name"] == "dra" else 0), container["name"]
+        if container["name"] == "dra":
+            below = [
+                volumes[name]["hostPath"]["path"]
+                for name in mounted
+                if volumes[name].get("hostPath", {}).get("path", "").startswith("/var/lib/kubelet")
+            ]
+            assert sorted(below) == [
+                "/var/lib/kubelet/plugins/tidegate.gpu",
+                "/var/lib/kubelet/plugins_registry",
+            ]
+
+
+def test_a_stolen_token_offers_nothing_of_other_nodes_or_drivers() -> None:
+    documents = list(yaml.safe_load_all((HERE / "base/own-node.yaml").read_text()))
+    policy = one(documents, "ValidatingAdmissionPolicy")["spec"]
+    assert policy["failurePolicy"] == "Fail"
+    (rule,) = policy["matchConstraints"]["resourceRules"]
+    assert set(rule["operations"]) == {"CREATE", "UPDATE", "DELETE"}
+    assert rule["resources"] == ["resourceslices"]
+    said = " ".join(validation["expression"] for validation in policy["validations"])
+    for words in (
+        'variables.caller != ""',
+        "variables.whose == variables.caller",
+        f'.spec.driver == "{DRIVER}"',
+    ):
+        assert words in said
+    assert one(documents, "ValidatingAdmissionPolicyBinding")["spec"]["validationActions"] == [
+        "Deny"
+    ]
 
 
 def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:

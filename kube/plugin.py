@@ -115,6 +115,7 @@ class Books:
         with self._lock:
             gpus = self._governor.gpus()["gpus"]
             wanted = [parse_units(names, gpus) for names in containers]
+            _require_apart(wanted, gpus)
             for uid, (units, _) in (self._given | read_back(self._governor.claims())).items():
                 # The very same units are the same container again, or one that may have its place.
                 if any(units.overlaps(new) and uid != new.uid for new in wanted):
@@ -183,6 +184,19 @@ class Books:
                     log.warning("units-lost", uid=uid, message=e.message, hint=e.hint)
                 else:
                     log.info("units-told-again", uid=uid)
+
+
+def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse units that are given to two containers in one call: each would have them whole."""
+    for number, units in enumerate(wanted):
+        for other in wanted[:number]:
+            if units.overlaps(other):
+                index = next(gpu["index"] for gpu in gpus if gpu["uuid"] == units.uuid)
+                both = (units.bits & other.bits).bit_count()
+                raise RefusedError(
+                    f"the kubelet gives {both} GiB of GPU {index} to two containers",
+                    hint="make the pod again; see the kubelet's log",
+                )
 
 
 class Plugin(services.DevicePluginServicer):  # type: ignore[misc]

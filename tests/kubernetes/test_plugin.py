@@ -212,6 +212,18 @@ def test_units_of_two_gpus_and_units_of_none_are_refused_with_amounts(node) -> N
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
+def test_units_that_two_containers_are_given_at_once_are_nobodys(node) -> None:
+    governor, kubelet, loop, _, directory = node
+    loop.step()
+    stub = kubelet.plugin()
+    for second in (names(A, 1, 2, 3), names(A, 0, 1, 2)):
+        with pytest.raises(grpc.RpcError) as caught:
+            allocate(stub, names(A, 0, 1, 2), second)
+        assert "GiB of GPU 0 to two containers" in caught.value.details()
+    assert governor.entered == {}
+    assert not (directory / "cdi").exists()
+
+
 def test_a_kubelet_that_starts_anew_is_registered_with(node) -> None:
     governor, kubelet, loop, _, _ = node
     loop.step()

@@ -20,6 +20,8 @@ NODE = "node.tidegate.gpu"
 """The namespace of claims that stand for no object of a cluster but for units that the kubelet has
 given away, to pods of any namespace. It has a dot, which no namespace's name has."""
 
+MOST_SHOWN = 4
+"""Of a claim's shares in one line."""
 EQUAL = "a container has the same quota on each of its GPUs"
 
 
@@ -50,6 +52,13 @@ class Claim:
 
     def __str__(self) -> str:
         return f"claim {self.namespace}/{self.name}"
+
+    def amounts(self) -> str:
+        """Return what it has of which GPUs, for people: of many shares the first."""
+        shown = [f"{_words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
+        if len(self.shares) > MOST_SHOWN:
+            shown.append(f"{len(self.shares) - MOST_SHOWN} shares more")
+        return ", ".join(shown)
 
     def describe(self) -> dict[str, Any]:
         """Return it as `parse_claim` takes it."""

@@ -502,7 +502,8 @@ class Server:
             user = self._user_of(claim.uid)
             if user is not None:
                 raise RefusedError(
-                    f"{known} is used by container {user.identifier[:64]!r}, and cannot be changed",
+                    f"{known} is used by container {user.identifier[:64]!r} with {known.amounts()},"
+                    f" and cannot be changed to {claim.amounts()}",
                     hint="wait until that has ended",
                 )
             self._books.change_claim(known, claim)

@@ -244,8 +244,12 @@ def test_another_content_counts_while_nobody_uses_the_claim() -> None:
             world.claim(told("a", share("x", compute=90, gpu=2), share("y", memory=17 * GIB)))
         assert [world.booked(gpu) for gpu in range(3)] == [(0, 0), (0, 0), (4 * GIB, 80)]
         await world.admit("one", use("a", "x"))
-        with pytest.raises(RefusedError, match=r"^claim default/name-a is used by container 'one'"):
+        with pytest.raises(RefusedError) as caught:
             world.claim(told("a", share("x", compute=10)))
+        assert str(caught.value).startswith(
+            f"claim default/name-a is used by container 'one' with 4096 MiB and 80 % of {GPUS[2].uuid},"
+            f" and cannot be changed to 4096 MiB and 10 % of {GPUS[0].uuid}; "
+        )
         assert world.booked(2) == (4 * GIB, 80)
         await world.end("one", wait=False)  # nobody has seen it yet
         world.claim(told("a", share("x", compute=10)))
@@ -309,6 +313,65 @@ def test_claims_and_other_containers_take_from_the_same_books() -> None:
 def test_what_says_nothing_sensible_is_no_claim(shares: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse_claim(told("a", *shares))
+
+
+ODD = {
+    "uid": ["", "..", "../a", "a/b", "a\n", "a b", "a" * 65, "-a", "\u0661", "\ud800", None, 1],
+    "namespace": ["", "..", "../d", "d/e", "D", "d\n", "d" * 254, "\x1b[2J", "\u202e"],
+    "name": ["", ".", "n/../m", "n\n", "n" * 254, "\u00e9"],
+    "share": ["", "..", "/a", "a\n", "a b", "a" * 254, "a\0b", "\u00e9"],
+    "device": ["", "..", "GPU-/x", "x" * 65, "x\n"],
+    "memory": [0, -1, 1.5, 1 << 51, True, "8Gi", None, 10**400],
+    "compute": [0, -1, 101, 0.5, True, "30", 10**30],
+    "compute_limit": [0, 101, -5, "60"],
+    "strategy": ["", "MPS", None, "fair"],
+}
+
+
+@pytest.mark.parametrize("field", ODD)
+def test_no_odd_word_or_number_becomes_a_claim(field: str) -> None:
+    async def scene(world: World) -> None:
+        for value in ODD[field]:
+            document = told("a")
+            if field in ("uid", "namespace", "name"):
+                document[field] = value
+            else:
+                document["shares"][0]["name" if field == "share" else field] = value
+            line = json.dumps({"v": 1, "op": "claim", **document}).encode()
+            answer = await world.server._answer(line, [], [])
+            assert answer["error"]["code"] == "request", value
+            assert answer["error"]["message"].isprintable()
+        for line in (
+            b"[" * 60000,
+            b'{"v":1,"op":' + b"[" * 20000 + b"]" * 20000 + b"}",
+            b"{}",
+            b"1",
+        ):
+            assert (await world.server._answer(line, [], []))["error"]["code"] == "request"
+        assert world.booked() == (0, 0)
+        assert world.claims() == {}
+
+    run(scene)
+
+
+def test_claims_are_as_many_as_there_is_room_for() -> None:
+    """Each takes memory and time, so that nobody fills the books or the file with claims of nothing."""
+
+    async def scene(world: World) -> None:
+        refused = 0
+        for number in range(300):
+            try:
+                world.claim(told(f"c{number}", share(memory=GIB, compute=1)))
+            except RefusedError as e:
+                assert str(e).startswith(
+                    f"claim default/name-c{number} asks for 1024 MiB of memory"
+                )
+                refused += 1
+        assert refused == 300 - FREE // GIB
+        assert world.booked() == (FREE // GIB * GIB, FREE // GIB)
+        assert len(world.state.claims) == FREE // GIB
+
+    run(scene)
 
 
 def test_what_cannot_be_written_is_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ class Announcer:
             if len(self._said) >= MOST:
                 return
             self._said[reference.uid, message] = now
-        claim = {
+        claim: dict[str, Any] = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
             "namespace": reference.namespace,

@@ -82,9 +82,6 @@ class Driver:
         self._hook_arguments = tuple(hook_arguments)
         self._dev_dir = dev_dir
         self._prepared: dict[str, Reference] = {}
-        """What the kubelet was answered, and the governor has to know: by uid."""
-        self._calls = 0
-        self._prepared: dict[str, Reference] = {}
         """What the kubelet was answered, and so what the governor has to know: by uid."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
@@ -146,7 +143,6 @@ class Driver:
             dev_dir=self._dev_dir,
         )
         written = self._directory.write(reference.uid, spec)
-        self._prepared[reference.uid] = reference
         self._prepared[reference.uid] = reference
         log.info(
             "claim-prepared",
@@ -249,9 +245,12 @@ class Driver:
         except (ClusterError, GovernorError):
             raise
         except (TidegateError, HookError) as e:
-            error = e
-            if isinstance(e, HookError):
-                error = CdiError(f"{reference}: {e.message}", hint=e.hint)
+            # A device node that the host does not have.
+            error = (
+                CdiError(f"{reference}: {e.message}", hint=e.hint)
+                if isinstance(e, HookError)
+                else e
+            )
             self._refuse(reference, document, error)
             # What is refused stays as it is until the kubelet asks.
             if self._entered(reference.uid) is None:

@@ -19,6 +19,7 @@ MOST_ANSWER = 64 << 20
 MOST_SERVED = 8
 TIMEOUT_S = 10.0
 _LINE = re.compile(rb"GET /metrics(\?[\x21-\x7e]*)? HTTP/1\.[01]")
+_HEADER = re.compile(rb"[\t\x20-\x7e]*")  # a line alone: some take a bare line feed for its end
 _KEPT = (b"accept", b"accept-encoding")
 
 
@@ -27,7 +28,11 @@ def rewritten(head: bytes) -> bytes | None:
     line, *headers = head.split(b"\r\n")
     if not _LINE.fullmatch(line):
         return None
-    kept = [h for h in headers if h.partition(b":")[0].strip().lower() in _KEPT]
+    kept = [
+        header
+        for header in headers
+        if header.partition(b":")[0].lower() in _KEPT and _HEADER.fullmatch(header)
+    ]
     return b"\r\n".join([b"GET /metrics HTTP/1.1", b"Host: tidegate", *kept, b"Connection: close"])
 
 

@@ -58,6 +58,16 @@ def test_nothing_else_passes(head: bytes, tmp_path: Path) -> None:
     assert seen == b""
 
 
+@pytest.mark.parametrize(
+    "header",
+    [b"Accept: a\nHost: b", b"Accept: a\n\nGET /other HTTP/1.1", b"Accept: a\rX: b", b"Accept: \0", b"Accept\n: a", b"Accept: \xff"],
+)  # fmt: skip
+def test_one_header_is_not_two(header: bytes) -> None:
+    assert rewritten(b"GET /metrics HTTP/1.1\r\n" + header) == (
+        b"GET /metrics HTTP/1.1\r\nHost: tidegate\r\nConnection: close"
+    )
+
+
 def test_a_head_without_end_is_cut(tmp_path: Path) -> None:
     said, seen = asyncio.run(exchange(tmp_path, b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 4000))
     assert (said, seen) == (b"", b"")

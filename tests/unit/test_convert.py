@@ -247,7 +247,7 @@ def test_status_and_streams(
     assert main(["convert", "/nowhere"]) == 65
 
 
-POD = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    resources:\n      limits:\n        nvidia.com/gpu: 1\n"
+PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    resources:\n      limits:\n        nvidia.com/gpu: 1\n"
 
 
 @pytest.mark.parametrize(
@@ -260,12 +260,12 @@ POD = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    re
     ],
 )
 def test_a_key_that_is_there_twice_is_not_dropped_without_a_word(more: str, key: str) -> None:
-    result = convert(POD + more)
+    result = convert(PLAIN + more)
     assert str(result.notes[0]) == (
         f"Pod a: lost: {key}: it is there more than once, and the last one counts"
     )
     assert result.lost == 1
-    others = POD.replace("nvidia.com/gpu", "other") + more.replace("nvidia.com/gpu", "other")
+    others = PLAIN.replace("nvidia.com/gpu", "other") + more.replace("nvidia.com/gpu", "other")
     assert convert(others).notes == []
 
 
@@ -282,7 +282,7 @@ def test_what_is_said_is_no_command_to_a_terminal(
 ) -> None:
     file = tmp_path / "pods.yaml"
     file.write_text(
-        POD.replace("{name: a}", '{name: "\\e]0;x\\a\\u202e\\n# y", annotations: {nvidia.com/"\\e[2J": b}}')
+        PLAIN.replace("{name: a}", '{name: "\\e]0;x\\a\\u202e\\n# y", annotations: {nvidia.com/"\\e[2J": b}}')
         .replace('nvidia.com/"', '"nvidia.com/')
     )  # fmt: skip
     assert main(["convert", str(file)]) == 1

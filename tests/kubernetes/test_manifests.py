@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,7 +15,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from governor import VERSION
+from governor import VERSION, daemon, metrics
+from governor.config import Config, Metrics
 from kube.cluster import CALLS
 from kube.convert import DRIVER
 from tests.conftest import lack
@@ -258,6 +260,30 @@ def test_commands_have_the_options_that_they_are_given(directory: str) -> None:
             from governor.cli import parser
 
             parser((command[1],)).parse_args(command[1:])
+
+
+def test_who_answers_the_network_can_ask_for_metrics_alone(tmp_path: Path) -> None:
+    """The sidecar is nobody with root's group: what the governor makes for root alone is closed to it."""
+    daemon_set = one(render("overlays/monitoring"), "DaemonSet")
+    (sidecar,) = [c for c in containers(daemon_set) if c["name"] == "metrics"]
+    user = sidecar["securityContext"]
+    assert (user["runAsUser"], user["runAsGroup"], user["runAsNonRoot"]) == (65534, 0, True)
+    assert user["capabilities"] == {"drop": ["ALL"]}
+    if os.geteuid() != 0:
+        lack("needs root")
+    config = Config(runtime_dir=str(tmp_path), metrics=Metrics("unix"))
+    tmp_path.chmod(0o755)
+    program = (
+        "import os, socket, sys; os.setgroups([]); os.setgid(0); os.setuid(65534)\n"
+        "for name in sys.argv[1:]: s = socket.socket(socket.AF_UNIX); print(s.connect_ex(name))\n"
+    )
+    with metrics.listening(config), daemon.listening(tmp_path / "governor.sock"):
+        # By the directory as it is now: pytest's are nobody's to look into.
+        done = subprocess.run(
+            [sys.executable, "-c", program, "metrics.sock", "governor.sock"],
+            cwd=tmp_path, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    assert [int(line) for line in done.stdout.split()] == [0, errno.EACCES]
 
 
 def install(to: Path, source: Path = ROOT) -> subprocess.CompletedProcess[str]:

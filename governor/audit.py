@@ -23,12 +23,12 @@ from typing import Any
 import structlog
 
 from governor import cgroups
-from governor.books import Device
 from governor.cgroups import CannotFreezeError, Group
 from governor.config import Config
 from governor.container import Container, Look, Process
 from governor.counters import Tally
 from governor.processes import started_ns, status_fields
+from governor.quota import Device
 from governor.usage import LOOK_NS, Charge
 from governor.violations import (
     COMPUTE,

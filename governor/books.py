@@ -9,42 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from governor.claims import Claim, Share
 from governor.config import Config
 from governor.errors import RefusedError
 from governor.placement import Nearness, Standing, place
+from governor.quota import MIB, Device, Quota
 from governor.shortage import Room, refuse_any, refuse_named
 from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
 from vdriver.nvml import Topology
 
-if TYPE_CHECKING:
-    from governor.claims import Claim, Share
-
-MIB = 1 << 20
 CLAIMED = "claim "
 """So the names of claims' shares begin in the books; a container's is its key."""
-
-
-@dataclass(frozen=True)
-class Quota:
-    """What one container may use of each of its GPUs: bytes, percent."""
-
-    memory: int
-    compute: int
-    compute_limit: int
-
-
-@dataclass(frozen=True)
-class Device:
-    """One GPU of the node."""
-
-    index: int
-    uuid: str
-    name: str
-    memory: int
-    minor: int | None = None  # of its device node, where it has one
 
 
 @dataclass(frozen=True)

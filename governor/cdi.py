@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from governor.books import Device
+from governor.quota import Device
 from oci_hook.edits import CONTROL, Node, hook_entry, host_nodes
 
 KIND = "tidegate.gpu/shared"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from governor.books import MIB, Quota
 from governor.errors import RefusedError, RequestError
+from governor.quota import MIB, Quota
 from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"

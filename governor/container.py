@@ -31,7 +31,6 @@ from typing import Any
 import structlog
 
 from governor.arbiter import NOBODY, WHOLE, Runner, Stats
-from governor.books import Device, Quota
 from governor.cgroups import Membership, find_membership, read_cgroups
 from governor.claims import Claim, Share, Use, uses_key
 from governor.config import Config
@@ -45,6 +44,7 @@ from governor.processes import (
     pid_namespace,
     start_time,
 )
+from governor.quota import Device, Quota
 from governor.region import Ledger, make_grant, make_ledger, take_over
 from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
 from governor.usage import (

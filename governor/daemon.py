@@ -24,12 +24,13 @@ import structlog
 from governor import logs, metrics, web
 from governor.arbiter import Runner, Runners, load_library
 from governor.audit import Auditor
-from governor.books import Books, Device
+from governor.books import Books
 from governor.config import Config, Loaded, load_config
 from governor.errors import GovernorError, TidegateError
 from governor.history import History
 from governor.httpd import Offer
 from governor.mps import Mps, find_tools
+from governor.quota import Device
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
 from governor.server import Server

@@ -30,9 +30,9 @@ from typing import Any
 
 import structlog
 
-from governor.books import Device
 from governor.config import Config
 from governor.errors import GovernorError
+from governor.quota import Device
 from vdriver.manifest import Manifest
 
 log = structlog.get_logger()

@@ -16,9 +16,9 @@ from typing import Protocol
 import structlog
 
 from governor.audit import Auditor
-from governor.books import Device
 from governor.container import Container, Look
 from governor.counters import Tally
+from governor.quota import Device
 from governor.server import Server
 from governor.usage import LOOK_NS, WINDOW_NS
 from vdriver.errors import VdriverError

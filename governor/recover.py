@@ -19,7 +19,6 @@ from pathlib import Path
 
 import structlog
 
-from governor.books import Device, Quota
 from governor.cgroups import find_membership
 from governor.claims import Claim, Use, parse_claim
 from governor.config import Config
@@ -38,6 +37,7 @@ from governor.processes import (
     pid_namespace,
     read_status,
 )
+from governor.quota import Device, Quota
 from governor.region import MAPPED, Ledger, PageError, find_ledger, open_grant, read_quota
 from governor.state import ContainerRow, MemberRow, ProcessRow, State, Whose
 from libcontrol import layout, pages

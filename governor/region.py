@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from governor.arbiter import WHOLE
-from governor.books import Device, Quota
 from governor.config import Config
 from governor.processes import FileIdentity, Identity, mapped, start_time
+from governor.quota import Device, Quota
 from libcontrol import layout, pages
 
 LEDGER = "tidegate-ledger"

@@ -25,7 +25,7 @@ import structlog
 
 from governor import VERSION
 from governor.arbiter import Runner
-from governor.books import MIB, Books, Device, Nodes, Quota
+from governor.books import Books, Nodes
 from governor.claims import NODE, Claim, Share, Use, check_claim, merge, parse_claim, uses_key
 from governor.config import Config
 from governor.container import Container, Member, container_key
@@ -33,6 +33,7 @@ from governor.counters import Tally
 from governor.errors import RefusedError, RequestError, StateError, TidegateError
 from governor.mps import Event, Mps
 from governor.names import find_name
+from governor.quota import MIB, Device, Quota
 from governor.recover import Found, find_containers
 from governor.settings import Settings
 from governor.state import State, Whose

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from governor.errors import RefusedError
-
-if TYPE_CHECKING:
-    from governor.books import Quota
-
-MIB = 1 << 20
+from governor.quota import MIB, Quota
 
 
 @dataclass(frozen=True)

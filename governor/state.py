@@ -24,11 +24,11 @@ from typing import Any, TypeVar
 
 import structlog
 
-from governor.books import Quota
 from governor.cgroups import Membership
 from governor.claims import Claim, Use, parse_claim
 from governor.errors import GovernorError, StateError, TidegateError
 from governor.processes import FileIdentity, Identity, boot_id
+from governor.quota import Quota
 
 log = structlog.get_logger()
 

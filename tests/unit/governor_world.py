@@ -21,10 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from governor import web
 from governor.arbiter import Runner, load_library
-from governor.books import Books, Device
+from governor.books import Books
 from governor.config import Config, Metrics, Web
 from governor.container import Container
 from governor.history import STEP_NS, History, Use
+from governor.quota import Device
 from governor.server import Pending, Server
 
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from governor.books import Device
 from governor.cdi import make_spec
 from governor.doctor.engines import parse_version, passes
+from governor.quota import Device
 from tests.unit.doctor_nodes import Host
 
 RUNTIME = "/usr/bin/tidegate-runtime"

@@ -23,11 +23,11 @@ from structlog.testing import capture_logs
 from governor import audit, cgroups
 from governor.arbiter import Stats
 from governor.audit import Auditor
-from governor.books import Device, Quota
 from governor.cgroups import CannotFreezeError, Membership
 from governor.config import Config
 from governor.container import Container, Look
 from governor.counters import Tally
+from governor.quota import Device, Quota
 from governor.usage import Charge, Passing
 from governor.violations import Findings
 from vdriver.nvml import ProcessMemory, ProcessUse

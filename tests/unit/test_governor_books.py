@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from governor.books import MIB, Books, Device, Nodes, Quota, complete_quota
+from governor.books import Books, Nodes, complete_quota
 from governor.claims import Claim, Share, check_claim
 from governor.config import Config, Defaults
 from governor.errors import RefusedError
+from governor.quota import MIB, Device, Quota
 from oci_hook.request import Request, parse_annotations
 
 GIB = 1 << 30

@@ -28,11 +28,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from governor import metrics
 from governor.arbiter import Runner
-from governor.books import Books, Device, Quota
+from governor.books import Books
 from governor.claims import Claim, Share, merge, parse_claim, uses_key
 from governor.config import Config
 from governor.container import container_key
 from governor.errors import RefusedError, RequestError, StateError
+from governor.quota import Device, Quota
 from governor.server import Pending, Server
 from governor.state import NAME, State
 from tests.unit.test_governor_recover import StubRunner

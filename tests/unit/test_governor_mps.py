@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 
 from governor import mps
-from governor.books import Device
 from governor.config import Config
 from governor.errors import GovernorError
 from governor.mps import (
@@ -36,6 +35,7 @@ from governor.mps import (
     find_tools,
     read_line,
 )
+from governor.quota import Device
 from tests.conftest import lack
 from vdriver.manifest import File, Manifest
 

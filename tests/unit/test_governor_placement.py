@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from governor.books import MIB, Books, Device
+from governor.books import Books
 from governor.config import Config
 from governor.errors import RefusedError
 from governor.placement import EXACT, Nearness, Standing, place
+from governor.quota import MIB, Device
 from oci_hook.request import Request, parse_annotations
 from vdriver.nvml import Ancestor, Route, Topology
 

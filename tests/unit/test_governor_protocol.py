@@ -25,9 +25,10 @@ from hypothesis import HealthCheck, given, settings
 
 from governor import cli
 from governor.arbiter import WHOLE, Runner, load_library
-from governor.books import Books, Device
+from governor.books import Books
 from governor.config import Config
 from governor.container import container_key
+from governor.quota import Device
 from governor.server import LINE_LIMIT, RESERVED_S, SCHEMA_FILE, Server
 from libcontrol import layout, pages
 from tests.fuzz.documents import corpus, is_valid, mutated

@@ -32,10 +32,10 @@ from structlog.testing import capture_logs
 import governor.reconcile
 from governor.arbiter import Runner, RunnerConfig, Stats, load_library
 from governor.audit import Auditor
-from governor.books import Device, Quota
 from governor.config import Config
 from governor.container import Container, Look, namespace_pid
 from governor.counters import Tally
+from governor.quota import Device, Quota
 from governor.reconcile import EACH, LOOK_NS, SOON_NS, Nobodys, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent

@@ -29,7 +29,7 @@ from structlog.testing import capture_logs
 from governor import cgroups, metrics, processes
 from governor.arbiter import Runner, Stats
 from governor.audit import Auditor
-from governor.books import Books, Device, Quota
+from governor.books import Books
 from governor.config import Config
 from governor.container import Container, Look, container_key
 from governor.errors import StateError
@@ -43,6 +43,7 @@ from governor.processes import (
     open_process,
     start_time,
 )
+from governor.quota import Device, Quota
 from governor.region import MAPPED, find_ledger, make_ledger, memfd_device, open_grant
 from governor.server import Pending, Server
 from governor.state import NAME, State

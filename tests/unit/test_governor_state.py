@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from governor import state as module
-from governor.books import Quota
 from governor.cgroups import Membership
 from governor.container import container_key
 from governor.daemon import listening
 from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity
+from governor.quota import Quota
 from governor.state import NAME, ContainerRow, ProcessRow, State
 
 GIB = 1 << 30

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from governor.books import Device
 from governor.cdi import make_spec
 from governor.errors import SetupError
+from governor.quota import Device
 from governor.verbs.cdi import write
 from oci_hook import runtime
 from oci_hook.edits import (

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from governor.claims import Claim, Share
+from governor.claims import Claim, Share, words
 from governor.config import Config
 from governor.errors import RefusedError
 from governor.placement import Nearness, Standing, place
@@ -249,13 +249,14 @@ class Books:
         check_memory(share.quota.memory, self._config, f"{claim}: memory")
         if gpu.lost is not None:
             raise RefusedError(
-                f"{claim} asks for GPU {gpu.device.index}, which does not answer: {gpu.lost}",
+                f"{claim} asks for {words(share.quota)} of GPU {gpu.device.index}, which does not"
+                f" answer: {gpu.lost}",
                 hint="see the kernel log",
             )
         if share.strategy not in ("auto", gpu.strategy):
             raise RefusedError(
-                f"{claim} asks for {share.strategy} on GPU {gpu.device.index}, which is shared by"
-                f" {gpu.strategy}",
+                f"{claim} asks for {words(share.quota)} of GPU {gpu.device.index} by"
+                f" {share.strategy}, which is shared by {gpu.strategy}",
                 hint="leave strategy out, or have the node share that GPU so",
             )
         room = self._room(gpu)
@@ -320,8 +321,10 @@ class Books:
             if gpu.device.uuid == uuid:
                 return gpu
         reasons = "".join(f"; GPU {i} is not shared: {why}" for i, why in self._left_out.items())
+        amounts = [words(share.quota) for share in claim.shares if share.device == uuid]
         raise RefusedError(
-            f"{claim} asks for {uuid}, which this node does not have{reasons}",
+            f"{claim} asks for {' and '.join(amounts)} of {uuid}, which this node does not have"
+            f"{reasons}",
             hint="tidegate check lists its GPUs",
         )
 

@@ -55,7 +55,7 @@ class Claim:
 
     def amounts(self) -> str:
         """Return what it has of which GPUs, for people: of many shares the first."""
-        shown = [f"{_words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
+        shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
         if len(self.shares) > MOST_SHOWN:
             shown.append(f"{len(self.shares) - MOST_SHOWN} shares more")
         return ", ".join(shown)
@@ -138,7 +138,7 @@ def merge(shares: Sequence[tuple[Claim, Share]]) -> dict[str, Quota]:
             hint=f"ask for {N_DEVICES} at most",
         )
     if len(set(quotas.values())) > 1:
-        found = ", ".join(f"{_words(quota)} of {uuid}" for uuid, quota in quotas.items())
+        found = ", ".join(f"{words(quota)} of {uuid}" for uuid, quota in quotas.items())
         raise RefusedError(
             f"{_name(shares)} has {found}: {EQUAL}",
             hint="ask for the same on each GPU, on another GPU each (distinctAttribute), or give"
@@ -156,7 +156,8 @@ def _name(shares: Iterable[tuple[Claim, Share]]) -> str:
     return " with ".join(dict.fromkeys(str(claim) for claim, _ in shares))
 
 
-def _words(quota: Quota) -> str:
+def words(quota: Quota) -> str:
+    """Return a quota for people."""
     limit = "" if quota.compute_limit == quota.compute else f" (at most {quota.compute_limit} %)"
     return f"{quota.memory // MIB} MiB and {quota.compute} %{limit}"
 

@@ -172,19 +172,21 @@ def _share(
     request, device = str(result["request"]), str(result.get("device"))
     if result.get("pool") != pool:
         raise ClaimError(
-            f"{reference}, request {request}: device {device} is of the pool"
+            f"{reference}, request {request}: {_given(result)}device {device} is of the pool"
             f" {result.get('pool')}, this node's is {pool}",
             hint="the pod is on another node than its claim; make it again",
         )
     if device not in devices:
         raise ClaimError(
-            f"{reference}, request {request}: this node has no device {device}",
+            f"{reference}, request {request}: {_given(result)}device {device} is asked for, which"
+            " this node has not",
             hint="the GPU is gone or is not shared any more (tidegate check on the node);"
             " make the pod again",
         )
     if result.get("adminAccess"):
         raise ClaimError(
-            f"{reference}, request {request} is for administrative access",
+            f"{reference}, request {request}: {_given(result)}device {device} is asked for with"
+            " administrative access",
             hint="ask for a share: a GPU beside all quotas is not given",
         )
     consumed = result.get("consumedCapacity")
@@ -227,6 +229,17 @@ def _share(
         strategy=parameters.strategy,
         share_id=str(result["shareID"]) if result.get("shareID") else None,
     )
+
+
+def _given(result: Mapping[str, Any]) -> str:
+    """Return what the scheduler has given of a device, for people; nothing where it says none."""
+    consumed = result.get("consumedCapacity") or {}
+    found = {
+        name: str(value)[:32]
+        for name in (MEMORY, COMPUTE)
+        if (value := consumed.get(name, consumed.get(f"{DRIVER}/{name}"))) is not None
+    }
+    return ", ".join(f"{name} {value}" for name, value in found.items()) + " of " if found else ""
 
 
 def _amount(consumed: Mapping[str, Any], capacity: str, where: str) -> int:

@@ -160,9 +160,16 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
         return refusal(claim("a", "b", result(**more)))
 
     assert changed(pool="node-2").startswith(
-        "claim b/a, request gpu: device gpu-00000000-1111-2222-3333-444455556666 is of the pool node-2, this node's is node-1; "
+        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-00000000-1111-2222-3333-444455556666 is of the pool node-2, this node's is node-1; "
     )
-    assert "this node has no device gpu-ffff;" in changed(device="gpu-ffff")
+    assert changed(device="gpu-ffff").startswith(
+        "claim b/a, request gpu: memory 8Gi, compute 30 of device gpu-ffff is asked for, which this node has not; "
+    )
+    qualified = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "5"}
+    assert ": memory 1Gi, compute 5 of device gpu-ffff " in changed(
+        device="gpu-ffff", consumedCapacity=qualified
+    )
+    assert ": device gpu-ffff is asked for" in changed(device="gpu-ffff", consumedCapacity=None)
     assert "was given without memory and compute" in changed(consumedCapacity=None)
     assert "DRAConsumableCapacity" in changed(consumedCapacity={})
     assert "consumedCapacity has no memory" in changed(consumedCapacity={"compute": "5"})
@@ -172,6 +179,7 @@ def test_a_refusal_names_claim_and_what_was_found() -> None:
     assert "compute is 0 %" in changed(compute="0")
     assert "compute is 101 %" in changed(compute="101")
     assert "memory is 5 bytes" in changed(memory="5")
+    assert "memory 8Gi, compute 30 of device gpu-0" in changed(adminAccess=True)
     assert "administrative access" in changed(adminAccess=True)
     assert "which is no name" in changed(request="a/b/c")
     document = claim("a", "b", {**result(), "driver": "other"})

@@ -256,7 +256,8 @@ def test_claims_and_strategies() -> None:
         books.admit_claim(wanted)
     assert [gpu["claims"] for gpu in books.describe()["gpus"]] == [2, 2, 0]
     with pytest.raises(
-        RefusedError, match="claim default/d asks for mps on GPU 0, which is shared by"
+        RefusedError,
+        match="claim default/d asks for 2048 MiB and 30 % of GPU 0 by mps, which is shared by",
     ):
         books.admit_claim(claim("d", 1, 0, strategy="mps"))
     assert [gpu["claims"] for gpu in books.describe()["gpus"]] == [2, 2, 0]

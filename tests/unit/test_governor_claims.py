@@ -266,9 +266,9 @@ def test_another_content_counts_while_nobody_uses_the_claim() -> None:
     [
         ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, 15872 MiB are left; ask for 15872Mi"),
         ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, 40 % are left"),
-        ([{**share(), "device": "GPU-none"}], "GPU-none, which this node does not have"),
+        ([{**share(), "device": "GPU-none"}], "claim default/train asks for 4096 MiB and 70 % of GPU-none, which this node does not have"),
         ([share(memory=MIB)], "memory is 1048576 bytes, a process's context alone takes"),
-        ([share(strategy="mps")], "asks for mps on GPU 0, which is shared by timeslice"),
+        ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 by mps, which is shared by timeslice"),
         ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "has the same quota on each of its GPUs"),
     ],
 )  # fmt: skip
@@ -581,7 +581,8 @@ def test_a_gpu_that_does_not_answer_takes_no_container_of_a_claim() -> None:
         ):
             await world.admit("one", use("a"))
         with pytest.raises(
-            RefusedError, match="claim default/name-b asks for GPU 0, which does not answer"
+            RefusedError,
+            match="claim default/name-b asks for 4096 MiB and 1 % of GPU 0, which does not answer",
         ):
             world.claim(told("b", share(compute=1)))
         world.server.books.set_lost(GPUS[0].uuid, None)
@@ -680,7 +681,9 @@ def test_a_claim_whose_gpu_is_gone_says_so_and_is_taken_back() -> None:
         world.devices = GPUS[:1]
         await world.start()
         assert [one["index"] for one in world.claims()["a"]["shares"]] == [0, None]
-        with pytest.raises(RefusedError, match=f"claim default/name-a asks for {GPUS[1].uuid}"):
+        with pytest.raises(
+            RefusedError, match=f"claim default/name-a asks for 4096 MiB and 70 % of {GPUS[1].uuid}"
+        ):
             await world.admit("one", use("a", "y"))
         await world.admit("two", use("a", "x"))
         await world.end("two")

@@ -138,9 +138,9 @@ def _attributes(
     gpu: Mapping[str, Any], answer: Mapping[str, Any], roots: Mapping[str, str]
 ) -> dict[str, Any]:
     attributes: dict[str, Any] = {
-        "uuid": {"string": gpu["uuid"][:64]},
+        "uuid": {"string": _short(gpu["uuid"])},
         "index": {"int": gpu["index"]},
-        "model": {"string": gpu["name"][:64]},
+        "model": {"string": _short(gpu["name"])},
         "strategy": {"string": gpu["strategy"]},
     }
     for name, value in (
@@ -162,6 +162,11 @@ def _attributes(
     if group is not None:
         attributes["nvlinkGroup"] = {"int": group}
     return attributes
+
+
+def _short(text: str) -> str:
+    """Return a text as far as the API server takes it: 64 bytes, and no half a character."""
+    return text.encode(errors="replace")[:64].decode(errors="ignore")
 
 
 def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> int | None:

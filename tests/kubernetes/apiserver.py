@@ -65,13 +65,15 @@ def _validate_slice(spec: dict[str, Any]) -> None:
         for name, value in attributes.items():
             _require(_IDENTIFIER.fullmatch(name.rpartition("/")[2]), f"attribute {name}")
             _require(len(value) == 1, f"attribute {name} has {len(value)} values")
-            _require(len(str(value.get("string", ""))) <= 64, f"attribute {name} is too long")
+            text = str(value.get("string", value.get("version", ""))).encode()
+            _require(len(text) <= 64, f"attribute {name} has {len(text)} bytes")
             if "version" in value:
                 _require(_VERSION.fullmatch(value["version"]), f"{value['version']} is no semver")
         for name, one in capacity.items():
             _validate_capacity(name, one, shared=device.get("allowMultipleAllocations") is True)
         for taint in device.get("taints") or ():
             _require(_LABEL_VALUE.fullmatch(taint.get("value", "")), "taint value")
+            _require(_LABEL_VALUE.fullmatch(taint["key"].rpartition("/")[2]), "taint key")
             _require(taint["effect"] in ("None", "NoSchedule", "NoExecute"), "taint effect")
 
 
@@ -87,15 +89,22 @@ def _validate_capacity(name: str, capacity: dict[str, Any], *, shared: bool) -> 
         most = parse_quantity(policy["validRange"].get("max", capacity["value"]))
         step = parse_quantity(policy["validRange"].get("step", "1"))
         _require(0 <= least <= usual <= most <= value, f"{name}: min, default, max, value")
+        # Counted from min; what is no multiple by itself is a quantity that nobody wants to read.
+        _require(step > 0, f"{name}: step is {step}")
         _require(
-            most % step == 0 and usual % step == 0, f"{name}: max or default is no multiple of step"
+            all(one % step == 0 for one in (least, usual, most)),
+            f"{name}: min, default or max is no multiple of step",
         )
-        _require(least % step == 0, f"{name}: min is no multiple of step")
         _require(least + step <= value, f"{name}: min + step is above the value")
+    _require(not {"validRange", "validValues"} <= set(policy), f"{name}: two policies")
     if "validValues" in policy:
         values = [parse_quantity(one) for one in policy["validValues"]]
         _require(
-            usual in values and values == sorted(values) and len(values) <= 10, f"{name}: values"
+            usual in values
+            and values == sorted(set(values))
+            and values[-1] <= value
+            and len(values) <= 10,
+            f"{name}: values",
         )
 
 

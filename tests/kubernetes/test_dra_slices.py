@@ -120,6 +120,15 @@ def test_whatever_the_node_has_the_slice_is_one_that_the_api_server_takes(
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"), [("G" * 80, "G" * 64), ("\u00e9" * 40, "\u00e9" * 32), ("a" + "\u20ac" * 30, "a" + "\u20ac" * 21)]
+)  # fmt: skip
+def test_a_name_is_as_long_as_the_api_server_takes_in_bytes(name: str, shown: str) -> None:
+    made = make_slice("node", "u", answer(gpu(0, name=name)), {})
+    validate(made)
+    assert made["spec"]["devices"][0]["attributes"]["model"] == {"string": shown}
+
+
 def test_a_gpu_without_memory_is_no_device() -> None:
     assert make_slice("n", "u", answer(gpu(0, memory=5)), {})["spec"]["devices"] == []
 

@@ -183,7 +183,8 @@ class Loop:
         self._health.update(conditions)
 
     def _publish(self, answer: Mapping[str, Any], now: float) -> None:
-        if self._node_uid is None:
+        # A node that was made again has another uid, and its slice went with the old one.
+        if self._node_uid is None or not self._publisher.current:
             metadata = self._cluster.node(self._args.node_name).get("metadata") or {}
             self._node_uid = str(metadata["uid"])
         addresses = [gpu.get("pci") for gpu in answer["gpus"]]

@@ -267,6 +267,32 @@ def test_a_node_without_a_uid_owns_no_slice(
     assert slices.stored is None
 
 
+def test_a_node_that_is_made_again_owns_its_slice(
+    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+) -> None:
+    """The slice goes with the old node; with its uid a new one would go, too, again and again."""
+    loop, slices, _, publisher = parts
+    loop.step()
+    asked = []
+
+    def node(name: str) -> dict[str, Any]:
+        asked.append(name)
+        return {"metadata": {"uid": "another"}}
+
+    slices.node = node  # type: ignore[method-assign]
+    clock[0] += 10
+    loop.step()
+    assert asked == []
+    slices.stored = None
+    publisher.forget()  # the watch has told
+    for _ in range(3):
+        clock[0] += 10
+        loop.step()
+    assert slices.stored is not None
+    assert [one["uid"] for one in slices.stored["metadata"]["ownerReferences"]] == ["another"]
+    assert asked == [NODE]
+
+
 class Watched:
     """Watches that tell what the test says, one after the other."""
 

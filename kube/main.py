@@ -104,10 +104,15 @@ class Loop:
         self._answer: Mapping[str, Any] | None = None
         self._conditions: Mapping[str, Condition] = {}
 
-    def registered(self) -> None:
-        """The kubelet has just registered us: it has deleted the slices of its node before."""
-        self._known = True
+    def registered(self, accepted: bool = True) -> None:  # noqa: FBT001, FBT002
+        """The kubelet has just registered us, or refused us: it deletes the slices of its node.
+
+        One that has refused us prepares nothing: what it has deleted is not made again.
+        """
+        self._known = accepted
         self._publisher.forget()
+        if not accepted:
+            self._alone = Alone()
         self._reconcile.set()
         self.wake.set()
 

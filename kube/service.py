@@ -60,6 +60,8 @@ RESERVE_S = 2.0
 SOCKET_LIMIT = 107
 ALONE_S = 20.0
 """A kubelet finds a plugin within a second, one that starts within some."""
+REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
+"""A kubelet that has refused us may ask by itself, or never again for this socket."""
 
 
 class Plugin:
@@ -132,7 +134,7 @@ def _mistake(reference: Reference, e: Exception) -> str:
 class Registration:
     """What the kubelet asks first."""
 
-    def __init__(self, endpoint: str, registered: Callable[[], None]) -> None:
+    def __init__(self, endpoint: str, registered: Callable[[bool], None]) -> None:
         self._endpoint = endpoint
         self._registered = registered
 
@@ -149,9 +151,9 @@ class Registration:
         """Hear how it went; a kubelet that registers us has just started, or we have."""
         if request.plugin_registered:
             log.info("registered")
-            self._registered()
         else:
             log.error("registration-failed", error=request.error[:500])
+        self._registered(bool(request.plugin_registered))
         return pluginregistration_v1_pb2.RegistrationStatusResponse()
 
 
@@ -312,9 +314,11 @@ class Endpoints:
         kubelet_dir: str | Path,
         driver: Driver,
         health: Health,
-        registered: Callable[[], None],
+        registered: Callable[[bool], None],
     ) -> None:
         root = Path(kubelet_dir)
+        self._tell = registered
+        self._pause = self._again_at = 0.0
         self._directory = root / "plugins" / DRIVER
         self._registry = root / "plugins_registry"
         path = self._directory / "dra.sock"
@@ -333,7 +337,7 @@ class Endpoints:
 
         def add_registration(server: Any) -> None:
             pluginregistration_v1_pb2_grpc.add_RegistrationServicer_to_server(
-                Registration(str(path), registered), server
+                Registration(str(path), self._registered), server
             )
 
         self._plugin = Endpoint(path, add_plugin, WORKERS)
@@ -363,13 +367,24 @@ class Endpoints:
         self._registrar.start()
 
     def look(self) -> None:
-        """See whether both sockets are there."""
-        if self._plugin.look():
+        """See whether both sockets are there, and ask again a kubelet that has refused us."""
+        again = 0.0 < self._again_at <= time.monotonic()
+        if self._plugin.look() or again:
             # The kubelet connects to a driver's socket again when it registers.
+            self._again_at = 0.0
             self._registrar.stop(0)
             self._registrar.start()
         else:
             self._registrar.look()
+
+    def _registered(self, accepted: bool) -> None:  # noqa: FBT001 - the callback's one word
+        """Hear whether a kubelet knows us now."""
+        if accepted:
+            self._pause = self._again_at = 0.0
+        else:
+            self._pause = min(max(self._pause * 2, REFUSED_S), REFUSED_MOST_S)
+            self._again_at = time.monotonic() + self._pause
+        self._tell(accepted)
 
     def stop(self, grace: float = 5.0) -> None:
         """Register no more, then answer what was asked."""

@@ -1,11 +1,13 @@
 """A stand-in for the kubelet's plugin side, written from the published protocols.
 
 It finds registration sockets in a directory, asks who is there, chooses a version as the kubelet does, tells the plugin how
-it went, and calls it. What it prepared it forgets when it restarts; a real one keeps that.
+it went, and calls it. An answer that the kubelet would take for a mistake fails the test. What it prepared it forgets when
+it restarts; a real one keeps that.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +50,15 @@ QUICK = [
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 100),
 ]
+
+
+CDI = re.compile(r"[a-z0-9][a-z0-9.-]*/[A-Za-z][A-Za-z0-9_-]*=[A-Za-z0-9][A-Za-z0-9_.:-]*")
+"""A device's qualified name: vendor, class and name."""
+
+
+def _require_all(answers: Any, claims: Sequence[tuple[str, str, str]]) -> None:
+    """Fail for what the kubelet takes for a mistake: a claim that is skipped, or nobody's."""
+    assert set(answers) == {uid for _, _, uid in claims}
 
 
 class Kubelet:
@@ -106,7 +117,14 @@ class Kubelet:
         request = messages.NodePrepareResourcesRequest(
             claims=[messages.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
         )
-        return dict(stub.NodePrepareResources(request, timeout=timeout, wait_for_ready=True).claims)
+        answers = stub.NodePrepareResources(request, timeout=timeout, wait_for_ready=True).claims
+        _require_all(answers, claims)
+        for answer in answers.values():
+            for device in () if answer.error else answer.devices:
+                assert device.pool_name, device
+                assert device.device_name, device
+                assert all(CDI.fullmatch(one) for one in device.cdi_device_ids), device
+        return dict(answers)
 
     def unprepare(self, *claims: tuple[str, str, str], timeout: float = 20.0) -> dict[str, Any]:
         """Call NodeUnprepareResources."""
@@ -115,9 +133,9 @@ class Kubelet:
         request = messages.NodeUnprepareResourcesRequest(
             claims=[messages.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
         )
-        return dict(
-            stub.NodeUnprepareResources(request, timeout=timeout, wait_for_ready=True).claims
-        )
+        answers = stub.NodeUnprepareResources(request, timeout=timeout, wait_for_ready=True).claims
+        _require_all(answers, claims)
+        return dict(answers)
 
     def watch_health(self, timeout: float = 20.0) -> Any:
         """Call NodeWatchResources; iterate over what it sends."""

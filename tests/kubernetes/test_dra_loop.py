@@ -26,6 +26,7 @@ from kube.service import Endpoints, Health, Plugin
 from kube.slices import make_slice
 from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.kubernetes.governor import answer, gpu
+from tests.kubernetes.kubelet import Kubelet
 
 
 class Slices:
@@ -181,6 +182,58 @@ def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
     loop.registered()
     loop.step()
     assert slices.writes == 1
+
+
+def test_a_kubelet_that_refuses_has_no_gpus_offered(
+    parts: tuple[Loop, Slices, Governor, Publisher], clock: list[float]
+) -> None:
+    """It deletes the slice; made again, it would have pods sent to a node where none starts."""
+    loop, slices, _, publisher = parts
+    loop.step()
+    assert publisher.current
+    loop.registered(False)
+    slices.stored = None
+    with capture_logs() as logs:
+        for _ in range(12):
+            clock[0] += 2
+            loop.step()
+    assert slices.stored is None
+    assert not publisher.current
+    assert [one["event"] for one in logs].count("no-kubelet") == 1
+    loop.registered(True)
+    loop.step()
+    assert slices.stored is not None
+
+
+def test_a_kubelet_that_refuses_is_asked_again(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a socket that it could not register it never asks again, for a new one it does."""
+    monkeypatch.setattr("kube.service.REFUSED_S", 0.2)
+    base = tmp_path_factory.mktemp("k")
+    told: list[bool] = []
+    driver = Driver(NODE, Governor(), Documents(), Directory(base / "cdi"))
+    endpoints = Endpoints(base / "kubelet", driver, Health(NODE), told.append)
+    endpoints.start()
+    path = base / "kubelet/plugins_registry/tidegate.gpu-reg.sock"
+    kubelet = Kubelet(base / "kubelet")
+    try:
+        kubelet.register(accept=False)
+        first = path.stat().st_ctime_ns
+        endpoints.look()
+        assert path.stat().st_ctime_ns == first
+        time.sleep(0.3)
+        endpoints.look()
+        assert path.stat().st_ctime_ns != first
+        second = path.stat().st_ctime_ns
+        kubelet.register()
+        time.sleep(0.3)
+        endpoints.look()
+        assert path.stat().st_ctime_ns == second
+        assert told == [False, True]
+    finally:
+        kubelet.close()
+        endpoints.stop(0)
 
 
 def test_what_waits_for_the_governor_keeps_nobody_from_the_api_server(
@@ -505,7 +558,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     base = tmp_path_factory.mktemp("k")
     governor, documents = Governor(), Documents()
     driver = Driver(NODE, governor, documents, Directory(base / "cdi"))
-    endpoints = Endpoints(base / "kubelet", driver, Health(NODE), lambda: None)
+    endpoints = Endpoints(base / "kubelet", driver, Health(NODE), lambda _accepted: None)
     endpoints.start()
     with grpc.insecure_channel(f"unix:{base}/kubelet/plugins/tidegate.gpu/dra.sock") as channel:
         yield governor, documents, base / "cdi", channel

@@ -260,6 +260,19 @@ def test_one_container_with_two_shares_on_two_gpus(node: Node) -> None:
     assert (admitted[0]["claims"], admitted[0]["pod"]) == (["default/name-pair"], "default/pod")
 
 
+def test_a_share_that_is_named_three_times_is_had_once(node: Node) -> None:
+    """Where another claim of its pod was refused at first, a kubelet names a device once more for each time that it asked."""
+    tell(node, "again", share("gpu", compute=40))
+    container = probe(node, "again", with_devices(node, *[("again", "gpu")] * 3))
+    (seen,) = known(node, container)
+    assert [(one["uid"], one["shares"]) for one in seen["claims"]] == [("again", ["gpu"])]
+    wait_for((container.out / "full").exists, "a full GPU")
+    [shown] = finish(node, container)
+    assert (shown["total"], shown["taken"], shown["error"]) == (2 * GIB, 1536 * MIB, 2)
+    assert outcomes(node, container)[0] == "prepared"
+    assert set(outcomes(node, container)[1:]) == {"prepared-already"}
+
+
 def test_a_container_with_two_claims_that_are_not_equal_is_refused(node: Node) -> None:
     tell(node, "one", share("gpu"))
     tell(node, "two", share("gpu", gpu=1, compute=60))

@@ -16,6 +16,8 @@ from typing import Any
 import grpc
 
 from kube.api import (
+    dra_health_v1_pb2,
+    dra_health_v1_pb2_grpc,
     dra_health_v1alpha1_pb2,
     dra_health_v1alpha1_pb2_grpc,
     dra_v1_pb2,
@@ -29,6 +31,11 @@ from kube.api import (
 PREFERRED = {
     "v1.DRAPlugin": (dra_v1_pb2, dra_v1_pb2_grpc),
     "v1beta1.DRAPlugin": (dra_v1beta1_pb2, dra_v1beta1_pb2_grpc),
+}
+
+HEALTH = {
+    "v1.DRAResourceHealth": (dra_health_v1_pb2, dra_health_v1_pb2_grpc),
+    "v1alpha1.DRAResourceHealth": (dra_health_v1alpha1_pb2, dra_health_v1alpha1_pb2_grpc),
 }
 
 
@@ -89,7 +96,8 @@ class Kubelet:
                 pluginregistration_v1_pb2.InfoRequest(), timeout=seconds, wait_for_ready=True
             )
             assert (self.info.type, self.info.name) == ("DRAPlugin", self.driver)
-            self.chosen = next((v for v in self.speaks if v in self.info.supported_versions), "")
+            # The first that the plugin names, whichever is newer.
+            self.chosen = next((v for v in self.info.supported_versions if v in self.speaks), "")
             stub.NotifyRegistrationStatus(
                 pluginregistration_v1_pb2.RegistrationStatus(
                     plugin_registered=accept and bool(self.chosen),
@@ -137,11 +145,12 @@ class Kubelet:
         _require_all(answers, claims)
         return dict(answers)
 
-    def watch_health(self, timeout: float = 20.0) -> Any:
+    def watch_health(self, version: str = "v1alpha1", timeout: float = 20.0) -> Any:
         """Call NodeWatchResources; iterate over what it sends."""
-        stub = dra_health_v1alpha1_pb2_grpc.DRAResourceHealthStub(self._channel)
+        service = f"{version}.DRAResourceHealth"
+        assert service in self.info.supported_versions  # from 1.37 on nobody else is asked
+        messages, services = HEALTH[service]
+        stub = services.DRAResourceHealthStub(self._channel)
         return stub.NodeWatchResources(
-            dra_health_v1alpha1_pb2.NodeWatchResourcesRequest(),
-            timeout=timeout,
-            wait_for_ready=True,
+            messages.NodeWatchResourcesRequest(), timeout=timeout, wait_for_ready=True
         )

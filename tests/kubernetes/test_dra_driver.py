@@ -122,6 +122,8 @@ def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> No
     document = claim()
     stand.api.add_claim(document)
     stand.start()
+    stand.kubelet.register()
+    assert stand.kubelet.chosen == "v1.DRAPlugin"
     old = Kubelet(stand.kubelet.directory, speaks=("v1beta1.DRAPlugin",))
     old.register()
     assert old.prepare(reference(document))[document["metadata"]["uid"]].error == ""
@@ -247,15 +249,17 @@ def test_a_gate_that_is_turned_off_takes_the_slice_away(stand: Stand) -> None:
 
 def test_what_happens_to_a_gpu_is_a_taint_and_a_health(stand: Stand) -> None:
     stand.up()
-    stream = stand.kubelet.watch_health(timeout=30)
-    assert [d.health for d in next(stream).devices] == [1, 1]
+    streams = [stand.kubelet.watch_health(version, timeout=30) for version in ("v1", "v1alpha1")]
+    for stream in streams:
+        assert [d.health for d in next(stream).devices] == [1, 1]
     first = slice_once_more(stand)
     stand.governor.gpus[1]["lost"] = "fell off the bus"
-    assert [(d.health, d.message) for d in next(stream).devices] == [
-        (1, ""),
-        (2, "the GPU does not answer: fell off the bus"),
-    ]
-    stream.cancel()
+    for stream in streams:
+        assert [(d.health, d.message) for d in next(stream).devices] == [
+            (1, ""),
+            (2, "the GPU does not answer: fell off the bus"),
+        ]
+        stream.cancel()
     wait_for(
         lambda: slice_once_more(stand)["spec"]["pool"]["generation"] == 2, "the next generation", 20
     )

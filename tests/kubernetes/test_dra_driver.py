@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
@@ -464,12 +465,15 @@ def test_parameters_that_are_nested_too_deeply_are_refused_by_their_claim(stand:
         stand.api.add_claim(document)
     stand.api.deeper["deep-1"] = 4000
     stand.up()
+    # The second one by whichever is in its way first: Python 3.13 reads it.
     for document, words in zip(
-        documents, ("computeLimit: [[[", "is nested too deeply"), strict=True
+        documents,
+        ("computeLimit: \\[\\[", "is nested too deeply|computeLimit: \\[\\["),
+        strict=True,
     ):
         (one,) = stand.kubelet.prepare(reference(document)).values()
         assert one.error.startswith(f"claim ns/{document['metadata']['name']}")
-        assert words in one.error
+        assert re.search(words, one.error)
         assert "mistake" not in one.error
         assert len(one.error) < 1000
     wait_for(lambda: len(stand.api.events) == 3, "events on both, and a pod")

@@ -39,10 +39,10 @@ def package(kind: str, *arguments: str, version: str = "") -> Path:
     return _made[key]
 
 
-def fresh_root(suite: str) -> Path:
-    """A fresh system of a release, with engines and nothing of ours."""
+def fresh_root(suite: str, *, slim: bool = False) -> Path:
+    """A fresh system of a release, with engines and nothing of ours; `slim`: without engines either."""
     done = subprocess.run(
-        ["tools/package-root", suite],
+        ["tools/package-root", suite, *(["slim"] if slim else [])],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -51,7 +51,7 @@ def fresh_root(suite: str) -> Path:
     )
     if done.returncode:
         lack(f"needs a root of {suite}: {done.stderr.strip()}")
-    return ROOT / "build/package-roots" / suite
+    return ROOT / "build/package-roots" / (f"{suite}-slim" if slim else suite)
 
 
 def laid_out(destdir: Path, build: Path, vendor: Path) -> Path:

@@ -1,0 +1,185 @@
+"""The image of packaging/kubernetes: its Containerfile done line by line, and the pods' commands in what comes out.
+
+No engine builds it, because its base would have to come from a registry: in its place is a fresh minimal system of the same
+release. What the instructions mean is Docker's reference of the Dockerfile, as far as ours has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from governor import VERSION
+from tests.conftest import ROOT, lack
+from tests.kubernetes.test_manifests import DIRECTORIES, containers, one, render
+from tests.packages.make import fresh_root, package
+
+FILE = ROOT / "packaging/kubernetes/Containerfile"
+BASE = "docker.io/library/debian:13-slim"
+PACKAGE = "build/packages/tidegate_*_amd64.deb"
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+NOBODY = "65534:0"
+
+# In a mount and PID namespace of its own, so nothing of it is left on the host.
+ENTER = """mount -t proc proc "$0/proc" && exec chroot ${user:+"--userspec=$user"} "$0" "$@" """
+
+
+@dataclass
+class Image:
+    """A stage of the build: its root, and what a container of it begins with."""
+
+    root: Path
+    environment: dict[str, str] = field(
+        default_factory=lambda: {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    )
+    command: list[str] = field(default_factory=list)
+
+    def run(
+        self, *command: str, user: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in it."""
+        enter = (
+            "unshare",
+            "--mount",
+            "--propagation",
+            "private",
+            "--pid",
+            "--fork",
+            "--kill-child",
+        )
+        return subprocess.run(
+            [*enter, "sh", "-c", ENTER, str(self.root), *command],
+            env={**self.environment, "user": user, **environment},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )  # fmt: skip
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Return the instructions with what follows each."""
+    lines = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("#"))
+    joined = re.sub(r"\\\n", " ", lines)
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in joined.splitlines() if line]
+
+
+class Build:
+    """Stages by their names, the last one last."""
+
+    def __init__(self, work: Path, base: Path, deb: Path) -> None:
+        self.work, self.base, self.deb = work, base, deb
+        self.stages: dict[str, Image] = {}
+
+    def do(self, instruction: str, words: str) -> None:
+        """Do one instruction in the stage that is built."""
+        if instruction == "FROM":
+            base, _, name = words.partition(" AS ")
+            assert base == BASE
+            root = self.work / f"stage-{len(self.stages)}"
+            subprocess.run(["cp", "-a", "--reflink=auto", self.base, root], check=True)
+            self.stages[name or "last"] = Image(root)
+            return
+        image = list(self.stages.values())[-1]
+        match instruction:
+            case "RUN":
+                self.run(image, words)
+            case "COPY":
+                self.copy(image, shlex.split(words))
+            case "ENV":
+                image.environment |= dict(word.split("=", 1) for word in shlex.split(words))
+            case "CMD":
+                image.command = json.loads(words)
+            case "ENTRYPOINT":
+                assert json.loads(words) == []
+            case _:
+                raise AssertionError(f"{instruction} is not known here")
+
+    def run(self, image: Image, command: str) -> None:
+        """Run a shell's line, with this machine's way to the network."""
+        known = ("http_proxy", "https_proxy", "PIP_INDEX_URL")
+        environment = {name: os.environ[name] for name in known if name in os.environ}
+        bundle = image.root / "tmp/ca.crt"
+        if CERTIFICATES.exists():
+            shutil.copy(CERTIFICATES, bundle)
+            environment["PIP_CERT"] = "/tmp/ca.crt"
+        done = image.run("/bin/sh", "-c", command, DEBIAN_FRONTEND="noninteractive", **environment)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        bundle.unlink(missing_ok=True)
+
+    def copy(self, image: Image, words: list[str]) -> None:
+        """Copy a file of the context, or a directory of another stage."""
+        options = dict(word[2:].split("=") for word in words if word.startswith("--"))
+        source, target = (word for word in words if not word.startswith("--"))
+        to = image.root / target.lstrip("/")
+        if "from" in options:
+            origin = self.stages[options["from"]].root / source.lstrip("/")
+            shutil.copytree(origin, to, symlinks=True, dirs_exist_ok=True)
+            return
+        path = self.deb if source == PACKAGE else ROOT / source
+        to = to / path.name if target.endswith("/") else to
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, to)
+        to.chmod(int(options.get("chmod", "644"), 8))
+
+
+@pytest.fixture(scope="module")
+def image(
+    tmp_path_factory: pytest.TempPathFactory, require: Callable[..., None]
+) -> Iterator[Image]:
+    require("dpkg-deb")
+    if os.geteuid() != 0:
+        lack("needs root")
+    work = tmp_path_factory.mktemp("image")
+    build = Build(work, fresh_root("trixie", slim=True), package("deb"))
+    for instruction, words in instructions(FILE.read_text()):
+        build.do(instruction, words)
+    yield list(build.stages.values())[-1]
+    shutil.rmtree(work)
+
+
+@pytest.mark.slow
+def test_it_has_what_its_pods_run(image: Image) -> None:
+    assert image.run(*image.command).returncode == 0
+    assert image.run("tidegate", "--version").stdout == f"tidegate {VERSION}\n"
+    seen = set()
+    for directory in DIRECTORIES:
+        for container in containers(one(render(directory), "DaemonSet")):
+            command = container["command"]
+            if command[0].endswith("/install-node"):
+                continue
+            user = NOBODY if container["securityContext"].get("runAsNonRoot") else ""
+            done = image.run(*command, "--help", user=user)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            seen.add(tuple(command[:3]) if command[0] == "python3" else command[0])
+    assert {("python3", "-m", "kube.main"), ("python3", "-m", "kube.plugin")} < seen
+    assert {("python3", "-m", "kube.expose"), "tidegate-governor"} < seen
+
+
+@pytest.mark.slow
+def test_it_has_no_more_than_that(image: Image) -> None:
+    for module in ("grpc_tools", "kubernetes_validate", "pytest"):
+        assert image.run("python3", "-c", f"import {module}").returncode == 1
+    assert not list((image.root / "tmp").iterdir())
+    assert not list((image.root / "var/lib/apt/lists").glob("*"))
+
+
+@pytest.mark.slow
+def test_the_node_s_part_comes_out_of_it(image: Image) -> None:
+    """Into a directory of its own root, which stands for the host's."""
+    for _ in range(2):  # and again, as each start of the pod does
+        done = image.run(
+            "/usr/libexec/tidegate/install-node", "--host", "/", "--to", "/opt/tidegate"
+        )
+        assert done.returncode == 0, done.stderr
+    asked = image.run("/opt/tidegate/bin/tidegate-hook", "nonsense")
+    assert (asked.returncode, asked.stderr[:9]) == (70, "tidegate:")

@@ -119,7 +119,7 @@ def test_an_error_is_one_line_on_stderr_and_its_classs_status(host, capsys):
     assert captured.err.startswith("tidegate: no control library: ")
     assert captured.err.count("\n") == 1
     (host / "empty").mkdir()
-    assert cli.main(["refresh", "--root", f"{host}/empty"]) == 69
+    assert cli.main(["refresh", "--root", f"{host}/empty", "--output", f"{host}/drivers"]) == 69
     assert "install the NVIDIA driver" in capsys.readouterr().err
 
 

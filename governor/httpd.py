@@ -6,6 +6,7 @@ There is neither a password nor TLS here, so nothing is served elsewhere than at
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import errno
@@ -38,7 +39,7 @@ AGAIN_S = 10.0
 CLOSE = "Connection: close\r\n"
 
 
-class Endpoint:
+class Endpoint(abc.ABC):
     """Answers GET requests; what is no such request is refused. Subclasses say what is there.
 
     No client can keep more than a connection for five seconds. Eight are answered, eight more hear
@@ -54,13 +55,13 @@ class Endpoint:
         self._connections = 0
         self._executor = ThreadPoolExecutor(1, name)
 
+    @abc.abstractmethod
     async def answer(self, target: str, headers: Message) -> bytes:
         """Return the answer to GET `target`: `content`, or `status`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def has(self, target: str) -> bool:
         """Return whether something is at `target`."""
-        raise NotImplementedError
 
     async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
         """Do what takes long, and touches nothing of the governor's, beside its loop."""

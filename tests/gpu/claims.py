@@ -48,11 +48,12 @@ PART_NS = 4 * NS_PER_S
 LEAST = 0.97
 """Of its quota, what a container delivers at least: with all of the GPU's time given away, hand-overs are
 paid by all (the aim of saturating tenants in docs/benchmarks.md)."""
-MOST = 1.025
+MOST = {"timeslice": 1.01, "mps": 1.025}
 """Of its quota at most: under mps the last work of one runs beside the first of the next, and all have more."""
 BESIDE = 0.06
 """What two processes of one quota may lose besides what two processes lose that the driver slices: their
-kernels run side by side within a grant, and a grant ends for both."""
+kernels run side by side within a grant, and a grant ends for both. An allowance, not an aim: an H200 showed
+0.03, twice."""
 WAIT_S = 60.0
 
 
@@ -111,8 +112,10 @@ class Cluster:
 class Site:
     """A node whose claims are prepared by the driver's own code."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, strategy: str) -> None:
         self.node = node
+        self.strategy = strategy
+        self.most = MOST[strategy]
         self.cluster = Cluster()
         self.cdi = node.work / "cdi"
         self.directory = Directory(self.cdi)
@@ -243,7 +246,7 @@ def look_at_two_claims(report: Report, site: Site, profile: Profile) -> None:
     for when, shares in (("before", before), ("after", after)):
         for (name, (_, quota)), share in zip(claims.items(), shares, strict=True):
             what = f"{when} the kill, {name} has of {quota} %"
-            report.say(what, round(share, 2), right=LEAST <= share / quota <= MOST)
+            report.say(what, round(share, 2), right=LEAST <= share / quota <= site.most)
     left = ask(node.config, "gpus")["gpus"][0]["compute_left"]
     report.say("percent left to guarantee beside them", left, right=left == 0)
     for reference in references.values():
@@ -260,9 +263,10 @@ def look_at_members(report: Report, site: Site, profile: Profile) -> None:
     _, shares = run_together(site, profile, containers, lambda: None)
     together = shares[0] + shares[1]
     report.say("members of 40 %, delivered", [round(share, 2) for share in shares[:2]])
-    least = 40 * (pair - BESIDE)
-    report.say("together", round(together, 2), right=least <= together <= 40 * MOST)
-    right = LEAST <= shares[2] / 60 <= MOST
+    # One server's clients are not sliced by the driver, so nothing is lost between them.
+    least = 40 * (LEAST if site.strategy == "mps" else pair - BESIDE)
+    report.say("together", round(together, 2), right=least <= together <= 40 * site.most)
+    right = LEAST <= shares[2] / 60 <= site.most
     report.say("beside 60 %, delivered", round(shares[2], 2), right=right)
     for name, reference, mib in (("greedy", shared, 4096), ("modest", shared, 1024)):
         container = site.start(name, reference, "--allocate", str(mib * MIB), "--seconds", "1")
@@ -322,7 +326,7 @@ def main(argv: list[str] | None = None) -> int:
         machine = kind(args.output.resolve(), ROOT / "build/meson")
         with Node(machine, settings={"strategies": [args.strategy]}) as node:
             profile = run_solo(machine, JOB, machine.solo_seconds)
-            site = Site(node)
+            site = Site(node, args.strategy)
             look_at_two_claims(report, site, profile)
             look_at_members(report, site, profile)
             look_at_refusals(report, site)

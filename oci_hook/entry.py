@@ -207,8 +207,14 @@ def run(arguments: "list[str]") -> int:
     return 0
 
 
+def take_program(argv: "list[str]") -> "list[str]":
+    """Give a command line as the caller wrote it: the C front says how it was executed itself."""
+    return [argv[2], *argv[3:]] if argv[1:2] == ["--program"] and len(argv) > 2 else argv
+
+
 def main() -> None:
     """Run and end the process."""
+    sys.argv = take_program(sys.argv)
     for name in posix.environ:
         if name:  # "=x" has none, and cannot be unset
             posix.unsetenv(name)

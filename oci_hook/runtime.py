@@ -352,6 +352,12 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
         os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - that is what we are for
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     # Whatever it answers: one that does not exist has ended, one that runs keeps what it has.
+    take_back(call, node)
+    return status if status >= 0 else 128 - status
+
+
+def take_back(call: Call, node: Node) -> None:
+    """Take away what a container's start left in the image."""
     from oci_hook import traces
     from oci_hook.entry import arm, disarm
 
@@ -365,16 +371,76 @@ def delete(call: Call, node: Node, arguments: list[str]) -> int:
         Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
     finally:
         disarm()
-    return status if status >= 0 else 128 - status
+
+
+def take_config(arguments: list[str]) -> tuple[str, list[str]]:
+    """Give the path of the node's settings, and the command line without it."""
+    if arguments[:1] != ["--tidegate-config"]:
+        return CONFIG, arguments
+    return (arguments[1] if len(arguments) > 1 else ""), arguments[2:]
+
+
+def understand(arguments: list[str], node: Node) -> Call:
+    """Read a command line as the node's runtime does."""
+    real = os.path.basename(os.path.realpath(node.runtime))
+    return parse_call(arguments, like_crun=any(name in real for name in GETOPT))
+
+
+def make_ready(arguments: list[str]) -> int:
+    """Do what comes before the real runtime, for the C front; its exit status, or 0 to go on."""
+    config, rest = take_config(arguments)
+    try:
+        node = read_node(config)
+    except SettingsError as e:
+        return _fail(parse_call(rest), str(e))
+    call = understand(rest, node)
+    return edit_or_refuse(call, node) if call.command in MAKING else 0
+
+
+def after_delete(arguments: list[str]) -> int:
+    """Do what comes after the real runtime's `delete`, for the C front."""
+    config, rest = take_config(arguments)
+    node = read_node(config, strict=False)
+    call = understand(rest, node)
+    if left_traces(call, node):
+        take_back(call, node)
+    return 0
+
+
+def edit_or_refuse(call: Call, node: Node) -> int:
+    """Edit config.json where it is due; 0, or the exit status of a start that is refused."""
+    from oci_hook.errors import HookError, InternalError, show
+    from oci_hook.log import Event, complain
+
+    event = Event("runtime", node.log or None)
+    event.fields["id"] = show(call.ident, 128)
+    try:
+        prepare(call, node, event)
+    except Exception as e:  # noqa: BLE001 - an engine gets one line, whatever happened
+        error = (
+            e
+            if isinstance(e, HookError)
+            else InternalError(
+                f"{type(e).__name__}: {show(e)}",
+                hint="report this at the project's issue tracker",
+            )
+        )
+        complain(error.line())
+        _tell_engine(call, error.line())
+        event.emit("failed", code=error.code, message=error.message, hint=error.hint)
+        return error.status
+    return 0
 
 
 def main() -> None:
     """Edit where it is due, and become the real runtime."""
+    from oci_hook.entry import take_program
+
+    sys.argv = take_program(sys.argv)
     arguments = sys.argv[1:]
-    config = CONFIG
-    if arguments[:1] == ["--tidegate-config"]:
-        config = arguments[1] if len(arguments) > 1 else ""
-        arguments = arguments[2:]
+    if arguments[:1] == ["--tidegate-deleted"]:
+        sys.exit(after_delete(arguments[1:]))
+    config, arguments = take_config(arguments)
     try:
         node = read_node(config)
     except SettingsError as e:
@@ -386,29 +452,11 @@ def main() -> None:
             node = read_node(config, strict=False)
         except SettingsError as none:
             sys.exit(_fail(call, str(none)))
-    real = os.path.basename(os.path.realpath(node.runtime))
-    call = parse_call(arguments, like_crun=any(name in real for name in GETOPT))
+    call = understand(arguments, node)
     if call.command in MAKING:
-        from oci_hook.errors import HookError, InternalError, show
-        from oci_hook.log import Event, complain
-
-        event = Event("runtime", node.log or None)
-        event.fields["id"] = show(call.ident, 128)
-        try:
-            prepare(call, node, event)
-        except Exception as e:  # noqa: BLE001 - an engine gets one line, whatever happened
-            error = (
-                e
-                if isinstance(e, HookError)
-                else InternalError(
-                    f"{type(e).__name__}: {show(e)}",
-                    hint="report this at the project's issue tracker",
-                )
-            )
-            complain(error.line())
-            _tell_engine(call, error.line())
-            event.emit("failed", code=error.code, message=error.message, hint=error.hint)
-            sys.exit(error.status)
+        status = edit_or_refuse(call, node)
+        if status:
+            sys.exit(status)
     try:
         if left_traces(call, node):
             sys.exit(delete(call, node, arguments))

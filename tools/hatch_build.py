@@ -35,6 +35,8 @@ class Build(BuildHookInterface[Any]):
         private = made / "usr/lib/tidegate"
         libraries = sorted(private.rglob("*.so*"))
         included = {str(p): f"libcontrol/lib/{p.relative_to(private)}" for p in libraries}
+        for program in ("tidegate-hook", "tidegate-runtime"):
+            included[str(build / "oci_hook/front" / program)] = f"oci_hook/front/{program}"
         for name in (*SHARED, *UNITS):
             if (root / "packaging" / name).exists():
                 included[str(root / "packaging" / name)] = f"governor/share/{name}"

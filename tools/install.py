@@ -30,6 +30,15 @@ PROGRAMS = {
     "tidegate-governor": "governor",
     "tidegate-hook": "oci_hook",
     "tidegate-runtime": "oci_hook",
+    "tidegate-forkserver": "oci_hook",
+}
+FRONT = ("tidegate-hook", "tidegate-runtime")
+# Where the commands in bin lead; the C programs execute the scripts of their names.
+COMMANDS = {
+    "tidegate": "governor/tidegate",
+    "tidegate-governor": "governor/tidegate-governor",
+    "tidegate-hook": "oci_hook/front/tidegate-hook",
+    "tidegate-runtime": "oci_hook/front/tidegate-runtime",
 }
 # Directories of packaging/ that `tidegate setup` or an administrator copies from.
 SUFFIXES = {".py", ".json", ".toml", ".html"}
@@ -98,7 +107,7 @@ def files(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def code(to: Installer, python: str) -> None:
+def code(to: Installer, python: str, build: Path) -> None:
     """Install our packages, and the commands as links: a program finds its code by where it is."""
     for package in CODE:
         for path in files(ROOT / package):
@@ -110,8 +119,11 @@ def code(to: Installer, python: str) -> None:
             if is_program:
                 data = data.replace(b"#!/usr/bin/python3 ", f"#!{python} ".encode(), 1)
             to.file(f"lib/tidegate/python/{name}", data, 0o755 if is_program else 0o644)
-    for program, package in PROGRAMS.items():
-        to.link(f"bin/{program}", f"lib/tidegate/python/{package}/{program}")
+    for name in FRONT:
+        front = f"oci_hook/front/{name}"
+        to.file(f"lib/tidegate/python/{front}", (build / front).read_bytes(), 0o755)
+    for command, program in COMMANDS.items():
+        to.link(f"bin/{command}", f"lib/tidegate/python/{program}")
 
 
 def shared(to: Installer, unit_dir: str, zsh_dir: str, sysconf_dir: str) -> None:
@@ -121,11 +133,11 @@ def shared(to: Installer, unit_dir: str, zsh_dir: str, sysconf_dir: str) -> None
         for path in files(packaging / name):
             mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
             to.file(f"share/tidegate/{path.relative_to(packaging)}", path.read_bytes(), mode)
-    commands = re.compile(rb"/usr/bin/(?=tidegate)")
+    commands = re.compile(rb"/usr/(?=(bin|lib)/tidegate)")
     for path in files(packaging / "systemd"):
         preset = path.suffix == ".preset"
         directory = "lib/systemd/system-preset" if preset else unit_dir
-        data = commands.sub(f"{to.prefix.rstrip('/')}/bin/".encode(), path.read_bytes())
+        data = commands.sub(f"{to.prefix.rstrip('/')}/".encode(), path.read_bytes())
         to.file(f"{directory}/{path.name}", data)
     for path in files(packaging / "udev"):
         to.file(f"lib/udev/rules.d/{path.name}", path.read_bytes())
@@ -158,7 +170,9 @@ def main() -> None:
     parser.add_argument("--unit-dir", default="lib/systemd/system")
     parser.add_argument("--zsh-dir", default="share/zsh/vendor-completions")
     parser.add_argument("--python", default="/usr/bin/python3", help="what runs it on the node")
-    parser.add_argument("--build", required=True, help="where meson built, for the same prefix")
+    parser.add_argument(
+        "--build", type=Path, required=True, help="where meson built, for the same prefix"
+    )
     parser.add_argument("--vendor", type=Path, required=True, help="what tools/vendor.py made")
     args = parser.parse_args()
     if not args.prefix.startswith("/") or not args.python.startswith("/"):
@@ -169,7 +183,7 @@ def main() -> None:
     # Without its tags meson would make libcuda.so as well, which is for linking.
     meson = ["meson", "install", "-C", args.build, "--no-rebuild", "--quiet", "--tags", "runtime"]
     subprocess.run([*meson, "--destdir", to.destdir], check=True)
-    code(to, args.python)
+    code(to, args.python, args.build)
     for path in files(args.vendor):
         to.file(f"lib/tidegate/vendor/{path.relative_to(args.vendor)}", path.read_bytes())
     # What an older version had and this one has not would be found by imports. Not before: a

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from governor.doctor import cdi, driver, engines, hooks, mirror, nvidia, programs, service, system
+from governor.doctor import (
+    cdi,
+    driver,
+    engines,
+    forkserver,
+    hooks,
+    mirror,
+    nvidia,
+    programs,
+    service,
+    system,
+)
 from governor.doctor.finding import Finding, State, UnseenError, unseen, wrong
 from governor.doctor.node import BrokenError, Node
 
@@ -34,6 +45,7 @@ CHECKS: dict[str, Check] = {
     "governor.gpus": service.gpus,
     "governor.membership": service.membership,
     "governor.database": service.database,
+    "forkserver.serves": forkserver.serves,
     "files.programs": programs.programs,
     "files.python": programs.python,
     "files.runtime": programs.low_level,

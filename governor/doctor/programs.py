@@ -128,9 +128,20 @@ def programs(node: Node) -> Iterator[Finding]:
             )
 
 
+def _script(node: Node, hook: str) -> str:
+    """Return the Python script that a hook is, or that the C program in front of it executes."""
+    if not (node.read(hook) or "").startswith("\x7fELF"):
+        return hook
+    program = Path(os.path.realpath(node.host(hook) or hook))
+    script = program.parents[1] / program.name
+    return str(script) if node.alive else "/" + os.path.relpath(script, os.path.realpath(node.root))
+
+
 def python(node: Node) -> Iterator[Finding]:
     """Whether the interpreter that line one of the hook names can run it."""
     hook = _installed(node, HOOK)
+    installed = hook == HOOK
+    hook = _script(node, hook) if hook else None
     text = node.read(hook) if hook else None
     if hook is None or text is None:
         raise UnseenError(f"{HOOK} is missing, so nobody says which python3 runs it")
@@ -146,7 +157,7 @@ def python(node: Node) -> Iterator[Finding]:
     if reason := not_trusted(node, interpreter):
         yield wrong(f"{interpreter} runs as root, and {reason}", "reinstall python3")
         return
-    if hook == HOOK and (reason := not_trusted(node, hook)):
+    if installed and (reason := not_trusted(node, hook)):
         raise UnseenError(f"{hook} is not run: {reason}")
     directory = os.path.dirname(os.path.dirname(os.path.realpath(node.host(hook) or hook)))  # noqa: PTH120
     try:

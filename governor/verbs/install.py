@@ -50,7 +50,7 @@ def script(code: Path, commands: Path) -> Iterator[str]:
         if commands != Path("/usr/bin"):
             yield _command("ln", "-sf", commands / name, f"/usr/bin/{name}")
     for name in ("tidegate-hook", "tidegate-runtime"):
-        yield _command("ln", "-sf", code / "oci_hook" / name, f"/usr/bin/{name}")
+        yield _command("ln", "-sf", code / "oci_hook/front" / name, f"/usr/bin/{name}")
     yield ""
     yield "# The configuration: every option is in it, commented out."
     yield _command("mkdir", "-p", "/etc/tidegate/config.d")
@@ -63,9 +63,14 @@ def script(code: Path, commands: Path) -> Iterator[str]:
     yield _command("mkdir", "-p", "/etc/systemd/system", "/etc/udev/rules.d")
     yield _command("cp", *units, "/etc/systemd/system/")
     yield _command("cp", *sorted(share.glob("udev/*.rules")), "/etc/udev/rules.d/")
+    server = code / "oci_hook/tidegate-forkserver"
+    yield _command(
+        "sed", "-i", f"s|^ExecStart=.*|ExecStart={server}|",
+        "/etc/systemd/system/tidegate-forkserver.service",
+    )  # fmt: skip
     yield "systemctl daemon-reload"
     yield "systemctl enable --now tidegate-refresh.path tidegate-refresh.service"
-    yield "systemctl enable --now tidegate-governor.service"
+    yield "systemctl enable --now tidegate-governor.service tidegate-forkserver.service"
     yield ""
     yield "# For each engine that is to use it: tidegate setup docker, podman, containerd or crio."
     yield "# After an upgrade by pip: systemctl start tidegate-refresh, then systemctl restart"

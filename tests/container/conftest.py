@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class Node:
     made: Path
     governor: StubGovernor
     timeout: float = 10.0
+    program: Path = HOOK
 
     @property
     def driver_dir(self) -> Path:
@@ -54,7 +56,7 @@ class Node:
     @property
     def hook(self) -> list[str]:
         return [
-            str(HOOK),
+            str(self.program),
             "--runtime-dir",
             str(self.base / "run"),
             "--driver-dir",
@@ -109,6 +111,45 @@ def node(tmp_path: Path, made_once: Path) -> Iterator[Node]:
     governor.wait_idle()
     governor.close()
     assert governor.misfits == []  # every request of the hook follows the protocol
+
+
+FORKSERVER = HOOK.with_name("tidegate-forkserver")
+
+
+class ForkServer:
+    """The fork server of a node, by this checkout's code or a copy of it."""
+
+    def __init__(self, runtime_dir: Path, program: Path = FORKSERVER) -> None:
+        self.socket = runtime_dir / "forkserver.sock"
+        self.process = subprocess.Popen(
+            [str(program), "--runtime-dir", str(runtime_dir)], stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 30
+        while not self.socket.exists():
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "the fork server does not listen"
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Stop it as systemd does, and require a clean end."""
+        self.process.terminate()
+        _, errors = self.process.communicate(timeout=40)
+        assert (self.process.returncode, errors) == (0, "")
+
+
+@pytest.fixture
+def fronts(build_dir: Path) -> Path:
+    """The directory with the C programs that runtimes and engines execute."""
+    return build_dir / "oci_hook/front"
+
+
+@pytest.fixture
+def forkserver(node: Node) -> Iterator[ForkServer]:
+    """A fork server on the node."""
+    server = ForkServer(node.base / "run")
+    yield server
+    if server.process.poll() is None:
+        server.stop()
 
 
 @pytest.fixture(params=["runc", "crun"])

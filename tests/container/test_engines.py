@@ -149,11 +149,19 @@ def site(
         with EngineHost(root, base, binds=binds) as host:
             image = pack_image(rootfs, host.work / "image.tar")
             for program in ("tidegate-hook", "tidegate-runtime"):
-                host.path(f"/usr/bin/{program}").symlink_to(ROOT / "oci_hook" / program)
+                built = build_dir / "oci_hook/front" / program
+                host.path(f"/usr/bin/{program}").symlink_to(built)
+            # In the namespaces of the engines, as on a node of its own: it serves no others.
+            server = host.start(
+                str(ROOT / "oci_hook/tidegate-forkserver"), log=host.work / "forkserver.log"
+            )
+            listening = host.path("/run/tidegate/forkserver.sock")
+            wait_for(lambda: listening.exists() or server.poll() is not None, "the fork server")
             made = Site(node, host, image, rootfs, {})
             yield made
             for engine in reversed(made.engines.values()):
                 engine.stop()
+            assert host.stop(server) == 0, (host.work / "forkserver.log").read_text()
         assert not made.books()
 
 

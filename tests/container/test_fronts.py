@@ -35,6 +35,7 @@ from tests.container.test_runtime import (
     OURS,
     Wrapped,
     dev,
+    node,
     path_of,
     plain,
     precreate,
@@ -43,7 +44,7 @@ from tests.container.test_runtime import (
     written,
 )
 
-__all__ = ["dev", "wrapped"]  # fixtures
+__all__ = ["dev", "node", "wrapped"]  # fixtures
 
 OPTIONAL = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/driver": "optional"}
 GPU_NODES = [

@@ -6,15 +6,15 @@ import json
 import os
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.container.bundles import GPU, HOOK, Bundle, Ran, Runtime, base_config
-from tests.container.conftest import Node
+from tests.container.bundles import GPU, Bundle, Ran, Runtime, base_config
+from tests.container.conftest import ForkServer, Node
 
-WRAPPER = HOOK.with_name("tidegate-runtime")
 OURS = {"tidegate.gpu/memory": "8Gi", "tidegate.gpu/compute": "50"}
 NODES = (("nvidiactl", 195, 255), ("nvidia-uvm", 507, 0), ("nvidia0", 195, 0), ("nvidia1", 195, 1))
 
@@ -23,6 +23,7 @@ class Wrapped(Runtime):
     """runc or crun behind the wrapper."""
 
     settings: Path
+    program: Path
 
     def command(self, *arguments: str) -> list[str]:
         """Give a command line."""
@@ -30,7 +31,7 @@ class Wrapped(Runtime):
         at = command.index(self.name)
         return [
             *command[:at],
-            str(WRAPPER),
+            str(self.program),
             "--tidegate-config",
             str(self.settings),
             *command[at + 1 :],
@@ -40,6 +41,24 @@ class Wrapped(Runtime):
 def path_of(name: str) -> str:
     """Where a runtime is."""
     return next(p for p in (f"/usr/sbin/{name}", f"/usr/bin/{name}") if os.access(p, os.X_OK))
+
+
+@pytest.fixture(params=["script", "front"])
+def node(node: Node, fronts: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
+    """A node whose programs are the Python scripts, or the C programs with a fork server behind them."""
+    if request.param == "script":
+        yield node
+        return
+    node.program = fronts / "tidegate-hook"
+    server = ForkServer(node.base / "run")
+    yield node
+    server.stop()
+
+
+@pytest.fixture
+def wrapper(node: Node) -> str:
+    """The wrapper runtime's path."""
+    return str(node.program.with_name("tidegate-runtime"))
 
 
 @pytest.fixture
@@ -55,10 +74,11 @@ def dev(node: Node) -> Path:
 
 @pytest.fixture
 def wrapped(node: Node, dev: Path, runtime: Runtime) -> Wrapped:
-    wrapper = Wrapped(runtime.name, runtime.state)
-    wrapper.settings = node.base / "runtime.conf"
-    write_settings(wrapper.settings, node, dev, path_of(runtime.name))
-    return wrapper
+    made = Wrapped(runtime.name, runtime.state)
+    made.program = node.program.with_name("tidegate-runtime")
+    made.settings = node.base / "runtime.conf"
+    write_settings(made.settings, node, dev, path_of(runtime.name))
+    return made
 
 
 def write_settings(path: Path, node: Node, dev: Path, real: str, *more: str) -> None:
@@ -292,7 +312,7 @@ def test_a_configuration_that_is_wrong_is_said(node: Node, wrapped: Wrapped) -> 
 
 @pytest.mark.parametrize("settings", ["runtim /usr/bin/runc\n", "runtime /usr/bin/gone\n"])
 def test_a_configuration_that_is_wrong_is_said_where_engines_look(
-    tmp_path: Path, settings: str
+    tmp_path: Path, wrapper: str, settings: str
 ) -> None:
     """containerd's shim shows what is in the runtime's log, and nothing of its standard error."""
     file, log = tmp_path / "settings", tmp_path / "log.json"
@@ -300,7 +320,7 @@ def test_a_configuration_that_is_wrong_is_said_where_engines_look(
     (tmp_path / "config.json").write_text('{"ociVersion": "1.0.2"}')
     ran = subprocess.run(
         [
-            *(str(WRAPPER), "--tidegate-config", str(file), "--root", "/run/none"),
+            *(wrapper, "--tidegate-config", str(file), "--root", "/run/none"),
             *("--log", str(log), "--log-format", "json", "create", "x"),
         ],
         capture_output=True, text=True, check=False, cwd=tmp_path,
@@ -311,22 +331,22 @@ def test_a_configuration_that_is_wrong_is_said_where_engines_look(
 
 @pytest.mark.parametrize("wrong", [b"log\n", b"environment often\n", b"#\xff\n"])
 def test_what_runs_is_ended_whatever_is_wrong_with_the_configuration(
-    tmp_path: Path, wrong: bytes
+    tmp_path: Path, wrapper: str, wrong: bytes
 ) -> None:
     file, runtime = tmp_path / "settings", tmp_path / "runtime"
     runtime.write_text('#!/bin/sh\necho "$@"\n')
     runtime.chmod(0o755)
     file.write_bytes(wrong + f"runtime {runtime}\nruntime-dir {tmp_path}\n".encode())
     for command in ("state", "kill", "delete", "list"):
-        call = [str(WRAPPER), "--tidegate-config", str(file), command, "x"]
+        call = [wrapper, "--tidegate-config", str(file), command, "x"]
         ran = subprocess.run(call, capture_output=True, text=True, check=False)
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{command} x\n", "")
 
 
-def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path) -> None:
+def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path, wrapper: str) -> None:
     file, log = tmp_path / "settings", tmp_path / "log"
     file.write_text(f"runtime /usr/bin/gone\nlog {log}\n")
-    command = [str(WRAPPER), "--tidegate-config", str(file), "create", "-b", str(tmp_path), "one"]
+    command = [wrapper, "--tidegate-config", str(file), "create", "-b", str(tmp_path), "one"]
     (tmp_path / "config.json").write_text("{}")
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 78, ran.stderr

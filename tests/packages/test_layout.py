@@ -72,6 +72,7 @@ def test_everything_has_its_place(prefix: Path) -> None:
         "bin/tidegate-runtime",
         "lib/systemd/system-preset/80-tidegate.preset",
         "lib/systemd/system/tidegate-driver-changed.service",
+        "lib/systemd/system/tidegate-forkserver.service",
         "lib/systemd/system/tidegate-gc.service",
         "lib/systemd/system/tidegate-governor.service",
         "lib/systemd/system/tidegate-refresh.path",
@@ -101,7 +102,9 @@ def test_all_of_our_code_is_there_but_what_makes_tables(prefix: Path) -> None:
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout.splitlines()  # fmt: skip
     makers = {"kube/gen.py", "kube/simulate.py"}
-    used = sorted(n for n in tracked if n not in makers and not n.endswith(".proto"))
+    front = ("oci_hook/front/tidegate-hook", "oci_hook/front/tidegate-runtime")
+    sources = (".proto", ".c", ".h", "meson.build")
+    used = sorted([*front, *(n for n in tracked if n not in makers and not n.endswith(sources))])
     assert [n for n in code if not n.startswith("libcontrol/")] == used
     assert [n for n in code if n.startswith("libcontrol/")] == [
         "libcontrol/__init__.py", "libcontrol/layout.py", "libcontrol/pages.py",
@@ -111,6 +114,7 @@ def test_all_of_our_code_is_there_but_what_makes_tables(prefix: Path) -> None:
 def test_files_are_for_everybody_to_read_and_for_root_to_write(prefix: Path) -> None:
     """Engines run some as root, and a container's user reads others, whoever's umask made them."""
     programs = {"tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime"}
+    programs.add("tidegate-forkserver")
     programs.add("install-node")  # which a cluster's node runs
     for path in prefix.rglob("*"):
         if path.is_symlink():
@@ -146,14 +150,25 @@ def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
         link = prefix / "bin" / name
         assert not link.readlink().is_absolute()
         assert link.resolve().is_relative_to(prefix / "lib/tidegate/python")
-    first = {p.name: p.read_text().splitlines()[0] for p in (prefix / "bin").iterdir()}
+    first = {
+        path.name: path.read_bytes().split(b"\n")[0]
+        for path in (*(prefix / "bin").iterdir(), *scripts(prefix))
+        if path.read_bytes()[:4] != b"\x7fELF"
+    }
     # The hook has Python's own library and nothing else; the command has the distribution's modules besides.
     assert first == {
-        "tidegate": "#!/usr/bin/python3 -I",
-        "tidegate-governor": "#!/usr/bin/python3 -I",
-        "tidegate-hook": "#!/usr/bin/python3 -ISE",
-        "tidegate-runtime": "#!/usr/bin/python3 -ISE",
+        "tidegate": b"#!/usr/bin/python3 -I",
+        "tidegate-governor": b"#!/usr/bin/python3 -I",
+        "tidegate-hook": b"#!/usr/bin/python3 -ISE",
+        "tidegate-runtime": b"#!/usr/bin/python3 -ISE",
+        "tidegate-forkserver": b"#!/usr/bin/python3 -ISE",
     }
+
+
+def scripts(prefix: Path) -> list[Path]:
+    """What the C programs and the fork server's unit execute."""
+    names = ("tidegate-hook", "tidegate-runtime", "tidegate-forkserver")
+    return [prefix / "lib/tidegate/python/oci_hook" / name for name in names]
 
 
 def test_commands_start_from_anywhere_and_mind_no_environment(prefix: Path, tmp_path: Path) -> None:
@@ -222,8 +237,8 @@ def test_units_run_what_is_installed(prefix: Path) -> None:
     below = f"/{prefix.relative_to(root_of(prefix))}"
     for unit in (prefix / "lib/systemd/system").glob("*.service"):
         for program in re.findall(r"^ExecStart=-?(\S*tidegate\S*)", unit.read_text(), re.MULTILINE):
-            assert program.startswith(f"{below}/bin/"), unit
-            assert (prefix / "bin" / Path(program).name).exists()
+            assert program.startswith((f"{below}/bin/", f"{below}/lib/tidegate/")), unit
+            assert (prefix / Path(program).relative_to(below)).exists()
 
 
 def test_a_second_installation_takes_away_what_the_first_had_and_keeps_the_configuration(
@@ -485,5 +500,9 @@ def test_the_preset_names_what_the_packages_enable() -> None:
     assert sorted(re.findall(r"^%systemd_post (.*)", spec, re.MULTILINE)[0].split()) == sorted(
         preset
     )
-    # The mirror comes first: the governor's unit is skipped where there is none.
-    assert started[-1] == "tidegate-governor.service"
+    # The mirror comes first: the other units are skipped where there is none.
+    assert started == [
+        "tidegate-refresh.path tidegate-refresh.service",
+        "tidegate-governor.service",
+        "tidegate-forkserver.service",
+    ]

@@ -145,7 +145,7 @@ def test_on_rhel_9_its_python_may_be_another(require: Callable[..., None], tmp_p
     rpm = package("rpm", *RHEL, "rhel_python 3.12")
     asked = {line for line in ask(rpm, "--requires") if "python" in line}
     assert asked == {"/usr/bin/python3.12", "python3.12 >= 3.11", "python3.12-pyyaml >= 6.0"}
-    hook = unpack(rpm, tmp_path) / "usr/bin/tidegate-hook"
+    hook = unpack(rpm, tmp_path) / "usr/lib/tidegate/python/oci_hook/tidegate-hook"
     assert hook.read_text().startswith("#!/usr/bin/python3.12 -I")
 
 

@@ -117,7 +117,7 @@ def test_no_command_becomes_a_link_to_itself(monkeypatch: pytest.MonkeyPatch) ->
         assert made.get("/usr/bin/tidegate") == (
             "/usr/local/bin/tidegate" if commands == "/usr/local/bin" else None
         )
-        assert made["/usr/bin/tidegate-hook"] == f"{code}/oci_hook/tidegate-hook"
+        assert made["/usr/bin/tidegate-hook"] == f"{code}/oci_hook/front/tidegate-hook"
         assert all(link != to for to, link in links)
 
 

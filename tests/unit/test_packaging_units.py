@@ -33,9 +33,10 @@ def host(tmp_path):
     shutil.copytree(UNITS, units)
     for name in ("sysinit", "basic", "paths", "shutdown", "multi-user", "local-fs", "umount"):
         (units / f"{name}.target").write_text("[Unit]\nDefaultDependencies=no\n")
-    for name in ("tidegate", "tidegate-governor", "sleep", "systemctl"):
-        program = tmp_path / "usr/bin" / name
-        program.parent.mkdir(exist_ok=True)
+    names = [f"bin/{name}" for name in ("tidegate", "tidegate-governor", "sleep", "systemctl")]
+    for name in (*names, "lib/tidegate/python/oci_hook/tidegate-forkserver"):
+        program = tmp_path / "usr" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
     return tmp_path
@@ -124,9 +125,50 @@ def test_the_preset_enables_what_can_be_enabled():
     lines = (UNITS / "80-tidegate.preset").read_text().splitlines()
     enabled = [line.split()[1] for line in lines if line.startswith("enable ")]
     assert enabled == [
-        "tidegate-refresh.service", "tidegate-refresh.path", "tidegate-governor.service"
+        "tidegate-refresh.service", "tidegate-refresh.path", "tidegate-governor.service",
+        "tidegate-forkserver.service",
     ]  # fmt: skip
-    assert [settings(unit, "WantedBy") for unit in enabled] == [["multi-user.target"]] * 3
+    assert [settings(unit, "WantedBy") for unit in enabled] == [["multi-user.target"]] * 4
+
+
+MOUNTING = [
+    "BindPaths",
+    "BindReadOnlyPaths",
+    "InaccessiblePaths",
+    "NoExecPaths",
+    "PrivateDevices",
+    "PrivateIPC",
+    "PrivateMounts",
+    "PrivateNetwork",
+    "PrivatePIDs",
+    "PrivateTmp",
+    "PrivateUsers",
+    "ProcSubset",
+    "ProtectClock",
+    "ProtectControlGroups",
+    "ProtectHome",
+    "ProtectHostname",
+    "ProtectKernelLogs",
+    "ProtectKernelModules",
+    "ProtectKernelTunables",
+    "ProtectProc",
+    "ProtectSystem",
+    "ReadOnlyPaths",
+    "ReadWritePaths",
+    "RootDirectory",
+    "RootImage",
+    "TemporaryFileSystem",
+    "DynamicUser",
+    "MountAPIVFS",
+    "StateDirectory",
+    "CacheDirectory",
+]
+
+
+@pytest.mark.parametrize("key", MOUNTING)
+def test_the_fork_server_stays_in_the_mount_namespace_of_the_host(key):
+    """systemd.exec(5): each of these gives a service namespaces of its own, from which no hook could work."""
+    assert settings("tidegate-forkserver.service", key) == []
 
 
 def test_what_a_governor_leaves_is_there_for_the_next_one():

@@ -1,0 +1,314 @@
+"""The fork server: an interpreter with the hook's modules loaded, which forks for each start.
+
+To start an interpreter and to import the hook takes 25 ms, several times for each container. The C
+programs in `oci_hook/front` connect to this server instead: a child of it does what the script
+would have done, with the caller's standard descriptors, working directory and command line. Without
+the server everything works, only slower.
+
+A caller is served where a hook of its own would have run in the same way: it is root, of the same
+version, and in the same mount, PID and user namespaces. Any other caller is declined and executes
+the script. The child is killed with its caller: the kernel sends SIGKILL when the connection
+closes, as a runtime that gives a hook up kills it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import os
+import signal
+import socket
+import struct
+import sys
+
+import oci_hook.apply
+import oci_hook.claims
+import oci_hook.client
+import oci_hook.edits
+import oci_hook.entry
+import oci_hook.files
+import oci_hook.foreign
+import oci_hook.image
+import oci_hook.kernel
+import oci_hook.ldcache
+import oci_hook.log
+import oci_hook.main
+import oci_hook.manifest
+import oci_hook.notation
+import oci_hook.plan
+import oci_hook.request
+import oci_hook.reserve
+import oci_hook.runtime
+import oci_hook.traces
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SOCKET = "forkserver.sock"
+LOCK = "forkserver.lock"
+USAGE = "usage: tidegate-forkserver [--runtime-dir DIR]"
+MESSAGE_LIMIT = 32 << 10  # bytes of a request, as in front/handover.c
+N_DESCRIPTORS = 4  # standard input, output and error, and the working directory
+REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
+FINISH_S = 30  # seconds that children have to finish when the server is stopped
+NAMESPACES = ("mnt", "pid", "user")
+BACKLOG = 512
+PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+BEGUN = b"\1"
+DECLINED = b"\0"
+
+
+class Declined(Exception):  # noqa: N818 - no error: the caller executes the script
+    """The request is not served here."""
+
+
+def _hook(arguments: list[str]) -> int:
+    return oci_hook.entry.run(arguments)
+
+
+ROLES: dict[str, Callable[[list[str]], int]] = {
+    "hook": _hook,
+    "runtime": oci_hook.runtime.make_ready,
+    "deleted": oci_hook.runtime.after_delete,
+}
+
+
+def _version() -> str:
+    """Return the version of this code, which is the caller's if they were installed together."""
+    path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "governor/__init__.py")
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(" = ")
+            if name == "VERSION":
+                return value.strip().strip('"')
+    return ""
+
+
+class Sources:
+    """The files of the loaded code: a server whose code was replaced must not serve."""
+
+    def __init__(self) -> None:
+        own = os.path.dirname(__file__)
+        files = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+        self.files = sorted({file for file in files if file and os.path.dirname(file) == own})
+        self.known = self._look()
+
+    def _look(self) -> list[tuple[int, int, int]]:
+        found = []
+        for file in self.files:
+            status = os.stat(file)
+            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        return found
+
+    def are_current(self) -> bool:
+        """Tell whether the files are still those that were loaded."""
+        try:
+            return self._look() == self.known
+        except OSError:
+            return False
+
+
+def _namespaces(pid: str) -> list[tuple[int, int]]:
+    places = (os.stat(f"/proc/{pid}/ns/{name}") for name in NAMESPACES)
+    return [(place.st_dev, place.st_ino) for place in places]
+
+
+def read_request(caller: socket.socket, version: str) -> list[str]:
+    """Take a request: role, program and arguments. Declined where it is not served here."""
+    pid, uid, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
+    if uid != os.geteuid():
+        raise Declined
+    data = caller.recv(MESSAGE_LIMIT + 1)
+    said, *words = [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
+    if said != version or len(words) < 2 or words[0] not in ROLES:
+        raise Declined
+    if not words[1].startswith("/") or _namespaces(str(pid)) != _namespaces("self"):
+        raise Declined
+    return words
+
+
+def read_descriptors(caller: socket.socket) -> list[int]:
+    """Take the caller's descriptors; OSError where it has given up."""
+    _, fds, flags, _ = socket.recv_fds(caller, 1, N_DESCRIPTORS)
+    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC) or len(fds) != N_DESCRIPTORS:
+        raise OSError(errno.EPROTO, "the caller sent no descriptors")
+    return fds
+
+
+def _die_with(caller: socket.socket) -> None:
+    """Have the kernel kill this process when the caller is gone; OSError where it is gone already.
+
+    The caller sends nothing more, so a signal for its socket says that it was closed.
+    """
+    fcntl.fcntl(caller, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(caller, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(caller, fcntl.F_SETFL, fcntl.fcntl(caller, fcntl.F_GETFL) | os.O_ASYNC)
+    try:
+        caller.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return
+    raise OSError(errno.EPIPE, "the caller has given up")
+
+
+def serve_one(caller: socket.socket, version: str) -> None:
+    """Do what one caller asks, in a process of its own, and tell it the status."""
+    try:
+        caller.settimeout(REQUEST_S)
+        try:
+            role, program, *arguments = read_request(caller, version)
+        except Declined:
+            caller.send(DECLINED)
+            return
+        caller.send(BEGUN)
+        *standard, directory = read_descriptors(caller)
+        caller.settimeout(None)
+        _die_with(caller)
+    except OSError:
+        return
+    for number, fd in enumerate(standard):
+        os.dup2(fd, number)
+    os.fchdir(directory)
+    for fd in (*standard, directory):
+        os.close(fd)
+    os.umask(0o022)
+    sys.argv = [program, *arguments]
+    status = 70
+    try:
+        status = ROLES[role](arguments)
+    except SystemExit as e:
+        status = e.code if type(e.code) is int else 1
+    finally:
+        caller.send(bytes((status & 0xFF,)))
+
+
+def _reap(*_: object) -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+class Server:
+    """Listens, and forks for each caller."""
+
+    def __init__(self, runtime_dir: str) -> None:
+        """Begin to listen; OSError where another server does, or the directory is missing."""
+        self.version = _version()
+        self.sources = Sources()
+        self.stopping = False
+        self.lock = os.open(
+            f"{runtime_dir}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+        )
+        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path = f"{runtime_dir}/{SOCKET}"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        making = f"{self.path}.new"
+        _remove(making)
+        before = os.umask(0o177)
+        try:
+            self.listener.bind(making)
+        finally:
+            os.umask(before)
+        self.listener.listen(BACKLOG)
+        os.rename(making, self.path)
+
+    def run(self) -> None:
+        """Serve until SIGTERM, or until the code on disk is no longer what is loaded."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        signal.signal(signal.SIGCHLD, _reap)
+        gc.collect()
+        gc.freeze()  # or the first collection of a child copies every page
+        gc.disable()
+        while not self.stopping:
+            try:
+                caller, _ = self.listener.accept()
+            except OSError:
+                if self.stopping:
+                    break
+                raise
+            if not self.sources.are_current():
+                caller.close()  # the caller executes the script
+                break
+            self._fork(caller)
+        self._finish()
+
+    def _stop(self, *_: object) -> None:
+        self.stopping = True
+        self.listener.close()
+
+    def _fork(self, caller: socket.socket) -> None:
+        if os.fork():
+            caller.close()
+            return
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            self.listener.close()
+            os.close(self.lock)
+            serve_one(caller, self.version)
+        finally:
+            os._exit(0)
+
+    def _finish(self) -> None:
+        """Stop listening, and wait for the children, which have deadlines of their own."""
+        self.listener.close()
+        _remove(self.path)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.alarm(FINISH_S)
+        try:
+            while True:
+                os.waitpid(-1, 0)
+        except ChildProcessError:
+            signal.alarm(0)
+
+
+def _tell_systemd(state: str) -> None:
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+        notify.sendto(state.encode(), "\0" + address[1:] if address[0] == "@" else address)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until stopped; gives the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    runtime_dir = "/run/tidegate"
+    if words[:1] == ["--runtime-dir"] and len(words) == 2:
+        runtime_dir = words[1]
+    elif words:
+        print(USAGE, file=sys.stderr)
+        return 2
+    if os.geteuid() != 0:
+        print("tidegate-forkserver: hooks run as root; start it as root", file=sys.stderr)
+        return 77
+    oci_hook.kernel.set_undumpable()
+    try:
+        server = Server(runtime_dir)
+    except BlockingIOError:
+        print(
+            f"tidegate-forkserver: another one serves {runtime_dir}; stop it first",
+            file=sys.stderr,
+        )
+        return 75
+    except OSError as e:
+        print(
+            f"tidegate-forkserver: it cannot listen in {runtime_dir}: {e.strerror};"
+            " start tidegate-governor, which makes that directory",
+            file=sys.stderr,
+        )
+        return 71
+    _tell_systemd("READY=1")
+    server.run()
+    return 0

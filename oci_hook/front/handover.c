@@ -1,0 +1,231 @@
+#include "handover.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/auxv.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#define N_DESCRIPTORS 4           /* standard ones, and the working directory */
+#define MESSAGE_LIMIT (32u << 10) /* a longer command line is the script's */
+#define MOST_WORDS    1024
+#define CONNECT_MS    500 /* a server that is slower is not worth waiting for */
+
+#ifndef SYS_close_range
+#define SYS_close_range 436
+#endif
+
+void handover_tidy_descriptors(void)
+{
+    for (int fd = 0; fd < 3; fd++) {
+        /* Otherwise a descriptor of ours becomes standard error. */
+        if (fcntl(fd, F_GETFD) < 0)
+            (void)!open("/dev/null", O_RDWR);
+    }
+    syscall(SYS_close_range, 3, ~0u, 0);
+}
+
+const char *handover_program(void)
+{
+    static char path[PATH_MAX];
+    const char *executed = (const char *)getauxval(AT_EXECFN);
+    size_t length = 0;
+
+    if (path[0] || !executed)
+        return path;
+    if (executed[0] != '/') {
+        if (!getcwd(path, sizeof(path)))
+            return "";
+        length = strlen(path);
+        path[length++] = '/';
+    }
+    if (length + strlen(executed) >= sizeof(path)) {
+        path[0] = '\0';
+        return path;
+    }
+    strcpy(path + length, executed);
+    return path;
+}
+
+static void set_timeout(int fd, long milliseconds)
+{
+    struct timeval limit = {milliseconds / 1000, milliseconds % 1000 * 1000};
+
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof(limit));
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+}
+
+int handover_connect(const char *runtime_dir)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    struct ucred peer;
+    socklen_t size = sizeof(peer);
+    int length, fd;
+
+    length =
+        snprintf(address.sun_path, sizeof(address.sun_path), "%s/forkserver.sock", runtime_dir);
+    if (length < 0 || (size_t)length >= sizeof(address.sun_path))
+        return -1;
+    fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (fd < 0)
+        return -1;
+    set_timeout(fd, CONNECT_MS);
+    if (connect(fd, (struct sockaddr *)&address, sizeof(address)) == 0 &&
+        getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 &&
+        (peer.uid == 0 || peer.uid == geteuid()))
+        return fd;
+    close(fd);
+    return -1;
+}
+
+/* Appends a word and its NUL. */
+static bool put(char *message, size_t *size, const char *word)
+{
+    size_t length = strlen(word) + 1;
+
+    if (*size + length > MESSAGE_LIMIT)
+        return false;
+    memcpy(message + *size, word, length);
+    *size += length;
+    return true;
+}
+
+/* Says what is wanted. The descriptors follow when a process of the server's has answered. */
+static bool send_request(int server, const char *role, char *const arguments[])
+{
+    static char message[MESSAGE_LIMIT];
+    size_t size = 0;
+    bool fits;
+
+    fits = put(message, &size, TIDEGATE_VERSION) && put(message, &size, role) &&
+           put(message, &size, handover_program());
+    for (; fits && *arguments; arguments++)
+        fits = put(message, &size, *arguments);
+    return fits && send(server, message, size, MSG_NOSIGNAL) == (ssize_t)size;
+}
+
+/*
+ * Sends the standard descriptors and the working directory. Not before a process waits for them:
+ * in the queue of a server that is stopped they would keep the runtime's pipes open.
+ */
+static bool send_descriptors(int server)
+{
+    union {
+        struct cmsghdr header;
+        char space[CMSG_SPACE(N_DESCRIPTORS * sizeof(int))];
+    } control = {.space = {0}};
+    int fds[N_DESCRIPTORS] = {0, 1, 2, open(".", O_PATH | O_DIRECTORY | O_CLOEXEC)};
+    struct iovec part = {(char *)"", 1};
+    struct msghdr message = {
+        .msg_iov = &part,
+        .msg_iovlen = 1,
+        .msg_control = control.space,
+        .msg_controllen = sizeof(control.space),
+    };
+    bool sent;
+
+    if (fds[3] < 0)
+        return false;
+    control.header.cmsg_level = SOL_SOCKET;
+    control.header.cmsg_type = SCM_RIGHTS;
+    control.header.cmsg_len = CMSG_LEN(sizeof(fds));
+    memcpy(CMSG_DATA(&control.header), fds, sizeof(fds));
+    sent = sendmsg(server, &message, MSG_NOSIGNAL) == 1;
+    close(fds[3]);
+    return sent;
+}
+
+/* Receives a byte: how the server answers. -1 where none comes. */
+static int receive(int server)
+{
+    unsigned char answer;
+    ssize_t n;
+
+    do
+        n = recv(server, &answer, sizeof(answer), 0);
+    while (n < 0 && errno == EINTR);
+    return n == 1 ? answer : -1;
+}
+
+int handover_run(int server, const char *role, char *const arguments[])
+{
+    int status;
+
+    /* Without its descriptors the server's process does nothing: the script may do all instead. */
+    if (!send_request(server, role, arguments) || receive(server) != 1 ||
+        !send_descriptors(server)) {
+        close(server);
+        return HANDOVER_DECLINED;
+    }
+    set_timeout(server, 0); /* the child has a deadline of its own */
+    status = receive(server);
+    close(server);
+    return status < 0 ? HANDOVER_LOST : status;
+}
+
+/* Puts the path of the script `name` into `path`: beside this program's directory, or the source's.
+ */
+static bool find_script(const char *name, char *path, size_t room)
+{
+    ssize_t length = readlink("/proc/self/exe", path, room - 1);
+    char *slash;
+
+    if (length <= 0)
+        return false;
+    path[length] = '\0';
+    for (int up = 0; up < 2; up++) {
+        slash = strrchr(path, '/');
+        if (!slash)
+            return false;
+        *slash = '\0';
+    }
+    slash = path + strlen(path);
+    if ((size_t)snprintf(slash, room - (size_t)(slash - path), "/%s", name) >=
+        room - (size_t)(slash - path))
+        return false;
+    if (access(path, X_OK) == 0)
+        return true;
+#ifdef SOURCE_DIRECTORY /* of a build that is not installed */
+    return (size_t)snprintf(path, room, "%s/%s", SOURCE_DIRECTORY, name) < room;
+#else
+    return true;
+#endif
+}
+
+void handover_execute(const char *name, const char *first, char *const arguments[],
+                      char *const environment[])
+{
+    static char path[PATH_MAX];
+    static char *words[MOST_WORDS];
+    size_t n = 0;
+
+    if (!find_script(name, path, sizeof(path)))
+        return;
+    words[n++] = path;
+    words[n++] = (char *)"--program";
+    words[n++] = (char *)handover_program();
+    if (first)
+        words[n++] = (char *)first;
+    for (; *arguments; arguments++) {
+        if (n + 1 == MOST_WORDS) {
+            errno = E2BIG;
+            return;
+        }
+        words[n++] = *arguments;
+    }
+    words[n] = NULL;
+    execve(path, words, environment);
+}
+
+_Noreturn void handover_fail(int status, const char *line)
+{
+    (void)!write(STDERR_FILENO, line, strlen(line));
+    _exit(status);
+}

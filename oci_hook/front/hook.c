@@ -1,0 +1,128 @@
+/*
+ * tidegate-hook as runtimes execute it: a container that asks for nothing is done with here, in
+ * less than a millisecond. Everything else is handed over, unread or with what was read on stdin.
+ *
+ * It is linked statically, so that no variable of the environment that it is given loads code into
+ * it, and passes none of them on.
+ */
+#include "handover.h"
+#include "requests.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define DEADLINE_S 20 /* as in oci_hook/entry.py */
+
+static char *no_environment[] = {NULL};
+
+/* What of a command line matters here; the script understands the rest, and says what is wrong. */
+struct options {
+    const char *runtime_dir;
+    const char *stage;
+    bool named; /* an entry of the node's own says that the container is to be governed */
+};
+
+static bool takes_value(const char *name)
+{
+    static const char *const names[] = {"--runtime-dir",    "--driver-dir", "--dev-dir",
+                                        "--module-version", "--log",        "--timeout",
+                                        "--claim",          "--share"};
+
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
+        if (strcmp(name, names[i]) == 0)
+            return true;
+    return false;
+}
+
+/* Reads options that are written as two words each; false for any other form. */
+static bool parse(char *const arguments[], struct options *options)
+{
+    *options = (struct options){.runtime_dir = "/run/tidegate"};
+    for (; *arguments; arguments++) {
+        const char *word = *arguments;
+
+        if (takes_value(word)) {
+            const char *value = *++arguments;
+
+            if (!value || !*value)
+                return false;
+            if (strcmp(word, "--runtime-dir") == 0)
+                options->runtime_dir = value;
+            if (strcmp(word, "--claim") == 0 || strcmp(word, "--share") == 0)
+                options->named = true;
+        } else if (strcmp(word, "--governed") == 0) {
+            options->named = true;
+        } else if (*word != '-' && !options->stage) {
+            options->stage = word;
+        } else {
+            return false;
+        }
+    }
+    return options->stage != NULL;
+}
+
+/* Whether nothing is to be done, by what the runtime wrote to standard input. */
+static bool is_done(const struct options *options, const struct text *input)
+{
+    if (strcmp(options->stage, "precreate") != 0)
+        return !options->named && state_requests_nothing(input);
+    if (text_may_request(input))
+        return false;
+    /* Podman takes what is written for the configuration, so all of it has to arrive. */
+    for (size_t done = 0; done < input->size;) {
+        ssize_t n = write(STDOUT_FILENO, input->data + done, input->size - done);
+
+        if (n <= 0)
+            handover_fail(STATUS_OS_ERROR, "tidegate: config.json could not be written to stdout; "
+                                           "see why the engine closed it\n");
+        done += (size_t)n;
+    }
+    return true;
+}
+
+/* Puts what was read back on standard input, for a process that reads it again. */
+static bool put_back(const struct text *input)
+{
+    int fd = memfd_create("tidegate-hook-stdin", MFD_CLOEXEC);
+
+    return fd >= 0 && write(fd, input->data, input->size) == (ssize_t)input->size &&
+           lseek(fd, 0, SEEK_SET) == 0 && dup2(fd, STDIN_FILENO) == STDIN_FILENO && close(fd) == 0;
+}
+
+int main(int argc, char *argv[])
+{
+    char *const *arguments = argv + (argc > 0);
+    struct options options;
+    struct text input;
+    int server, status;
+
+    handover_tidy_descriptors();
+    umask(022);
+    if (parse(arguments, &options)) {
+        alarm(DEADLINE_S); /* a runtime that never closes stdin would hold this process for ever */
+        /* What is too large is handed over as far as it was read: the script says so. */
+        if (text_read(STDIN_FILENO, CONFIG_LIMIT, &input) && is_done(&options, &input))
+            return 0;
+        if (!put_back(&input))
+            handover_fail(STATUS_OS_ERROR,
+                          "tidegate: a copy of standard input cannot be made; free memory\n");
+        alarm(0);
+        server = handover_connect(options.runtime_dir);
+        if (server >= 0) {
+            status = handover_run(server, "hook", arguments);
+            if (status >= 0)
+                return status;
+            if (status == HANDOVER_LOST)
+                handover_fail(STATUS_OS_ERROR,
+                              "tidegate: the fork server's process ended before the container was "
+                              "prepared; start the container again, and see the log of "
+                              "tidegate-forkserver\n");
+        }
+    }
+    handover_execute("tidegate-hook", NULL, arguments, no_environment);
+    handover_fail(STATUS_OS_ERROR, "tidegate: oci_hook/tidegate-hook of this installation cannot "
+                                   "be executed; install Tidegate and python3 again\n");
+}

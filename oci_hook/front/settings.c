@@ -1,0 +1,92 @@
+#include "settings.h"
+
+#include "requests.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#define FILE_LIMIT (64u << 10)
+
+/* Those that the script alone reads. */
+static bool is_other(const char *name)
+{
+    static const char *const names[] = {"hook", "hook-arguments", "dev-dir", "log"};
+
+    for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
+        if (strcmp(name, names[i]) == 0)
+            return true;
+    return false;
+}
+
+static bool take(const char *name, const char *value, struct settings *settings)
+{
+    if (strcmp(name, "environment") == 0) {
+        settings->environment = strcmp(value, "allow") == 0;
+        return settings->environment || strcmp(value, "ignore") == 0;
+    }
+    if (strlen(value) >= PATH_MAX)
+        return false;
+    if (strcmp(name, "runtime") == 0)
+        strcpy(settings->runtime, value);
+    else if (strcmp(name, "runtime-dir") == 0)
+        strcpy(settings->runtime_dir, value);
+    else
+        return is_other(name);
+    return true;
+}
+
+/* Takes one line without its end: a name, a blank, a value. */
+static bool take_line(char *line, struct settings *settings)
+{
+    char *end, *value;
+
+    for (const char *c = line; *c; c++)
+        if ((*c < ' ' && *c != '\t') || *c == 0x7f || (*c & 0x80))
+            return false; /* the script knows what is text */
+    line += strspn(line, " \t");
+    for (end = line + strlen(line); end > line && strchr(" \t", end[-1]); end--)
+        end[-1] = '\0';
+    if (!*line || *line == '#')
+        return true;
+    value = strchr(line, ' ');
+    if (!value)
+        return false;
+    *value++ = '\0';
+    value += strspn(value, " \t");
+    return *value && take(line, value, settings);
+}
+
+static bool find_runtime(struct settings *settings)
+{
+    static const char *const paths[] = {"/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc",
+                                        "/usr/bin/crun"};
+
+    for (size_t i = 0; i < sizeof(paths) / sizeof(*paths) && !*settings->runtime; i++)
+        if (access(paths[i], X_OK) == 0)
+            strcpy(settings->runtime, paths[i]);
+    return settings->runtime[0] == '/';
+}
+
+bool settings_read(const char *path, struct settings *settings)
+{
+    struct text file;
+    char *line, *end;
+
+    *settings = (struct settings){.runtime_dir = "/run/tidegate"};
+    if (access(path, F_OK) != 0)
+        return errno == ENOENT && find_runtime(settings);
+    if (!text_read_file(path, &file) || file.size > FILE_LIMIT ||
+        memchr(file.data, '\0', file.size))
+        return false;
+    for (line = file.data; line < file.data + file.size; line = end + 1) {
+        end = memchr(line, '\n', (size_t)(file.data + file.size - line));
+        if (!end)
+            return false; /* the last line has no end, and no room for a NUL */
+        *end = '\0';
+        if (!take_line(line, settings))
+            return false;
+    }
+    return find_runtime(settings);
+}

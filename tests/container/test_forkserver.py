@@ -1,0 +1,388 @@
+"""The C programs in front of hook and wrapper runtime, and the fork server behind them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.container.bundles import HOOK, Runtime
+from tests.container.conftest import ForkServer, Node
+from tests.container.nodes import wait_for
+
+PROGRAMS = ("tidegate-hook", "tidegate-runtime")
+
+
+def executed(trace: Path) -> list[str]:
+    """The programs that were executed, as strace wrote them down."""
+    lines = trace.read_text().splitlines()
+    return [line.split('execve("')[1].split('"')[0] for line in lines if " = 0" in line]
+
+
+def traced(trace: Path, *command: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    words = ["strace", "-f", "-qq", "-e", "trace=execve", "-e", "signal=none", "-o", str(trace)]
+    return subprocess.run([*words, *command], input=stdin, capture_output=True, check=False)
+
+
+def state(bundle: Path, pid: int = 1 << 21) -> bytes:
+    """What a runtime writes to a hook's standard input."""
+    document = {
+        "ociVersion": "1.0.2", "id": "one", "status": "creating", "pid": pid,
+        "bundle": str(bundle), "annotations": {},
+    }  # fmt: skip
+    return json.dumps(document).encode()
+
+
+@pytest.fixture
+def front(node: Node, fronts: Path) -> Node:
+    """A node whose programs are the C ones."""
+    node.program = fronts / "tidegate-hook"
+    return node
+
+
+def interpreted(front: Node) -> list[str]:
+    """What runs where no fork server serves."""
+    return [str(front.program), str(HOOK)]
+
+
+def test_the_programs_are_static(front: Node) -> None:
+    """No variable of the environment can have the loader bring code into them: there is no loader."""
+    for name in PROGRAMS:
+        path = front.program.with_name(name)
+        done = subprocess.run(["readelf", "-ld", path], capture_output=True, text=True, check=True)
+        assert "INTERP" not in done.stdout
+        assert "NEEDED" not in done.stdout
+
+
+def test_a_container_without_a_request_starts_no_interpreter(front: Node) -> None:
+    bundle = front.bundle("true", annotations={})
+    bundle.config["annotations"] = {"other/name": "x"}
+    del bundle.config["hooks"]
+    bundle.write()
+    trace = front.base / "trace"
+    done = traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    assert executed(trace) == [str(front.program)]
+
+
+@pytest.mark.parametrize("with_server", ["", "server"])
+def test_a_governed_start_needs_an_interpreter_only_without_the_server(
+    front: Node, with_server: str
+) -> None:
+    server = ForkServer(front.base / "run") if with_server else None
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    done = traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert done.returncode != 0  # there is no such process
+    assert done.stderr.startswith(b"tidegate: ")
+    expected = [str(front.program)] if server else interpreted(front)
+    assert executed(trace) == expected
+    if server:
+        server.stop()
+
+
+@pytest.mark.parametrize("stage", ["createRuntime", "prestart"])
+@pytest.mark.usefixtures("forkserver")
+def test_a_container_is_prepared_by_the_server(front: Node, runtime: Runtime, stage: str) -> None:
+    bundle = front.bundle("ls -A /run/tidegate", stage=stage)
+    ran = runtime.run(bundle)
+    assert (ran.status, ran.stderr) == (0, "")
+    assert "grant" in ran.stdout.split()
+    assert [event["outcome"] for event in front.events()] == ["prepared", "released"]
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_an_error_of_the_server_s_child_is_the_hook_s(front: Node, runc: Runtime) -> None:
+    front.governor.mode = "refuse"
+    ran = runc.run(front.bundle("true"))
+    assert ran.status != 0
+    assert "8Gi asked, 2Gi free" in ran.stderr
+    assert "exit status 77" in ran.stderr
+
+
+def test_many_starts_at_once_are_served(front: Node, forkserver: ForkServer) -> None:
+    bundle = front.bundle("true")
+    bundle.write()
+    running = [
+        subprocess.Popen(
+            [*front.hook, "createRuntime"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(40)
+    ]
+    said = {one.communicate(state(bundle.path))[1] for one in running}
+    plain = subprocess.run(
+        [str(HOOK), *front.hook[1:], "createRuntime"],
+        input=state(bundle.path), capture_output=True, check=False,
+    )  # fmt: skip
+    assert plain.returncode != 0
+    assert {one.returncode for one in running} == {plain.returncode}
+    assert said == {plain.stderr}
+    # What they leave is reaped.
+    wait_for(lambda: not children(forkserver.process.pid), "the children to be gone")
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@dataclass
+class Waiting:
+    """A start whose hook waits for the governor: the runtime, the hook's process, the server's child."""
+
+    runtime: subprocess.Popen[str]
+    hook: int
+    child: int
+
+
+@pytest.fixture
+def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Waiting]:
+    front.governor.mode = "silent"
+    bundle = front.bundle("true")
+    bundle.write()
+    started = subprocess.Popen(
+        runc.command("run", "-b", str(bundle.path), "waits"),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_for(lambda: front.governor.requests, "the governor to be asked")
+    [child] = children(forkserver.process.pid)
+    [hook] = [
+        pid
+        for pid in map(int, filter(str.isdecimal, (path.name for path in Path("/proc").iterdir())))
+        if runs(pid, front)
+    ]
+    yield Waiting(started, hook, int(child))
+    started.communicate(timeout=30)
+
+
+def runs(pid: int, front: Node) -> bool:
+    try:
+        return Path(f"/proc/{pid}/exe").readlink() == front.program
+    except OSError:
+        return False
+
+
+def test_a_child_ends_with_the_hook(front: Node, waiting: Waiting) -> None:
+    """A runtime that gives the hook up kills it, and then takes the container apart."""
+    os.kill(waiting.hook, signal.SIGKILL)
+    wait_for(lambda: not Path(f"/proc/{waiting.child}").exists(), "the child to be gone")
+    front.governor.wait_idle()
+
+
+@pytest.mark.usefixtures("front")
+def test_a_child_that_is_killed_fails_the_start(waiting: Waiting) -> None:
+    os.kill(waiting.child, signal.SIGKILL)
+    _, errors = waiting.runtime.communicate(timeout=30)
+    assert waiting.runtime.returncode != 0
+    assert "the fork server's process ended before the container was prepared" in errors
+
+
+def test_a_server_that_is_stopped_finishes_what_it_began(
+    front: Node, forkserver: ForkServer, runc: Runtime
+) -> None:
+    asked = []
+
+    def stop() -> None:
+        forkserver.process.terminate()
+        wait_for(lambda: not forkserver.socket.exists(), "the server to stop listening")
+        asked.append(True)
+
+    front.governor.before_admit = stop
+    ran = runc.run(front.bundle("ls -A /run/tidegate"))
+    assert "grant" in ran.stdout.split(), ran.stderr
+    assert asked
+    # The end of the container found no server, and was told by the script.
+    assert [event["outcome"] for event in front.events()] == ["prepared", "released"]
+    forkserver.stop()
+
+
+def test_a_server_ends_when_its_code_is_replaced(front: Node, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(HOOK.parent, copy / "oci_hook")
+    (copy / "governor").mkdir()
+    shutil.copy(HOOK.parents[1] / "governor/__init__.py", copy / "governor")
+    server = ForkServer(front.base / "run", copy / "oci_hook/tidegate-forkserver")
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert executed(trace) == [str(front.program)]
+    (copy / "oci_hook/plan.py").write_text("# another version\n")
+    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert executed(trace) == interpreted(front)
+    server.stop()
+    assert not server.socket.exists()
+
+
+def test_a_server_of_another_version_is_not_used(front: Node, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(HOOK.parent, copy / "oci_hook")
+    (copy / "governor").mkdir()
+    (copy / "governor/__init__.py").write_text('VERSION = "0.0.1"\n')
+    server = ForkServer(front.base / "run", copy / "oci_hook/tidegate-forkserver")
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert executed(trace) == interpreted(front)
+    server.stop()
+
+
+@pytest.mark.parametrize("namespace", ["mount", "pid", "user"])
+@pytest.mark.usefixtures("forkserver")
+def test_a_caller_in_another_namespace_is_not_served(front: Node, namespace: str) -> None:
+    """There a path, or a process's number, means something else."""
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    options = {
+        "mount": ["--mount"], "pid": ["--pid", "--fork"], "user": ["--user", "--map-root-user"],
+    }[namespace]  # fmt: skip
+    command = ["unshare", *options, *front.hook, "createRuntime"]
+    traced(trace, *command, stdin=state(bundle.path))
+    assert executed(trace)[-2:] == interpreted(front)
+
+
+def test_another_user_neither_reaches_the_server_nor_stands_for_it(
+    front: Node, forkserver: ForkServer
+) -> None:
+    assert forkserver.socket.stat().st_mode & 0o777 == 0o600
+    assert forkserver.socket.stat().st_uid == 0
+    forkserver.stop()
+    front.base.chmod(0o755)
+    (front.base / "run").chmod(0o777)
+    listen = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX,"
+        " socket.SOCK_SEQPACKET); s.bind(sys.argv[1]); s.listen(); print(flush=True);"
+        " c = s.accept()[0]; data = c.recv(4096); print(len(data), flush=True)"
+    )
+    for directory in front.base.parents:
+        if directory.stat().st_mode & 0o005 != 0o005 and directory != Path("/"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+    other = subprocess.Popen(
+        [sys.executable, "-c", listen, str(forkserver.socket)], stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    other.stdout.readline()
+    forkserver.socket.chmod(0o777)
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert executed(trace) == interpreted(front)
+    assert other.communicate(timeout=10)[0] == "0\n"  # it was told nothing
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
+    """Stopped, as by a debugger: the script begins a quarter of a second later."""
+    server = ForkServer(front.base / "run")
+    server.process.send_signal(signal.SIGSTOP)
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    try:
+        traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+        assert executed(trace) == interpreted(front)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    # What was asked and given up is not done afterwards.
+    assert [event["outcome"] for event in front.events()] == ["failed"]
+    server.stop()
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_two_servers_cannot_serve_one_directory(front: Node) -> None:
+    command = [str(HOOK.with_name("tidegate-forkserver")), "--runtime-dir", str(front.base / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 75
+    assert done.stderr == (
+        f"tidegate-forkserver: another one serves {front.base}/run; stop it first\n"
+    )
+
+
+def test_a_socket_that_a_killed_server_left_is_no_hindrance(
+    front: Node, forkserver: ForkServer
+) -> None:
+    forkserver.process.kill()
+    forkserver.process.communicate()
+    bundle = front.bundle("true")
+    bundle.write()
+    trace = front.base / "trace"
+    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
+    assert executed(trace) == interpreted(front)
+    forkserver.socket.unlink()
+    ForkServer(front.base / "run").stop()
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_a_state_that_is_too_large_is_refused_by_the_same_line(front: Node) -> None:
+    data = b'{"annotations": {"a": "' + b"x" * (5 << 20)
+    said = [
+        subprocess.run([*hook, "createRuntime"], input=data, capture_output=True, check=False)
+        for hook in (front.hook, [str(HOOK), *front.hook[1:]])
+    ]
+    assert said[0].stderr.startswith(b"tidegate: the OCI state on stdin is larger than 4194304")
+    assert [(one.returncode, one.stderr) for one in said] == [(65, said[0].stderr)] * 2
+
+
+def test_what_is_to_be_said_of_a_command_line_the_script_says(front: Node) -> None:
+    for arguments in ([], ["createRuntim"], ["--timeout", "0", "prestart"], ["--claim", "a"]):
+        said = [
+            subprocess.run([str(program), *arguments], capture_output=True, check=False)
+            for program in (front.program, HOOK)
+        ]
+        assert said[0].returncode == said[1].returncode != 0
+        assert said[0].stderr == said[1].stderr
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: Node) -> None:
+    data = json.dumps({"annotations": {"a": "b"}, "x": "y" * (1 << 20)}).encode()
+    done = subprocess.run([*front.hook, "precreate"], input=data, capture_output=True, check=False)
+    assert (done.returncode, done.stdout == data, done.stderr) == (0, True, b"")
+
+
+@pytest.mark.parametrize("with_server", ["", "server"])
+def test_a_deleted_container_leaves_nothing_in_its_root(
+    front: Node, runtime: Runtime, with_server: str, require: Callable[..., None]
+) -> None:
+    require("strace")
+    server = ForkServer(front.base / "run") if with_server else None
+    bundle = front.bundle("true")
+    del bundle.config["hooks"]["poststop"]
+    before = {str(path.relative_to(bundle.rootfs)) for path in bundle.rootfs.rglob("*")}
+    settings = front.base / "settings"
+    real = shutil.which(runtime.name)
+    settings.write_text(f"runtime {real}\nruntime-dir {front.base}/run\n")
+    wrapper = [str(front.program.with_name("tidegate-runtime")), "--tidegate-config", str(settings)]
+    bundle.write()
+    command = runtime.command("create", "-b", str(bundle.path), "kept")
+    with (front.base / "output").open("wb") as output:  # the container keeps it open
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
+        )
+    assert done.returncode == 0, (front.base / "output").read_text()
+    assert (front.base / "run/traces/kept").exists()
+    trace = front.base / "trace"
+    command = runtime.command("delete", "--force", "kept")
+    at = command.index(runtime.name)
+    deleted = traced(trace, *command[:at], *wrapper, *command[at + 1 :])
+    assert deleted.returncode == 0, deleted.stderr
+    # Beside control groups of both versions crun runs in a mount namespace of its own: not served.
+    served = with_server != "" and "unshare" not in command
+    assert (str(HOOK.with_name("tidegate-runtime")) in executed(trace)) == (not served)
+    assert not (front.base / "run/traces/kept").exists()
+    after = {str(path.relative_to(bundle.rootfs)) for path in bundle.rootfs.rglob("*")}
+    assert after - before <= {"run/tidegate"} | before
+    if server:
+        server.stop()

@@ -9,6 +9,9 @@ costs more than the first in the same round is what counts:
     governed   our hook, in a container that asks for a share
     wrapper-asks-not, wrapper-governed   the same by tidegate-runtime, which enters the hook
 
+The programs are the C ones, with a fork server behind them; `--scripts` takes the Python scripts
+that they execute where there is no server, and so measures what both save.
+
 Then N containers are started 8 at a time: how long each takes, and what they leave of descriptors
 and mounts. The GPU is simulated: no part of a start asks one.
 """
@@ -16,6 +19,7 @@ and mounts. The GPU is simulated: no part of a start asks one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -24,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,8 +40,9 @@ from governor.client import ask
 from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
-HOOK = ROOT / "oci_hook/tidegate-hook"
-WRAPPER = ROOT / "oci_hook/tidegate-runtime"
+SCRIPTS = ROOT / "oci_hook"
+BUILT = ROOT / "build/meson"
+SERVER = ROOT / "oci_hook/tidegate-forkserver"
 ASKED = {"tidegate.gpu/memory": "600Mi", "tidegate.gpu/compute": "1"}
 WAYS = ("bare", "trivial", "asks-not", "governed", "wrapper-asks-not", "wrapper-governed")
 TOGETHER = 8
@@ -51,8 +56,9 @@ def say(line: str) -> None:
 class Starts:
     """Bundles for each way, and how to run them."""
 
-    def __init__(self, node: Node, work: Path) -> None:
+    def __init__(self, node: Node, work: Path, programs: Path) -> None:
         self.node = node
+        self.programs = programs
         self.work = work
         self.static = self._compile("static", "int main(void) { return 0; }")
         self.trivial = self._compile("trivial", "int main(void) { return 0; }")
@@ -79,6 +85,9 @@ class Starts:
         shutil.copy(self.static, directory / "rootfs/usr/bin/static")
         path = directory / "config.json"
         config = json.loads(path.read_text())
+        for entries in config["hooks"].values():
+            for entry in entries:
+                entry["path"] = str(self.programs / "tidegate-hook")
         if way == "bare" or way.startswith("wrapper"):
             del config["hooks"]
         elif way == "trivial":
@@ -93,7 +102,7 @@ class Starts:
         real = shutil.which(runtime)
         lines = (
             f"runtime {real}",
-            f"hook {HOOK}",
+            f"hook {self.programs / 'tidegate-hook'}",
             f"hook-arguments {' '.join(self.node.hook_arguments())}",
             f"runtime-dir {self.node.runtime_dir}",
             # Without nodes: the GPU is simulated.
@@ -107,7 +116,8 @@ class Starts:
         self.count += 1
         first = [runtime]
         if way.startswith("wrapper"):
-            first = [str(WRAPPER), "--tidegate-config", str(self.settings(runtime))]
+            wrapper = str(self.programs / "tidegate-runtime")
+            first = [wrapper, "--tidegate-config", str(self.settings(runtime))]
         command = [*first, "--root", str(self.work / f"state-{runtime}"), "run", "-b", str(bundle)]
         began = time.monotonic()
         done = subprocess.run(
@@ -201,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=50, help="starts in each way (50)")
     parser.add_argument("--crowd", type=int, default=100, help="containers 8 at a time (100)")
     parser.add_argument("--runtime", action="append", choices=("runc", "crun"))
+    parser.add_argument("--scripts", action="store_true", help="the Python scripts alone")
     args = parser.parse_args(argv)
     if os.geteuid() != 0:
         print("hook: mounts and containers need root", file=sys.stderr)
@@ -232,12 +243,32 @@ def measure(args: argparse.Namespace, runtimes: Sequence[str], report: dict[str,
     """Measure under each runtime, on a node of its own."""
     with tempfile.TemporaryDirectory(prefix="tidegate-hook-") as name:
         work = Path(name)
-        machine = Simulated(work / "node", ROOT / "build/meson")
-        with Node(machine) as node:
-            starts = Starts(node, work)
+        machine = Simulated(work / "node", BUILT)
+        with Node(machine) as node, contextlib.ExitStack() as stack:
+            programs = SCRIPTS
+            if not args.scripts:
+                programs = BUILT / "oci_hook/front"
+                stack.enter_context(serving(node.runtime_dir))
+            starts = Starts(node, work, programs)
             for runtime in runtimes:
                 report["ways"][runtime] = measure_ways(starts, runtime, args.rounds)
                 report["crowd"][runtime] = measure_crowd(starts, runtime, args.crowd)
+
+
+@contextlib.contextmanager
+def serving(runtime_dir: Path) -> Iterator[None]:
+    """Have a fork server serve, and end it."""
+    server = subprocess.Popen([str(SERVER), "--runtime-dir", str(runtime_dir)])
+    try:
+        deadline = time.monotonic() + 10
+        while not (runtime_dir / "forkserver.sock").exists():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise MachineError("the fork server does not listen")
+            time.sleep(0.01)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
 
 
 if __name__ == "__main__":

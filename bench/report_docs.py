@@ -78,9 +78,11 @@ HOOK = """\
 
 `python -m bench.hook` runs a static program under runc and crun, in turn without a hook, with a
 hook in C that does nothing, with ours in a container that asks for nothing, with ours in one that
-asks for a share, and both by `tidegate-runtime`. The figures are the median of the differences to
-the start without a hook in the same round. Then containers that ask for a share are started eight
-at a time. What is aimed at is 15 ms for who asks for nothing and 30 ms for who asks for a share.
+asks for a share, and both by `tidegate-runtime`. The programs are the C ones with the
+[fork server](reference/runtime.md#the-fork-server) behind them. The figures are the median of the
+differences to the start without a hook in the same round. Then containers that ask for a share are
+started eight at a time. The aims are 5 ms for a container that asks for nothing and 30 ms for one
+that asks for a share.
 """
 
 PROGRAMS = """\

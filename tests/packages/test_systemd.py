@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 LIBDIR = "usr/lib/x86_64-linux-gnu"
 GPU = "/opt/gpu"
-UNITS = ("tidegate-refresh.path", "tidegate-governor.service")
+UNITS = ("tidegate-refresh.path", "tidegate-governor.service", "tidegate-forkserver.service")
 ENVIRONMENT = "LC_ALL=C.UTF-8 DEBIAN_FRONTEND=noninteractive PATH=/usr/sbin:/usr/bin:/sbin:/bin"
 
 APT = "apt-get -qy --no-install-recommends -o APT::Sandbox::User=root install"
@@ -67,6 +67,10 @@ class Installed(Machine):
     def governor(self) -> int:
         """The governor's process, 0 where there is none."""
         return int(self.show("tidegate-governor.service", "MainPID"))
+
+    def forkserver(self) -> int:
+        """The fork server's process, 0 where there is none."""
+        return int(self.show("tidegate-forkserver.service", "MainPID"))
 
 
 def own_capabilities() -> set[str]:
@@ -114,6 +118,11 @@ def machine(
             place / "root/etc/systemd/system/tidegate-governor.service.d/test.conf",
             setting.encode(),
         )
+        if "CAP_SYS_RESOURCE" not in own_capabilities():
+            put(
+                place / "root/etc/systemd/system/tidegate-forkserver.service.d/test.conf",
+                b"[Service]\nOOMScoreAdjust=0\n",
+            )
         machine.boot()
         yield machine
     finally:
@@ -138,7 +147,11 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
         assert machine.systemctl("is-enabled", unit) == "enabled"
     assert machine.show("tidegate-refresh.service", "Result") == "success"
     machine.shell("tidegate check")
-    first = machine.governor()
+    first, server = machine.governor(), machine.forkserver()
+    # Hooks enter a container's mount namespace from the host's, so its children have to be there.
+    for name in ("mnt", "pid", "user"):
+        machine.shell(f"[ /proc/{server}/ns/{name} -ef /proc/1/ns/{name} ]")
+    assert "forkserver.serves" not in machine.shell("tidegate doctor --problems || true")
     generation = machine.shell("readlink /var/lib/tidegate/driver/current")
 
     # A reload of what is wrong fails and ends nothing; what is mended is in force.
@@ -156,6 +169,7 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     # The governor is another one, of the new version; the mirror has the new control library.
     machine.shell(f"dpkg --install /root/{debs[1].name}")
     machine.until(lambda: machine.governor() not in (0, first))
+    machine.until(lambda: machine.forkserver() not in (0, server))
     machine.shell("tidegate check")
     assert machine.shell("tidegate --version").split()[-1] == NEWER
     machine.until(lambda: machine.shell("readlink /var/lib/tidegate/driver/current") != generation)
@@ -167,10 +181,9 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     assert not os.path.lexists(machine.rootfs / "var/lib/tidegate")
     machine.shell("dpkg --purge tidegate")
     machine.systemctl("daemon-reload")
-    assert machine.shell("find /etc /usr /var/lib -xdev -name '*tidegate*' -print").split() == [
-        # the test's own
-        "/etc/systemd/system/tidegate-governor.service.d"
-    ]
+    left = machine.shell("find /etc /usr /var/lib -xdev -name '*tidegate*' -print").split()
+    own = "/etc/systemd/system/tidegate-{}.service.d"  # the test's drop-ins
+    assert set(left) <= {own.format("governor"), own.format("forkserver")}
 
 
 @pytest.mark.parametrize("machine", ["bookworm"], indirect=True)
@@ -190,8 +203,9 @@ def test_what_tidegate_install_prints_makes_a_node_of_a_wheel(
         program = f"#!/opt/tidegate/bin/python\nimport sys\nfrom governor.{module} import main\nsys.exit(main())\n"
         put(machine.rootfs / "opt/tidegate/bin" / name, program.encode())
         (machine.rootfs / "opt/tidegate/bin" / name).chmod(0o755)
-    for name in ("tidegate-hook", "tidegate-runtime"):  # zipfile minds no modes, pip does
-        (site / "oci_hook" / name).chmod(0o755)
+    programs = ("tidegate-hook", "tidegate-runtime")
+    for name in (*programs, *(f"front/{name}" for name in programs), "tidegate-forkserver"):
+        (site / "oci_hook" / name).chmod(0o755)  # zipfile minds no modes, pip does
 
     machine.shell("/opt/tidegate/bin/tidegate install >/root/install")
     machine.shell("sh -eu /root/install")

@@ -47,7 +47,8 @@ def edits(root: Root, plan: Plan) -> list[Edit]:
     found = []
     for change in plan.changes:
         file = root.read(change.path)
-        before, after = file.data if file else None, change.text.encode()
+        before = file.data if file else None
+        after = None if change.text is None else change.text.encode()
         if before != after:
             found.append(Edit(change.path, before, after, change.parts))
     return found
@@ -64,12 +65,14 @@ def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
             former, journal = journals.read(root), journals.read(root)
             for change in changes:
                 journal.record(engine, change.path, change.before, change.after, list(change.parts))
-                made += [d for d in root.missing(_parent(change.path)) if d not in made]
+                if change.after is not None:
+                    made += [d for d in root.missing(_parent(change.path)) if d not in made]
             journal.directories |= dict.fromkeys(made, engine)
             try:
                 journals.write(root, journal)
                 for change in changes:
-                    root.make_directory(_parent(change.path))
+                    if change.after is not None:
+                        root.make_directory(_parent(change.path))
                     _put(root, change.path, change.after)
             except BaseException:
                 for change in reversed(changes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,11 +40,30 @@ class Options:
 
 @dataclass(frozen=True)
 class Change:
-    """A file's content as it shall be, and what of it is ours."""
+    """A file's content as it shall be, None where it is to go, and what of it is ours."""
 
     path: str
-    text: str
+    text: str | None
     parts: tuple[Part, ...]
+
+
+def _accept(_output: str) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A command of the engine's that reads its configuration and says whether it is right.
+
+    `validate` runs it, before anything is written, where the plan's changes are seen as if they had
+    been made. If it fails, setup changes nothing and prints its last line.
+    """
+
+    command: tuple[str, ...]
+    # What standard error has of a version that does not know the command: it is not asked then.
+    unsupported: tuple[str, ...] = ()
+    # Says what is wrong with what the command prints, None if nothing is.
+    check: Callable[[str], str | None] = _accept
 
 
 @dataclass
@@ -53,6 +73,7 @@ class Plan:
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     todo: list[str] = field(default_factory=list)
+    validation: Validation | None = None
 
     def missing(self, root: Root, program: str) -> None:
         """Note it if a program is not there yet."""

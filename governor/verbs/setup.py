@@ -101,6 +101,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _set_up(root: Root, args: argparse.Namespace, options: Options) -> int:
     from governor.setup import apply, journal
+    from governor.setup.validate import validate
 
     module = importlib.import_module(f"governor.setup.{args.engine}")
     make = cast("Callable[[Root, Journal, Options], Plan]", module.plan)
@@ -108,9 +109,10 @@ def _set_up(root: Root, args: argparse.Namespace, options: Options) -> int:
     changes = apply.edits(root, plan)
     for change in changes:
         print(change.diff(root), end="")
+    unchecked = validate(root, plan.validation, changes)
     if changes and not args.dry_run:
         apply.set_up(root, args.engine, changes)
-    for note in plan.notes:
+    for note in [*plan.notes, *unchecked]:
         print(f"note: {note}")
     if not changes:
         print(f"{args.engine}: it is set up already, nothing to do")

@@ -25,6 +25,7 @@ from governor.setup.plan import (
     Change,
     Options,
     Plan,
+    Validation,
     output,
     packaged,
     read_toml,
@@ -113,6 +114,10 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
         UNDONE,
         "tidegate setup containerd --runtime-class | kubectl apply -f -    # once a cluster",
     ]
+    result.validation = Validation(
+        ("containerd", "--config", node.path, "config", "dump"),
+        check=lambda said: _lacking(node, said),
+    )
     if there is not None and there != drop_in:
         return result
     handler = _handler(node, program, spec, result)
@@ -187,6 +192,19 @@ def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, 
                 files[path] = read_toml(root, path)
                 todo += _patterns(path, files[path])
     return files
+
+
+def _lacking(node: Node, said: str) -> str | None:
+    """Say which handlers containerd would not have, by what `config dump` prints."""
+    try:
+        found = set(table(node.cri(tomltext.parse(said)), "runtimes"))
+    except ValueError as e:
+        return f"containerd config dump is no TOML: {e}"
+    # Without a file of its own it has runc; where CRI is disabled it may have none at all.
+    before = set(table(node.cri(node.dump), "runtimes")) or {"runc"}
+    if not found or found >= {HANDLER, *before}:
+        return None
+    return f"containerd has no handler {', '.join(sorted({HANDLER, *before} - found))}"
 
 
 def _patterns(path: str, document: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from governor.errors import SetupError
 from governor.setup import jsontext
 from governor.setup.files import Root
 from governor.setup.journal import Journal, Part
-from governor.setup.plan import HANDLER, Change, Options, Plan, output, version
+from governor.setup.plan import HANDLER, Change, Options, Plan, Validation, output, version
 
 CONFIG = "/etc/docker/daemon.json"
 UNDONE = (
@@ -71,6 +71,10 @@ def plan(root: Root, _journal: Journal, options: Options) -> Plan:
             f"Docker {found[0]}.{found[1]} has no annotations (24.0 is the first): "
             "write `environment allow` to /etc/tidegate/runtime, as docs/howto/engines.md says"
         )
+    # 20.10 has no such option.
+    result.validation = Validation(
+        ("dockerd", "--validate", "--config-file", path), unsupported=("unknown flag: --validate",)
+    )
     result.todo = [
         "systemctl reload docker    # dockerd reads its runtimes anew; containers go on",
     ]

@@ -15,7 +15,7 @@ from governor.setup.plan import Validation
 if TYPE_CHECKING:
     from governor.setup.apply import Edit
 
-LONGEST = 300  # characters of an engine's line that are shown
+LONGEST = 500  # characters of an engine's line that are shown
 
 
 def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -> list[str]:
@@ -38,7 +38,7 @@ def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SetupError(f"{said}: {e}", hint="nothing was changed; see what is wrong") from e
     if done.returncode and any(word in done.stderr for word in validation.unsupported):
-        return [f"`{said}` is newer than this {validation.command[0]}: the new files are unchecked"]
+        return [f"this {validation.command[0]} does not know `{said}`: the new files are unchecked"]
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         fault = f"`{said}` ends with {done.returncode}: {(lines or [''])[-1].strip()[-LONGEST:]}"

@@ -8,6 +8,7 @@ below. Nothing of the node changes, and the view ends with the program.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 import subprocess
@@ -90,6 +91,9 @@ def _cover(directory: str, without: set[str]) -> None:
     below = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     mode = stat.S_IMODE(os.fstat(below).st_mode)
     _mount("tmpfs", directory, 0, "tmpfs", f"mode={mode:o}")
+    if os.path.samestat(os.stat(directory), os.fstat(below)):  # noqa: PTH116
+        # What is mounted over a process's own root it does not see: the files would be the node's.
+        raise OSError(errno.EBUSY, "cannot be covered", directory)
     for name in os.listdir(below):  # noqa: PTH208 - a descriptor
         here = f"{directory.rstrip('/')}/{name}"
         if here in without:

@@ -21,9 +21,9 @@ import pytest
 
 from governor import cli
 from governor.setup import plan
-from tests.container.bundles import make_rootfs
+from tests.container.bundles import ROOT, make_rootfs
 from tests.container.cri import Cri, strings
-from tests.container.engine_host import EngineHost
+from tests.container.engine_host import EngineHost, Ran
 from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
 from tests.container.test_engines import SUITES, unpacked
 from tests.unit.setup_tree import put, put_programs, setup
@@ -292,3 +292,81 @@ def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite,
             assert known["runc"]["pod_annotations"] == ["example.org/*"]
             assert "registry.k8s.io/pause:3.9" in dump.stdout
         setup(root, "containerd", "--undo")
+
+
+def typed(site: Site, *words: str) -> Ran:
+    """Type `tidegate setup` on the node itself, where engines are asked."""
+    return site.host.run(
+        "env", f"PYTHONPATH={ROOT}", "python3", "-B", "-m", "governor.cli", "setup", *words
+    )
+
+
+def test_what_dockerd_does_not_read_is_not_written(site: Site) -> None:
+    host = site.host
+    version = host.check("dockerd", "--version").split()[2]
+    for content, reason in (
+        (
+            '{"nosuch": 1}\n',
+            "the following directives don't match any configuration option: nosuch",
+        ),
+        ('{"log-level": "loud"}\n', "invalid logging level: loud"),
+    ):
+        host.write("/etc/docker/daemon.json", content)
+        ran = typed(site, "docker")
+        if version.startswith("20."):
+            assert ran.status == 0
+            assert "note: this dockerd does not know `dockerd --validate " in ran.stdout
+            assert typed(site, "docker", "--undo").status == 0
+        else:
+            assert ran.status == 73
+            assert ran.stderr.startswith(
+                "tidegate: with the new files `dockerd --validate --config-file /etc/docker/daemon.json` ends with 1: "
+            )
+            assert ran.stderr.endswith(
+                f"{reason}; nothing was changed; correct what it says first\n"
+            )
+        assert host.path("/etc/docker/daemon.json").read_text() == content
+    host.write("/etc/docker/daemon.json", DAEMON)
+    assert typed(site, "docker").status == 0
+    assert typed(site, "docker", "--undo").status == 0
+    assert host.path("/etc/docker/daemon.json").read_text() == DAEMON
+
+
+def test_what_containerd_does_not_read_is_not_written(
+    site: Site, containerd: Callable[[], None]
+) -> None:
+    """What setup itself does not find: a file that only the new import brings in, a section that CRI does not take."""
+    host = site.host
+    major = int(host.check("containerd", "--version").split()[2].lstrip("v").partition(".")[0])
+    content = (CONFIG2 if major == 1 else CONFIG3).format(image=IMAGE)
+    host.write("/etc/containerd/config.toml", content)
+    if major > 1:
+        beside = "/etc/containerd/conf.d/tidegate-site.toml"
+        host.write(beside, "root = 4\n")
+        refused = typed(site, "containerd")
+        assert refused.status == 73
+        assert refused.stderr.startswith(
+            "tidegate: with the new files `containerd --config /etc/containerd/config.toml config dump` ends with 1: "
+        )
+        assert "cannot decode TOML integer into struct field config.Config.Root" in refused.stderr
+        assert refused.stderr.endswith("; nothing was changed; correct what it says first\n")
+        host.path(beside).unlink()
+        host.path("/etc/containerd/conf.d").rmdir()
+    else:
+        broken = content + '[plugins."io.containerd.grpc.v1.cri".containerd]\nsnapshotter = 4\n'
+        host.write("/etc/containerd/config.toml", broken)
+        refused = typed(site, "containerd")
+        assert refused.status == 73
+        assert "Can't convert 4(int64) to string" in refused.stderr
+        assert host.path("/etc/containerd/config.toml").read_text() == broken
+        host.write("/etc/containerd/config.toml", content)
+    assert host.path("/etc/containerd/config.toml").read_text() == content
+    assert [p.name for p in host.path("/etc/containerd").iterdir()] == ["config.toml"]
+    ran = typed(site, "containerd")
+    assert ran.status == 0, ran.text
+    containerd()
+    host.check("ctr", "-n", "k8s.io", "images", "import", str(site.image))
+    pod(site, "tidegate")
+    assert site.started() == ["runtime"]
+    assert typed(site, "containerd", "--undo").status == 0
+    assert host.path("/etc/containerd/config.toml").read_text() == content

@@ -77,15 +77,27 @@ def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
             except BaseException:
                 for change in reversed(changes):
                     file = root.read(change.path)
-                    if file is not None and file.data == change.after:
+                    if (file.data if file else None) == change.after:
                         _put(root, change.path, change.before)
                 journals.write(root, former)
                 raise
+            _leave(root, engine, changes)
     except BaseException:
         for directory in sorted(made, key=len, reverse=True):
             if directory not in former.directories:
                 root.remove_directory(directory)
         raise
+
+
+def _leave(root: Root, engine: str, changes: list[Edit]) -> None:
+    """Remove the directories that we made and that files have been moved out of."""
+    journal = journals.read(root)
+    emptied = {_parent(change.path) for change in changes if change.after is None}
+    for directory in sorted(journal.directories, key=len, reverse=True):
+        below = any(f"{one}/".startswith(f"{directory}/") for one in emptied)
+        if below and journal.directories[directory] == engine and root.remove_directory(directory):
+            del journal.directories[directory]
+    journals.write(root, journal)
 
 
 def _parent(path: str) -> str:

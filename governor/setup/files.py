@@ -103,6 +103,11 @@ class Root:
         """Return the text of a file that need not be there or be one: "" then."""
         return (Tree(self.root).read(path, LIMIT) or b"").decode(errors="replace")
 
+    def changed(self, path: str) -> float:
+        """Return when a file, by its path without links, was last changed: seconds since 1970."""
+        with explained(self.shown(path)):
+            return os.stat(self._host(path)).st_ctime  # noqa: PTH116
+
     def names(self, directory: str) -> tuple[str, ...]:
         """Return the sorted names in a directory, none if it is not one."""
         return Tree(self.root).names(directory)
@@ -111,6 +116,19 @@ class Root:
         """Return whether there is a program at `path`."""
         real = Tree(self.root).regular(path)
         return real is not None and bool(os.stat(self._host(real)).st_mode & 0o111)  # noqa: PTH116
+
+    def closed(self, path: str) -> str | None:
+        """Return the first directory on the way to one, and itself, that others cannot read."""
+        parts = [p for p in path.split("/") if p]
+        for n in range(1, len(parts) + 1):
+            here = "/" + "/".join(parts[:n])
+            real = self.find(here)
+            if real is None or not self.is_dir(real):
+                return None
+            wanted = stat.S_IXOTH | (stat.S_IROTH if n == len(parts) else 0)
+            if os.stat(self._host(real)).st_mode & wanted != wanted:  # noqa: PTH116
+                return here
+        return None
 
     def missing(self, path: str) -> list[str]:
         """Return which of a directory and those above it are not there, the highest first."""

@@ -157,7 +157,7 @@ def output(root: Root, *command: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SetupError(f"{' '.join(command)}: {e}", hint="see what is wrong with it") from e
     if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2][-300:]
+        last = done.stderr.strip().rpartition("\n")[2][-500:]
         raise SetupError(
             f"{' '.join(command)} ended with {done.returncode}: {last}",
             hint="correct what it says first",

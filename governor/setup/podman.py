@@ -1,16 +1,23 @@
 """Podman: hooks by oci-hooks(5), the files of packaging/hooks.d.
 
-They lie in /etc, and Podman by itself reads /usr/share alone (4.3 to 5.x: DefaultHooksDirs), so a
-drop-in of containers.conf names both. In /usr/share CRI-O would find them, too.
+They are in a directory of their own, which a drop-in of containers.conf names beside those that
+Podman reads anyway. One of the hooks has the stage `precreate`, which Podman alone knows. Buildah,
+in `podman build` as well, reads the two directories of oci-hooks(5) whatever hooks_dir is, and ends
+with each RUN step where a file there has a stage that it does not know; CRI-O does not start then.
+Buildah does not read hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45).
 """
 
 from __future__ import annotations
 
 import json
+import posixpath
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from governor.errors import SetupError
-from governor.setup import crio
+from governor.setup import crio, services
 from governor.setup.files import Root
 from governor.setup.journal import Journal
 from governor.setup.plan import (
@@ -18,31 +25,41 @@ from governor.setup.plan import (
     Change,
     Options,
     Plan,
+    Validation,
+    output,
     packaged,
     read_toml,
     table,
     untouched,
+    version,
 )
 
-HOOKS_DIR = "/etc/containers/oci/hooks.d"
+HOOKS_DIR = "/etc/tidegate/hooks.d"
 HOOKS = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
 # Where Podman itself looks, unless it is told otherwise.
 DEFAULT = ("/usr/share/containers/oci/hooks.d",)
+# Where Buildah looks, whatever it is told.
+BUILDAH = (*DEFAULT, "/etc/containers/oci/hooks.d")
 CONFIGS = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
 DROP_INS = "/etc/containers/containers.conf.d"
+# Podman 6 reads these as well, all in the order of the files' names.
+MORE_DROP_INS = (
+    "/usr/share/containers/containers.conf.d",
+    "/usr/share/containers/containers.rootful.conf.d",
+    DROP_INS,
+    "/etc/containers/containers.rootful.conf.d",
+)
 DROP_IN = f"{DROP_INS}/50-tidegate.conf"
+COMMENT = WRITTEN.format("podman")
 UNDONE = "nothing: Podman reads hooks at each start of a container"
+ASK = ("podman", "--help")
 
 
 def plan(root: Root, journal: Journal, options: Options) -> Plan:
     """Say what the hooks' files shall be, and have Podman read them; SetupError where it cannot."""
-    directory = (options.hooks_dir or HOOKS_DIR).rstrip("/")
-    if directory in crio.hooks_directories(root):
-        raise SetupError(
-            f"CRI-O reads hooks from {root.shown(directory)} as well, and does not start with "
-            "the stage precreate",
-            hint="name another directory with --hooks-dir, or take it out of CRI-O's hooks_dir",
-        )
+    known = _known(root, journal)
+    directory = posixpath.normpath(options.hooks_dir or _directory(known))
+    _require_own(root, directory)
     program = options.program("tidegate-hook")
     result = Plan()
     for name in HOOKS:
@@ -58,38 +75,221 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
                 )
             continue
         result.changes.append(Change(path, text, ({"whole": True},)))
-    read, by = _directories(root)
-    if directory not in read:
-        result.changes.append(_drop_in(root, [*read, directory], by))
+    moved = [path for path in known if path.rpartition("/")[0] != directory]
+    for path in moved:
+        if not untouched(root, journal, "podman", path):
+            raise SetupError(
+                f"{root.shown(path)} has to move to {root.shown(directory)}, and was edited since "
+                "it was written",
+                hint="move it there by hand, and run it again",
+            )
+    left = {path.rpartition("/")[0] for path in moved}
+    asked = default_hooks_dirs(output(root, *ASK))
+    drop_in, read = _drop_in(root, journal, directory, left, asked)
+    _look_at_others(root, read, {*moved, *(f"{directory}/{name}" for name in HOOKS)})
+    if drop_in is not None:
+        result.changes.append(drop_in)
+    # Last: until Podman reads the new directory it has the old one.
+    result.changes += [Change(path, None, ({"whole": True},)) for path in moved]
     result.missing(root, program)
-    result.todo = [UNDONE]
+    _look_at_processes(root, result, drop_in, directory)
+    wanted = [directory, *(d for d in asked or () if d not in left)]
+    result.validation = Validation(ASK, check=lambda said: _lacking(said, wanted))
     return result
 
 
-def _drop_in(root: Root, directories: list[str], by: str | None) -> Change:
-    """Return a file that has Podman read hooks from these directories."""
-    if root.read(DROP_IN) is not None or (by and by.startswith(DROP_INS) and by > DROP_IN):
+def _known(root: Root, journal: Journal) -> list[str]:
+    """Return the hooks that an earlier setup wrote and that are still there."""
+    paths = [e.path for e in journal.engines.get("podman", ()) if e.path.endswith(HOOKS)]
+    return [path for path in paths if root.read(path) is not None]
+
+
+def _directory(known: list[str]) -> str:
+    """Return where the hooks go if nothing else is said: a directory that was named stays."""
+    named = [path.rpartition("/")[0] for path in known]
+    return next((d for d in named if d not in BUILDAH), HOOKS_DIR)
+
+
+def _require_own(root: Root, directory: str) -> None:
+    """Refuse a directory that is read by what does not know the stage precreate."""
+    if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
-            f"{root.shown(by or DROP_IN)} has Podman read hooks from {', '.join(directories[:-1])}",
-            hint=f'add "{directories[-1]}" to hooks_dir there, or name one with --hooks-dir',
+            f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image where "
+            "one has the stage precreate",
+            hint=f"leave --hooks-dir out, which is {HOOKS_DIR} then, or name another directory",
         )
-    comment = WRITTEN.format("podman")
-    quoted = ", ".join(json.dumps(d, ensure_ascii=False) for d in directories)
-    text = f"{comment}\n[engine]\nhooks_dir = [{quoted}]\n"
-    return Change(DROP_IN, text, ({"key": ["engine", "hooks_dir"], "comments": [comment]},))
+    if _is_one_of(root, directory, crio.hooks_directories(root)):
+        raise SetupError(
+            f"CRI-O reads hooks from {root.shown(directory)} as well, and does not start with "
+            "the stage precreate",
+            hint="name another directory with --hooks-dir, or take it out of CRI-O's hooks_dir",
+        )
+    # The drop-in is everybody's, and Podman starts nothing where it cannot read one of them.
+    if (closed := root.closed(directory)) is not None:
+        raise SetupError(
+            f"{root.shown(closed)} is closed to other users, whose Podman would start no container "
+            f"with hooks in {root.shown(directory)}",
+            hint="chmod o+rx it, or name another directory with --hooks-dir",
+        )
 
 
-def _directories(root: Root) -> tuple[list[str], str | None]:
-    """Return where Podman reads hooks, and the file that says so."""
-    found, by = list(DEFAULT), None
-    drop_ins = [f"{DROP_INS}/{name}" for name in root.names(DROP_INS) if name.endswith(".conf")]
-    for path in (*CONFIGS, *drop_ins):
+def _is_one_of(root: Root, directory: str, others: Iterable[str]) -> bool:
+    """Return whether a directory is one of the others, by its name or behind links."""
+    real = root.find(f"{directory}/.")
+    return any(
+        directory == other or (real is not None and real == root.find(f"{other}/."))
+        for other in others
+    )
+
+
+def _drop_in(
+    root: Root, journal: Journal, directory: str, left: set[str], asked: tuple[str, ...] | None
+) -> tuple[Change | None, tuple[str, ...]]:
+    """Return a file that has Podman read hooks from a directory, and all that it reads then.
+
+    The file is None where Podman reads the directory already. `left` are the directories that
+    hooks of ours move out of, `asked` those that Podman says it reads, where it can be asked.
+    """
+    before, behind = _sources(root)
+    file = root.read(DROP_IN)
+    ours = untouched(root, journal, "podman", DROP_IN)
+    if file is None or ours:
+        base = _read(root, before)
+        now = _read(root, behind, base).directories
+        if not ours and directory in now:
+            return None, now
+        names = list(base.directories)
+        if asked is not None:
+            # A file that we do not know of may add to what ours say, or have the last word.
+            names = [d for d in names if d in asked]
+            names += [d for d in asked if d not in {*now, *left, directory}]
+        names = list(dict.fromkeys([*names, directory]))
+        quoted = ", ".join(json.dumps(name, ensure_ascii=False) for name in names)
+        text: str | None = f"{COMMENT}\n[engine]\nhooks_dir = [{quoted}]\n"
+        found = base.then(names, DROP_IN)
+    else:
+        found = _read(root, [*before, DROP_IN])
+        now = _read(root, behind, found).directories
+        if directory in now:
+            return None, now
+        text = None  # it was edited, or is not ours at all
+    found = _read(root, behind, found)
+    if text is None or directory not in found.directories:
+        for_it = "".join(f' for "{old}"' for old in sorted(left & {*found.directories}))
+        raise SetupError(
+            f"{root.shown(found.by or DROP_IN)} has Podman read hooks from "
+            f"{', '.join(found.directories)}",
+            hint=f'write "{directory}"{for_it} to hooks_dir there, and run it again',
+        )
+    part = {"key": ["engine", "hooks_dir"], "comments": [COMMENT]}
+    return Change(DROP_IN, text, (part,)), found.directories
+
+
+@dataclass(frozen=True)
+class _HooksDir:
+    """What hooks_dir is after some files, and the last of them that says so."""
+
+    directories: tuple[str, ...] = DEFAULT
+    by: str | None = None
+    append: bool = False  # once a file says so, those behind it add to what there is
+
+    def then(self, value: list[Any], by: str) -> _HooksDir:
+        """Return what it is after one more file."""
+        attributes = [v["append"] for v in value if isinstance(v, dict) and "append" in v]
+        append = bool(attributes[-1]) if attributes else self.append
+        names = tuple(v.rstrip("/") for v in value if isinstance(v, str))
+        return _HooksDir((*self.directories, *names) if append else names, by, append)
+
+
+def _read(root: Root, paths: Iterable[str], base: _HooksDir | None = None) -> _HooksDir:
+    """Return where Podman reads hooks by these files."""
+    found = base or _HooksDir()
+    for path in paths:
         value = table(read_toml(root, path), "engine").get("hooks_dir")
         if isinstance(value, list):
-            appended = any(isinstance(v, dict) and v.get("append") for v in value)
-            names = [v.rstrip("/") for v in value if isinstance(v, str)]
-            found, by = [*found, *names] if appended else names, path
-    return found, by
+            found = found.then(value, path)
+    return found
+
+
+def _sources(root: Root) -> tuple[list[str], list[str]]:
+    """Return the files that Podman reads, in its order: those before our drop-in, those behind."""
+    release = version(output(root, "podman", "--version"))
+    directories = (DROP_INS,) if release and release < (6, 0) else MORE_DROP_INS
+    # Of two files of one name the later directory has the one that counts.
+    paths = {
+        name: f"{directory}/{name}"
+        for directory in directories
+        for name in root.names(directory)
+        if name.endswith(".conf")
+    }
+    own = DROP_IN.rpartition("/")[2]
+    before = [path for name, path in sorted(paths.items()) if name < own]
+    return [*CONFIGS, *before], [path for name, path in sorted(paths.items()) if name > own]
+
+
+def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
+    """Refuse where Podman would enter the hook by a file that is not of this setup as well."""
+    for directory in found:
+        for name in root.names(directory):
+            path = f"{directory}/{name}"
+            if not name.endswith(".json") or path in ours:
+                continue
+            try:
+                program = table(json.loads(root.peek(path)), "hook").get("path")
+            except (ValueError, RecursionError):
+                continue  # Podman says so itself
+            if isinstance(program, str) and program.endswith("/tidegate-hook"):
+                raise SetupError(
+                    f"{root.shown(path)} enters the hook into each container already",
+                    hint="remove it, and run it again",
+                )
+
+
+def _look_at_processes(root: Root, result: Plan, drop_in: Change | None, directory: str) -> None:
+    """Say what goes on with the hooks directories that it started with, and how that is ended."""
+    file = root.read(DROP_IN)
+    changes = drop_in is not None and (file is None or file.text() != drop_in.text)
+    found = [
+        service
+        for service in services.running(root.root)
+        if changes or (file is not None and service.started < root.changed(file.real))
+    ]
+    names = services.unaware(root.root, directory)
+    restart = f"podman restart {' '.join(names)}"
+    if changes:
+        result.todo = [service.restart for service in found]
+        if names:
+            result.todo.append(f"{restart}    # a restart by policy would be without the hooks")
+    else:
+        result.notes += [
+            f"{service.shown} started before the hooks were set up, and starts containers without "
+            f"them: {service.restart}"
+            for service in found
+        ]
+        if names:
+            result.notes.append(
+                f"{', '.join(names)} started before the hooks were set up, and a restart by policy "
+                f"is without them: {restart}"
+            )
+    result.todo = result.todo or [UNDONE]
+
+
+def default_hooks_dirs(said: str | None) -> tuple[str, ...] | None:
+    """Return the directories that `podman --help` has as the default of --hooks-dir."""
+    found = re.search(r"^\s*--hooks-dir .*\(default \[(.*)\]\)$", said or "", re.MULTILINE)
+    return tuple(d.rstrip("/") for d in found[1].split(",")) if found else None
+
+
+def _lacking(said: str, wanted: Iterable[str]) -> str | None:
+    """Say which of these directories Podman would not read hooks from."""
+    found = default_hooks_dirs(said)
+    lacking = [d for d in wanted if found is not None and d not in found]
+    if not lacking:
+        return None
+    return (
+        f"Podman reads hooks from {', '.join(found or ())}, by a containers.conf that has the last "
+        f"word, and not from {', '.join(lacking)}"
+    )
 
 
 def _hook(shown: str, text: str) -> dict[str, Any]:

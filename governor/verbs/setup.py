@@ -11,6 +11,7 @@ from governor.errors import RequestError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from governor.setup.apply import Edit
     from governor.setup.files import Root
     from governor.setup.journal import Journal
     from governor.setup.plan import Options, Plan
@@ -118,11 +119,15 @@ def _set_up(root: Root, args: argparse.Namespace, options: Options) -> int:
         print(f"{args.engine}: it is set up already, nothing to do")
         return 0
     for change in changes:
-        done = "would be written" if args.dry_run else "written"
-        print(f"{args.engine}: {root.shown(change.path)} {done}")
+        print(f"{args.engine}: {root.shown(change.path)} {_done(change, args)}")
     for line in plan.todo:
         print(f"to do: {line}")
     return 0
+
+
+def _done(change: Edit, args: argparse.Namespace) -> str:
+    word = "removed" if change.after is None else "written"
+    return f"would be {word}" if args.dry_run else word
 
 
 def _undo(root: Root, args: argparse.Namespace) -> int:
@@ -137,9 +142,7 @@ def _undo(root: Root, args: argparse.Namespace) -> int:
     for note in undo.notes:
         print(f"note: {note}")
     for change in undo.edits:
-        word = "removed" if change.after is None else "written"
-        done = f"would be {word}" if args.dry_run else word
-        print(f"{args.engine}: {root.shown(change.path)} {done}")
+        print(f"{args.engine}: {root.shown(change.path)} {_done(change, args)}")
     if not known:
         print(f"{args.engine}: not set up by this command, nothing to undo")
     elif not undo.edits:

@@ -115,3 +115,18 @@ def test_one_with_annotations_is_told_why_not(host: EngineHost, runtime: str, dr
         " at /run/tidegate/governor.sock serves the node's root alone; have root's engine start this container,"
         " as with `sudo podman run`"
     ) in ran.stderr
+
+
+def test_a_hooks_directory_that_the_user_cannot_read_stops_every_container(
+    host: EngineHost,
+) -> None:
+    """Why `tidegate setup podman` refuses one."""
+    directory = host.path("/etc/tidegate")
+    directory.chmod(0o700)
+    try:
+        ran = start(host, "runc")
+        assert ran.status != 0
+        assert "/etc/tidegate/hooks.d: permission denied" in ran.text
+    finally:
+        directory.chmod(0o755)
+    assert start(host, "runc").status == 0

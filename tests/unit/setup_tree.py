@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import time
 from pathlib import Path
 
 from governor import cli
@@ -21,6 +23,43 @@ def put(root: Path, path: str, content: str | bytes, mode: int = 0o644) -> Path:
 def put_programs(root: Path, directory: str = "/usr/bin") -> None:
     for name in ("tidegate-hook", "tidegate-runtime"):
         put(root, f"{directory}/{name}", "#!/bin/sh\n", 0o755)
+
+
+def put_process(root: Path, pid: int, *words: str) -> None:
+    """Lay a process of this tree's as /proc has it."""
+    put(root, f"/proc/{pid}/cmdline", "".join(f"{word}\0" for word in words))
+    (root / f"proc/{pid}/root").symlink_to(root)
+
+
+def put_service(
+    root: Path,
+    pid: int,
+    *,
+    unit: bool,
+    age_s: float = 100,
+    command: str = "podman --log-level=info system service",
+) -> None:
+    """Lay a service of Podman's API: the fields that are read, at the places where they are."""
+    put_process(root, pid, *command.split())
+    since_boot = int((time.clock_gettime(time.CLOCK_BOOTTIME) - age_s) * os.sysconf("SC_CLK_TCK"))
+    put(root, f"/proc/{pid}/stat", f"{pid} (pod (man)) S " + "0 " * 18 + f"{since_boot} 0 0\n")
+    group = "/system.slice/podman.service" if unit else "/user.slice/x.scope"
+    put(root, f"/proc/{pid}/cgroup", f"1:name=systemd:{group}\n0::{group}\n")
+
+
+def put_monitor(
+    root: Path, pid: int, name: str, directories: tuple[str, ...], annotations: dict[str, str]
+) -> None:
+    """Lay a container's monitor, whose command to restart it has these hooks directories."""
+    bundle = f"/var/lib/containers/storage/overlay-containers/{name}/userdata"
+    put(root, f"{bundle}/config.json", json.dumps({"annotations": annotations}))
+    hooks = [word for directory in directories for word in ("--hooks-dir", directory)]
+    given = ["--root", "/var/lib/containers/storage", *hooks, "container", "cleanup", name]
+    put_process(
+        root, pid, "/usr/bin/conmon", "--api-version", "1", "-c", name, "-r", "/usr/bin/runc", "-b", bundle,
+        "-n", name, "--exit-command", "/usr/bin/podman",
+        *(word for one in given for word in ("--exit-command-arg", one)),
+    )  # fmt: skip
 
 
 def setup(root: Path, *words: str) -> int:

@@ -11,10 +11,13 @@ import pytest
 
 from oci_hook.edits import HOOK_ENV, HOOK_TIMEOUT
 from oci_hook.entry import STAGES
-from tests.unit.setup_tree import put, put_programs, setup, snapshot, text
+from tests.unit.setup_tree import put, put_monitor, put_programs, put_service, setup, snapshot, text
 
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
-HOOKS = "/etc/containers/oci/hooks.d"
+HOOKS = "/etc/tidegate/hooks.d"
+NAMES = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
+# Where Buildah reads, too, and where setup wrote before it had a directory of its own.
+FORMER = "/etc/containers/oci/hooks.d"
 CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
 DROP_IN = "/etc/crio/crio.conf.d/50-tidegate.conf"
 
@@ -148,7 +151,7 @@ def test_a_later_drop_in_would_win_and_is_named(root, capsys):
     before = snapshot(root)
     assert setup(root, "podman") == 73
     err = capsys.readouterr().err
-    assert "containers.conf.d/99.conf has Podman read hooks from /a; add " in err
+    assert "containers.conf.d/99.conf has Podman read hooks from /a; write " in err
     assert snapshot(root) == before
     put(root, CONF, "[engine]\n")
     (root / "etc/containers/containers.conf.d/99.conf").unlink()
@@ -167,6 +170,221 @@ def test_an_edited_drop_in_of_podman_leaves_what_is_not_ours(root):
     put(root, CONF, text(root, CONF) + "\n")
     setup(root, "podman", "--undo")
     assert not (root / CONF.lstrip("/")).exists()
+
+
+def set_up_formerly(root: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """Set Podman up as before: the same hooks, drop-in and journal, in the directory of oci-hooks(5)."""
+    with monkeypatch.context() as patch:
+        patch.setattr("governor.setup.podman.HOOKS_DIR", FORMER)
+        patch.setattr("governor.setup.podman.BUILDAH", ())
+        assert setup(root, "podman", *words) == 0
+    assert sorted(p.name for p in (root / FORMER.lstrip("/")).iterdir()) == list(NAMES)
+
+
+@pytest.mark.parametrize("conf", ["", '[engine]\nhooks_dir = ["/a"]\n'])
+def test_a_second_run_moves_what_was_set_up_before_where_buildah_reads(root, monkeypatch, conf):
+    put(root, "/etc/containers/containers.conf", conf)
+    before = snapshot(root)
+    set_up_formerly(root, monkeypatch)
+    assert setup(root, "podman") == 0
+    assert not (root / "etc/containers/oci").exists()
+    assert sorted(p.name for p in (root / HOOKS.lstrip("/")).iterdir()) == list(NAMES)
+    read = ["/a"] if conf else ["/usr/share/containers/oci/hooks.d"]
+    assert tomllib.loads(text(root, CONF)) == {"engine": {"hooks_dir": [*read, HOOKS]}}
+    second = snapshot(root)
+    assert setup(root, "podman") == 0
+    assert snapshot(root) == second
+    assert setup(root, "podman", "--undo") == 0
+    assert snapshot(root) == before
+
+
+def test_a_directory_that_others_hooks_are_in_stays_when_ours_move(root, monkeypatch):
+    set_up_formerly(root, monkeypatch)
+    put(root, f"{FORMER}/other.json", '{"hook": {"path": "/usr/bin/other"}}')
+    assert setup(root, "podman") == 0
+    assert [p.name for p in (root / FORMER.lstrip("/")).iterdir()] == ["other.json"]
+
+
+def test_a_move_that_fails_leaves_everything_as_it_was(root, monkeypatch):
+    set_up_formerly(root, monkeypatch)
+    before = snapshot(root)
+    from governor.setup.files import Root
+
+    real = Root.remove
+
+    def remove(self: Root, path: str) -> None:
+        if path == f"{FORMER}/{NAMES[1]}":
+            raise OSError(28, "No space left on device")
+        real(self, path)
+
+    monkeypatch.setattr(Root, "remove", remove)
+    with pytest.raises(OSError, match="No space"):
+        setup(root, "podman")
+    assert snapshot(root) == before
+
+
+def test_a_hook_that_was_edited_is_not_moved_but_named(root, monkeypatch, capsys):
+    set_up_formerly(root, monkeypatch)
+    edited = text(root, f"{FORMER}/{NAMES[2]}").replace("30", "60")
+    put(root, f"{FORMER}/{NAMES[2]}", edited)
+    before = snapshot(root)
+    assert setup(root, "podman") == 73
+    assert capsys.readouterr().err.endswith(
+        f"{FORMER}/{NAMES[2]} has to move to {root}{HOOKS}, and was edited since it was written; "
+        "move it there by hand, and run it again\n"
+    )
+    assert snapshot(root) == before
+    (root / HOOKS.lstrip("/")).mkdir(parents=True)
+    (root / f"{FORMER}/{NAMES[2]}".lstrip("/")).rename(root / f"{HOOKS}/{NAMES[2]}".lstrip("/"))
+    assert setup(root, "podman") == 0
+    assert text(root, f"{HOOKS}/{NAMES[2]}") == edited
+
+
+def test_a_drop_in_that_was_edited_is_not_written_over_but_named(root, monkeypatch, capsys):
+    set_up_formerly(root, monkeypatch)
+    put(root, CONF, text(root, CONF) + 'runtime = "crun"\n')
+    before = snapshot(root)
+    assert setup(root, "podman") == 73
+    assert capsys.readouterr().err.endswith(
+        f"{CONF} has Podman read hooks from /usr/share/containers/oci/hooks.d, {FORMER}; "
+        f'write "{HOOKS}" for "{FORMER}" to hooks_dir there, and run it again\n'
+    )
+    assert snapshot(root) == before
+    put(root, CONF, text(root, CONF).replace(FORMER, HOOKS))
+    assert setup(root, "podman") == 0
+    second = snapshot(root)
+    assert setup(root, "podman") == 0
+    assert snapshot(root) == second
+    assert setup(root, "podman", "--undo") == 0
+    assert text(root, CONF) == '[engine]\nruntime = "crun"\n'
+
+
+def test_a_directory_that_was_named_stays_the_one_that_is_used(root):
+    assert setup(root, "podman", "--hooks-dir", "/srv/hooks") == 0
+    second = snapshot(root)
+    assert setup(root, "podman") == 0
+    assert snapshot(root) == second
+    assert setup(root, "podman", "--hooks-dir", HOOKS) == 0
+    assert not (root / "srv/hooks").exists()
+    assert (root / f"{HOOKS}/{NAMES[0]}".lstrip("/")).exists()
+
+
+@pytest.mark.parametrize("directory", ["/usr/share/containers/oci/hooks.d", f"{FORMER}/"])
+def test_buildah_never_finds_the_stage_precreate(root, capsys, directory):
+    before = snapshot(root)
+    assert setup(root, "podman", "--hooks-dir", directory) == 73
+    assert "Buildah reads hooks from" in capsys.readouterr().err
+    assert snapshot(root) == before
+
+
+def test_buildah_finds_no_hook_of_ours_behind_a_link_either(root, capsys):
+    (root / "etc/tidegate/hooks.d").mkdir(parents=True)
+    (root / "etc/containers/oci").mkdir(parents=True)
+    (root / FORMER.lstrip("/")).symlink_to(HOOKS)
+    before = snapshot(root)
+    assert setup(root, "podman") == 73
+    assert "Buildah reads hooks from" in capsys.readouterr().err
+    assert snapshot(root) == before
+
+
+def test_a_directory_that_others_cannot_read_is_refused(root, capsys):
+    """test_rootless.py shows what rootless Podman makes of one."""
+    (root / "etc/tidegate").mkdir(parents=True)
+    for path, mode in (("etc/tidegate", 0o750), ("etc/tidegate/hooks.d", 0o711)):
+        (root / path).mkdir(exist_ok=True)
+        (root / path).chmod(mode)
+        before = snapshot(root)
+        assert setup(root, "podman") == 73
+        assert f"{root}/{path} is closed to other users, whose Podman" in capsys.readouterr().err
+        assert snapshot(root) == before
+        (root / path).chmod(0o755)
+    assert setup(root, "podman") == 0
+
+
+def test_a_hook_that_podman_would_run_twice_is_named(root, capsys):
+    put(
+        root, "/usr/share/containers/oci/hooks.d/t.json", '{"hook": {"path": "/opt/tidegate-hook"}}'
+    )
+    put(root, "/usr/share/containers/oci/hooks.d/broken.json", "{")
+    put(root, f"{FORMER}/elsewhere.json", '{"hook": {"path": "/opt/tidegate-hook"}}')
+    before = snapshot(root)
+    assert setup(root, "podman") == 73
+    assert "t.json enters the hook into each container already" in capsys.readouterr().err
+    assert snapshot(root) == before
+    (root / "usr/share/containers/oci/hooks.d/t.json").unlink()
+    assert setup(root, "podman") == 0
+
+
+def test_an_array_that_is_added_to_stays_one_for_the_files_behind(root):
+    put(
+        root,
+        "/etc/containers/containers.conf.d/10.conf",
+        '[engine]\nhooks_dir = ["/a", {append = true}]\n',
+    )
+    put(root, "/etc/containers/containers.conf.d/90.conf", '[engine]\nhooks_dir = ["/z"]\n')
+    assert setup(root, "podman") == 0
+    read = ["/usr/share/containers/oci/hooks.d", "/a", HOOKS]
+    assert tomllib.loads(text(root, CONF)) == {"engine": {"hooks_dir": read}}
+
+
+@pytest.mark.parametrize(
+    "directory",
+    ["/usr/share/containers/containers.conf.d", "/etc/containers/containers.rootful.conf.d"],
+)
+def test_the_drop_ins_that_podman_6_alone_reads_count_where_nobody_can_ask_it(
+    root, capsys, directory
+):
+    put(root, f"{directory}/99.conf", '[engine]\nhooks_dir = ["/a"]\n')
+    assert setup(root, "podman") == 73
+    assert "99.conf has Podman read hooks from /a; write " in capsys.readouterr().err
+
+
+def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
+    put_service(root, 4711, unit=True)
+    put_service(root, 4712, unit=False, command="/opt/bin/podman system service -t 0")
+    put_service(root, 4713, unit=False, command="podman system prune")
+    put_service(root, 4714, unit=False, command="vi podman system service")
+    put_service(root, 4715, unit=False)
+    (root / "proc/4715/root").unlink()
+    (root / "proc/4715/root").symlink_to("/")
+    todo = [
+        "to do: systemctl restart podman.service    # containers go on",
+        "to do: kill 4712, and start `podman system service` again; containers go on",
+    ]
+    for words in (("--dry-run",), ()):
+        assert setup(root, "podman", *words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line.startswith("to do")] == todo
+    # Until they have been restarted.
+    put_service(root, 4716, unit=False, age_s=-100, command="podman system service")
+    assert setup(root, "podman") == 0
+    notes = capsys.readouterr().out.splitlines()
+    assert [line.partition(" started before ")[0] for line in notes[:-1]] == [
+        "note: podman.service",
+        "note: process 4712 (podman system service)",
+    ]
+    assert notes[-1] == "podman: it is set up already, nothing to do"
+
+
+def test_a_container_whose_restart_would_not_know_the_hooks_is_named(root, capsys):
+    """Only Podman's database says which of them have a restart policy."""
+    ours, former = {"tidegate.gpu/memory": "4Gi", "x": "y"}, ("/usr/share/containers/oci/hooks.d",)
+    put_monitor(root, 4711, "trainer", former, ours)
+    put_monitor(root, 4712, "another", (*former, FORMER), ours)
+    put_monitor(root, 4713, "plain", former, {"x": "y"})
+    put_monitor(root, 4714, "knows", (*former, f"{HOOKS}/"), ours)
+    put_monitor(root, 4715, "podman-4", (), ours)
+    put_monitor(root, 4716, "gone", former, ours)
+    (root / "var/lib/containers/storage/overlay-containers/gone/userdata/config.json").unlink()
+    assert setup(root, "podman") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "to do: podman restart another trainer    # a restart by policy would be without the hooks"
+    )
+    assert setup(root, "podman") == 0
+    assert capsys.readouterr().out.splitlines()[0] == (
+        "note: another, trainer started before the hooks were set up, and a restart by policy is "
+        "without them: podman restart another trainer"
+    )
 
 
 def test_broken_containers_conf_is_refused(root, capsys):

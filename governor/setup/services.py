@@ -1,0 +1,112 @@
+"""Processes of Podman's that run on with the hooks directories that they started with.
+
+`podman system service` reads containers.conf when it starts. The monitor of a container, conmon,
+has the command that Podman restarts it by, with the directories as options from Podman 5.8 on.
+Both read the files in those directories at each start of a container.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from oci_hook.entry import PREFIX
+
+UNIT = "podman.service"
+LIMIT = 4 << 20  # bytes of a file that is read
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process that serves Podman's API; `started` in seconds since 1970."""
+
+    pid: int
+    unit: str | None  # of systemd's, None if it was started otherwise
+    started: float
+
+    @property
+    def shown(self) -> str:
+        """How an operator knows it."""
+        return self.unit or f"process {self.pid} (podman system service)"
+
+    @property
+    def restart(self) -> str:
+        """What starts it anew; containers go on meanwhile."""
+        if self.unit is not None:
+            return f"systemctl restart {self.unit}    # containers go on"
+        return f"kill {self.pid}, and start `podman system service` again; containers go on"
+
+
+def running(root: str) -> list[Service]:
+    """Return the services of root's Podman whose root directory is `root`, by their numbers.
+
+    A service of another user's cannot reach the governor, with or without hooks.
+    """
+    found = []
+    for pid, words in _processes(root, "podman"):
+        if ("system", "service") not in itertools.pairwise(words):
+            continue
+        directory = f"{root}/proc/{pid}"
+        try:
+            groups = _read(f"{directory}/cgroup").splitlines()
+            since_boot = int(_read(f"{directory}/stat").rpartition(")")[2].split()[19])
+        except (OSError, ValueError, IndexError):
+            continue  # it has ended
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot / os.sysconf("SC_CLK_TCK")
+        unit = UNIT if any(UNIT in line.split("/") for line in groups) else None
+        found.append(Service(pid, unit, time.time() - age))
+    return found
+
+
+def unaware(root: str, directory: str) -> list[str]:
+    """Return the containers with our annotations that Podman would restart without these hooks.
+
+    By their names. Only those with a restart policy are restarted; which have one, only Podman's
+    database says.
+    """
+    found = []
+    for _, words in _processes(root, "conmon"):
+        options = dict(itertools.pairwise(words))
+        given = [w for o, w in itertools.pairwise(words) if o == "--exit-command-arg"]
+        hooks = [d.rstrip("/") for o, d in itertools.pairwise(given) if o == "--hooks-dir"]
+        if not hooks or directory in hooks:
+            continue
+        try:
+            document = json.loads(_read(f"{root}{options['-b']}/config.json"))
+            if any(name.startswith(PREFIX) for name in document["annotations"]):
+                found.append(options["-n"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue  # it has ended, or is no container of Podman's
+    return sorted(found)
+
+
+def _processes(root: str, program: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the processes with this root directory that run a program, with their arguments."""
+    try:
+        pids = sorted(int(name) for name in os.listdir(f"{root}/proc") if name.isdecimal())  # noqa: PTH208
+        owner = os.stat(root).st_uid  # noqa: PTH116
+    except OSError:
+        return
+    for pid in pids:
+        directory = f"{root}/proc/{pid}"
+        try:
+            words = _read(f"{directory}/cmdline").split("\0")
+            if PurePosixPath(words[0]).name != program:
+                continue
+            if os.stat(directory).st_uid != owner:  # noqa: PTH116
+                continue
+            if not os.path.samefile(f"{directory}/root", root):  # noqa: PTH121
+                continue
+        except OSError:
+            continue
+        yield pid, words
+
+
+def _read(path: str) -> str:
+    with open(path, "rb") as file:  # noqa: PTH123
+        return file.read(LIMIT).decode(errors="replace")

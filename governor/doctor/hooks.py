@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from governor.doctor.engines import CRIO, EXAMPLE, NAME, crio_config
-from governor.doctor.finding import Finding, note, ok, warning, wrong
+from governor.doctor.engines import EXAMPLE, NAME, crio_config
+from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
 from governor.doctor.node import BrokenError, Node, read_json, read_toml, strings, table
 from governor.doctor.programs import examine_program
+from governor.setup import services
+from governor.setup.podman import BUILDAH, HOOKS_DIR, default_hooks_dirs
 
-VENDOR = "/usr/share/containers/oci/hooks.d"
-LOCAL = "/etc/containers/oci/hooks.d"
+VENDOR, LOCAL = BUILDAH
 CONTAINERS_CONF = (
     "/usr/share/containers/containers.conf",
     "/etc/containers/containers.conf",
     "/etc/containers/containers.conf.d",
 )
 STAGES = {"prestart", "createRuntime"}
+# What containers/common's package hooks knows; Podman adds precreate.
+KNOWN = {*STAGES, "createContainer", "startContainer", "poststart", "poststop"}
 SETUP = "tidegate setup podman"
 
 
@@ -40,15 +43,20 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
     names = [*CONTAINERS_CONF[:2]]
     directory = CONTAINERS_CONF[2]
     names += [f"{directory}/{name}" for name in node.names(directory) if name.endswith(".conf")]
-    # By itself it looks there alone (4.3 to 5.8, by running it), whatever its manual says of /etc.
-    found: tuple[tuple[str, ...], str | None] = ((VENDOR,), None)
+    found, by, append = [VENDOR], None, False
     for path in names:
-        engine = table(read_toml(node, path), "engine")
-        if "hooks_dir" in engine:
-            # A table in the list says that it is added to what was said before.
-            more = isinstance(entries := engine["hooks_dir"], list) and {"append": True} in entries
-            found = (found[0] if more else ()) + strings(entries), path
-    return found
+        entries = table(read_toml(node, path), "engine").get("hooks_dir")
+        if isinstance(entries, list):
+            # A table in the list says that it is added to what there is, here and from here on.
+            append = ([e["append"] for e in entries if "append" in table(e)] or [append])[-1]
+            found = [*(found if append else ()), *strings(entries)]
+            by = path
+    program = node.find("podman")
+    try:
+        asked = default_hooks_dirs(node.run(program, "--help")) if program else None
+    except UnseenError:
+        asked = None
+    return tuple(asked or found), by
 
 
 def crio_dirs(node: Node) -> tuple[str, ...]:
@@ -62,7 +70,7 @@ def crio_dirs(node: Node) -> tuple[str, ...]:
 
 def directories(node: Node) -> tuple[str, ...]:
     """Return every directory in which an engine may look for hooks."""
-    return tuple(dict.fromkeys((VENDOR, LOCAL, *podman_dirs(node)[0], *crio_dirs(node))))
+    return tuple(dict.fromkeys((VENDOR, LOCAL, HOOKS_DIR, *podman_dirs(node)[0], *crio_dirs(node))))
 
 
 def files(node: Node, among: tuple[str, ...] | None = None) -> tuple[HookFile, ...]:
@@ -142,6 +150,28 @@ def _matches(pattern: str, text: str) -> bool:
         return False
 
 
+def stages(node: Node) -> Iterator[Finding]:
+    """Whether Buildah knows the stages of all hooks that it reads."""
+    if node.find("podman") is None and node.find("buildah") is None:
+        yield note("Buildah is not installed, nor Podman, which has it")
+        return
+    right = True
+    for hook in files(node, BUILDAH):
+        unknown = sorted(set(strings(hook.document.get("stages"))) - KNOWN)
+        if unknown:
+            right = False
+            yield wrong(
+                f"{hook.path} has the stage {unknown[0][:40]}, which Buildah does not know: "
+                "`podman build` and `buildah run` end with it",
+                f"rm {hook.path} && {SETUP}"
+                if is_ours(hook)
+                else f"move it to another directory, and add that to hooks_dir in "
+                f"{CONTAINERS_CONF[1]}",
+            )
+    if right:
+        yield ok("Buildah knows the stages of all hooks that it reads")
+
+
 def podman(node: Node) -> Iterator[Finding]:
     """Whether root's Podman runs the hook, and adds the devices before."""
     if node.find("podman") is None:
@@ -157,8 +187,9 @@ def podman(node: Node) -> Iterator[Finding]:
             f"Tidegate's is {elsewhere[0].path}",
             f"add {PurePosixPath(elsewhere[0].path).parent} to hooks_dir in {said_by}",
         )
-    elif not ours and any(hook.path.startswith(f"{LOCAL}/") for hook in elsewhere):
-        yield wrong(f"Podman by itself looks for hooks in {VENDOR}, not in {LOCAL}", SETUP)
+    elif not ours and elsewhere:
+        directory = PurePosixPath(elsewhere[0].path).parent
+        yield wrong(f"Podman by itself looks for hooks in {VENDOR}, not in {directory}", SETUP)
     elif not ours:
         yield note("no hook of Tidegate's for Podman", SETUP)
     elif not stages & STAGES:
@@ -179,6 +210,33 @@ def podman(node: Node) -> Iterator[Finding]:
         yield ok(f"root's Podman runs {', '.join(hook.path for hook in ours)}")
 
 
+def podman_service(node: Node) -> Iterator[Finding]:
+    """Whether what runs of Podman knows the directory of the hooks: services, containers."""
+    running = services.running(node.root)
+    looked, said_by = podman_dirs(node)
+    said = node.stat(said_by) if said_by is not None else None
+    ours = [hook for hook in files(node, looked) if is_ours(hook)]
+    for service in running:
+        if ours and said is not None and service.started < said.st_ctime:
+            yield wrong(
+                f"{service.shown} started before {said_by} was written: containers that it starts "
+                "get no GPU and no quota",
+                service.restart,
+            )
+        else:
+            yield ok(f"{service.shown} has the hooks directories that are configured")
+    for name in (
+        services.unaware(node.root, str(PurePosixPath(ours[0].path).parent)) if ours else ()
+    ):
+        yield warning(
+            f"the container {name} was started before the hooks were set up: if it has a restart "
+            "policy, Podman restarts it without a GPU and without a quota",
+            f"podman restart {name}",
+        )
+    if not running:
+        yield note("no service of Podman's API runs")
+
+
 def doubled(node: Node) -> Iterator[Finding]:
     """Whether CRI-O would run the hook twice: by its handler and by a file."""
     handler = table(crio_config(node), "crio", "runtime", "runtimes", NAME)
@@ -186,8 +244,7 @@ def doubled(node: Node) -> Iterator[Finding]:
     if handler and both:
         yield warning(
             f"CRI-O has the handler {NAME}, and finds {both[0]} as well",
-            f"move {both[0]} to {LOCAL}, where Podman alone looks, or leave that out of hooks_dir "
-            f"in {CRIO[0]}",
+            f"rm {both[0]}; for Podman `{SETUP}` has a directory that CRI-O does not read",
         )
     else:
         yield ok("no engine runs the hook twice")

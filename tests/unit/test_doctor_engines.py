@@ -12,11 +12,13 @@ from governor.cdi import make_spec
 from governor.doctor.engines import parse_version, passes
 from governor.quota import Device
 from tests.unit.doctor_nodes import Host
+from tests.unit.setup_tree import put_monitor, put_service
 
 RUNTIME = "/usr/bin/tidegate-runtime"
 HOOK = "/usr/bin/tidegate-hook"
-VENDOR, OWN = "/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"
-LOCAL = "etc/containers/oci/hooks.d/tidegate.json"
+VENDOR, LOCAL_DIR = "/usr/share/containers/oci/hooks.d", "/etc/containers/oci/hooks.d"
+OWN = "/etc/tidegate/hooks.d"
+LOCAL = "etc/tidegate/hooks.d/tidegate.json"
 
 
 @pytest.fixture
@@ -443,16 +445,93 @@ def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
     )
     host.put(
         "etc/containers/containers.conf.d/a.conf",
-        '[engine]\nhooks_dir = ["/etc/containers/oci/hooks.d", {append = true}]\n',
+        '[engine]\nhooks_dir = ["/etc/tidegate/hooks.d", {append = true}]\n',
     )
     assert state(host.look("podman.hooks")) == ["ok"]
+    # What is added to stays so for the files behind.
     host.put("etc/containers/containers.conf.d/b.conf", '[engine]\nhooks_dir = ["/opt/more"]\n')
+    assert state(host.look("podman.hooks")) == ["ok"]
+    host.put(
+        "etc/containers/containers.conf.d/c.conf",
+        '[engine]\nhooks_dir = ["/opt/more", {append = false}]\n',
+    )
     assert state(host.look("podman.hooks")) == ["wrong"]
     host.put(
         "etc/containers/containers.conf.d/z.conf",
-        '[engine]\nhooks_dir = ["/etc/containers/oci/hooks.d"]\n',
+        '[engine]\nhooks_dir = ["/etc/tidegate/hooks.d"]\n',
     )
     assert state(host.look("podman.hooks")) == ["ok"]
+
+
+def test_podman_is_asked_where_it_looks_for_hooks(host: Host) -> None:
+    """As where a file sets hooks_dir that this version does not read, or an older one does."""
+    host.json(LOCAL, hook_file())
+    host.put("etc/containers/containers.conf", '[engine]\nhooks_dir = ["/opt/hooks"]\n')
+    host.program(
+        "usr/bin/podman",
+        "Options:\n      --hooks-dir stringArray       Set the OCI hooks directory path (may be set multiple "
+        f"times) (default [{VENDOR},{OWN}])\n      --log-level string\n",
+    )
+    assert host.look("podman.hooks") == [f"ok: root's Podman runs /{LOCAL}"]
+
+
+def test_a_stage_that_buildah_does_not_know_is_wrong(host: Host) -> None:
+    path = f"{LOCAL_DIR}/50-tidegate-devices.json"
+    host.json(path, hook_file())
+    assert state(host.look("hooks.stages")) == ["note"]
+    host.program("usr/bin/podman")
+    host.json(LOCAL, hook_file())
+    assert host.look("hooks.stages") == [
+        (
+            f"wrong: {path} has the stage precreate, which Buildah does not know: `podman build` and `buildah run` "
+            f"end with it -> rm {path} && tidegate setup podman"
+        )
+    ]
+    host.json(path, hook_file(stages=["createRuntime", "poststop"]))
+    right = ["ok: Buildah knows the stages of all hooks that it reads"]
+    assert host.look("hooks.stages") == right
+    other = f"{VENDOR}/other.json"
+    host.json(other, hook_file(hook={"path": "/usr/bin/other"}, stages=["precreate"]))
+    [line] = host.look("hooks.stages")
+    assert line.startswith(f"wrong: {other} has the stage precreate, ")
+    assert line.endswith(
+        " -> move it to another directory, and add that to hooks_dir in /etc/containers/containers.conf"
+    )
+
+
+def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host) -> None:
+    assert host.look("podman.service") == ["note: no service of Podman's API runs"]
+    put_service(host.root, 4711, unit=True)
+    put_service(host.root, 4712, unit=False, age_s=-100)
+    knows = "has the hooks directories that are configured"
+    right = [f"ok: podman.service {knows}", f"ok: process 4712 (podman system service) {knows}"]
+    assert host.look("podman.service") == right
+    conf = "etc/containers/containers.conf.d/50-tidegate.conf"
+    host.put(conf, f'[engine]\nhooks_dir = ["{OWN}"]\n')
+    assert host.look("podman.service") == right  # no hook of ours is there
+    host.json(LOCAL, hook_file())
+    assert host.look("podman.service") == [
+        (
+            f"wrong: podman.service started before /{conf} was written: containers that it starts get no GPU and no "
+            "quota -> systemctl restart podman.service    # containers go on"
+        ),
+        right[1],
+    ]
+
+
+def test_a_container_that_podman_would_restart_without_the_hooks_is_a_warning(host: Host) -> None:
+    put_monitor(host.root, 4711, "trainer", (VENDOR,), {"tidegate.gpu/memory": "4Gi"})
+    none = ["note: no service of Podman's API runs"]
+    assert host.look("podman.service") == none
+    host.put("etc/containers/containers.conf", f'[engine]\nhooks_dir = ["{OWN}"]\n')
+    host.json(LOCAL, hook_file())
+    assert host.look("podman.service") == [
+        (
+            "warning: the container trainer was started before the hooks were set up: if it has a restart policy, "
+            "Podman restarts it without a GPU and without a quota -> podman restart trainer"
+        ),
+        *none,
+    ]
 
 
 def test_crio_that_would_run_the_hook_twice_is_warned_of(host: Host) -> None:

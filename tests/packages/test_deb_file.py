@@ -117,6 +117,7 @@ def test_its_scripts_do_what_they_have_to_in_order(deb: Path, tmp_path: Path) ->
     # Bytecode before anything runs; the mirror before the governor, whose unit asks for it.
     steps = [
         "py3compile",
+        "\n    move_hooks\n",
         "_dh_action 'tidegate-refresh.path'",
         "_dh_action 'tidegate-governor.service'",
     ]
@@ -125,6 +126,6 @@ def test_its_scripts_do_what_they_have_to_in_order(deb: Path, tmp_path: Path) ->
     assert "_dh_action=restart" in postinst
     assert '"$1" = remove' in prerm.partition("deb-systemd-invoke stop")[0].rpartition("\nif ")[2]
     assert prerm.index("refuse_in_use\n") < prerm.index("undo_setups\n") < prerm.index("py3clean")
-    assert "#INCLUDE#" not in prerm + postrm
+    assert "#INCLUDE#" not in postinst + prerm + postrm
     for script in (postinst, prerm, postrm):
         assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0

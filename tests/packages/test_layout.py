@@ -402,14 +402,63 @@ def test_a_removal_that_undoes_the_last_setup_says_nothing_of_the_journal(tmp_pa
     assert (done.returncode, done.stdout, done.stderr) == (0, "docker\npodman\n", "")
 
 
+@pytest.mark.parametrize(
+    ("hook", "journal", "status", "said"),
+    [
+        (None, '{"podman": []}', 0, ("", "")),
+        ("/usr/bin/tidegate-hook", None, 0, ("", "")),
+        ("/opt/checkout/oci_hook/tidegate-hook", '{"podman": []}', 0, ("", "")),
+        (
+            "/usr/bin/tidegate-hook",
+            '{"podman": []}',
+            0,
+            ("tidegate: X written\ntidegate: to do: Y\n", ""),
+        ),
+        (
+            "/usr/bin/tidegate-hook",
+            '{"podman": []}',
+            73,
+            ("", "tidegate: Podman's hooks stay where Buildah fails of them: Z; move it\n"),
+        ),
+    ],
+)
+def test_an_upgrade_moves_the_hooks_that_setup_wrote_where_buildah_reads(
+    tmp_path: Path, hook: str | None, journal: str | None, status: int, said: tuple[str, str]
+) -> None:
+    script = (PACKAGING / "scripts/move-hooks.sh").read_text()
+    for path, content in (
+        ("/etc/containers/oci/hooks.d/50-tidegate-devices.json", hook and f'{{"path": "{hook}"}}'),
+        ("/var/lib/tidegate/setup/journal.json", journal),
+    ):
+        assert script.count(path) == 1
+        script = script.replace(path, str(tmp_path / Path(path).name))
+        if content is not None:
+            (tmp_path / Path(path).name).write_text(content)
+    lines = "+++ x\npodman: X written\nto do: Y" if status == 0 else "tidegate: Z; move it"
+    command = (
+        f'tidegate() {{ [ "$*" = "setup podman" ] && printf "%s\\n" "{lines}"; return {status}; }}'
+    )
+    done = run("sh", "-euc", f"{command}\n{script}\nmove_hooks")
+    assert (done.returncode, done.stdout, done.stderr) == (0, *said)
+
+
 def test_packages_include_each_script_and_no_other() -> None:
     texts = [
-        (PACKAGING / "debian" / f"tidegate.{name}").read_text() for name in ("prerm", "postrm")
+        (PACKAGING / "debian" / f"tidegate.{name}").read_text()
+        for name in ("postinst", "prerm", "postrm")
     ]
     asked = [n for text in texts for n in re.findall(r"^#INCLUDE# (\S+)$", text, re.MULTILINE)]
     spec = re.findall(r"^@(\S+\.sh)@$", (PACKAGING / "rpm/tidegate.spec").read_text(), re.MULTILINE)
-    # Both formats do the same before a removal and after it.
-    assert asked == spec == ["in-use.sh", "before-removal.sh", "in-use.sh", "remove-state.sh"]
+    # Both formats do the same after an upgrade, before a removal and after it.
+    assert (
+        asked
+        == spec
+        == [
+            "move-hooks.sh",
+            *("in-use.sh", "before-removal.sh"),
+            *("in-use.sh", "remove-state.sh"),
+        ]
+    )
     assert set(asked) == {path.name for path in (PACKAGING / "scripts").iterdir()}
 
 

@@ -64,6 +64,7 @@ for name in docker containerd containers; do
     mkdir -p "$place/var/$name" "$new/var/lib/$name"
     mount --bind "$place/var/$name" "$new/var/lib/$name"
 done
+mount -t tmpfs -o mode=1777 tmpfs "$new/var/tmp"
 checkout=$1
 for pair; do
     source=${pair%%:*}; target=$new${pair##*:}
@@ -113,10 +114,11 @@ class Hierarchy(NamedTuple):
         return self.group / ("init" if self.kind == "cgroup2" else ".") / "cgroup.procs"
 
 
-def hierarchies(name: str) -> list[Hierarchy]:
+def hierarchies(name: str, *, second: bool = False) -> list[Hierarchy]:
     """The hierarchies that the node gets: version 2 where that is all there is, those of version 1 otherwise.
 
-    Beside version 1 the second one is left out, as crun 1.8 refuses a machine that has both.
+    Beside version 1 the second one is left out, as crun 1.8 refuses a machine that has both. With `second` the node
+    gets that one alone, with such controllers as version 1 does not have: Podman 6 refuses version 1.
     """
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -143,8 +145,8 @@ def hierarchies(name: str) -> list[Hierarchy]:
                     kind, options, mountpoint, mountpoint / os.path.relpath(path, words[3]) / name
                 )
             )
-    first = [one for one in found if one.kind == "cgroup"]
-    return first or found
+    first = [one for one in found if one.kind == "cgroup" and not second]
+    return first or [one for one in found if one.kind == "cgroup2"]
 
 
 def groups(group: Path) -> Iterator[Path]:
@@ -202,19 +204,22 @@ class EngineHost:
     """`with EngineHost(root, base) as host`: `host.run("docker", "ps")`. Its end fails when something is left.
 
     `root` is what tools/engine-root made, `base` a directory of the test's. `host.work`, below it, is inside under the
-    same path, like the checkout (read-only) and each directory in `binds`, a path or SOURCE:TARGET.
+    same path, like the checkout (read-only) and each directory in `binds`, a path or SOURCE:TARGET. `second` as in
+    `hierarchies`.
     """
 
     _count = 0
 
-    def __init__(self, root: Path, base: Path, *, binds: Sequence[str] = ()) -> None:
+    def __init__(
+        self, root: Path, base: Path, *, binds: Sequence[str] = (), second: bool = False
+    ) -> None:
         EngineHost._count += 1
         self.name = f"tidegate-engines-{os.getpid()}-{EngineHost._count}"
         self.root = root
         self.work = base / "shared"
         self.binds = [str(ROOT), str(self.work), *binds]
         self.place = base / "place"
-        self.hierarchies = hierarchies(self.name)
+        self.hierarchies = hierarchies(self.name, second=second)
         self.daemons: list[subprocess.Popen[bytes]] = []
         self._init: subprocess.Popen[str] | None = None
 

@@ -573,13 +573,13 @@ class ContainerdCri(Ctr):
         return super().pid(started_as)
 
 
-HOOKS_DIR = "/etc/containers/oci/hooks.d"
-
 CONTAINERS_CONF = """[containers]
 netns = "none"
 log_driver = "k8s-file"
 # Its own are higher than a machine without CAP_SYS_RESOURCE can give.
 default_ulimits = ["nofile=1024:1024", "nproc=1024:1024"]
+# Version 2 of control groups has no controller of processes where version 1 has it.
+pids_limit = 0
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
@@ -597,7 +597,7 @@ class Podman(Engine):
         """Configure it and load the image."""
         # One file for all: who runs podman with another runtime says so on its command line.
         self.host.write("/etc/containers/containers.conf", CONTAINERS_CONF.format(runtime="runc"))
-        self.setup("podman", "--hooks-dir", HOOKS_DIR)
+        self.setup("podman")
         self.host.path("/run/no-hooks").mkdir(exist_ok=True)
         self._podman("load", "--input", str(image))
 
@@ -605,8 +605,8 @@ class Podman(Engine):
         return self.host.check(*self._command(*arguments, ours=ours))
 
     def _command(self, *arguments: str, ours: bool = True) -> list[str]:
-        hooks = HOOKS_DIR if ours else "/run/no-hooks"
-        return ["podman", "--runtime", self.runtime, "--hooks-dir", hooks, *arguments]
+        hooks = [] if ours else ["--hooks-dir", "/run/no-hooks"]
+        return ["podman", "--runtime", self.runtime, *hooks, *arguments]
 
     def stop(self) -> None:
         """There is nothing to end."""

@@ -130,8 +130,12 @@ def site(
     require: Callable[..., None],
 ) -> Iterator[Site]:
     require("gcc", "nsenter", "unshare", "setpriv")
-    root = unpacked(request.param)
-    base = tmp_path_factory.mktemp("e")
+    yield from make_site(request.param, tmp_path_factory.mktemp("e"), build_dir)
+
+
+def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) -> Iterator[Site]:
+    """Make a node with the engines of a release; `second` as in engine_host.py."""
+    root = unpacked(suite)
     (base / "node").mkdir()
     machine_ = Simulated(base / "node", build_dir)
     rootfs = make_rootfs(base / "rootfs", base / "tools")
@@ -146,7 +150,7 @@ def site(
             str(machine_.directory),
             str(build_dir),  # the driver's own files: the hook looks whether they are as they were
         ]
-        with EngineHost(root, base, binds=binds) as host:
+        with EngineHost(root, base, binds=binds, second=second) as host:
             image = pack_image(rootfs, host.work / "image.tar")
             for program in ("tidegate-hook", "tidegate-runtime"):
                 built = build_dir / "oci_hook/front" / program

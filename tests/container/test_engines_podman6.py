@@ -1,0 +1,47 @@
+"""Podman 6 starts containers by quota: the tests of test_engines.py that Podman has a part in, on its own kind of node.
+
+It refuses control groups of version 1, so its node has version 2 alone. Debian has it in experimental.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.container import test_engines as others
+from tests.container.engines import Engine, Podman, PodmanCrun
+from tests.container.test_engines import Site, make_site, used
+
+pytestmark = pytest.mark.slow
+
+# Each takes `site` and `engine`, which are this module's here.
+test_governed = others.test_a_container_with_annotations_is_governed
+test_named = others.test_a_container_is_known_by_the_name_that_its_engine_has_for_it
+test_plain = others.test_a_container_without_annotations_is_what_it_is_without_tidegate
+test_refused = others.test_a_wrong_annotation_ends_the_start_with_our_line
+test_optional = others.test_an_optional_driver_is_there_where_the_image_can_take_it
+test_executed = others.test_what_is_executed_in_a_container_is_governed
+test_cdi = others.test_a_device_of_cdi_is_governed_without_our_runtime
+
+
+@pytest.fixture(scope="module")
+def site(
+    tmp_path_factory: pytest.TempPathFactory, build_dir: Path, require: Callable[..., None]
+) -> Iterator[Site]:
+    require("gcc", "nsenter", "unshare", "setpriv")
+    yield from make_site("experimental", tmp_path_factory.mktemp("e"), build_dir, second=True)
+
+
+@pytest.fixture(params=[Podman, PodmanCrun], ids=lambda kind: kind.name)
+def engine(site: Site, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    yield from used(site, request.param)
+
+
+def test_a_restarted_container_is_governed_again(site: Site, engine: Engine) -> None:
+    others.test_a_restarted_container_is_governed_again(site, engine)
+
+
+def test_a_commit_of_what_has_ended_holds_nothing_of_ours(site: Site, engine: Engine) -> None:
+    others.test_a_commit_of_what_has_ended_holds_nothing_of_ours(site, engine)

@@ -1,0 +1,291 @@
+"""`tidegate setup podman` on a node with a real Podman and Buildah: containers get the hooks, and images are built.
+
+The command runs on the node, as root types it, so Podman is asked. The hook is a stub that says which stage it was
+started for; what the real one does is in test_engines.py. Podman 6 refuses control groups of version 1: its node has
+version 2 alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.container.bundles import ROOT, make_rootfs
+from tests.container.engine_host import EngineHost, Ran
+from tests.container.engines import CONTAINERS_CONF, IMAGE, pack_image
+from tests.container.nodes import wait_for
+from tests.container.test_engines import SUITES, unpacked
+from tests.container.test_setup_engines import HOOK
+
+FORMER = "/etc/containers/oci/hooks.d"  # where Buildah reads as well
+OWN = "/etc/tidegate/hooks.d"
+CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
+STAGES = {"precreate", "createRuntime", "poststop"}
+RUN = ("run", "--rm", "--pull=never", "--network=none", "--annotation=tidegate.gpu/memory=4Gi")
+SOCKET = "unix:///run/podman/podman.sock"
+# What writes hooks where they were before there was a directory of Tidegate's own.
+FORMERLY = f"""
+import sys
+from governor import cli
+from governor.setup import podman
+podman.HOOKS_DIR, podman.BUILDAH = {FORMER!r}, ()
+sys.exit(cli.main(["setup", "podman"]))
+"""
+
+
+@dataclass
+class Site:
+    """A node with Podman, its image and an empty configuration of ours."""
+
+    host: EngineHost
+
+    def python(self, *arguments: str) -> Ran:
+        return self.host.run("env", f"PYTHONPATH={ROOT}", "python3", "-B", *arguments)
+
+    def setup(self, *words: str) -> str:
+        """Type it on the node; gives what it printed."""
+        ran = self.python("-m", "governor.cli", "setup", "podman", *words)
+        assert ran.status == 0, ran.text
+        return ran.stdout
+
+    def refused(self, *words: str) -> str:
+        """Type it on the node, and have it refused."""
+        ran = self.python("-m", "governor.cli", "setup", "podman", *words)
+        assert ran.status == 73, ran.text
+        return ran.stderr
+
+    def doctor(self, check: str) -> list[str]:
+        """What doctor finds, from outside: the node has not the modules that it takes."""
+        done = subprocess.run(
+            [sys.executable, "-m", "governor.cli", "doctor", "--json", "--root", f"/proc/{self.host.pid}/root"],
+            check=False, cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        found = json.loads(done.stdout)["findings"]
+        return [
+            f"{one['state']}: {one['found']} -> {one['remedy']}"
+            for one in found
+            if one["id"] == check
+        ]
+
+    def run(self, *options: str) -> set[str]:
+        """Run a container that asks for a GPU; gives the stages that the hook was started for."""
+        self.host.check("podman", *options, *RUN, IMAGE, "/usr/bin/sleep", "0")
+        return self.stages()
+
+    def stages(self) -> set[str]:
+        """The stages that the hook was started for since the last call."""
+        file = self.host.path("/tmp/started")
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return {line.split()[0] for line in lines}
+
+    def build(self) -> Ran:
+        """Build an image with a RUN step, which no cache has."""
+        step = f'RUN ["/usr/bin/sleep", "0.{time.monotonic_ns()}"]'
+        self.host.write("/tmp/build/Containerfile", f"FROM {IMAGE}\n{step}\n")
+        return self.host.run("podman", "build", "--pull=never", "--network=none", "/tmp/build")
+
+    def buildah(self) -> Ran:
+        """Run a command in a working container of Buildah's."""
+        name = self.host.check("buildah", "from", "--pull-never", IMAGE).strip()
+        ran = self.host.run("buildah", "run", "--network=none", name, "/usr/bin/sleep", "0")
+        self.host.check("buildah", "rm", name)
+        return ran
+
+    def files(self) -> dict[str, bytes]:
+        """The files in /etc/containers and /etc/tidegate."""
+        return {
+            str(path).partition("/root")[2]: path.read_bytes()
+            for directory in ("/etc/containers", "/etc/tidegate")
+            for path in self.host.path(directory).rglob("*")
+            if path.is_file()
+        }
+
+
+@pytest.fixture(
+    scope="module", params=[*SUITES, pytest.param("experimental", marks=pytest.mark.slow)]
+)
+def node(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    require: Callable[..., None],
+) -> Iterator[Site]:
+    require("gcc", "nsenter", "unshare", "setpriv")
+    root = unpacked(request.param)
+    base = tmp_path_factory.mktemp("p")
+    rootfs = make_rootfs(base / "rootfs", base / "tools")
+    with EngineHost(root, base, second=request.param == "experimental") as host:
+        host.write("/usr/bin/tidegate-hook", HOOK, 0o755)
+        host.write("/etc/containers/containers.conf", CONTAINERS_CONF.format(runtime="runc"))
+        image = pack_image(rootfs, host.work / "image.tar")
+        host.check("podman", "load", "--input", str(image))
+        versions = host.check("podman", "--version") + host.check("buildah", "--version")
+        print(f"engine: {' '.join(versions.split())}")
+        yield Site(host)
+
+
+@pytest.fixture
+def site(node: Site) -> Iterator[Site]:
+    """The node, which is not set up, before and after."""
+    before = node.files()
+    yield node
+    node.setup("--undo")
+    assert node.files() == before
+
+
+def test_images_are_built_after_setup_and_containers_get_the_hooks(site: Site) -> None:
+    assert site.run() == set()
+    assert "to do: nothing: Podman reads hooks" in site.setup()
+    assert site.run() == STAGES
+    for ran in (site.build(), site.buildah()):
+        assert ran.status == 0, ran.text
+    assert site.stages() == set()
+    assert site.setup() == "podman: it is set up already, nothing to do\n"
+    assert site.doctor("hooks.stages")[0].startswith("ok: ")
+    assert site.doctor("podman.hooks")[0].startswith("ok: ")
+    site.setup("--undo")
+    assert site.run() == set()
+
+
+def test_what_was_set_up_where_buildah_reads_is_found_and_moved(site: Site) -> None:
+    assert site.python("-c", FORMERLY).status == 0
+    assert site.run() == STAGES
+    for ran in (site.build(), site.buildah()):
+        assert 'unable to setup OCI hooks: unknown stage "precreate"' in ran.text
+    assert site.doctor("hooks.stages") == [
+        (
+            f"wrong: {FORMER}/50-tidegate-devices.json has the stage precreate, which Buildah does not know: "
+            "`podman build` and `buildah run` end with it "
+            f"-> rm {FORMER}/50-tidegate-devices.json && tidegate setup podman"
+        )
+    ]
+    assert f"podman: {FORMER}/50-tidegate-devices.json removed" in site.setup()
+    assert site.run() == STAGES
+    for ran in (site.build(), site.buildah()):
+        assert ran.status == 0, ran.text
+    assert site.doctor("hooks.stages")[0].startswith("ok: ")
+
+
+def test_the_remedy_that_doctor_names_for_a_stage_mends_it(site: Site) -> None:
+    assert site.python("-c", FORMERLY).status == 0
+    [line] = site.doctor("hooks.stages")
+    remedy = re.sub(
+        r"\btidegate setup", "python3 -B -m governor.cli setup", line.rpartition(" -> ")[2]
+    )
+    site.host.check("env", f"PYTHONPATH={ROOT}", "sh", "-c", remedy)
+    assert site.run() == STAGES
+    assert site.build().status == 0
+    assert site.doctor("hooks.stages")[0].startswith("ok: ")
+
+
+@pytest.fixture
+def service(site: Site) -> Iterator[Callable[[], int]]:
+    """Start Podman's API service anew; gives its number."""
+    running: list[subprocess.Popen[bytes]] = []
+    site.host.path("/run/podman").mkdir(exist_ok=True)
+
+    def again() -> int:
+        while running:
+            site.host.stop(running.pop())
+        command = ("podman", "system", "service", "--time=0", SOCKET)
+        running.append(site.host.start(*command, log=site.host.work / "service.log"))
+        pid = running[0].pid
+        wait_for(
+            lambda: site.host.run("podman", "--remote", "--url", SOCKET, "version").status == 0,
+            "it",
+        )
+        return pid
+
+    yield again
+    while running:
+        site.host.stop(running.pop())
+
+
+def test_a_service_that_runs_on_is_named_until_it_is_restarted(
+    site: Site, service: Callable[[], int]
+) -> None:
+    remote = ("--remote", "--url", SOCKET)
+    pid = service()
+    todo = f"kill {pid}, and start `podman system service` again; containers go on"
+    assert site.setup().splitlines()[-1] == f"to do: {todo}"
+    assert site.run() == STAGES
+    assert site.run(*remote) == set(), "it reads containers.conf anew: nothing is to be said then"
+    assert site.setup().splitlines()[0] == (
+        f"note: process {pid} (podman system service) started before the hooks were set up, and starts containers "
+        f"without them: {todo}"
+    )
+    assert site.doctor("podman.service") == [
+        (
+            f"wrong: process {pid} (podman system service) started before {CONF} was written: "
+            f"containers that it starts get no GPU and no quota -> {todo}"
+        )
+    ]
+    service()
+    assert site.run(*remote) == STAGES
+    assert site.setup() == "podman: it is set up already, nothing to do\n"
+    assert site.doctor("podman.service")[0].startswith("ok: ")
+
+
+def test_a_container_that_a_policy_restarts_without_the_hooks_is_named(site: Site) -> None:
+    """Podman 5.8 and newer: conmon has the directories of when it was started as options."""
+    asks = ("--annotation=tidegate.gpu/memory=4Gi", "--restart=always", "--network=none")
+    for name, options in (("asks", asks), ("plain", asks[1:])):
+        site.host.check("podman", "run", "--detach", "--pull=never", f"--name={name}", *options, IMAGE, "/usr/bin/sleep", "2")  # fmt: skip
+    try:
+        told = "podman restart asks" in site.setup()
+        # The first one may have begun before.
+        await_restarts(site, 1)
+        site.stages()
+        await_restarts(site, 2)
+        assert told is ("createRuntime" not in site.stages())
+        found = site.doctor("podman.service")[0]
+        assert found.startswith("warning: the container asks was started before the ") is told
+        await_restarts(site, 3)
+        assert ("note: asks started before the hooks were set up" in site.setup()) is told
+        site.host.check("podman", "restart", "--time=0", "asks")
+        wait_for(lambda: "createRuntime" in site.stages(), "the hook")
+        assert site.setup() == "podman: it is set up already, nothing to do\n"
+    finally:
+        # One that is just being restarted is not removed.
+        remove = ("podman", "rm", "--force", "--time=0", "--ignore", "asks", "plain")
+        wait_for(lambda: site.host.run(*remove).status == 0, "them to go")
+
+
+def await_restarts(site: Site, count: int) -> None:
+    """Wait until Podman has restarted the container so often: then it has just started."""
+    inspect = ("podman", "inspect", "--format", "{{.RestartCount}}", "asks")
+    wait_for(lambda: int(site.host.check(*inspect)) >= count, "a restart")
+
+
+def test_what_podman_does_not_read_changes_nothing(site: Site) -> None:
+    broken = "/etc/containers/containers.conf.d/60.conf"
+    site.host.write(broken, "[engine]\ncgroup_manager = 4\n")
+    before = site.files()
+    assert re.search(r"60\.conf\S* toml: line 2 ", site.refused())
+    assert site.files() == before
+    site.host.path(broken).unlink()
+    # It parses, and what is in force is not what setup would have.
+    conf = site.host.path("/etc/containers/containers.conf").read_text()
+    site.host.write("/root/.config/containers/containers.conf", f'{conf}hooks_dir = ["/x"]\n')
+    try:
+        version = int(site.host.check("podman", "--version").split()[2].partition(".")[0])
+        if version == 5:
+            assert site.refused().endswith(
+                "with the new files Podman reads hooks from /x, by a containers.conf that has the last word, "
+                f"and not from {OWN}; nothing was changed; correct what it says first\n"
+            )
+            assert not site.host.path(OWN).exists()
+        else:
+            # 4.3 does not read root's own file; 6 reads it in place of that in /etc, before the drop-ins, and /x stays.
+            assert f'"{OWN}"]' in site.setup()
+            assert site.run() == STAGES
+            assert ('"/x"' in site.host.path(CONF).read_text()) is (version == 6)
+    finally:
+        site.host.path("/root/.config/containers/containers.conf").unlink()

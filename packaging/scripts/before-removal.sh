@@ -7,7 +7,7 @@ refuse_in_use() {
     fi
 }
 
-# Engines name our programs: Podman starts no container at all while a hook's program is gone.
+# Engines name our programs: a container by a runtime that is gone does not start, and by a hook that is gone it starts ungoverned.
 undo_setups() {
     journal=/var/lib/tidegate/setup/journal.json
     [ -e "$journal" ] || return 0

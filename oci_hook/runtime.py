@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from oci_hook.log import Event
 
 CONFIG = "/etc/tidegate/runtime"
-RUNTIMES = ("/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc", "/usr/bin/crun")
+RUNTIMES = (
+    *("/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc", "/usr/bin/crun"),
+    # Where CRI-O's own packages put them; crun is the default of these.
+    *("/usr/libexec/crio/crun", "/usr/libexec/crio/runc"),
+)
 HOOK = "/usr/bin/tidegate-hook"
 END_DEADLINE = 6.0  # the engine holds a lock meanwhile
 COMMANDS = frozenset(
@@ -133,10 +137,12 @@ class Node:
         "log",
         "runtime",
         "runtime_dir",
+        "runtime_for",
     )
 
     def __init__(self) -> None:
         self.runtime = ""
+        self.runtime_for: dict[str, str] = {}  # by the state directory that --root names
         self.environment = ""
         self.hook = HOOK
         self.hook_arguments = ""
@@ -167,7 +173,16 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> Node:
             raise SettingsError(
                 f"{path}:{number}: '{line[:80]}'; accepted are {known}, each with a value"
             )
-        setattr(node, field, value.strip())
+        if field != "runtime_for":
+            setattr(node, field, value.strip())
+            continue
+        directory, _, program = value.strip().partition(" ")
+        if directory.startswith("/") and program.strip().startswith("/"):
+            node.runtime_for[directory] = program.strip()
+        elif strict:
+            raise SettingsError(
+                f"{path}:{number}: '{line[:80]}'; write `runtime-for /state/directory /its/path`"
+            )
     if strict and node.environment not in ("", "allow", "ignore"):
         raise SettingsError(
             f"{path}: environment is '{node.environment[:80]}'; write allow or ignore"
@@ -175,10 +190,22 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> Node:
     return node
 
 
-def read_node(path: str, *, strict: bool = True) -> Node:
-    """Read the settings; SettingsError for what is wrong, or where there is no runtime.
+def state_root(arguments: list[str]) -> str:
+    """Return the state directory that a command line names, "" if none: engines write --root."""
+    for place, argument in enumerate(arguments):
+        if argument in COMMANDS:
+            break
+        if argument.startswith("--root="):
+            return argument[len("--root=") :]
+        if argument == "--root":
+            return arguments[place + 1] if len(arguments) > place + 1 else ""
+    return ""
 
-    Not `strict`: for that alone.
+
+def read_node(path: str, arguments: list[str], *, strict: bool = True) -> Node:
+    """Read the settings for a command line; SettingsError if they are wrong or name no runtime.
+
+    Not `strict`: for the latter alone.
     """
     try:
         with open(path, encoding="utf-8", errors="strict" if strict else "replace") as file:
@@ -190,6 +217,8 @@ def read_node(path: str, *, strict: bool = True) -> Node:
             raise SettingsError(f"{path}: {e}; make it readable text") from e
         text = ""
     node = parse_node(text, path, strict=strict)
+    if node.runtime_for:
+        node.runtime = node.runtime_for.get(state_root(arguments), node.runtime)
     if not node.runtime:
         node.runtime = next((r for r in RUNTIMES if os.access(r, os.X_OK)), "")
     if not node.runtime.startswith("/"):
@@ -390,7 +419,7 @@ def make_ready(arguments: list[str]) -> int:
     """Do what comes before the real runtime, for the C front; its exit status, or 0 to go on."""
     config, rest = take_config(arguments)
     try:
-        node = read_node(config)
+        node = read_node(config, rest)
     except SettingsError as e:
         return _fail(parse_call(rest), str(e))
     call = understand(rest, node)
@@ -400,7 +429,7 @@ def make_ready(arguments: list[str]) -> int:
 def after_delete(arguments: list[str]) -> int:
     """Do what comes after the real runtime's `delete`, for the C front."""
     config, rest = take_config(arguments)
-    node = read_node(config, strict=False)
+    node = read_node(config, rest, strict=False)
     call = understand(rest, node)
     if left_traces(call, node):
         take_back(call, node)
@@ -442,14 +471,14 @@ def main() -> None:
         sys.exit(after_delete(arguments[1:]))
     config, arguments = take_config(arguments)
     try:
-        node = read_node(config)
+        node = read_node(config, arguments)
     except SettingsError as e:
         # Engines write the log's name as every runtime reads it.
         call = parse_call(arguments)
         if call.command in MAKING:
             sys.exit(_fail(call, str(e)))
         try:  # what runs can be looked at and ended, whatever is wrong
-            node = read_node(config, strict=False)
+            node = read_node(config, arguments, strict=False)
         except SettingsError as none:
             sys.exit(_fail(call, str(none)))
     call = understand(arguments, node)

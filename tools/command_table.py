@@ -200,7 +200,10 @@ RUNTIME = Command(
 
 RUNTIME_SETTINGS = {
     "runtime": "what is executed: by default the first of /usr/bin/runc, /usr/sbin/runc,"
-    " /usr/local/sbin/runc and /usr/bin/crun that is there",
+    " /usr/local/sbin/runc, /usr/bin/crun, /usr/libexec/crio/crun and /usr/libexec/crio/runc that"
+    " is there",
+    "runtime-for": "a state directory, a blank, and what is executed in place of `runtime` where"
+    " the engine names that directory with --root; any number of lines",
     "environment": "allow or ignore (the default): whether variables of the container count where"
     " an annotation is missing",
     "hook": "what is entered into config.json (/usr/bin/tidegate-hook)",

@@ -130,6 +130,33 @@ static bool parse(char *const arguments[], struct call *call)
     return call->command != NULL;
 }
 
+/* The state directory that --root names, "" if none; NULL for a form that engines do not write. */
+static const char *state_root(char *const arguments[])
+{
+    const char *root = "";
+
+    for (; *arguments && **arguments == '-'; arguments++) {
+        const char *word = *arguments, *value = strchr(word, '=');
+        char name[32];
+        size_t length = value ? (size_t)(value - word) : strlen(word);
+
+        if (strncmp(word, "--", 2) != 0 || length - 2 >= sizeof(name))
+            return NULL;
+        memcpy(name, word + 2, length - 2);
+        name[length - 2] = '\0';
+        if (kind_of(name, NULL) == FLAG && !value)
+            continue;
+        if (kind_of(name, NULL) != VALUE)
+            return NULL;
+        value = value ? value + 1 : *++arguments;
+        if (!value)
+            return NULL;
+        if (strcmp(name, "root") == 0 && !*root)
+            root = value;
+    }
+    return root;
+}
+
 static bool makes(const char *command)
 {
     static const char *const making[] = {"create", "run", "restore", NULL};
@@ -230,7 +257,7 @@ int main(int argc, char *argv[])
         config = argv[2];
         argv += 2;
     }
-    if (!settings_read(config, &settings))
+    if (!settings_read(config, state_root(argv + 1), &settings))
         goto script;
     if (is_plain(argv + 1)) {
         become_runtime(&settings, argv);

@@ -20,6 +20,21 @@ static bool is_other(const char *name)
     return false;
 }
 
+/* Takes a state directory, a blank and its runtime, which counts where the engine names that one.
+ */
+static bool take_runtime_for(const char *value, struct settings *settings)
+{
+    size_t length = strcspn(value, " ");
+    const char *program = value + length;
+
+    program += strspn(program, " \t");
+    if (!settings->root || *value != '/' || *program != '/')
+        return false;
+    if (strlen(settings->root) == length && memcmp(settings->root, value, length) == 0)
+        strcpy(settings->runtime_for_root, program);
+    return true;
+}
+
 static bool take(const char *name, const char *value, struct settings *settings)
 {
     if (strcmp(name, "environment") == 0) {
@@ -32,6 +47,8 @@ static bool take(const char *name, const char *value, struct settings *settings)
         strcpy(settings->runtime, value);
     else if (strcmp(name, "runtime-dir") == 0)
         strcpy(settings->runtime_dir, value);
+    else if (strcmp(name, "runtime-for") == 0)
+        return take_runtime_for(value, settings);
     else
         return is_other(name);
     return true;
@@ -60,8 +77,12 @@ static bool take_line(char *line, struct settings *settings)
 
 static bool find_runtime(struct settings *settings)
 {
-    static const char *const paths[] = {"/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc",
-                                        "/usr/bin/crun"};
+    static const char *const paths[] = {"/usr/bin/runc",          "/usr/sbin/runc",
+                                        "/usr/local/sbin/runc",   "/usr/bin/crun",
+                                        "/usr/libexec/crio/crun", "/usr/libexec/crio/runc"};
+
+    if (*settings->runtime_for_root)
+        strcpy(settings->runtime, settings->runtime_for_root);
 
     for (size_t i = 0; i < sizeof(paths) / sizeof(*paths) && !*settings->runtime; i++)
         if (access(paths[i], X_OK) == 0)
@@ -69,12 +90,12 @@ static bool find_runtime(struct settings *settings)
     return settings->runtime[0] == '/';
 }
 
-bool settings_read(const char *path, struct settings *settings)
+bool settings_read(const char *path, const char *root, struct settings *settings)
 {
     struct text file;
     char *line, *end;
 
-    *settings = (struct settings){.runtime_dir = "/run/tidegate"};
+    *settings = (struct settings){.runtime_dir = "/run/tidegate", .root = root};
     if (access(path, F_OK) != 0)
         return errno == ENOENT && find_runtime(settings);
     if (!text_read_file(path, &file) || file.size > FILE_LIMIT ||

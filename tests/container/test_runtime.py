@@ -343,6 +343,53 @@ def test_what_runs_is_ended_whatever_is_wrong_with_the_configuration(
         assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"{command} x\n", "")
 
 
+def printing(path: Path, word: str) -> Path:
+    """A program in a runtime's place, which prints its name and how it was called."""
+    path.write_text(f'#!/bin/sh\necho {word} "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "who"),
+    [
+        (("--root", "/run/crun", "kill", "x"), "crun"),
+        (("--root=/run/crun", "--log", "delete", "state", "x"), "crun"),
+        (("--log", "/x", "--root=/run/crun", "list"), "crun"),
+        (("--root", "/run/crun/below", "state", "x"), "other"),
+        (("state", "--root", "/run/crun"), "other"),
+        (("--root",), "other"),
+        (("--version",), "other"),
+        (("features",), "other"),
+    ],
+)
+def test_a_state_directory_has_the_runtime_that_the_settings_name_for_it(
+    tmp_path: Path, wrapper: str, words: tuple[str, ...], who: str
+) -> None:
+    file = tmp_path / "settings"
+    crun, other = (printing(tmp_path / name, name) for name in ("crun", "other"))
+    file.write_text(
+        f"runtime {other}\nruntime-for /run/crun {crun}\nruntime-for /run/runc /usr/bin/gone\n"
+    )
+    command = [wrapper, "--tidegate-config", str(file), *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{' '.join((who, *words))}\n"), ran.stderr
+
+
+@pytest.mark.parametrize("line", ["runtime-for /run/crun", "runtime-for run/crun /usr/bin/crun"])
+def test_a_state_directory_without_a_runtime_is_said(
+    tmp_path: Path, wrapper: str, line: str
+) -> None:
+    file, runtime = tmp_path / "settings", printing(tmp_path / "runtime", "it")
+    file.write_text(f"runtime {runtime}\n{line}\n")
+    call = [wrapper, "--tidegate-config", str(file), "--root", "/run/crun"]
+    ran = subprocess.run([*call, "create", "x"], capture_output=True, text=True, check=False)
+    said = f"{file}:2: '{line}'; write `runtime-for /state/directory /its/path`"
+    assert (ran.returncode, ran.stderr) == (78, f"tidegate-runtime: {said}\n")
+    ran = subprocess.run([*call, "kill", "x"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "it --root /run/crun kill x\n")
+
+
 def test_a_configuration_that_is_wrong_is_in_the_node_s_log(tmp_path: Path, wrapper: str) -> None:
     file, log = tmp_path / "settings", tmp_path / "log"
     file.write_text(f"runtime /usr/bin/gone\nlog {log}\n")

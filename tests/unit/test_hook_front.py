@@ -37,7 +37,9 @@ class Settings(ctypes.Structure):
     """`struct settings` of front/settings.h."""
 
     _fields_ = (
+        ("root", ctypes.c_char_p),
         ("runtime", ctypes.c_char * PATH_MAX),
+        ("runtime_for_root", ctypes.c_char * PATH_MAX),
         ("runtime_dir", ctypes.c_char * PATH_MAX),
         ("environment", ctypes.c_bool),
     )
@@ -110,6 +112,8 @@ LINES = st.lists(
             "environment allow", "environment ignore", "environment often", "log /l", "log", "hook /h",
             "hook-arguments --log /x --timeout 3", "dev-dir /dev", "runtim /x", "runtime relative", "hook_arguments x",
             "log /ü", "environment  allow\r", "\x0bruntime /y", "runtime_dir /z",
+            "runtime-for /run/crun /usr/bin/crun", "runtime-for /run/crun  /b", "runtime-for /run /c", "runtime-for x /y",
+            "runtime-for /run/crun", "runtime-for /run/crun\t/d",
         ]
     ),
     max_size=5,
@@ -117,16 +121,22 @@ LINES = st.lists(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=LINES, ended=st.sampled_from(["", "\n"]))
+@given(
+    lines=LINES, root=st.sampled_from(["", "/run/crun", "/run"]), ended=st.sampled_from(["", "\n"])
+)
 def test_settings_are_read_alike_or_left_to_the_script(
-    front: ctypes.CDLL, tmp_path_factory: pytest.TempPathFactory, lines: list[str], ended: str
+    front: ctypes.CDLL,
+    tmp_path_factory: pytest.TempPathFactory,
+    lines: list[str],
+    root: str,
+    ended: str,
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "settings"
     path.write_text("\n".join(lines) + ended)
     found = Settings()
-    if not front.settings_read(str(path).encode(), ctypes.byref(found)):
+    if not front.settings_read(str(path).encode(), root.encode(), ctypes.byref(found)):
         return
-    node = runtime.read_node(str(path))  # which takes them, too
+    node = runtime.read_node(str(path), ["--root", root] if root else [])  # which takes them, too
     assert found.runtime.decode() == node.runtime
     assert found.runtime_dir.decode() == node.runtime_dir
     assert found.environment == (node.environment == "allow")
@@ -136,7 +146,7 @@ def test_settings_are_read_alike_or_left_to_the_script(
     "lines",
     [
         "", "# nothing\n", "runtime /usr/bin/true\n", "runtime /usr/bin/true\nlog /l\nhook /h\n",
-        "environment allow\nruntime-dir /r\nruntime /usr/bin/true\n",
+        "environment allow\nruntime-dir /r\nruntime /usr/bin/true\n", "runtime-for /run/crun /usr/bin/crun\n",
     ],
 )  # fmt: skip
 def test_settings_as_people_write_them_need_no_script(
@@ -144,8 +154,8 @@ def test_settings_as_people_write_them_need_no_script(
 ) -> None:
     require("runc")
     (tmp_path / "settings").write_text(lines)
-    assert front.settings_read(bytes(tmp_path / "settings"), ctypes.byref(Settings()))
-    assert front.settings_read(bytes(tmp_path / "none"), ctypes.byref(Settings()))
+    for name in ("settings", "none"):
+        assert front.settings_read(bytes(tmp_path / name), b"/run/runc", ctypes.byref(Settings()))
 
 
 WORDS = st.sampled_from(

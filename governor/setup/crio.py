@@ -1,10 +1,16 @@
-"""CRI-O: a handler in a drop-in of crio.conf.d."""
+"""CRI-O: a handler in a drop-in of crio.conf.d, like the default one, and its runtime's place."""
 
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from collections.abc import Callable
+from typing import Any
 
 from governor.errors import SetupError
+from governor.setup import crio_config
+from governor.setup.crio_config import DROP_INS, MAIN, Configuration
 from governor.setup.files import Root
 from governor.setup.journal import Journal
 from governor.setup.plan import (
@@ -13,82 +19,239 @@ from governor.setup.plan import (
     Change,
     Options,
     Plan,
+    Validation,
     packaged,
     read_toml,
-    strings,
     table,
     untouched,
 )
+from oci_hook.runtime import CONFIG as WRAPPER
+from oci_hook.runtime import Node as Settings
+from oci_hook.runtime import SettingsError, parse_node
 
-MAIN = "/etc/crio/crio.conf"
-DROP_INS = "/etc/crio/crio.conf.d"
 NAME = "50-tidegate.conf"
-HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
-UNDONE = "systemctl restart crio    # containers go on"
+UNDONE = "systemctl restart crio    # end the pods of the class first"
 RUNTIMES = ("crio", "runtime", "runtimes")
+# What of the default handler says which program is executed: that is the wrapper here.
+OF_THE_PROGRAM = frozenset(
+    ("inherit_default_runtime", "platform_runtime_paths", "runtime_path", "runtime_type")
+)
+COMMENT = WRITTEN.format("crio")
 
 
 def plan(root: Root, journal: Journal, options: Options) -> Plan:
-    """Say what the drop-in shall be; SetupError where CRI-O has another handler of the name."""
+    """Say what the files shall be.
+
+    SetupError where CRI-O has another handler of the name, or does not start as it is.
+    """
     path = options.config or f"{DROP_INS}/{NAME}"
     program = options.program("tidegate-runtime")
-    result = Plan()
-    for where in _files(root):
-        found = table(read_toml(root, where), *RUNTIMES).get(HANDLER)
-        if found is None or (where == path and untouched(root, journal, "crio", path)):
-            continue
-        if not isinstance(found, dict) or found.get("runtime_path") != program:
-            shown = found.get("runtime_path") if isinstance(found, dict) else found
+    ours = untouched(root, journal, "crio", path)
+    config = _read(root, without=path if ours else "")
+    for origin, handler in _handlers(root, without=path if ours else ""):
+        if handler.get("runtime_path") != program:
             raise SetupError(
-                f"handler {HANDLER} in {root.shown(where)} is {str(shown)[:80]}, not {program}",
+                f"handler {HANDLER} in {root.shown(origin)} is "
+                f"{str(handler.get('runtime_path'))[:80]}, not {program}",
                 hint="remove it, or name its directory with --bin-dir",
             )
-        return result
-    _look_at_hooks(root)
-    if root.read(path) is not None and not untouched(root, journal, "crio", path):
+    if HANDLER not in config.handlers and root.read(path) is not None and not ours:
         raise SetupError(
             f"{root.shown(path)} is there, and has no handler {HANDLER}", hint="move it away"
         )
-    text = packaged(f"crio/{NAME}").replace("/usr/bin/tidegate-runtime", program)
-    part = {"tables": [*RUNTIMES, HANDLER], "comments": [WRITTEN.format("crio")]}
-    result.changes.append(Change(path, text, (part,)))
+    _look_at_hooks(root, config)
+    result = Plan()
+    base = _base(config, root.runs)
+    if HANDLER not in config.handlers:
+        handler = _handler(config, base, program)
+        config.add(path, {"crio": {"runtime": {"runtimes": {HANDLER: handler}}}})
+        part = {"tables": [*RUNTIMES, HANDLER], "comments": [COMMENT]}
+        result.changes.append(Change(path, _text(handler), (part,)))
+    for fault, remedy in config.faults(root.runs):
+        # After the restart that is to follow the node would be without it.
+        raise SetupError(f"CRI-O does not start: {fault}", hint=f"{remedy} first")
+    real = config.program(base, root.runs)
+    if real is not None:
+        _name_runtime(root, journal, config.text("runtime_root", HANDLER), real, result)
     result.look_at_wrapper(root, options)
     result.todo = [
-        UNDONE,
+        "systemctl restart crio    # containers go on",
         "tidegate setup crio --runtime-class | kubectl apply -f -    # once a cluster",
     ]
+    if path == MAIN or path.startswith(f"{DROP_INS}/"):
+        result.validation = Validation(
+            ("crio", "config"), check=lambda said: _complaint(said, root.runs)
+        )
     return result
 
 
 def _files(root: Root) -> list[str]:
     """Return CRI-O's files in its order: it reads whatever lies in the directory."""
-    return [MAIN, *(f"{DROP_INS}/{name}" for name in root.names(DROP_INS))]
+
+    def is_directory(path: str) -> bool:
+        real = root.find(path)
+        return real is not None and root.is_dir(real)
+
+    return list(crio_config.files(root.names, is_directory))
+
+
+def _read(root: Root, *, without: str = "") -> Configuration:
+    config = Configuration()
+    for path in _files(root):
+        if path != without:
+            config.add(path, read_toml(root, path))
+    return config
+
+
+def _handlers(root: Root, *, without: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return each file that has a handler of our name, and that handler."""
+    found = []
+    for path in _files(root):
+        handler = table(read_toml(root, path), *RUNTIMES).get(HANDLER)
+        if handler is not None and path != without:
+            found.append(
+                (path, handler if isinstance(handler, dict) else {"runtime_path": handler})
+            )
+    return found
 
 
 def hooks_directories(root: Root) -> list[str]:
     """Return where CRI-O reads hooks, none where it has no configuration."""
-    paths = [path for path in _files(root) if root.read(path) is not None]
-    found = [HOOKS_DIR] if paths else []
-    for path in paths:
-        runtime = table(read_toml(root, path), "crio", "runtime")
-        if "hooks_dir" in runtime:
-            found = [d.rstrip("/") for d in strings(runtime["hooks_dir"])]
-    return found
+    if all(root.read(path) is None for path in _files(root)):
+        return []
+    return list(_read(root).hooks_directories)
 
 
-def _look_at_hooks(root: Root) -> None:
+def _look_at_hooks(root: Root, config: Configuration) -> None:
     """Refuse where a hook of ours would be entered by CRI-O and by the runtime."""
-    for directory in hooks_directories(root):
+    for directory in config.hooks_directories:
         for name in root.names(directory):
             file = root.read(f"{directory}/{name}") if name.endswith(".json") else None
             if file is None:
                 continue
             try:
-                hook = table(json.loads(file.text()), "hook").get("path")
+                document = json.loads(file.text())
             except (ValueError, RecursionError):
                 continue  # CRI-O says so itself
+            hook = table(document, "hook").get("path")
             if isinstance(hook, str) and hook.endswith("/tidegate-hook"):
                 raise SetupError(
                     f"CRI-O reads {file.path}, which enters the hook into each container already",
                     hint="remove it, or take its directory out of hooks_dir: the handler does it",
                 )
+            if stages := crio_config.unknown_stages(document):
+                raise SetupError(
+                    f"CRI-O does not start: {file.path} names the stage {stages[0][:40]}",
+                    hint="take its directory out of hooks_dir, or move the file to another one",
+                )
+
+
+def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
+    """Return the handler that containers without a class have, and ours is to be like."""
+    name = config.default(runs)
+    if name == HANDLER:
+        name = next((n for n in crio_config.BUILT_IN if config.program(n, runs)), name)
+    if name == HANDLER:
+        raise SetupError(
+            f"CRI-O has no handler beside {HANDLER} that runs crun or runc",
+            hint="install one of them, or write its handler",
+        )
+    kind = config.text("runtime_type", name)
+    if kind == "vm":
+        raise SetupError(
+            f"CRI-O's default handler {name} is of runtime_type vm, which has no OCI runtime",
+            hint="name a handler of runc or crun with default_runtime",
+        )
+    return name
+
+
+def _handler(config: Configuration, base: str, program: str) -> dict[str, Any]:
+    """Return our handler: the default one, with the wrapper for its program.
+
+    Of a default handler that no file has, CRI-O's built-in values are not known here.
+    """
+    former = config.handlers.get(base, {})
+    return {
+        "runtime_path": program,
+        "runtime_type": former.get("runtime_type") or "oci",
+        # CRI-O's own default depends on its version.
+        "runtime_root": former.get("runtime_root") or f"/run/{base}",
+        **{
+            key: value
+            for key, value in former.items()
+            if key not in {*OF_THE_PROGRAM, "runtime_root"}
+        },
+    }
+
+
+def _text(handler: dict[str, Any]) -> str:
+    """Return the packaged file with these values."""
+    head = packaged(f"crio/{NAME}").partition("runtime_path")[0]
+    lines = [f"{_key(key)} = {_value(value)}\n" for key, value in handler.items()]
+    text = head + "".join(lines)
+    wanted: dict[str, Any] = {HANDLER: handler}
+    for name in reversed(RUNTIMES):
+        wanted = {name: wanted}
+    if tomllib.loads(text) != wanted:
+        raise SetupError(
+            "the default handler has a value that cannot be copied",
+            hint=f"write the handler {HANDLER} by hand",
+        )
+    return text
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _value(name)
+
+
+def _value(value: Any) -> str:
+    """Return a value as TOML: strings, numbers, truths, and lists and tables of them."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, (bool, int, float)) else '""'
+
+
+def _name_runtime(root: Root, journal: Journal, state_root: str, real: str, result: Plan) -> None:
+    """Have the wrapper execute `real`, the default handler's runtime, for what CRI-O starts."""
+    if not re.fullmatch(r"/\S*", state_root):
+        return
+    file = root.read(WRAPPER)
+    text = file.text() if file else ""
+    entry = journal.entry("crio", WRAPPER)
+    for line in (line for part in (entry.parts if entry else ()) for line in part.get("lines", ())):
+        text = re.sub(rf"(?m)^{re.escape(line)}\r?\n?", "", text)
+    shown = root.shown(WRAPPER)
+    try:
+        settings = parse_node(text, shown)
+    except SettingsError:
+        settings = Settings()  # `look_at_wrapper` says what is wrong
+    named = settings.runtime_for.get(state_root) or settings.runtime
+    if named:
+        if named != real:
+            result.notes.append(
+                f"{shown} has the wrapper execute {named} for CRI-O, whose default handler runs "
+                f"{real}: `runtime-for {state_root} {real}` there makes them the same"
+            )
+        return
+    lines = [COMMENT, f"runtime-for {state_root} {real}"]
+    text += "\n" if text and not text.endswith("\n") else ""
+    text += "".join(f"{line}\n" for line in lines)
+    result.changes.append(Change(WRAPPER, text, ({"lines": lines},)))
+
+
+def _complaint(said: str, runs: Callable[[str], bool]) -> str | None:
+    """Say what is wrong with what `crio config` prints, which is what CRI-O would load."""
+    config = Configuration()
+    try:
+        config.add("crio config", tomllib.loads(said))
+    except ValueError as e:
+        return f"`crio config` prints no TOML: {e}"
+    if HANDLER not in config.handlers:
+        return f"CRI-O does not load the handler {HANDLER}: `crio config` does not show it"
+    for fault, _ in config.faults(runs):
+        return f"CRI-O would not start: {fault}"
+    return None

@@ -8,11 +8,13 @@ A part of a file is a dictionary with one of these keys:
   lines of ours; with `spare`, a table that stays while others are beside it
 - `key`: a TOML key in a table that has a header, and `comments` as above
 - `element`: the key of a TOML array, and a string in it
+- `lines`: whole lines of a file of any form
 - `whole`: all of the file, which is set aside because the edit is not ours to throw away
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from governor.setup import jsontext, tomltext
@@ -37,6 +39,10 @@ def _without(text: str, part: Part) -> str:
         if part.get("former") is not None:
             return jsontext.put(text, path, part["former"])
         return jsontext.drop(text, path)
+    if "lines" in part:
+        for line in part["lines"]:
+            text = re.sub(rf"(?m)^{re.escape(line)}(\r?\n|\Z)", "", text)
+        return text
     if "element" in part:
         return tomltext.drop_element(text, *part["element"])
     if "key" in part:
@@ -60,6 +66,8 @@ def _member(tree: Any, path: tuple[str, ...]) -> Any:
 
 def _is_empty(text: str, parts: list[Part]) -> bool:
     """Return whether nothing is left that would be missed."""
+    if any("lines" in part for part in parts):
+        return not text.strip()
     if any("member" in part for part in parts):
         return not jsontext.parse(text)
     return not set(tomltext.pruned(tomltext.parse(text))) - {"version"} and "#" not in text

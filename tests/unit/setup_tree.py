@@ -62,6 +62,12 @@ def put_monitor(
     )  # fmt: skip
 
 
+def put_crio_programs(root: Path, directory: str = "/usr/bin") -> None:
+    """Put what CRI-O starts containers with where it is in this layout: on its path, or in /usr/libexec/crio."""
+    for name in ("conmon", "crun"):
+        put(root, f"{directory}/{name}", "#!/bin/sh\n", 0o755)
+
+
 def setup(root: Path, *words: str) -> int:
     return cli.main(["setup", *words, "--root", str(root)])
 

@@ -12,7 +12,7 @@ from governor.errors import SetupError
 from governor.setup import apply
 from governor.setup.files import Root
 from tests.conftest import lack
-from tests.unit.setup_tree import put, put_programs, setup, snapshot, text
+from tests.unit.setup_tree import put, put_crio_programs, put_programs, setup, snapshot, text
 
 CONFIG = "/etc/docker/daemon.json"
 JOURNAL = "/var/lib/tidegate/setup/journal.json"
@@ -317,6 +317,7 @@ def test_a_masked_unit_is_nothing(root):
 
 def test_the_wrapper_is_to_enter_the_hook_of_the_same_directory(root, capsys):
     put_programs(root, "/opt/bin")
+    put_crio_programs(root)
     for engine in ("docker", "containerd", "crio"):
         setup(root, engine, "--bin-dir", "/opt/bin", "--dry-run")
         assert (

@@ -11,7 +11,16 @@ import pytest
 
 from oci_hook.edits import HOOK_ENV, HOOK_TIMEOUT
 from oci_hook.entry import STAGES
-from tests.unit.setup_tree import put, put_monitor, put_programs, put_service, setup, snapshot, text
+from tests.unit.setup_tree import (
+    put,
+    put_crio_programs,
+    put_monitor,
+    put_programs,
+    put_service,
+    setup,
+    snapshot,
+    text,
+)
 
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 HOOKS = "/etc/tidegate/hooks.d"
@@ -19,7 +28,6 @@ NAMES = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
 # Where Buildah reads, too, and where setup wrote before it had a directory of its own.
 FORMER = "/etc/containers/oci/hooks.d"
 CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
-DROP_IN = "/etc/crio/crio.conf.d/50-tidegate.conf"
 
 
 @pytest.fixture
@@ -405,74 +413,10 @@ def test_cri_o_never_finds_the_stage_precreate(root, capsys):
     assert setup(root, "podman") == 0
 
 
-def test_crio_gets_a_drop_in(root, capsys):
-    put(root, "/etc/crio/crio.conf.d/10-crun.conf", '[crio.runtime]\ndefault_runtime = "crun"\n')
-    before = snapshot(root)
-    assert setup(root, "crio") == 0
-    assert text(root, DROP_IN) == (PACKAGING / "crio/50-tidegate.conf").read_text()
-    assert tomllib.loads(text(root, DROP_IN)) == {
-        "crio": {
-            "runtime": {
-                "runtimes": {
-                    "tidegate": {"runtime_path": "/usr/bin/tidegate-runtime", "runtime_type": "oci"}
-                }
-            }
-        }
-    }
-    assert "to do: systemctl restart crio" in capsys.readouterr().out
-    second = snapshot(root)
-    assert setup(root, "crio") == 0
-    assert "nothing to do" in capsys.readouterr().out
-    assert snapshot(root) == second
-    assert setup(root, "crio", "--undo") == 0
-    assert snapshot(root) == before
-
-
-def test_an_edited_drop_in_of_crio_leaves_only_what_is_not_ours(root):
-    setup(root, "crio")
-    added = '[crio.runtime.runtimes.other]\nruntime_path = "/usr/bin/other"\n'
-    put(root, DROP_IN, text(root, DROP_IN) + 'monitor_path = "/usr/bin/conmon"\n' + added)
-    assert setup(root, "crio") == 0
-    assert setup(root, "crio", "--undo") == 0
-    assert text(root, DROP_IN) == added
-    (root / DROP_IN.lstrip("/")).unlink()
-    setup(root, "crio")
-    put(root, DROP_IN, text(root, DROP_IN) + 'monitor_path = "/usr/bin/conmon"\n')
-    setup(root, "crio", "--undo")
-    assert not (root / DROP_IN.lstrip("/")).exists()
-
-
-@pytest.mark.parametrize(
-    ("path", "content", "words"),
-    [
-        ("/etc/crio/crio.conf", "[crio", "crio.conf is no TOML"),
-        (
-            "/etc/crio/crio.conf.d/README",
-            '[crio.runtime.runtimes.tidegate]\nruntime_path = "/opt/x"\n',
-            "README is /opt/x, not /usr/bin/tidegate-runtime",
-        ),
-        (DROP_IN, "[crio.runtime]\n", "is there, and has no handler tidegate"),
-        (
-            "/usr/share/containers/oci/hooks.d/t.json",
-            '{"hook": {"path": "/usr/libexec/tidegate-hook"}}',
-            "t.json, which enters the hook into each container already",
-        ),
-    ],
-)
-def test_what_would_clash_with_cri_o_is_refused(root, capsys, path, content, words):
-    put(root, "/etc/crio/crio.conf.d/00-default.conf", "[crio]\n")
-    put(root, path, content)
-    before = snapshot(root)
-    assert setup(root, "crio") == 73
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert words in err
-    assert snapshot(root) == before
-
-
 def test_the_journal_goes_with_the_last_engine_that_is_undone(root):
     """Directories that one engine's setup made, and others' use, are left to those."""
     engines = ("docker", "podman", "containerd", "crio")
+    put_crio_programs(root)
     before = snapshot(root)
     for order in (engines, engines[::-1], ("podman", "crio", "docker", "containerd")):
         for engine in engines:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from governor.doctor import (
     cdi,
+    crio,
     driver,
     engines,
     forkserver,
@@ -60,7 +61,8 @@ CHECKS: dict[str, Check] = {
     "containerd.version": engines.containerd_version,
     "containerd.handler": engines.containerd_handler,
     "crio.version": engines.crio_version,
-    "crio.handler": engines.crio_handler,
+    "crio.configuration": crio.starts,
+    "crio.handler": crio.handler,
     "nerdctl.version": engines.nerdctl,
     "runc.version": engines.runc,
     "crun.version": engines.crun,

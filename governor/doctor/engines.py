@@ -39,7 +39,6 @@ CONTAINERD = (
     "/var/lib/rancher/k3s/agent/etc/containerd/config.toml",
     "/var/lib/rancher/rke2/agent/etc/containerd/config.toml",
 )
-CRIO = ("/etc/crio/crio.conf", "/etc/crio/crio.conf.d")
 DOCKER_INFO = ("docker", "--host", "unix:///run/docker.sock", "info", "--format", "{{json .}}")
 ANNOTATIONS_SINCE = 24
 EXAMPLE = f"{PREFIX}memory"
@@ -73,7 +72,7 @@ podman_version = partial(_version, program="podman")
 nerdctl = partial(_version, program="nerdctl")
 
 
-def _wrapper(
+def examine_wrapper(
     node: Node, path: object, what: str, remedy: str, *, elsewhere: bool = False
 ) -> Finding:
     """Say whether what an engine runs is the wrapper runtime, and can be run.
@@ -165,7 +164,7 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
     else:
         what = f"Docker's runtime {NAME}"
         given = running.get("runtimeArgs") or named.get("runtimeArgs")
-        yield _wrapper(node, path, what, "tidegate setup docker", elsewhere=bool(given))
+        yield examine_wrapper(node, path, what, "tidegate setup docker", elsewhere=bool(given))
         if info is not None and running and not named:
             yield note(f"dockerd has the runtime {NAME} from elsewhere than {DAEMON_JSON}")
 
@@ -270,7 +269,7 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
     remedy = "tidegate setup containerd"
     spec = handler.get("base_runtime_spec")
     if not isinstance(spec, str) or not spec:
-        yield _wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
+        yield examine_wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
         return
     document = read_json(node, spec)
     if document is None:
@@ -284,7 +283,7 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
     ]
     if not hooks:
         # Then it is the wrapper's to bring it.
-        yield _wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
+        yield examine_wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
     for hook in hooks:
         yield examine_program(node, str(hook["path"]), f"{what}, by {spec},")
         if not strings(hook.get("env")):
@@ -294,38 +293,10 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
             )
 
 
-# CRI-O
-
-
-def crio_config(node: Node) -> dict[str, Any] | None:
-    """Return CRI-O's configuration as its files have it, None where there are none."""
-    files = [CRIO[0]] if node.stat(CRIO[0]) is not None else []
-    files += [f"{CRIO[1]}/{name}" for name in node.names(CRIO[1]) if name.endswith(".conf")]
-    if not files:
-        return None
-    document: dict[str, Any] = {}
-    for path in files:
-        document = merged(document, read_toml(node, path) or {})
-    return document
-
-
-def crio_handler(node: Node) -> Iterator[Finding]:
-    """Whether CRI-O has the handler `tidegate`."""
-    document = crio_config(node)
-    if document is None:
-        yield note("CRI-O is not set up here: it has no configuration")
-        return
-    handler = table(document, "crio", "runtime", "runtimes", NAME)
-    path = handler.get("runtime_path")
-    if not handler:
-        yield note(f"CRI-O has no handler {NAME}", "tidegate setup crio")
-    else:
-        yield _wrapper(node, path, f"CRI-O's handler {NAME}", "tidegate setup crio")
-
-
 def any_engine(node: Node) -> Iterator[Finding]:
     """Whether any engine of the node starts containers with Tidegate."""
     from governor.doctor.cdi import our_files
+    from governor.doctor.crio import handler as crio_handler
     from governor.doctor.hooks import files, is_ours
 
     ready = []

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from governor.doctor.engines import EXAMPLE, NAME, crio_config
+from governor.doctor.crio import configuration as crio_configuration
+from governor.doctor.engines import EXAMPLE, NAME
 from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
 from governor.doctor.node import BrokenError, Node, read_json, read_toml, strings, table
 from governor.doctor.programs import examine_program
 from governor.setup import services
+from governor.setup.crio_config import STAGES as KNOWN
 from governor.setup.podman import BUILDAH, HOOKS_DIR, default_hooks_dirs
 
 VENDOR, LOCAL = BUILDAH
@@ -22,8 +24,6 @@ CONTAINERS_CONF = (
     "/etc/containers/containers.conf.d",
 )
 STAGES = {"prestart", "createRuntime"}
-# What containers/common's package hooks knows; Podman adds precreate.
-KNOWN = {*STAGES, "createContainer", "startContainer", "poststart", "poststop"}
 SETUP = "tidegate setup podman"
 
 
@@ -61,11 +61,8 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
 
 def crio_dirs(node: Node) -> tuple[str, ...]:
     """Return where CRI-O looks for hooks, nowhere where it is not set up."""
-    document = crio_config(node)
-    if document is None:
-        return ()
-    runtime = table(document, "crio", "runtime")
-    return strings(runtime["hooks_dir"]) if "hooks_dir" in runtime else (VENDOR,)
+    config = crio_configuration(node)
+    return () if config is None else config.hooks_directories
 
 
 def directories(node: Node) -> tuple[str, ...]:
@@ -239,7 +236,8 @@ def podman_service(node: Node) -> Iterator[Finding]:
 
 def doubled(node: Node) -> Iterator[Finding]:
     """Whether CRI-O would run the hook twice: by its handler and by a file."""
-    handler = table(crio_config(node), "crio", "runtime", "runtimes", NAME)
+    config = crio_configuration(node)
+    handler = None if config is None else config.handlers.get(NAME)
     both = [hook.path for hook in files(node, crio_dirs(node)) if is_ours(hook)]
     if handler and both:
         yield warning(

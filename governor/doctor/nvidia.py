@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from governor.doctor.cdi import files as cdi_files
+from governor.doctor.crio import configuration as crio_configuration
 from governor.doctor.engines import (
     CONTAINERD,
     DAEMON_JSON,
     containerd_config,
     cri_runtimes,
-    crio_config,
     docker_info,
 )
 from governor.doctor.finding import Finding, note, ok, warning
 from governor.doctor.hooks import files as hook_files
-from governor.doctor.node import Node, read_json, table
+from governor.doctor.node import Node, read_json
 from oci_hook.edits import FOREIGN
 
 PLUGIN = "/var/lib/kubelet/device-plugins/nvidia-gpu.sock"
@@ -35,8 +35,9 @@ def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
         if config is not None:
             name = cri_runtimes(config.document)[1]
             yield path, name, f'set default_runtime_name = "runc" there ({path}), restart it'
-    default = table(crio_config(node), "crio", "runtime").get("default_runtime")
-    yield "CRI-O", str(default or ""), "set default_runtime in /etc/crio, systemctl reload crio"
+    crio = crio_configuration(node)
+    default = "" if crio is None else crio.text("default_runtime")
+    yield "CRI-O", default, "set default_runtime in /etc/crio, systemctl reload crio"
 
 
 def default_runtime(node: Node) -> Iterator[Finding]:

@@ -194,6 +194,9 @@ def low_level(node: Node) -> Iterator[Finding]:
     if settings.hook != HOOK:
         install = f"install it, or correct `hook` in {CONFIG}"
         yield examine_program(node, settings.hook, f"the hook of {CONFIG},", install)
+    for directory, program in settings.runtime_for.items():
+        install = f"install it, or correct `runtime-for {directory}` in {CONFIG}"
+        yield examine_program(node, program, f"the runtime of {CONFIG} for {directory},", install)
     if settings.runtime:
         install = f"install it, or correct `runtime` in {CONFIG}"
         yield examine_program(node, settings.runtime, f"the runtime of {CONFIG},", install)
@@ -202,6 +205,8 @@ def low_level(node: Node) -> Iterator[Finding]:
         if node.stat(path) is not None:
             yield examine_program(node, path, "the wrapper runs")
             return
+    if settings.runtime_for:
+        return
     yield warning(
         f"there is none of {', '.join(RUNTIMES)}: the wrapper has nothing to run",
         f"install runc, or write `runtime /its/path` to {CONFIG}",

@@ -332,25 +332,6 @@ def test_a_star_of_containerds_ends_at_a_slash(patterns: tuple[str, ...], *, thr
     assert passes(patterns, "tidegate.gpu/memory") is through
 
 
-def test_crio_that_has_the_handler_is_right(host: Host) -> None:
-    assert state(host.look("crio.handler")) == ["note"]
-    host.put("etc/crio/crio.conf", "[crio.runtime]\n")
-    assert host.look("crio.handler") == [
-        "note: CRI-O has no handler tidegate -> tidegate setup crio"
-    ]
-    drop_in = "etc/crio/crio.conf.d/50-tidegate.conf"
-    host.put(drop_in, f'[crio.runtime.runtimes.tidegate]\nruntime_path = "{RUNTIME}"\n')
-    assert host.look("crio.handler") == [f"ok: CRI-O's handler tidegate, {RUNTIME}"]
-    host.put(drop_in, '[crio.runtime.runtimes.tidegate]\nruntime_path = "/opt/tidegate-gone"\n')
-    assert host.look("crio.handler")[0].startswith(
-        "wrong: CRI-O's handler tidegate, /opt/tidegate-gone is missing"
-    )
-    host.put(drop_in, "[crio.runtime.runtimes.tidegate]\nruntime_type = 'vm'\n")
-    assert host.look("crio.handler")[0].startswith(
-        "wrong: CRI-O's handler tidegate runs None, accepted is an absolute path"
-    )
-
-
 def hook_file(**changes: Any) -> dict[str, Any]:
     document: dict[str, Any] = {
         "version": "1.0.0",

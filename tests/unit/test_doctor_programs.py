@@ -166,6 +166,20 @@ def test_no_runtime_at_all_is_a_warning(host: Host) -> None:
     assert host.look("files.runtime")[0].startswith("warning: there is none of /usr/bin/runc, ")
 
 
+def test_a_runtime_for_a_state_directory_is_looked_at(host: Host) -> None:
+    host.put("etc/tidegate/runtime", "runtime-for /run/crun /usr/libexec/crio/crun\n")
+    [first, second] = host.look("files.runtime")
+    assert first == (
+        "wrong: the runtime of /etc/tidegate/runtime for /run/crun, /usr/libexec/crio/crun is missing"
+        " -> install it, or correct `runtime-for /run/crun` in /etc/tidegate/runtime"
+    )
+    assert second == "ok: the wrapper runs /usr/sbin/runc"
+    host.program("usr/libexec/crio/crun")
+    host.remove("usr/sbin/runc")
+    host.program("usr/libexec/crio/runc")
+    assert [line.partition(":")[0] for line in host.look("files.runtime")] == ["ok", "ok"]
+
+
 def test_control_libraries_are_wanted_for_a_refresh(host: Host) -> None:
     assert host.look("files.control")[0].startswith(
         "wrong: /usr/lib/tidegate/x86_64-linux-gnu has no libcuda.so.1 and no "

@@ -1,0 +1,125 @@
+"""CRI-O: whether it starts with its configuration, and what its handler `tidegate` leads to."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from governor.doctor.engines import NAME, examine_wrapper
+from governor.doctor.finding import Finding, UnseenError, note, ok, warning, wrong
+from governor.doctor.node import BrokenError, Node, read_json, read_toml
+from governor.doctor.programs import wrapper_settings
+from governor.setup import crio_config
+from governor.setup.crio_config import Configuration
+from oci_hook.runtime import CONFIG, RUNTIMES
+
+SETUP = "tidegate setup crio"
+NOT_HERE = "CRI-O is not set up here: it has no configuration"
+
+
+def configuration(node: Node) -> Configuration | None:
+    """Return CRI-O's configuration as its files have it, None where there are none."""
+
+    def is_directory(path: str) -> bool:
+        status = node.stat(path)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    config, found = Configuration(), False
+    for path in crio_config.files(node.names, is_directory):
+        document = read_toml(node, path)
+        if document is not None:
+            config.add(path, document)
+            found = True
+    return config if found else None
+
+
+def _runs(node: Node, path: str) -> bool:
+    try:
+        status = node.stat(path)
+    except UnseenError:
+        return True  # it is there, or its directory is closed to us
+    return status is not None and stat.S_ISREG(status.st_mode) and bool(status.st_mode & 0o111)
+
+
+def starts(node: Node) -> Iterator[Finding]:
+    """Whether CRI-O starts: its runtimes, its monitors, and the hooks that it reads."""
+    config = configuration(node)
+    if config is None:
+        yield note(NOT_HERE)
+        return
+    faults = [
+        (fault, SETUP if fault.startswith(f"the handler {NAME} ") else remedy)
+        for fault, remedy in config.faults(lambda path: _runs(node, path))
+    ]
+    faults += _hooks(node, config)
+    for fault, remedy in faults:
+        yield wrong(f"CRI-O does not start: {fault}", remedy)
+    if not faults:
+        yield ok(f"CRI-O finds all that {crio_config.MAIN} and {crio_config.DROP_INS} name")
+
+
+def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
+    for directory in config.hooks_directories:
+        for name in node.names(directory):
+            path = f"{directory}/{name}"
+            try:
+                document = read_json(node, path) if name.endswith(".json") else None
+            except BrokenError:
+                continue  # hooks.in-force says so
+            if not (stages := crio_config.unknown_stages(document)):
+                continue
+            hook = (document or {}).get("hook")
+            program = PurePosixPath(str(hook.get("path") if isinstance(hook, dict) else ""))
+            yield (
+                f"{path} names the stage {stages[0][:40]}, which is not CRI-O's",
+                f"rm {path} && tidegate setup podman"
+                if program.name.startswith(f"{NAME}-")
+                else f"take {directory} out of CRI-O's hooks_dir, or move the file",
+            )
+
+
+def handler(node: Node) -> Iterator[Finding]:
+    """Whether CRI-O has the handler `tidegate`, and its own runtime is behind the wrapper."""
+    config = configuration(node)
+    if config is None:
+        yield note(NOT_HERE)
+    elif not config.handlers.get(NAME):
+        yield note(f"CRI-O has no handler {NAME}", SETUP)
+    else:
+        what = f"CRI-O's handler {NAME}"
+        yield examine_wrapper(node, config.handlers[NAME].get("runtime_path"), what, SETUP)
+        yield _runtime(node, config, what)
+
+
+def _runtime(node: Node, config: Configuration, what: str) -> Finding:
+    """Say what the wrapper executes for CRI-O's state directory, beside what CRI-O itself does."""
+
+    def runs(path: str) -> bool:
+        return _runs(node, path)
+
+    settings = wrapper_settings(node)
+    named = settings.runtime_for.get(config.text("runtime_root", NAME)) or settings.runtime
+    real = named or next(filter(runs, RUNTIMES), "")
+    default = config.default(runs)
+    own = config.program(default, runs)
+    if not real:
+        return wrong(f"{what}: the wrapper has no runtime to execute", SETUP)
+    if not runs(real):
+        return wrong(
+            f"{what}: the wrapper executes {real}, which is missing",
+            f"install it, or correct {CONFIG}",
+        )
+    if own is not None and default != NAME and not _same(node, own, real):
+        return warning(
+            f"{what}: the wrapper executes {real}, and the default handler {default} {own}",
+            f"correct {CONFIG}" if named else SETUP,
+        )
+    return ok(f"{what}: the wrapper executes {real}")
+
+
+def _same(node: Node, path: str, other: str) -> bool:
+    one, two = node.stat(path), node.stat(other)
+    return (
+        one is not None and two is not None and (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
+    )

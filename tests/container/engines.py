@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -107,9 +108,9 @@ def _same(entries: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> bool:
 def plain(config: dict[str, Any]) -> dict[str, Any]:
     """A config.json without what no two containers have in common: ids, names, moments, numbers of processes."""
     text = json.dumps(config, sort_keys=True)
+    text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "ID", text)
     text = re.sub(r"[0-9a-f]{64}", "ID", text)
     text = re.sub(r"\b[0-9a-f]{32}\b|\b[0-9a-f]{12}\b", "ID", text)
-    text = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "ID", text)
     text = re.sub(r"tgt-[a-z0-9-]*", "NAME", text)
     text = re.sub(
         r"\d{4}-\d\d-\d\d[T ][0-9:.]+( ?[-+Z][0-9:]*)?( UTC| [-+]\d{4} \w+)?( m=\S+)?", "TIME", text
@@ -493,34 +494,33 @@ class Ctr(Engine):
 CONTAINER, NODE = 1, 2  # NamespaceMode: the container's own, the host's
 
 
-class ContainerdCri(Ctr):
-    """containerd, as a kubelet drives it: a sandbox and a container in it, both with the pod's handler."""
+def _labels(started: Started) -> dict[str, str]:
+    """What a kubelet labels pods and their containers with."""
+    values = {"name": started.name, "uid": started.name, "namespace": "team"}
+    return {f"io.kubernetes.pod.{key}": value for key, value in values.items()}
 
-    name = "cri"
-    namespace = "k8s.io"
+
+class OverCri(Engine):
+    """An engine as a kubelet drives it: a sandbox and a container in it, both with the pod's handler."""
+
+    cri: Cri
     privileged = False  # what the pod may be
+    handler = "runc"  # of a pod that names no class
 
-    def _load(self, image: Path) -> None:
-        super()._load(image)
-        self.cri = Cri(self.host, "/run/containerd/containerd.sock")
+    def _connect(self, socket: str) -> None:
+        """Wait until the engine serves CRI and has the image."""
+        self.cri = Cri(self.host, socket)
         deadline = time.monotonic() + READY_S
         while not self.cri.call("ImageService/ImageStatus", {1: {1: IMAGE}}).get(1):
             assert time.monotonic() < deadline, "CRI does not see the image"
             time.sleep(0.05)
-
-    def version(self) -> str:
-        """The daemon's."""
-        answer = self.cri.call("RuntimeService/Version", {})
-        return f"{super().version()}, CRI {answer[4][0].decode()}"
-
-    def knows_cdi(self) -> bool:
-        return self._version() >= (1, 7)
 
     def _sandbox(self, started: Started) -> dict[int, Any]:
         # The network of the node: there is no CNI here.
         return {
             1: {1: started.name, 2: started.name, 3: "team"},
             3: str(started.out),
+            6: strings(_labels(started)),
             7: strings(started.annotations),
             8: {2: {1: {1: NODE, 2: CONTAINER}, 6: int(self.privileged)}},
         }
@@ -529,14 +529,15 @@ class ContainerdCri(Ctr):
         sandbox = self._sandbox(started)
         mounts = [{1: target, 2: source} for source, target in self._mounts(started)]
         try:
-            request = {1: sandbox, 2: "tidegate" if ours else "runc"}
+            request = {1: sandbox, 2: "tidegate" if ours else self.handler}
             answer = self.cri.call("RuntimeService/RunPodSandbox", request)
             started.pod = answer[1][0].decode()
             config = {
                 1: {1: "main"},
-                2: {1: image},
+                2: {1: image, 18: image},  # as the pod and as the user names it
                 3: arguments,
                 7: mounts,
+                9: strings({**_labels(started), "io.kubernetes.container.name": "main"}),
                 11: "main.log",
                 15: {2: {3: {1: NODE, 2: CONTAINER}}},
                 17: [{1: device} for device in started.devices],
@@ -568,9 +569,131 @@ class ContainerdCri(Ctr):
             self.cri.call("RuntimeService/StopPodSandbox", {1: started.pod})
             self.cri.call("RuntimeService/RemovePodSandbox", {1: started.pod})
 
+
+class ContainerdCri(OverCri, Ctr):
+    """containerd, with its CRI plugin."""
+
+    name = "cri"
+    namespace = "k8s.io"
+
+    def _load(self, image: Path) -> None:
+        super()._load(image)
+        self._connect("/run/containerd/containerd.sock")
+
+    def version(self) -> str:
+        """The daemon's."""
+        answer = self.cri.call("RuntimeService/Version", {})
+        return f"{super().version()}, CRI {answer[4][0].decode()}"
+
+    def knows_cdi(self) -> bool:
+        return self._version() >= (1, 7)
+
     def pid(self, started: Started) -> int:
         started_as = Started(self, started.identifier, started.identifier, started.out)
         return super().pid(started_as)
+
+
+ENGINE_BIN = os.environ.get("TIDEGATE_ENGINE_BIN", "")
+CRIO_PROGRAMS = ("crio", "pinns")
+CRIO_BIN = "/opt/crio/bin"  # where the node has them
+LIBEXEC = "/usr/libexec/crio"
+PODMAN_LIBEXEC = "/usr/libexec/podman"
+CRIO_SOCKET = "/run/crio/crio.sock"
+# It answers HTTP beside gRPC.
+CRIO_ANSWERS = ("curl", "--silent", "--unix-socket", CRIO_SOCKET, "http://localhost/info")
+
+# What CRI-O's own packages have in 10-crio.conf: programs that are on no path.
+CRIO_PACKAGES = f"""[crio.runtime]
+default_runtime = "crun"
+[crio.runtime.runtimes.crun]
+runtime_path = "{LIBEXEC}/crun"
+runtime_root = "/run/crun"
+monitor_path = "{LIBEXEC}/conmon"
+[crio.runtime.runtimes.runc]
+runtime_path = "{LIBEXEC}/runc"
+runtime_root = "/run/runc"
+monitor_path = "{LIBEXEC}/conmon"
+"""
+
+# What a node without systemd, network plugins and registries needs besides; NRI's socket is containerd's here.
+CRIO_NODE = """[crio.runtime]
+cgroup_manager = "cgroupfs"
+disable_hostport_mapping = true
+[crio.image]
+pause_image = "{image}"
+signature_policy = "/etc/crio/policy.json"
+[crio.nri]
+enable_nri = false
+"""
+
+
+def crio_binds() -> list[str]:
+    """What a node binds for CRI-O: nothing where TIDEGATE_ENGINE_BIN names no directory of programs."""
+    if not ENGINE_BIN:
+        return []
+    for program in CRIO_PROGRAMS:
+        found = Path(ENGINE_BIN) / program
+        assert os.access(found, os.X_OK), f"TIDEGATE_ENGINE_BIN has no program {found}"
+    return [f"{ENGINE_BIN}:{CRIO_BIN}"]
+
+
+def put_crio(host: EngineHost) -> None:
+    """Lay CRI-O out as its own packages do.
+
+    CRI-O is in no Debian: its programs come from the directory that TIDEGATE_ENGINE_BIN names (`crio_binds`). conmon,
+    crun and runc are from there, too, if it has them, and the release's otherwise.
+    """
+    for program in CRIO_PROGRAMS:
+        host.path(f"/usr/bin/{program}").symlink_to(f"{CRIO_BIN}/{program}")
+    host.check("mkdir", "-p", LIBEXEC, PODMAN_LIBEXEC)
+    for program in ("/usr/bin/conmon", "/usr/bin/crun", "/usr/sbin/runc"):
+        brought = f"{CRIO_BIN}/{Path(program).name}"
+        host.check("cp", brought if host.path(brought).exists() else program, LIBEXEC)
+    # Podman looks there first. On the path it would be found for a handler without monitor_path.
+    host.check("mv", "/usr/bin/conmon", PODMAN_LIBEXEC)
+    host.write("/etc/crio/policy.json", '{"default": [{"type": "insecureAcceptAnything"}]}')
+    host.write("/etc/crio/crio.conf.d/10-crio.conf", CRIO_PACKAGES)
+    host.write("/etc/crio/crio.conf.d/20-node.conf", CRIO_NODE.format(image=IMAGE))
+
+
+class Crio(OverCri):
+    """CRI-O with its own packages' layout."""
+
+    name = "crio"
+    handler = "crun"
+
+    def start(self, image: Path) -> None:
+        """Start CRI-O, which has Podman's storage: its image is loaded by podman."""
+        put_crio(self.host)
+        self.host.check("podman", "load", "--input", str(image))
+        self.setup("crio")
+        self.serve()
+
+    def serve(self) -> None:
+        """Start the daemon, once or again."""
+        log = self.host.work / "crio.log"
+        self.daemon = self.host.start("crio", log=log)
+        _await(self.host, self.daemon, log, *CRIO_ANSWERS)
+        self._connect(CRIO_SOCKET)
+
+    def stop(self) -> None:
+        """End CRI-O."""
+        self.host.stop(self.daemon)
+
+    def version(self) -> str:
+        """The daemon's, its monitor's and its runtime's."""
+        answer = self.cri.call("RuntimeService/Version", {})
+        words = [
+            self.host.check(f"{LIBEXEC}/{program}", "--version").splitlines()[0]
+            for program in ("conmon", "crun")
+        ]
+        return f"CRI-O {answer[3][0].decode()}, {', '.join(words)}"
+
+    def pid(self, started: Started) -> int:
+        return int(self.host.path(f"{self.bundle(started)}/pidfile").read_text())
+
+    def bundle(self, started: Started) -> str:
+        return f"/run/containers/storage/overlay-containers/{started.identifier}/userdata"
 
 
 CONTAINERS_CONF = """[containers]
@@ -671,4 +794,7 @@ def _await(host: EngineHost, daemon: subprocess.Popen[bytes], log: Path, *comman
         time.sleep(0.1)
 
 
-ENGINES: tuple[type[Engine], ...] = (Docker, Ctr, ContainerdCri, Podman, PodmanCrun)
+ENGINES: tuple[type[Engine], ...] = (
+    *(Docker, Ctr, ContainerdCri, Podman, PodmanCrun),
+    *((Crio,) if ENGINE_BIN else ()),
+)

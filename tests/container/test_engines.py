@@ -26,6 +26,7 @@ from tests.container.engine_host import EngineHost, machine, what
 from tests.container.engines import (
     ENGINES,
     ContainerdCri,
+    Crio,
     Ctr,
     Docker,
     Engine,
@@ -33,6 +34,7 @@ from tests.container.engines import (
     PodmanCrun,
     Started,
     StartError,
+    crio_binds,
     pack_image,
     plain,
     top_layer,
@@ -150,6 +152,7 @@ def make_site(suite: str, base: Path, build_dir: Path, *, second: bool = False) 
             str(machine_.directory),
             str(build_dir),  # the driver's own files: the hook looks whether they are as they were
         ]
+        binds += crio_binds()
         with EngineHost(root, base, binds=binds, second=second) as host:
             image = pack_image(rootfs, host.work / "image.tar")
             for program in ("tidegate-hook", "tidegate-runtime"):
@@ -255,6 +258,7 @@ def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
         Docker: ["docker", started.name, ""],
         Podman: ["podman", started.name, ""],
         ContainerdCri: ["containerd", "main", f"team/{started.name}"],
+        Crio: ["cri-o", "main", f"team/{started.name}"],
         Ctr: ["containerd", "", ""],  # it has none but the id
     }
     assert found == next(names for kind, names in expected.items() if isinstance(engine, kind))

@@ -1,0 +1,175 @@
+"""CRI-O itself, laid out as its own packages lay it out: what it starts with, and what setup and doctor say of what it does not.
+
+CRI-O is in no Debian. `TIDEGATE_ENGINE_BIN` names a directory that has its programs (docs/testing.md).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.container.bundles import ROOT
+from tests.container.engine_host import EngineHost
+from tests.container.engines import (
+    CRIO_ANSWERS,
+    ENGINE_BIN,
+    LIBEXEC,
+    READY_S,
+    Crio,
+    crio_binds,
+    put_crio,
+)
+from tests.container.nodes import wait_for
+from tests.container.test_engines import (
+    GOOD,
+    SUITES,
+    WORKLOAD,
+    Site,
+    begin,
+    site,
+    unpacked,
+    used,
+    wait_ready,
+)
+from tests.unit.test_setup_crio import CONF_D, DROP_IN, HOOKS_DIR, OLD, SETTINGS
+
+__all__ = ["site"]
+
+pytestmark = pytest.mark.skipif(
+    not ENGINE_BIN, reason="CRI-O is in no Debian, and TIDEGATE_ENGINE_BIN names no directory"
+)
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def node(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    require: Callable[..., None],
+) -> Iterator[EngineHost]:
+    """A node with CRI-O's packages; nothing of it runs."""
+    require("nsenter", "unshare", "setpriv")
+    base = tmp_path_factory.mktemp("c")
+    with EngineHost(unpacked(request.param), base, binds=crio_binds()) as host:
+        put_crio(host)
+        for program in ("tidegate-hook", "tidegate-runtime"):
+            host.path(f"/usr/bin/{program}").symlink_to(ROOT / "oci_hook" / program)
+        yield host
+
+
+@pytest.fixture
+def host(node: EngineHost) -> Iterator[EngineHost]:
+    """The node, with CRI-O's files as its packages have them before the test and after it."""
+    yield node
+    tidegate(node, "setup", "crio", "--undo")
+    left = ("50-tidegate.conf", "60-own.conf")
+    for path in (*(f"{CONF_D}/{name}" for name in left), f"{HOOKS_DIR}/x.json", SETTINGS):
+        node.path(path).unlink(missing_ok=True)
+
+
+def tidegate(host: EngineHost, *words: str) -> tuple[int, str]:
+    """Type a command on the node itself; its status, and all that it prints."""
+    ran = host.run("python3", f"{ROOT}/governor/tidegate", *words)
+    return ran.status, ran.text
+
+
+def findings(host: EngineHost, *checks: str) -> dict[str, list[tuple[str, str]]]:
+    """What doctor finds on the node, by the id of the check: state and words."""
+    said = subprocess.run(
+        [*(sys.executable, "-m", "governor.cli", "doctor", "--json"), "--root", host.path("/")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    found: dict[str, list[tuple[str, str]]] = {check: [] for check in checks}
+    for one in json.loads(said)["findings"]:
+        if one["id"] in found:
+            found[one["id"]].append((one["state"], one["found"]))
+    return found
+
+
+def starts(host: EngineHost) -> str:
+    """Start CRI-O and end it again; the last line of one that ends by itself, or ""."""
+    log = host.work / "crio.log"
+    log.unlink(missing_ok=True)
+    daemon = host.start("crio", log=log)
+    deadline = time.monotonic() + READY_S
+    while daemon.poll() is None and host.run(*CRIO_ANSWERS).status:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    ended = daemon.poll() is not None
+    host.stop(daemon)
+    return log.read_text().splitlines()[-1] if ended else ""
+
+
+NO_CONMON = (
+    'failed to translate monitor fields for runtime tidegate: exec: \\"conmon\\": '
+    "executable file not found in $PATH"
+)
+
+
+def test_cri_o_starts_after_setup_and_did_not_with_the_handler_of_an_older_version(
+    host: EngineHost,
+) -> None:
+    host.write(DROP_IN, OLD)
+    assert NO_CONMON in starts(host)
+    config = host.run("crio", "config")
+    assert config.status == 0  # it looks for no program
+    assert [state for state, _ in findings(host, "crio.configuration")["crio.configuration"]] == [
+        "wrong"
+    ]
+    status, said = tidegate(host, "setup", "crio")
+    assert status == 73
+    assert "CRI-O does not start: the handler tidegate" in said
+    host.path(DROP_IN).unlink()
+    status, said = tidegate(host, "setup", "crio")
+    assert status == 0, said
+    assert "note:" not in said  # `crio config` was asked
+    assert starts(host) == ""
+    found = findings(host, "crio.configuration", "crio.handler", "files.runtime")
+    assert {state for each in found.values() for state, _ in each} == {"ok"}, found
+    assert tidegate(host, "setup", "crio", "--undo")[0] == 0
+    assert starts(host) == ""
+
+
+def test_what_only_cri_o_itself_knows_stops_setup(host: EngineHost) -> None:
+    host.write(f"{CONF_D}/60-own.conf", '[crio.runtime]\ndefault_sysctls = ["x"]\n')
+    status, said = tidegate(host, "setup", "crio")
+    assert status == 73
+    assert "with the new files `crio config` ends with 1: " in said
+    assert "nothing was changed" in said
+    assert not host.path(DROP_IN).exists()
+    assert not host.path(SETTINGS).exists()
+
+
+def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_found(host: EngineHost) -> None:
+    assert tidegate(host, "setup", "crio")[0] == 0
+    hook = {"version": "1.0.0", "hook": {"path": "/usr/bin/true"}, "when": {"always": True}}
+    host.write(f"{HOOKS_DIR}/x.json", json.dumps({**hook, "stages": ["precreate"]}))
+    assert 'unknown stage \\"precreate\\"' in starts(host)
+    [(state, words)] = findings(host, "crio.configuration")["crio.configuration"]
+    assert (state, f"{HOOKS_DIR}/x.json names the stage precreate" in words) == ("wrong", True)
+    host.write(f"{HOOKS_DIR}/x.json", json.dumps({**hook, "stages": ["poststop"]}))
+    assert starts(host) == ""
+    assert {s for s, _ in findings(host, "crio.configuration")["crio.configuration"]} == {"ok"}
+
+
+def test_a_container_is_the_default_handler_s_runtime_s_and_outlives_cri_o(site: Site) -> None:
+    for engine in used(site, Crio):
+        assert isinstance(engine, Crio)
+        host = site.host
+        assert f"runtime-for /run/crun {LIBEXEC}/crun" in host.path(SETTINGS).read_text()
+        started = engine.run(*WORKLOAD, annotations=GOOD)
+        wait_ready(started)
+        begin(site, started)
+        # crun keeps its state there, and this node's path has runc first.
+        assert host.path(f"/run/crun/{started.identifier}").is_dir()
+        engine.stop()
+        engine.serve()
+        assert started.identifier in site.books()
+        assert engine.exec(started, "cat", "/proc/1/comm").stdout == "simgpu-workload\n"[:16]
+        engine.remove(started)
+        wait_for(lambda: not site.books(), "the container to leave the books")
+        assert not host.path(f"/run/crun/{started.identifier}").exists()

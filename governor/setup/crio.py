@@ -30,7 +30,7 @@ from oci_hook.runtime import Node as Settings
 from oci_hook.runtime import SettingsError, parse_node
 
 NAME = "50-tidegate.conf"
-UNDONE = "systemctl restart crio    # end the pods of the class first"
+UNDONE = "end the pods of the class tidegate, then systemctl restart crio"
 RUNTIMES = ("crio", "runtime", "runtimes")
 # What of the default handler says which program is executed: that is the wrapper here.
 OF_THE_PROGRAM = frozenset(

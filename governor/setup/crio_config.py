@@ -1,4 +1,4 @@
-"""What CRI-O makes of its configuration files, by the rules of CRI-O 1.20 to 1.36.
+"""What CRI-O makes of its configuration files, by the rules of CRI-O 1.24 to 1.36.
 
 `crio config` merges files, and looks for no program. The daemon looks for them when it starts, and
 ends if the monitor of any handler is missing. The rules are those of UpdateFromPath, Validate,

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -160,6 +161,9 @@ def test_a_container_is_the_default_handler_s_runtime_s_and_outlives_cri_o(site:
     for engine in used(site, Crio):
         assert isinstance(engine, Crio)
         host = site.host
+        shown = tomllib.loads(host.check("crio", "status", "config"))
+        known = shown["crio"]["runtime"]["runtimes"]["tidegate"]
+        assert known["monitor_path"] == f"{LIBEXEC}/conmon"
         assert f"runtime-for /run/crun {LIBEXEC}/crun" in host.path(SETTINGS).read_text()
         started = engine.run(*WORKLOAD, annotations=GOOD)
         wait_ready(started)

@@ -37,6 +37,7 @@ SHELL = "a shell's own, or a program that any system has"
 
 SYSTEM = {
     **dict.fromkeys(("docker", "podman", "ctr", "nerdctl", "containerd", "crictl"), ENGINES),
+    "crio": "an engine's: tests/container/test_crio.py runs it where it is to be had",
     **dict.fromkeys(("apt", "apt-get", "apt-cache", "dnf", "rpm", "dpkg-deb"), PACKAGES),
     **dict.fromkeys(
         ("semodule", "restorecon", "setsebool"),

@@ -71,6 +71,6 @@ def test_the_arm_is_one() -> None:
 
 
 def test_what_an_engine_needs_is_called_so() -> None:
-    assert "crio" in setup.ENGINES
+    assert "docker" in setup.ENGINES
     assert "config" in setup.FOR
-    assert (ROOT / "governor/setup/crio.py").exists()
+    assert (ROOT / "governor/setup/docker.py").exists()

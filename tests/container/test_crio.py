@@ -135,6 +135,24 @@ def test_cri_o_starts_after_setup_and_did_not_with_the_handler_of_an_older_versi
     assert starts(host) == ""
 
 
+def test_cri_o_starts_after_setup_where_its_programs_are_on_the_path(host: EngineHost) -> None:
+    """As distributions have it: no file names a program, and the handlers are built in."""
+    packages = host.path(f"{CONF_D}/10-crio.conf")
+    text = packages.read_text()
+    packages.unlink()
+    try:
+        status, said = tidegate(host, "setup", "crio")
+        assert (status, "conmon is in no directory of programs" in said) == (73, True)
+        host.check("cp", f"{LIBEXEC}/conmon", "/usr/bin/conmon")
+        status, said = tidegate(host, "setup", "crio")
+        assert status == 0, said
+        assert "runtime-for /run/crun /usr/bin/crun" in host.path(SETTINGS).read_text()
+        assert starts(host) == ""
+    finally:
+        host.path("/usr/bin/conmon").unlink(missing_ok=True)
+        packages.write_text(text)
+
+
 def test_what_only_cri_o_itself_knows_stops_setup(host: EngineHost) -> None:
     host.write(f"{CONF_D}/60-own.conf", '[crio.runtime]\ndefault_sysctls = ["x"]\n')
     status, said = tidegate(host, "setup", "crio")

@@ -87,6 +87,19 @@ def test_what_kustomize_makes_is_accepted_and_complete(directory: str) -> None:
             assert ("ConfigMap", volume["configMap"]["name"]) in names
 
 
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_every_container_has_the_image_that_the_base_names(directory: str, tmp_path: Path) -> None:
+    copy = tmp_path / "kubernetes"
+    shutil.copytree(HERE, copy)
+    base = copy / "base/kustomization.yaml"
+    base.write_text(
+        base.read_text().replace("registry.example/tidegate", "site.example/gpu/tidegate")
+    )
+    daemon_set = one(render(str(copy / directory)), "DaemonSet")
+    images = {container["image"] for container in containers(daemon_set)}
+    assert images == {f"site.example/gpu/tidegate:{VERSION}"}
+
+
 def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
     documents = render("overlays/device-plugin")
     kinds = {document["kind"] for document in documents}
@@ -170,6 +183,18 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
         )
     used = {(resource.replace("_", "") + "s", verbs[verb]) for verb, resource in methods}
     assert used == {(resource, verb) for _, resource, verb in called}
+
+
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_the_kubelet_finds_a_place_for_each_termination_log(directory: str) -> None:
+    """It mounts a file there; where a volume covers the place, that must be writable."""
+    for container in containers(one(render(directory), "DaemonSet")):
+        log = container.get("terminationMessagePath", "/dev/termination-log")
+        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        over = [mounts[str(p)] for p in Path(log).parents if str(p) in mounts]
+        assert not (over and over[0].get("readOnly")), container["name"]
+        # The root file system is read-only: what no volume covers is the runtime's own /dev.
+        assert over or log.startswith("/dev/"), container["name"]
 
 
 @pytest.mark.parametrize("directory", DIRECTORIES)
@@ -342,6 +367,6 @@ def test_the_image_is_made_of_files_that_are_there() -> None:
 def test_a_cluster_gets_the_image_of_this_version() -> None:
     texts = {path: path.read_text() for path in HERE.rglob("*") if path.is_file()}
     tags = [tag for text in texts.values() for tag in re.findall(r"newTag: (\S+)", text)]
-    assert len(tags) > 1
+    assert tags
     assert {*tags} == {VERSION}
     assert f":{VERSION} " in texts[HERE / "Containerfile"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from governor.claims import Claim, Share, words
 from governor.config import Config
-from governor.errors import RefusedError
+from governor.errors import OccupiedError, RefusedError
 from governor.placement import Nearness, Standing, place
 from governor.quota import MIB, Device, Quota
 from governor.shortage import Room, refuse_any, refuse_named
@@ -261,13 +261,11 @@ class Books:
             )
         room = self._room(gpu)
         if not room.holds(share.quota):
-            raise RefusedError(
-                f"{claim} asks for {room.short_of(share.quota)}",
-                hint=f"ask for {room.whole // MIB}Mi of memory at most"
-                if share.quota.memory > room.whole
-                else "wait until a container ends; containers that were started beside the"
-                " cluster's scheduler take from the same GPU (tidegate ps)",
-            )
+            short = f"{claim} asks for {room.short_of(share.quota)}"
+            if share.quota.memory > room.whole:
+                raise RefusedError(short, hint=f"ask for {room.whole // MIB}Mi of memory at most")
+            # Which claims and containers have it is the server's to say.
+            raise OccupiedError(short, hint="wait", device=share.device)
         gpu.quotas[share_key(claim, share)] = share.quota
 
     def change_claim(self, old: Claim, new: Claim) -> None:

@@ -7,10 +7,17 @@ import socket
 from typing import Any
 
 from governor.config import Config, read_config
-from governor.errors import ConfigError, GovernorError, RefusedError, RequestError, TidegateError
+from governor.errors import (
+    ConfigError,
+    GovernorError,
+    OccupiedError,
+    RefusedError,
+    RequestError,
+    TidegateError,
+)
 
 _KINDS: dict[str, type[TidegateError]] = {
-    kind.code: kind for kind in (ConfigError, RefusedError, RequestError)
+    kind.code: kind for kind in (ConfigError, OccupiedError, RefusedError, RequestError)
 }
 
 

@@ -50,6 +50,20 @@ class RefusedError(TidegateError):
     status = 77  # EX_NOPERM
 
 
+class OccupiedError(RefusedError):
+    """What a claim was given is there, and something else has it still: it may pass.
+
+    `device` is the GPU's UUID.
+    """
+
+    code = "occupied"
+    status = 75  # EX_TEMPFAIL
+
+    def __init__(self, message: str, *, hint: str, device: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.device = device
+
+
 class GovernorError(TidegateError):
     """The governor does not answer, or cannot start."""
 

@@ -26,11 +26,22 @@ import structlog
 from governor import VERSION
 from governor.arbiter import Runner
 from governor.books import Books, Nodes
-from governor.claims import NODE, Claim, Share, Use, check_claim, merge, parse_claim, uses_key
+from governor.claims import (
+    MOST_SHOWN,
+    NODE,
+    Claim,
+    Share,
+    Use,
+    check_claim,
+    merge,
+    parse_claim,
+    uses_key,
+    words,
+)
 from governor.config import Config
 from governor.container import Container, Member, container_key
 from governor.counters import Tally
-from governor.errors import RefusedError, RequestError, StateError, TidegateError
+from governor.errors import OccupiedError, RefusedError, RequestError, StateError, TidegateError
 from governor.mps import Event, Mps
 from governor.names import find_name
 from governor.quota import MIB, Device, Quota
@@ -486,23 +497,45 @@ class Server:
         claim = parse_claim(request)
         known = self.claims.get(claim.uid)
         check_claim(claim)
+        try:
+            self._book(claim, known)
+        except OccupiedError as e:
+            if not e.device:
+                raise
+            e.hint = self._occupants(e.device, claim.uid)
+            if not e.hint:
+                # Its own shares together are more than the GPU: nothing that ends makes room.
+                raise RefusedError(e.message, hint="ask for less of one GPU") from e
+            raise
+        if known is None or not known.same(claim):
+            log.info(
+                "claim-booked" if known is None else "claim-changed",
+                claim=_called(claim),
+                uid=claim.uid,
+                shares=claim.describe()["shares"],
+            )
+        return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
+
+    def _book(self, claim: Claim, known: Claim | None) -> None:
+        """Enter a claim, in the place of what is known of it; an error changes nothing."""
         if known is not None and known.same(claim):
             if known.leaving:
                 # It was taken back too early, or is told again by who has forgotten that.
                 self._state.put_claim(claim)
                 self.claims[claim.uid] = claim
-        elif known is None:
+            return
+        if known is None:
+            self._part_ended({share.device for share in claim.shares})
             self._books.admit_claim(claim)
             try:
                 self._state.put_claim(claim)
             except StateError:
                 self._books.leave_claim(claim)
                 raise
-            self.claims[claim.uid] = claim
         else:
             user = self._user_of(claim.uid)
             if user is not None:
-                raise RefusedError(
+                raise OccupiedError(
                     f"{known} is used by container {user.identifier[:64]!r} with {known.amounts()},"
                     f" and cannot be changed to {claim.amounts()}",
                     hint="wait until that has ended",
@@ -514,15 +547,43 @@ class Server:
                 self._books.leave_claim(claim)
                 self._books.restore_claim(known)
                 raise
-            self.claims[claim.uid] = claim
-        if known is None or not known.same(claim):
-            log.info(
-                "claim-booked" if known is None else "claim-changed",
-                claim=_called(claim),
-                uid=claim.uid,
-                shares=claim.describe()["shares"],
-            )
-        return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
+        self.claims[claim.uid] = claim
+
+    def _part_ended(self, devices: set[str]) -> None:
+        """Part the containers on these GPUs whose end was not noticed yet."""
+        for container in list(self.containers.values()):
+            if any(device.uuid in devices for device in container.devices):
+                for member in list(container.members):
+                    if member.has_ended():
+                        self._part(container, member, "ended")
+
+    def _occupants(self, uuid: str, but: str) -> str:
+        """Return what has parts of a GPU besides a claim, as a hint; empty where nothing has."""
+        ending, booked = [], []
+        for claim in list(self.claims.values()):
+            quotas = [share.quota for share in claim.shares if share.device == uuid]
+            if claim.uid == but or not quotas:
+                continue
+            user = self._user_of(claim.uid)
+            if claim.uid not in self.claims:
+                continue  # its last container had ended
+            amount = f"{claim} ({' and '.join(words(quota) for quota in quotas)})"
+            container = "" if user is None else f"container {user.identifier[:64]!r}"
+            if claim.leaving:
+                ending.append(f"{amount}, taken back, is free when its {container} has ended")
+            else:
+                booked.append(f"{amount} has it" + (f" with {container}" if container else ""))
+        beside = [
+            f"container {one.identifier[:64]!r} ({words(one.quota)}) was started beside the"
+            " cluster's scheduler"
+            for one in self.containers.values()
+            if not one.uses and any(device.uuid == uuid for device in one.devices)
+        ]
+        found = [*ending, *beside, *booked]
+        if not found:
+            return ""
+        more = [f"{len(found) - MOST_SHOWN} more (tidegate ps)"] if len(found) > MOST_SHOWN else []
+        return "wait: " + "; ".join([*found[:MOST_SHOWN], *more])
 
     def _unclaim(self, uid: str) -> dict[str, Any]:
         """Take a claim back, at once or when its last container has ended."""

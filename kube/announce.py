@@ -54,7 +54,28 @@ class Announcer:
         self, reference: Reference, document: Mapping[str, Any] | None, error: TidegateError
     ) -> None:
         """Say why a claim was refused; `document` is the claim, where it could be read."""
-        message = str(error)[:MESSAGE]
+        self._say(reference, document, "PrepareRefused", str(error))
+
+    def waits(
+        self,
+        reference: Reference,
+        document: Mapping[str, Any] | None,
+        error: TidegateError,
+        seconds: float,
+    ) -> None:
+        """Say what a claim has to wait for, and for how long it is tried again by itself."""
+        tried = f"; it is tried again for {seconds:.0f} s"
+        message = str(error)[: MESSAGE - len(tried)] + tried
+        self._say(reference, document, "PrepareWaiting", message)
+
+    def _say(
+        self,
+        reference: Reference,
+        document: Mapping[str, Any] | None,
+        reason: str,
+        message: str,
+    ) -> None:
+        message = message[:MESSAGE]
         now = time.monotonic()
         with self._lock:
             last = self._said.get((reference.uid, message))
@@ -87,9 +108,9 @@ class Announcer:
             ),
         ):
             with contextlib.suppress(queue.Full):
-                self._queue.put_nowait((reference.namespace, self._event(about, message)))
+                self._queue.put_nowait((reference.namespace, self._event(about, reason, message)))
 
-    def _event(self, about: Mapping[str, Any], message: str) -> dict[str, Any]:
+    def _event(self, about: Mapping[str, Any], reason: str, message: str) -> dict[str, Any]:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return {
             "apiVersion": "v1",
@@ -100,7 +121,7 @@ class Announcer:
             },
             "involvedObject": dict(about),
             "type": "Warning",
-            "reason": "PrepareRefused",
+            "reason": reason,
             "message": message,
             "source": {"component": DRIVER, "host": self._node},
             "firstTimestamp": now,

@@ -1,21 +1,28 @@
-"""Prepares claims and takes them back; whoever asks twice, or dies in between, changes nothing.
+"""Prepares claims and takes them back; a call that is repeated, or cut off, changes nothing.
 
 The order is the same both ways: the governor first, which writes before it answers, then the CDI
 file. So a file never says more than the governor knows, and what is missing is made when the
-kubelet asks again, which it does until it has an answer.
+kubelet asks again.
+
+A kubelet that was refused asks again with the pod's next resync, 60 to 90 s later. So a call waits
+for what may pass: a governor or an API server that is being restarted, a predecessor that is still
+ending. It waits without a lock, so that other calls, also for the same claim, go on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import structlog
 
 from governor.cdi import HOOK
-from governor.errors import GovernorError, TidegateError
+from governor.errors import GovernorError, OccupiedError, TidegateError
 from kube.cdi import Directory, make_spec
 from kube.claims import Claim, Reference, read_claim
 from kube.errors import CdiError, ClusterError, SocketError
@@ -24,6 +31,33 @@ from kube.slices import device_name
 from oci_hook.errors import HookError
 
 log = structlog.get_logger()
+
+WAIT_MOST_S = 40.0
+"""A kubelet allows 45 s for a call."""
+PAUSE_S, PAUSE_MOST_S = 0.1, 1.0
+"""Between two tries of a call that waits."""
+MOST_WAITING = 192
+"""Calls; each has a thread of the server's, and others need some, too."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a driver has to know of a call; by default it waits for nothing."""
+
+    check: Callable[[], None] = lambda: None
+    """Raises a TidegateError where whoever called has given up."""
+    left: Callable[[], float] = lambda: 0.0
+    """Returns for how many seconds it may wait."""
+    when_ended: Callable[[Callable[[], None]], object] = lambda _tell: None
+    """Takes a function that is called when the call ends."""
+
+
+class _Waiter:
+    """A call that prepares a claim, for as long as it lasts."""
+
+    def __init__(self) -> None:
+        self.overtaken = False
+        """The claim was to be taken back after the call had begun."""
 
 
 class Governor(Protocol):
@@ -57,6 +91,15 @@ class Refusals(Protocol):
     ) -> None:
         """A claim was refused."""
 
+    def waits(
+        self,
+        reference: Reference,
+        document: dict[str, Any] | None,
+        error: TidegateError,
+        seconds: float,
+    ) -> None:
+        """A claim is not prepared yet, and will be tried again for so long."""
+
 
 class Driver:
     """One node's claims."""
@@ -86,6 +129,10 @@ class Driver:
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
+        self._changed = threading.Condition()
+        """Notified when something that a call waits for may have passed; guards the next two."""
+        self._waiters: dict[str, set[_Waiter]] = {}
+        self._waiting = 0
 
     @contextlib.contextmanager
     def _alone(self, uid: str) -> Iterator[None]:
@@ -105,32 +152,107 @@ class Driver:
                 else:
                     self._locks[uid] = (lock, users - 1)
 
-    def prepare(
-        self, reference: Reference, require_wanted: Callable[[], None] = lambda: None
-    ) -> Claim:
+    def prepare(self, reference: Reference, call: Call = Call()) -> Claim:
         """Have a claim ready for the containers that use it; a TidegateError says why it is not.
 
-        `require_wanted` raises one where whoever asked has given up. He may have asked for another
-        thing meanwhile, so it is called when it is this call's turn.
+        A call that its caller has given up, or that was overtaken by one that takes the claim back,
+        changes nothing.
         """
         document: dict[str, Any] | None = None
-        try:
-            reference.check()
-            with self._alone(reference.uid):
-                require_wanted()
-                document = self._cluster.claim(reference.namespace, reference.name)
-                return self._prepare(reference, document)
-        except HookError as e:  # a device node that the host does not have
-            error = CdiError(f"{reference}: {e.message}", hint=e.hint)
-            self._refuse(reference, document, error)
-            raise error from e
-        except TidegateError as e:
-            if str(reference) not in e.message:  # a socket or a file is at fault
-                e.message = f"{reference}: {e.message}"
-            self._refuse(reference, document, e)
-            raise
+        begun = time.monotonic()
+        until = begun + min(WAIT_MOST_S, call.left())
+        pause, said = PAUSE_S, False
+        with self._entered_waiter(reference.uid) as waiter:
+            call.when_ended(self._wake)
+            while True:
+                try:
+                    reference.check()
+                    with self._alone(reference.uid):
+                        self._require_wanted(reference, call, waiter)
+                        if document is None:
+                            document = self._cluster.claim(reference.namespace, reference.name)
+                        return self._prepare(reference, document, time.monotonic() - begun)
+                except (HookError, TidegateError) as e:
+                    error = _explain(reference, e)
+                    left = until - time.monotonic()
+                    with self._wait_for(error, left) as may:
+                        if may:
+                            if not said:
+                                said = True
+                                self._say_waits(reference, document, error, left)
+                            self._pause(waiter, min(pause * random.uniform(0.7, 1.0), left))  # noqa: S311
+                            pause = min(pause * 2, PAUSE_MOST_S)
+                            continue
+                    self._refuse(reference, document, error)
+                    if error is e:
+                        raise
+                    raise error from e
 
-    def _prepare(self, reference: Reference, document: dict[str, Any]) -> Claim:
+    @contextlib.contextmanager
+    def _entered_waiter(self, uid: str) -> Iterator[_Waiter]:
+        """Have calls that take a claim back find a call that prepares it."""
+        waiter = _Waiter()
+        with self._changed:
+            self._waiters.setdefault(uid, set()).add(waiter)
+        try:
+            yield waiter
+        finally:
+            with self._changed:
+                self._waiters[uid].discard(waiter)
+                if not self._waiters[uid]:
+                    del self._waiters[uid]
+
+    def _require_wanted(self, reference: Reference, call: Call, waiter: _Waiter) -> None:
+        call.check()
+        if waiter.overtaken:
+            raise SocketError(
+                f"{reference}: the kubelet has taken it back meanwhile", hint="it asks again"
+            )
+
+    @contextlib.contextmanager
+    def _wait_for(self, error: TidegateError, left: float) -> Iterator[bool]:
+        """Yield whether a call may wait for an error to pass, and count it while it does."""
+        with self._changed:
+            may = left > 0 and _may_pass(error) and self._waiting < MOST_WAITING
+            self._waiting += may
+        try:
+            yield may
+        finally:
+            with self._changed:
+                self._waiting -= may
+
+    def _pause(self, waiter: _Waiter, seconds: float) -> None:
+        with self._changed:
+            if not waiter.overtaken:
+                self._changed.wait(seconds)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _say_waits(
+        self,
+        reference: Reference,
+        document: dict[str, Any] | None,
+        error: TidegateError,
+        left: float,
+    ) -> None:
+        log.info(
+            "claim-waits",
+            claim=reference.name,
+            namespace=reference.namespace,
+            uid=reference.uid,
+            code=error.code,
+            message=error.message,
+            hint=error.hint,
+            seconds=round(left, 1),
+        )
+        if self._refusals is not None and not isinstance(error, ClusterError):
+            self._refusals.waits(reference, document, error, left)
+
+    def _prepare(
+        self, reference: Reference, document: dict[str, Any], waited: float = 0.0
+    ) -> Claim:
         gpus = self._governor.gpus()["gpus"]
         devices = {device_name(gpu["uuid"]): str(gpu["uuid"]) for gpu in gpus}
         claim = read_claim(document, reference, self._node_name, devices)
@@ -150,6 +272,7 @@ class Driver:
             namespace=reference.namespace,
             uid=reference.uid,
             again=not written,
+            seconds=round(waited, 3),
             shares=[
                 {"name": s.name, "device": s.device, "memory": s.memory, "compute": s.compute}
                 for s in claim.shares
@@ -174,14 +297,20 @@ class Driver:
         if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 
-    def unprepare(
-        self, reference: Reference, require_wanted: Callable[[], None] = lambda: None
-    ) -> None:
-        """Take a claim back; one that was never prepared is no error."""
+    def unprepare(self, reference: Reference, call: Call = Call()) -> None:
+        """Take a claim back; one that was never prepared is no error.
+
+        Calls that prepare it and have begun before end without it.
+        """
         reference.check()
+        with self._changed:
+            for waiter in self._waiters.get(reference.uid, ()):
+                waiter.overtaken = True
+            self._changed.notify_all()
         with self._alone(reference.uid):
-            require_wanted()
+            call.check()
             self._take_back(reference.uid, "unprepared", str(reference))
+        self._wake()  # there may be room now
 
     def _take_back(self, uid: str, why: str, name: str = "") -> None:
         self._governor.unclaim(uid)
@@ -245,12 +374,7 @@ class Driver:
         except (ClusterError, GovernorError):
             raise
         except (TidegateError, HookError) as e:
-            # A device node that the host does not have.
-            error = (
-                CdiError(f"{reference}: {e.message}", hint=e.hint)
-                if isinstance(e, HookError)
-                else e
-            )
+            error = _explain(reference, e)
             self._refuse(reference, document, error)
             # What is refused stays as it is until the kubelet asks.
             if self._entered(reference.uid) is None:
@@ -286,6 +410,22 @@ class Driver:
         if self._node_name not in pools:
             return document, "it is allocated to another node"
         return document, ""
+
+
+def _explain(reference: Reference, e: TidegateError | HookError) -> TidegateError:
+    """Return an error as one that names the claim."""
+    if isinstance(e, HookError):  # a device node that the host does not have
+        return CdiError(f"{reference}: {e.message}", hint=e.hint)
+    if str(reference) not in e.message:  # a socket or a file is at fault
+        e.message = f"{reference}: {e.message}"
+    return e
+
+
+def _may_pass(error: TidegateError) -> bool:
+    """Return whether it may be otherwise soon, without anything that an operator does."""
+    if isinstance(error, ClusterError):
+        return error.http in (0, 429) or error.http >= 500
+    return isinstance(error, GovernorError | OccupiedError)
 
 
 def _leaves(claim: Mapping[str, Any]) -> bool:

@@ -34,8 +34,8 @@ from kube.api import (
     pluginregistration_v1_pb2,
     pluginregistration_v1_pb2_grpc,
 )
-from kube.claims import Reference
-from kube.driver import Driver
+from kube.claims import Claim, Reference
+from kube.driver import MOST_WAITING, Call, Driver
 from kube.errors import SocketError
 from kube.health import HEALTHY, UNHEALTHY, Condition
 from kube.names import DRIVER
@@ -50,13 +50,18 @@ SERVICES = (
     "v1alpha1.DRAResourceHealth",
 )
 """What the kubelet is told that we serve; it chooses."""
-WORKERS = 16
+WORKERS = MOST_WAITING + 64
+"""Threads at most: a call that waits has one, and the others are for calls that do not."""
 STREAMS = 4
 """Each takes a worker; a kubelet has one."""
+AT_ONCE = 32
+"""Claims of one call that are prepared side by side."""
 RESEND_S = 10.0
 """The kubelet takes a health that it has not heard for 30 s for unknown."""
 RESERVE_S = 2.0
 """With less time left than this a claim is not begun."""
+ANSWER_S = 3.0
+"""Before the end of its time a call that waits gives up, and says why."""
 SOCKET_LIMIT = 107
 ALONE_S = 20.0
 """A kubelet finds a plugin within a second, one that starts within some."""
@@ -72,17 +77,22 @@ class Plugin:
         self._messages = messages
 
     def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's
-        """Prepare each claim; what fails stands beside what does not."""
+        """Prepare each claim; what fails stands beside what does not.
+
+        A claim that has to wait keeps none of the others waiting.
+        """
         response = self._messages.NodePrepareResourcesResponse()
-        for reference in _references(request):
+        references = _references(request)
+        prepare = partial(self._prepare, context=context)
+        if len(references) < 2:
+            prepared = [prepare(reference) for reference in references]
+        else:
+            with ThreadPoolExecutor(min(len(references), AT_ONCE)) as pool:
+                prepared = list(pool.map(prepare, references))
+        for reference, claim in zip(references, prepared, strict=True):
             answer = response.claims[reference.uid]
-            try:
-                claim = self._driver.prepare(reference, partial(_check_time, context, reference))
-            except TidegateError as e:
-                answer.error = str(e)
-                continue
-            except Exception as e:  # noqa: BLE001 - one claim keeps nobody from the others
-                answer.error = _mistake(reference, e)
+            if isinstance(claim, str):
+                answer.error = claim
                 continue
             for share in claim.shares:
                 device = answer.devices.add(
@@ -96,13 +106,22 @@ class Plugin:
                     device.share_id = share.share_id
         return response
 
+    def _prepare(self, reference: Reference, context: Any) -> Claim | str:
+        """Return a claim that is prepared, or why it is not."""
+        try:
+            return self._driver.prepare(reference, _call(context, reference))
+        except TidegateError as e:
+            return str(e)
+        except Exception as e:  # noqa: BLE001 - one claim keeps nobody from the others
+            return _mistake(reference, e)
+
     def NodeUnprepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Take each claim back."""
         response = self._messages.NodeUnprepareResourcesResponse()
         for reference in _references(request):
             answer = response.claims[reference.uid]
             try:
-                self._driver.unprepare(reference, partial(_check_time, context, reference))
+                self._driver.unprepare(reference, _call(context, reference))
             except TidegateError as e:
                 answer.error = str(e)
                 log.warning("claim-not-taken-back", uid=reference.uid, error=str(e))
@@ -115,6 +134,21 @@ def _references(request: Any) -> list[Reference]:
     """Return the claims of a request, each once."""
     found = {c.uid: Reference(c.namespace, c.name, c.uid) for c in request.claims}
     return list(found.values())
+
+
+def _call(context: Any, reference: Reference) -> Call:
+    """Return a call of the kubelet's as the driver has to know it."""
+
+    def left() -> float:
+        remaining = context.time_remaining()
+        # Without a deadline the caller may be gone, and nothing would tell.
+        return 0.0 if remaining is None else float(remaining) - ANSWER_S
+
+    def when_ended(tell: Callable[[], None]) -> None:
+        if not context.add_callback(tell):
+            tell()
+
+    return Call(partial(_check_time, context, reference), left, when_ended)
 
 
 def _check_time(context: Any, reference: Reference) -> None:

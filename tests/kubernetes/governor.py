@@ -154,7 +154,7 @@ class GovernorStandIn:
                 message = f"claim {claim['namespace']}/{claim['name']} asks for {share['compute']} % of GPU {known[share['device']]['index']}, {100 - used} % are left"
                 return {
                     "ok": False,
-                    "error": {"code": "refused", "message": message, "hint": "wait"},
+                    "error": {"code": "occupied", "message": message, "hint": "wait"},
                 }
         if self.claims.get(claim["uid"]) != claim:
             self.claims[claim["uid"]] = claim

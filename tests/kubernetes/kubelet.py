@@ -134,6 +134,15 @@ class Kubelet:
                 assert all(CDI.fullmatch(one) for one in device.cdi_device_ids), device
         return dict(answers)
 
+    def begin(self, *claims: tuple[str, str, str], timeout: float = 45.0) -> Any:
+        """Call NodePrepareResources and return the call: `cancel` is what a pod's deletion does."""
+        messages, services = PREFERRED[self.chosen]
+        request = messages.NodePrepareResourcesRequest(
+            claims=[messages.Claim(namespace=n, name=m, uid=u) for n, m, u in claims]
+        )
+        stub = services.DRAPluginStub(self._channel)
+        return stub.NodePrepareResources.future(request, timeout=timeout, wait_for_ready=True)
+
     def unprepare(self, *claims: tuple[str, str, str], timeout: float = 20.0) -> dict[str, Any]:
         """Call NodeUnprepareResources."""
         messages, services = PREFERRED[self.chosen]

@@ -92,8 +92,12 @@ def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None
         stand.api.add_claim(document)
     gone = ("team-c", "gone", "11111111-0000-4000-8000-000000000000")
     stand.up()
+    assert stand.kubelet.prepare(reference(good))[good["metadata"]["uid"]].error == ""
     for _ in range(3):
-        answers = stand.kubelet.prepare(*map(reference, (good, full, wrong)), gone, reference(good))
+        # With too little time to wait for what may pass.
+        answers = stand.kubelet.prepare(
+            *map(reference, (good, full, wrong)), gone, reference(good), timeout=2.9
+        )
         assert len(answers) == 4
         assert answers[good["metadata"]["uid"]].error == ""
         assert (
@@ -116,7 +120,10 @@ def test_one_claim_that_fails_keeps_nobody_from_the_others(stand: Stand) -> None
         ("ResourceClaim", "wrong", "PrepareRefused"), ("Pod", "wrong-pod", "PrepareRefused"),
     }  # fmt: skip
     assert len(stand.api.events) == 4
-    assert "40 % of GPU 0, 30 % are left" in stand.api.events[0]["message"]
+    (said,) = {
+        e["message"] for e in stand.api.events if e["involvedObject"]["name"].startswith("full")
+    }
+    assert "40 % of GPU 0, 30 % are left" in said
 
 
 def test_two_kubelets_versions_are_served_and_another_is_not(stand: Stand) -> None:
@@ -341,7 +348,7 @@ def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) 
     uid = document["metadata"]["uid"]
     assert (
         "claim team-a/train: the governor does not answer at"
-        in stand.kubelet.prepare(reference(document))[uid].error
+        in stand.kubelet.prepare(reference(document), timeout=2.9)[uid].error
     )
     stream = stand.kubelet.watch_health(timeout=30)
     assert wait_for(lambda: [d.health for d in next(stream).devices] == [0, 0], "unknown")
@@ -349,6 +356,86 @@ def test_a_governor_that_is_away_refuses_in_a_line_and_comes_back(stand: Stand) 
     assert stand.api.slice_of() is not None
     stand.governor.come_back()
     assert stand.kubelet.prepare(reference(document))[uid].error == ""
+
+
+def test_a_call_waits_for_a_governor_that_is_restarted(stand: Stand) -> None:
+    """A kubelet that is refused asks again with the pod's next resync, a minute later."""
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    stand.governor.close()
+    uid = document["metadata"]["uid"]
+    answers: list[str] = []
+    call = threading.Thread(
+        target=lambda: answers.append(
+            stand.kubelet.prepare(reference(document), timeout=45)[uid].error
+        )
+    )
+    call.start()
+    wait_for(lambda: len(stand.api.events) == 2, "events on claim and pod, at once")
+    assert {one["reason"] for one in stand.api.events} == {"PrepareWaiting"}
+    assert re.search(
+        "the governor does not answer .* tried again for 40 s", stand.api.events[0]["message"]
+    )
+    assert answers == []
+    stand.governor.come_back()
+    call.join(15)
+    assert answers == [""]
+    assert list(stand.governor.claims) == [uid]
+    assert len(stand.logged("claim-waits")) == 1
+
+
+def test_many_calls_that_wait_keep_no_other_call_waiting(stand: Stand) -> None:
+    """What they wait for is found by each as soon as a claim before it is taken back."""
+    old = claim("old", "ns", result(0, compute="100"))
+    new = [claim(f"new-{i}", "ns", result(0, compute="2")) for i in range(40)]
+    other = claim("other", "ns", result(1))
+    for document in (old, *new, other):
+        stand.api.add_claim(document)
+    stand.up()
+    stand.kubelet.prepare(reference(old))
+    errors: dict[str, str] = {}
+
+    def call(document: dict) -> None:
+        for uid, answer in stand.kubelet.prepare(reference(document), timeout=45).items():
+            errors[uid] = answer.error
+
+    calls = [threading.Thread(target=call, args=(document,)) for document in new]
+    for one in calls:
+        one.start()
+    wait_for(lambda: len(stand.logged("claim-waits")) == 40, "all wait")
+    assert stand.kubelet.prepare(reference(other))[other["metadata"]["uid"]].error == ""
+    assert errors == {}
+    assert stand.kubelet.unprepare(reference(old))[old["metadata"]["uid"]].error == ""
+    for one in calls:
+        one.join(15)
+    assert errors == {document["metadata"]["uid"]: "" for document in new}
+
+
+@pytest.mark.parametrize("by", ["cancel", "unprepare"])
+def test_a_pod_that_is_deleted_while_its_claim_waits_leaves_nothing(stand: Stand, by: str) -> None:
+    """The kubelet ends the call, and takes the claim back: the next answer comes at once."""
+    old = claim("old", "ns", result(0, compute="100"))
+    new = claim("new", "ns", result(0))
+    uid = new["metadata"]["uid"]
+    for document in (old, new):
+        stand.api.add_claim(document)
+    stand.up()
+    stand.kubelet.prepare(reference(old))
+    call = stand.kubelet.begin(reference(new))
+    wait_for(lambda: stand.logged("claim-waits"), "it waits")
+    if by == "cancel":
+        call.cancel()
+        wait_for(lambda: stand.logged("claim-refused"), "it ends")
+    else:
+        assert stand.kubelet.unprepare(reference(new), timeout=5)[uid].error == ""
+        assert "taken it back meanwhile" in call.result(5).claims[uid].error
+    assert not stand.kubelet.unprepare(reference(old))[old["metadata"]["uid"]].error
+    time.sleep(1.5)
+    assert stand.governor.claims == {}
+    assert stand.files() == []
+    # What is asked for after that is served.
+    assert stand.kubelet.prepare(reference(new))[uid].error == ""
 
 
 def test_what_nobody_will_take_back_is_taken_back_at_the_start(stand: Stand) -> None:

@@ -515,6 +515,9 @@ class Call:
     def time_remaining(self) -> float | None:
         return 30.0 if self.active else 0.0
 
+    def add_callback(self, _tell: Any) -> bool:
+        return True
+
 
 @pytest.mark.parametrize("op", ["Prepare", "Unprepare"])
 def test_a_call_that_the_kubelet_has_given_up_changes_nothing(tmp_path: Path, op: str) -> None:

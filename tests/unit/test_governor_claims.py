@@ -32,7 +32,7 @@ from governor.books import Books
 from governor.claims import Claim, Share, merge, parse_claim, uses_key
 from governor.config import Config
 from governor.container import container_key
-from governor.errors import RefusedError, RequestError, StateError
+from governor.errors import OccupiedError, RefusedError, RequestError, StateError
 from governor.quota import Device, Quota
 from governor.server import Pending, Server
 from governor.state import NAME, State
@@ -623,6 +623,49 @@ def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended(
         assert (world.booked(), world.state.claims) == ((0, 0), {})
         await world.restart()
         assert world.claims() == {}
+
+    run(scene)
+
+
+def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
+    """A claim that was taken back names its container; what was started otherwise is named as that."""
+
+    async def scene(world: World) -> None:
+        world.claim(told("old", share(compute=40)))
+        await world.admit("its-container", use("old"))
+        world.server._unclaim("old")
+        with pytest.raises(OccupiedError) as caught:
+            world.claim(told("new"))
+        assert str(caught.value) == (
+            "claim default/name-new asks for 70 % of the time of GPU 0, 60 % are left; wait: claim"
+            " default/name-old (4096 MiB and 40 %), taken back, is free when its container"
+            " 'its-container' has ended"
+        )
+        annotations = {"memory": "4Gi", "compute": "20", "devices": "0"}
+        await world.admit(
+            "beside", annotations={f"tidegate.gpu/{k}": v for k, v in annotations.items()}
+        )
+        world.claim(told("other", share(compute=10, memory=GIB)))
+        with pytest.raises(OccupiedError) as caught:
+            world.claim(told("new"))
+        assert caught.value.hint.endswith(
+            "; container 'beside' (4096 MiB and 20 %) was started beside the cluster's scheduler;"
+            " claim default/name-other (1024 MiB and 10 %) has it"
+        )
+        await world.end("beside")
+        await world.end("its-container", wait=False)  # its end was not noticed yet
+        world.server._unclaim("other")
+        world.claim(told("new"))
+        assert world.booked() == (4 * GIB, 70)
+
+    run(scene)
+
+
+def test_a_claim_that_is_larger_than_its_gpu_waits_for_nothing() -> None:
+    async def scene(world: World) -> None:
+        with pytest.raises(RefusedError) as caught:
+            world.claim(told("a", share(compute=60), share("gpu/1", compute=50)))
+        assert not isinstance(caught.value, OccupiedError)
 
     run(scene)
 

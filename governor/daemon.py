@@ -42,6 +42,8 @@ from vdriver.nvml import Nvml
 
 log = structlog.get_logger()
 
+WAIT_S = 0.05
+"""Between two looks whether another governor has ended."""
 SUMMARY = "Share this node's GPUs among containers by quota"
 OVERRIDES = ("runtime_dir", "state_dir", "driver_dir")
 """Options of the configuration that the command line may say instead."""
@@ -104,23 +106,50 @@ def _notify(state: str) -> None:
         s.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
-@contextlib.contextmanager
-def listening(path: Path) -> Iterator[socket.socket]:
-    """Listen at `path`; refuse to take the place of a governor that runs there.
+async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
+    """Wait for another governor in `directory` to end; return a descriptor that `listening` takes.
 
-    Its directory is locked, because two that start at once would each find nobody who answers, and
-    one whose socket somebody removed answers nobody.
+    None where `stop` came first.
     """
-    with contextlib.ExitStack() as stack:
-        lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        stack.callback(os.close, lock)
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    said = False
+    while not stop.is_set():
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise GovernorError(
-                f"another governor runs in {path.parent}",
-                hint="stop it, or choose another runtime_dir",
-            ) from e
+        except BlockingIOError:
+            if not said:
+                log.info("waits-for-another-governor", runtime_dir=str(directory))
+                said = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), WAIT_S)
+            continue
+        return lock
+    os.close(lock)
+    return None
+
+
+@contextlib.contextmanager
+def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
+    """Listen at `path`; refuse to take the place of a governor that runs there.
+
+    Its directory is locked, because two that start at once would each find no other one that
+    answers, and one whose socket was removed does not answer. `lock` is a descriptor of the
+    directory that is locked already; it is closed at the end.
+    """
+    with contextlib.ExitStack() as stack:
+        if lock is None:
+            lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise GovernorError(
+                    f"another governor runs in {path.parent}",
+                    hint="stop it, or choose another runtime_dir; --wait takes its place when it"
+                    " has ended",
+                ) from e
+        else:
+            stack.callback(os.close, lock)
         path.unlink(missing_ok=True)
         yield stack.enter_context(_bound(path))
 
@@ -180,8 +209,11 @@ def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
 
 
-async def govern(load: Callable[[], Loaded]) -> None:
-    """Serve until a signal says to stop, by the configuration that `load` returns."""
+async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
+    """Serve until a signal says to stop, by the configuration that `load` returns.
+
+    `wait`: another governor in the same directory is waited for, instead of being an error.
+    """
     settings = Settings(load)
     config = settings.config
     runtime = Path(config.runtime_dir)
@@ -190,9 +222,12 @@ async def govern(load: Callable[[], Loaded]) -> None:
     stop, hangups = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     _hear(stop, hangups)
+    lock = await wait_for_place(runtime, stop) if wait else None
+    if wait and lock is None:
+        return
     with (
         Nvml(original_nvml(config.driver_dir)) as nvml,
-        listening(runtime / "governor.sock") as listener,
+        listening(runtime / "governor.sock", lock) as listener,
         contextlib.closing(Offer(lambda: metrics.listening(config))) as scraped,
         contextlib.closing(Offer(lambda: web.listening(config))) as shown,
         contextlib.ExitStack() as stack,
@@ -274,6 +309,11 @@ def parser() -> argparse.ArgumentParser:
     for name in OVERRIDES:
         option = "--" + name.replace("_", "-")
         made.add_argument(option, metavar="DIR", help="instead of the configuration's")
+    made.add_argument(
+        "--wait",
+        action="store_true",
+        help="wait for another governor of the same directory to end, and take its place",
+    )
     return made
 
 
@@ -291,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     logs.configure()
     try:
-        asyncio.run(govern(lambda: load_overridden(args)))
+        asyncio.run(govern(lambda: load_overridden(args), wait=args.wait))
     except (TidegateError, VdriverError) as e:
         print(f"tidegate-governor: {e}", file=sys.stderr)
         return e.status

@@ -115,7 +115,15 @@ class Driver:
         hook: str = HOOK,
         hook_arguments: Sequence[str] = (),
         dev_dir: str = "/dev",
+        hold: Callable[
+            [str, Callable[[], None]], contextlib.AbstractContextManager[None]
+        ] = lambda _uid, _check: contextlib.nullcontext(),
+        others: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`hold` and `others` are of the other drivers of the node (`kube.instances`).
+
+        One keeps them from working on a claim, the other says whether there were any lately.
+        """
         self._node_name = node_name
         self._governor = governor
         self._cluster = cluster
@@ -124,6 +132,8 @@ class Driver:
         self._hook = hook
         self._hook_arguments = tuple(hook_arguments)
         self._dev_dir = dev_dir
+        self._hold = hold
+        self._others = others
         self._prepared: dict[str, Reference] = {}
         """What the kubelet was answered, and so what the governor has to know: by uid."""
         self._calls = 0
@@ -135,14 +145,14 @@ class Driver:
         self._waiting = 0
 
     @contextlib.contextmanager
-    def _alone(self, uid: str) -> Iterator[None]:
-        """Let one thread at a time work on a claim."""
+    def _alone(self, uid: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Let one thread at a time work on a claim, of all drivers of the node."""
         with self._guard:
             lock, users = self._locks.get(uid, (threading.Lock(), 0))
             self._locks[uid] = (lock, users + 1)
             self._calls += 1
         try:
-            with lock:
+            with lock, self._hold(uid, check):
                 yield
         finally:
             with self._guard:
@@ -167,7 +177,7 @@ class Driver:
             while True:
                 try:
                     reference.check()
-                    with self._alone(reference.uid):
+                    with self._alone(reference.uid, call.check):
                         self._require_wanted(reference, call, waiter)
                         if document is None:
                             document = self._cluster.claim(reference.namespace, reference.name)
@@ -307,7 +317,7 @@ class Driver:
             for waiter in self._waiters.get(reference.uid, ()):
                 waiter.overtaken = True
             self._changed.notify_all()
-        with self._alone(reference.uid):
+        with self._alone(reference.uid, call.check):
             call.check()
             self._take_back(reference.uid, "unprepared", str(reference))
         self._wake()  # there may be room now
@@ -318,17 +328,27 @@ class Driver:
         removed = self._directory.remove(uid)
         log.info("claim-taken-back", uid=uid, claim=name, why=why, cdi=removed)
 
-    def differs(self) -> bool:
-        """Return whether the governor knows other claims than the kubelet was answered.
+    @property
+    def idle(self) -> bool:
+        """Whether no call works on a claim or waits."""
+        with self._guard, self._changed:
+            return not self._locks and not self._waiters
 
-        So it is after a start of ours, or when the governor has lost its file. Nothing is said
-        while somebody works on a claim. A TidegateError says why the governor does not answer.
+    def differs(self) -> bool:
+        """Return whether something is not as the kubelet was answered.
+
+        The governor knows other claims after a start of this driver, after it has lost its file, or
+        where another driver of the node was called; or a claim has no CDI file. Nothing is said
+        while a call works on a claim. A TidegateError says why the governor does not answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks
         known = {str(claim["uid"]) for claim in self._governor.claims() if not _leaves(claim)}
+        files = self._directory.uids()
         with self._guard:
-            return idle and calls == self._calls and known != set(self._prepared)
+            if not idle or calls != self._calls:
+                return False
+            return known != set(self._prepared) or not files.issuperset(self._prepared)
 
     def reconcile(self) -> None:
         """Take back what nobody will, and prepare again what was lost, as the cluster says.
@@ -355,6 +375,12 @@ class Driver:
         # Somebody may have prepared it, or taken it back, since it was listed.
         entered = self._entered(uid)
         reference = self._prepared.get(uid)
+        undone = entered is None and not self._directory.has(uid) and self._others()
+        if reference is not None and (undone or (entered is not None and _leaves(entered))):
+            # It was taken back, and not by this driver: the kubelet called another one.
+            log.info("claim-taken-back", uid=uid, claim=str(reference), why="by another driver")
+            del self._prepared[uid]
+            reference = None
         if reference is None and (entered is None or _leaves(entered)):
             if self._directory.remove(uid):
                 log.info("cdi-left-over", uid=uid)

@@ -32,13 +32,14 @@ from kube.cluster import Cluster
 from kube.driver import Driver
 from kube.errors import GateError
 from kube.health import UNKNOWN, Condition, Damper, Taint, judge
-from kube.names import DRIVER, TAINT_CLOSED
+from kube.instances import Instance
+from kube.names import TAINT_CLOSED
 from kube.node import Node
 from kube.options import add_node_options
 from kube.pci import find_roots
 from kube.publish import Publisher, Watcher
 from kube.quantity import whole
-from kube.service import Alone, Endpoints, Health
+from kube.service import Alone, Endpoints, Health, directories
 from kube.slices import Defaults, make_slice, slice_name
 
 log = structlog.get_logger()
@@ -85,7 +86,9 @@ class Loop:
         driver: Driver,
         publisher: Publisher,
         health: Health,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`leads` says whether this driver publishes and reconciles (`kube.instances`)."""
         self.wake = threading.Event()
         self._args = args
         self._cluster = cluster
@@ -98,6 +101,8 @@ class Loop:
         self._reconcile = threading.Event()
         self._reconcile.set()
         self._known = False
+        self._leads = leads
+        self.leading = True
         self._alone = Alone()
         self._node_uid: str | None = None
         self._away_since: float | None = None
@@ -119,16 +124,35 @@ class Loop:
     def step(self) -> None:
         """Look at the node, and have the cluster know."""
         now = time.monotonic()
+        self._take_or_leave()
         self._look(now)
         # Pods of a node whose kubelet does not know us would be sent here, and never start.
         if not self._known:
             self._wait(now)
-        elif self._answer is not None:
+        if not self.leading:
+            return
+        if self._known and self._answer is not None:
             self._try("publish", now, functools.partial(self._publish, self._answer, now))
         if self._reconcile.is_set():
             self._reconcile.clear()  # who registers meanwhile wants another
             if not self._try("reconcile", now, self._driver.reconcile):
                 self._reconcile.set()
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether the kubelet knows this driver, and another instance publishes."""
+        return self._known and not self.leading
+
+    def _take_or_leave(self) -> None:
+        """See whether another instance of the driver has this one's place, or has left it again."""
+        leading = self._leads()
+        if leading == self.leading:
+            return
+        self.leading = leading
+        log.info("leads" if leading else "another-leads")
+        # What the other one has changed meanwhile is looked at.
+        self._publisher.forget()
+        self._reconcile.set()
 
     def _try(self, what: str, now: float, function: Callable[[], None]) -> bool:
         """Do something that asks others, unless they are left alone now; return whether it worked.
@@ -156,10 +180,12 @@ class Loop:
     def _wait(self, now: float) -> None:
         alone = self._alone.look(now)
         if alone:
+            place = directories(self._args.kubelet_dir)
+            path = Instance(*place, self._args.instance).registration
             log.warning(
                 "no-kubelet",
                 message=f"no kubelet has registered this driver for {alone:.0f} s; it was to find"
-                f" {self._args.kubelet_dir}/plugins_registry/{DRIVER}-reg.sock; no GPU is offered",
+                f" {path}; no GPU is offered",
                 hint="see the kubelet's log; --kubelet-dir has to be its --root-dir, by the same"
                 " path here and on the host",
             )
@@ -233,6 +259,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how often the governor is asked about its GPUs (%(default)g); what changes is written"
         " to the API server after that, and not more often than every third time",
     )
+    parser.add_argument(
+        "--instance",
+        default=os.environ.get("POD_UID", ""),
+        metavar="NAME",
+        help="a name for the sockets, by which a kubelet of 1.33 or newer takes this driver beside"
+        " the one that it replaces: the pod's uid (default: POD_UID; without, it is the only one)",
+    )
     parser.add_argument("--ready-file", metavar="FILE", help="is there while the GPUs are offered")
     return parser
 
@@ -284,6 +317,7 @@ def serve(args: argparse.Namespace) -> None:
     cluster = Cluster(args.kubeconfig)
     node = Node(args.runtime_dir)
     announcer = Announcer(cluster, args.node_name)
+    instance = Instance(*directories(args.kubelet_dir), args.instance)
     driver = Driver(
         args.node_name,
         node,
@@ -293,12 +327,22 @@ def serve(args: argparse.Namespace) -> None:
         hook=args.hook,
         hook_arguments=args.hook_argument,
         dev_dir=args.dev_dir,
+        hold=instance.hold,
+        others=instance.others,
     )
     publisher = Publisher(cluster, interval=3 * args.look_every)
     health = Health(args.node_name)
-    loop = Loop(args, cluster=cluster, node=node, driver=driver, publisher=publisher, health=health)
+    loop = Loop(
+        args,
+        cluster=cluster,
+        node=node,
+        driver=driver,
+        publisher=publisher,
+        health=health,
+        leads=instance.leads,
+    )
     watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)
-    endpoints = Endpoints(args.kubelet_dir, driver, health, loop.registered)
+    endpoints = Endpoints(args.kubelet_dir, driver, health, loop.registered, instance)
 
     def end(_number: int, _frame: object) -> None:
         stop.set()
@@ -319,7 +363,7 @@ def serve(args: argparse.Namespace) -> None:
         while not stop.is_set():
             loop.step()
             endpoints.look()
-            ready.show(ready=publisher.current)
+            ready.show(ready=publisher.current or loop.stands_by)
             loop.wake.wait(args.look_every)
             loop.wake.clear()
     finally:

@@ -6,8 +6,6 @@ whose socket is gone, and finds it when it is there.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -38,6 +36,7 @@ from kube.claims import Claim, Reference
 from kube.driver import MOST_WAITING, Call, Driver
 from kube.errors import SocketError
 from kube.health import HEALTHY, UNHEALTHY, Condition
+from kube.instances import Instance
 from kube.names import DRIVER
 from kube.slices import device_name
 
@@ -63,6 +62,10 @@ RESERVE_S = 2.0
 ANSWER_S = 3.0
 """Before the end of its time a call that waits gives up, and says why."""
 SOCKET_LIMIT = 107
+HAND_OVER_S = 42.0
+"""A call waits for 40 s at most."""
+UNREGISTER_S = 1.5
+"""A kubelet looks for sockets that are gone once a second, and calls a plugin until then."""
 ALONE_S = 20.0
 """A kubelet finds a plugin within a second, one that starts within some."""
 REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
@@ -340,6 +343,12 @@ class Endpoint:
             self._server = None
 
 
+def directories(kubelet_dir: str | Path) -> tuple[Path, Path]:
+    """Return the driver's directory below the kubelet's, and that of registration sockets."""
+    root = Path(kubelet_dir)
+    return root / "plugins" / DRIVER, root / "plugins_registry"
+
+
 class Endpoints:
     """Both sockets below the kubelet's directory."""
 
@@ -349,13 +358,13 @@ class Endpoints:
         driver: Driver,
         health: Health,
         registered: Callable[[bool], None],
+        instance: Instance | None = None,
     ) -> None:
-        root = Path(kubelet_dir)
+        self._instance = instance or Instance(*directories(kubelet_dir))
+        self._driver = driver
         self._tell = registered
         self._pause = self._again_at = 0.0
-        self._directory = root / "plugins" / DRIVER
-        self._registry = root / "plugins_registry"
-        path = self._directory / "dra.sock"
+        path = self._instance.socket
 
         def add_plugin(server: Any) -> None:
             dra_v1_pb2_grpc.add_DRAPluginServicer_to_server(Plugin(driver, dra_v1_pb2), server)
@@ -375,28 +384,11 @@ class Endpoints:
             )
 
         self._plugin = Endpoint(path, add_plugin, WORKERS)
-        self._registrar = Endpoint(
-            self._registry / f"{DRIVER}-reg.sock", add_registration, workers=2
-        )
-        self._lock: int | None = None
+        self._registrar = Endpoint(self._instance.registration, add_registration, workers=2)
 
     def start(self) -> None:
         """Listen on both, the driver's first: the kubelet calls as soon as it sees the other."""
-        try:
-            self._directory.mkdir(mode=0o750, parents=True, exist_ok=True)
-            self._registry.mkdir(mode=0o750, parents=True, exist_ok=True)
-            self._lock = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as e:
-            raise SocketError(
-                f"{e.filename}: {e.strerror}", hint="run as root; see --kubelet-dir"
-            ) from e
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise SocketError(
-                f"another driver serves in {self._directory}",
-                hint="it goes on; end it first (a DaemonSet with maxSurge 0 does)",
-            ) from e
+        self._instance.start()
         self._plugin.start()
         self._registrar.start()
 
@@ -418,12 +410,24 @@ class Endpoints:
         else:
             self._pause = min(max(self._pause * 2, REFUSED_S), REFUSED_MOST_S)
             self._again_at = time.monotonic() + self._pause
+        self._instance.note_registered(accepted)
         self._tell(accepted)
 
-    def stop(self, grace: float = 5.0) -> None:
-        """Register no more, then answer what was asked."""
-        self._registrar.stop(0)
+    def stop(self, grace: float = 5.0, most: float = HAND_OVER_S) -> None:
+        """Answer what was asked, and register no more.
+
+        A kubelet cuts off the calls to a plugin when the socket is gone by which it registered.
+        Where a later instance serves, which gets the new calls, calls of this one may therefore
+        wait on, for `most` seconds. Otherwise they have the grace: they may wait for a governor
+        that comes with the next pod only.
+        """
+        until = time.monotonic() + most
+        while self._instance.has_successor() and time.monotonic() < until:
+            if self._driver.idle:
+                self._registrar.stop(0)
+                time.sleep(UNREGISTER_S)
+                break
+            time.sleep(0.05)
         self._plugin.stop(grace)
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                os.close(self._lock)
+        self._registrar.stop(0)
+        self._instance.close()

@@ -85,10 +85,12 @@ class Kubelet:
         self.info: Any = None
         self._channel: Any = None
 
-    def register(self, seconds: float = 15.0, *, accept: bool = True) -> None:
-        """Wait for the plugin's socket, and register it."""
+    def register(self, seconds: float = 15.0, *, accept: bool = True, instance: str = "") -> None:
+        """Wait for the plugin's socket, of one instance or whichever, and register it."""
         path = wait_for(
-            lambda: next(iter(self.registry.glob("*.sock")), None), "a registration socket", seconds
+            lambda: next(iter(self.registry.glob(f"*{instance}-reg.sock")), None),
+            "a registration socket",
+            seconds,
         )
         with grpc.insecure_channel(f"unix:{path}", QUICK) as channel:
             stub = pluginregistration_v1_pb2_grpc.RegistrationStub(channel)

@@ -113,7 +113,11 @@ def parts(clock: list[float], tmp_path: Path) -> tuple[Loop, Slices, Governor, P
     slices, governor = Slices(), Governor()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
     args = argparse.Namespace(
-        node_name=NODE, default_memory=None, default_compute=None, kubelet_dir="/var/lib/kubelet"
+        node_name=NODE,
+        default_memory=None,
+        default_compute=None,
+        kubelet_dir="/var/lib/kubelet",
+        instance="",
     )
     driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
     loop = Loop(
@@ -161,7 +165,11 @@ def test_before_a_kubelet_has_come_nothing_is_offered_and_that_is_said(
     slices, governor = Slices(), Governor()
     publisher = Publisher(slices, interval=6.0, clock=lambda: clock[0])
     args = argparse.Namespace(
-        node_name=NODE, default_memory=None, default_compute=None, kubelet_dir="/srv/kubelet"
+        node_name=NODE,
+        default_memory=None,
+        default_compute=None,
+        kubelet_dir="/srv/kubelet",
+        instance="",
     )
     driver = Driver(NODE, governor, slices, Directory(tmp_path))  # type: ignore[arg-type]
     loop = Loop(

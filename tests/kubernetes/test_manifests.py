@@ -100,6 +100,30 @@ def test_every_container_has_the_image_that_the_base_names(directory: str, tmp_p
     assert images == {f"site.example/gpu/tidegate:{VERSION}"}
 
 
+@pytest.mark.parametrize("directory", DIRECTORIES)
+def test_a_pod_is_replaced_while_the_old_one_serves(directory: str) -> None:
+    """What rules out two pods on a node is in none; a device plugin is replaced one after the other."""
+    daemon_set = one(render(directory), "DaemonSet")
+    rolling = daemon_set["spec"]["updateStrategy"]["rollingUpdate"]
+    spec = daemon_set["spec"]["template"]["spec"]
+    by_name = {container["name"]: container for container in spec["containers"]}
+    if directory == "overlays/device-plugin":
+        assert rolling == {"maxSurge": 0, "maxUnavailable": "10%"}
+        return
+    assert rolling == {"maxSurge": "10%", "maxUnavailable": 0}
+    assert not spec.get("hostNetwork")
+    ports = [port for c in containers(daemon_set) for port in c.get("ports") or ()]
+    assert not any("hostPort" in port for port in ports)
+    environment = {one["name"]: one["valueFrom"]["fieldRef"] for one in by_name["dra"]["env"]}
+    assert environment["POD_UID"] == {"fieldPath": "metadata.uid"}
+    # A governor of the new pod that failed beside the old one would come back late.
+    if "governor" in by_name:
+        assert by_name["governor"]["command"] == ["tidegate-governor", "--wait"]
+    from kube.service import HAND_OVER_S
+
+    assert spec["terminationGracePeriodSeconds"] >= HAND_OVER_S + 10
+
+
 def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
     documents = render("overlays/device-plugin")
     kinds = {document["kind"] for document in documents}

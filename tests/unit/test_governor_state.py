@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -25,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from governor import state as module
 from governor.cgroups import Membership
 from governor.container import container_key
-from governor.daemon import listening
+from governor.daemon import listening, wait_for_place
 from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity
 from governor.quota import Quota
@@ -529,6 +530,35 @@ def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
         assert first.fileno() >= 0
     with listening(path), socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))  # one that was killed left its lock to nobody
+
+
+def test_a_governor_that_waits_takes_the_place_when_it_is_free(tmp_path: Path) -> None:
+    """Meanwhile the socket is the first one's; a signal ends the wait."""
+    path = tmp_path / "governor.sock"
+
+    async def scene() -> None:
+        stop = asyncio.Event()
+        with listening(path) as first:
+            waiting = asyncio.create_task(wait_for_place(tmp_path, stop))
+            also = asyncio.create_task(wait_for_place(tmp_path, ended := asyncio.Event()))
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+                first.accept()[0].close()
+            ended.set()
+            assert await asyncio.wait_for(also, 5) is None
+        lock = await asyncio.wait_for(waiting, 5)
+        assert lock is not None
+        with listening(path, lock) as second, socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            second.accept()[0].close()
+            with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
+                pass
+        with listening(path):  # it has let go of the lock as well
+            pass
+
+    asyncio.run(scene())
 
 
 def test_a_file_that_is_damaged_while_it_is_open_is_written_anew(

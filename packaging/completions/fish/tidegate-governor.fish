@@ -5,3 +5,4 @@ complete -c tidegate-governor -l config -r -F -d 'configuration file (/etc/tideg
 complete -c tidegate-governor -l runtime-dir -x -a '(__fish_complete_directories)' -d 'instead of the configuration\'s'
 complete -c tidegate-governor -l state-dir -x -a '(__fish_complete_directories)' -d 'instead of the configuration\'s'
 complete -c tidegate-governor -l driver-dir -x -a '(__fish_complete_directories)' -d 'instead of the configuration\'s'
+complete -c tidegate-governor -l wait -d 'wait for another governor of the same directory to end, and take its place'

@@ -1,0 +1,256 @@
+"""Drivers of one node beside each other: a new one serves before the one that it replaces ends.
+
+Kubelets since 1.33 know several plugins of one driver, if their sockets have names of their own,
+and call the one that registered last. So both prepare claims meanwhile. What only one may do,
+publishing and reconciling, is done by the one that was started last, of those that are registered.
+
+Each instance holds a lock on a file of its own in the driver's directory for as long as it lives.
+What a dead one has left there is removed by the next. All of them share a lock on the directory
+itself, which a driver with fixed names, and the device plugin, hold alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from kube.errors import SocketError
+from kube.names import DRIVER
+
+log = structlog.get_logger()
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
+_LOCK = re.compile(r"instance-(?P<name>.+)\.lock")
+_PLUGIN = re.compile(r"dra(?:-(?P<name>.+))?\.sock")
+_REGISTRAR = re.compile(rf"{re.escape(DRIVER)}(?:-(?P<name>.+))?-reg\.sock")
+CLAIMS = "claims.lock"
+"""Held, a byte for each claim, by the instance that works on it."""
+SLOTS = 1 << 30
+PATIENCE_S = 5.0
+LATELY_S = 120.0
+HOLD_MOST_S = 20.0
+"""No step of another instance takes so long: it waits for nothing while it holds a claim."""
+
+
+class Instance:
+    """One driver; without a name it is the only one of its node."""
+
+    def __init__(self, directory: Path, registry: Path, name: str = "") -> None:
+        if name and not _NAME.fullmatch(name):
+            raise SocketError(
+                f"{name[:80]!r} cannot be part of a socket's name",
+                hint="name the instance by the uid of its pod",
+            )
+        self.name = name
+        self._directory = directory
+        self._registry = registry
+        self._started = 0
+        self._registered = False
+        self._met: float | None = None
+        self._shared: int | None = None
+        self._own: int | None = None
+        self._claims: int | None = None
+
+    @property
+    def socket(self) -> Path:
+        """Where the kubelet calls this driver."""
+        return self._socket(self.name)
+
+    @property
+    def registration(self) -> Path:
+        """Where the kubelet finds it."""
+        return self._registration(self.name)
+
+    def _socket(self, name: str) -> Path:
+        return self._directory / (f"dra-{name}.sock" if name else "dra.sock")
+
+    def _registration(self, name: str) -> Path:
+        return self._registry / (f"{DRIVER}-{name}-reg.sock" if name else f"{DRIVER}-reg.sock")
+
+    def _lock_file(self, name: str) -> Path:
+        return self._directory / f"instance-{name}.lock"
+
+    def start(self) -> None:
+        """Take the place among the others; SocketError where there is none."""
+        try:
+            self._directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._registry.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._shared = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(
+                self._shared, (fcntl.LOCK_SH if self.name else fcntl.LOCK_EX) | fcntl.LOCK_NB
+            )
+            self._claims = os.open(
+                self._directory / CLAIMS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+            if self.name:
+                self._own = self._lock()
+                self._started = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+                self._write(registered=False)
+            self.clean()
+        except BlockingIOError as e:
+            self.close()
+            if self.name:
+                raise SocketError(
+                    f"another driver, with fixed sockets, or the device plugin serves in"
+                    f" {self._directory}",
+                    hint="it goes on; end it first (kubectl delete daemonset)",
+                ) from e
+            raise SocketError(
+                f"another driver serves in {self._directory}",
+                hint="it goes on; end it first (a DaemonSet with maxSurge 0 does), or name each"
+                " instance (--instance)",
+            ) from e
+        except OSError as e:
+            self.close()
+            raise SocketError(
+                f"{e.filename or self._directory}: {e.strerror}",
+                hint="run as root; see --kubelet-dir",
+            ) from e
+
+    def _lock(self) -> int:
+        """Return a descriptor of this instance's file, locked; it is the file that is there."""
+        path = self._lock_file(self.name)
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Another one that looked before this was locked may have removed it.
+                if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
+                    return fd
+            except BlockingIOError:
+                # Another one looks, or the container that was here before has not quite ended.
+                if time.monotonic() > until:
+                    os.close(fd)
+                    raise
+            os.close(fd)
+            time.sleep(0.02)
+
+    def _write(self, *, registered: bool) -> None:
+        if self._own is None:
+            return
+        data = json.dumps({"started": self._started, "registered": registered}).encode()
+        # One write of a whole line: who reads meanwhile finds the old one or the new one.
+        os.pwrite(self._own, data.ljust(80) + b"\n", 0)
+
+    def note_registered(self, registered: bool) -> None:  # noqa: FBT001 - the callback's one word
+        """Note whether a kubelet has registered this instance."""
+        self._registered = registered
+        with contextlib.suppress(OSError):
+            self._write(registered=registered)
+
+    def leads(self) -> bool:
+        """Return whether this instance publishes and reconciles; what dead ones left is removed."""
+        return not self.name or not any(
+            other["registered"] and (other["started"] > self._started or not self._registered)
+            for other in self.clean()
+        )
+
+    def has_successor(self) -> bool:
+        """Return whether a later instance is registered, which serves when this one ends."""
+        return bool(self.name) and any(
+            other["registered"] and other["started"] > self._started for other in self.clean()
+        )
+
+    def clean(self) -> list[dict[str, Any]]:
+        """Remove what dead instances have left; return what the others have written."""
+        # Sockets are looked for first: an instance has its lock before them.
+        left = self._found(self._directory, _PLUGIN) | self._found(self._registry, _REGISTRAR)
+        alive = {}
+        for name in self._found(self._directory, _LOCK) - {self.name}:
+            state = self._look(name)
+            if state is not None:
+                alive[name] = state
+        for name in left - set(alive) - {self.name}:
+            for path in (self._registration(name), self._socket(name)):
+                path.unlink(missing_ok=True)
+            log.info("sockets-left-over", instance=name)
+        if alive:
+            self._met = time.monotonic()
+        return list(alive.values())
+
+    def others(self) -> bool:
+        """Return whether another instance was there lately, and may have been called."""
+        return self._met is not None and time.monotonic() - self._met < LATELY_S
+
+    def _found(self, directory: Path, pattern: re.Pattern[str]) -> set[str]:
+        matches = (pattern.fullmatch(entry.name) for entry in os.scandir(directory))
+        return {match["name"] or "" for match in matches if match}
+
+    def _look(self, name: str) -> dict[str, Any] | None:
+        """Return what a live instance has written, None of a dead one, whose file goes."""
+        path = self._lock_file(name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            return _read(fd)
+        finally:
+            os.close(fd)
+        return None
+
+    @contextlib.contextmanager
+    def hold(self, uid: str, check: Callable[[], None]) -> Iterator[None]:
+        """Keep other instances from working on a claim; `check` raises where that is given up.
+
+        One thread at a time may hold a claim: the kernel tells processes apart, not threads.
+        """
+        if self._claims is None or not self.name:
+            yield
+            return
+        slot = zlib.crc32(uid.encode(errors="replace")) % SLOTS
+        until = time.monotonic() + HOLD_MOST_S
+        while True:
+            try:
+                fcntl.lockf(self._claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+                break
+            except OSError as e:
+                if e.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise SocketError(
+                        f"{self._directory / CLAIMS}: {e.strerror}", hint="see --kubelet-dir"
+                    ) from e
+                check()
+                if time.monotonic() > until:
+                    raise SocketError(
+                        f"another driver of this node has worked on it for {HOLD_MOST_S:.0f} s",
+                        hint="end the older one",
+                    ) from e
+                time.sleep(0.02)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, slot)
+
+    def close(self) -> None:
+        """Let go of the place; sockets are removed by who made them."""
+        if self._own is not None:
+            self._lock_file(self.name).unlink(missing_ok=True)
+        for fd in (self._own, self._claims, self._shared):
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        self._own = self._claims = self._shared = None
+
+
+def _read(fd: int) -> dict[str, Any]:
+    """Return what an instance has written; one that has not yet is ahead of nobody."""
+    try:
+        state = json.loads(os.pread(fd, 200, 0))
+        return {"started": int(state["started"]), "registered": state["registered"] is True}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {"started": 0, "registered": False}

@@ -1,0 +1,331 @@
+"""Two drivers on a node, one of which takes the place of the other: real processes, and a kubelet that knows both."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kube.driver import Driver
+from kube.errors import SocketError
+from kube.instances import Instance
+from tests.kubernetes.conftest import Stand
+from tests.kubernetes.documents import NODE, claim, reference, result
+from tests.kubernetes.kubelet import Kubelet, wait_for
+from tests.kubernetes.test_dra_loop import Cluster, Governor
+
+OLD, NEW = "0b7e3c2c", "f1a0c9d4"
+"""Instances. A pod's uid is longer, and so are the paths of these tests than a kubelet's."""
+
+
+def sockets(stand: Stand) -> set[str]:
+    return {path.name for path in stand.kubelet.directory.rglob("*.sock")}
+
+
+def named(uid: str) -> set[str]:
+    return {f"dra-{uid}.sock", f"tidegate.gpu-{uid}-reg.sock"}
+
+
+class Two:
+    """The stand with a second driver, the kubelet's connection to it, and its log."""
+
+    def __init__(self, stand: Stand) -> None:
+        self.stand = stand
+        self.kubelet = Kubelet(stand.kubelet.directory)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = stand.base / "ready-new"
+
+    def start(self) -> None:
+        """Start the second driver, beside the first."""
+        first, self.stand.ready = self.stand.process, self.ready
+        self.process = self.stand.start("--instance", NEW)
+        self.stand.process = first
+
+    def up(self) -> None:
+        """Start it, and have the kubelet register it."""
+        self.start()
+        self.kubelet.register(instance=NEW)
+        wait_for(self.ready.exists, f"the new one is ready\n{self.stand.text()}")
+
+    def close(self) -> None:
+        self.kubelet.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(15)
+
+
+@pytest.fixture
+def two(stand: Stand) -> Iterator[Two]:
+    made = Two(stand)
+    stand.up("--instance", OLD)
+    yield made
+    made.close()
+
+
+def test_a_new_driver_serves_before_the_old_one_ends(two: Two) -> None:
+    """Both are called meanwhile; either takes back what the other has prepared."""
+    stand = two.stand
+    documents = [claim(f"c{i}", "ns", result(0, compute="5")) for i in range(4)]
+    uids = [document["metadata"]["uid"] for document in documents]
+    for document in documents:
+        stand.api.add_claim(document)
+    stand.kubelet.prepare(*map(reference, documents[:2]))
+    two.up()
+    assert sockets(stand) == named(OLD) | named(NEW)
+    wait_for(lambda: stand.logged("another-leads"), "the old one stands down")
+    assert stand.kubelet.prepare(reference(documents[2]))[uids[2]].error == ""
+    assert two.kubelet.prepare(reference(documents[3]))[uids[3]].error == ""
+    assert two.kubelet.unprepare(reference(documents[0]))[uids[0]].error == ""
+    assert stand.kubelet.unprepare(reference(documents[3]))[uids[3]].error == ""
+    time.sleep(1.5)  # several rounds of both: nothing comes back that was taken back
+    assert set(stand.governor.claims) == {uids[1], uids[2]}
+    assert stand.files() == sorted(f"tidegate.gpu-claim_{uid}.json" for uid in uids[1:3])
+    assert stand.kill(signal.SIGTERM) == 0
+    assert sockets(stand) == named(NEW)
+    assert two.ready.exists()
+    assert two.kubelet.unprepare(*map(reference, documents[1:3]))[uids[1]].error == ""
+    assert (stand.governor.claims, stand.files()) == ({}, [])
+
+
+def test_one_of_two_drivers_writes_the_slice(two: Two) -> None:
+    stand = two.stand
+    assert stand.api.counts()["create", "resourceslices"] == 1
+    two.up()
+    wait_for(lambda: stand.logged("another-leads"), "the old one stands down")
+    stand.governor.gpus[1]["lost"] = "fell off the bus"
+    wait_for(lambda: stand.api.counts()["update", "resourceslices"], "the slice of a change")
+    time.sleep(1.5)
+    assert stand.api.counts()["update", "resourceslices"] == 1
+    # The new one dies at once: the old one goes on, and removes what the other has left.
+    assert two.process is not None
+    two.process.kill()
+    two.process.wait(15)
+    wait_for(lambda: stand.logged("leads"), "the old one leads again")
+    wait_for(lambda: sockets(stand) == named(OLD), "its sockets alone")
+    del stand.governor.gpus[1]
+    wait_for(lambda: stand.api.counts()["update", "resourceslices"] == 2, "the next change")
+
+
+def test_what_waits_when_a_driver_is_replaced_is_answered(two: Two) -> None:
+    """The kubelet cuts off what it has called when the registration's socket is gone."""
+    stand = two.stand
+    full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
+    for document in (full, waiting):
+        stand.api.add_claim(document)
+    stand.kubelet.prepare(reference(full))
+    call = stand.kubelet.begin(reference(waiting))
+    wait_for(lambda: stand.logged("claim-waits"), "it waits")
+    two.up()
+    wait_for(lambda: stand.logged("another-leads"), "the old one stands down")
+    old = stand.process
+    assert old is not None
+    old.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert sockets(stand) == named(OLD) | named(NEW)
+    assert two.kubelet.unprepare(reference(full))[full["metadata"]["uid"]].error == ""
+    assert call.result(10).claims[waiting["metadata"]["uid"]].error == ""
+    assert old.wait(15) == 0
+    assert sockets(stand) == named(NEW)
+    assert set(stand.governor.claims) == {waiting["metadata"]["uid"]}
+
+
+def test_without_a_successor_a_driver_ends_although_a_call_waits(two: Two) -> None:
+    """It may wait for a governor that comes with the next pod only."""
+    stand = two.stand
+    full, waiting = claim("full", "ns", result(0, compute="100")), claim("waiting", "ns", result(0))
+    for document in (full, waiting):
+        stand.api.add_claim(document)
+    stand.kubelet.prepare(reference(full))
+    call = stand.kubelet.begin(reference(waiting))
+    wait_for(lambda: stand.logged("claim-waits"), "it waits")
+    assert not call.done()
+    assert stand.kill(signal.SIGTERM) == 0
+    assert sockets(stand) == set()
+    assert set(stand.governor.claims) == {full["metadata"]["uid"]}
+
+
+def test_a_driver_before_its_registration_leaves_the_slice_alone(two: Two) -> None:
+    two.start()
+    wait_for(lambda: sockets(two.stand) == named(OLD) | named(NEW), "both listen")
+    time.sleep(1.5)
+    assert two.stand.api.counts()["update", "resourceslices"] == 0
+    assert two.stand.logged("another-leads")  # the new one says it of itself
+    assert not two.ready.exists()
+
+
+def test_fixed_names_and_named_instances_exclude_each_other(two: Two) -> None:
+    stand = two.stand
+    log, first = len(stand.text()), stand.process
+    second = stand.start()
+    assert second.wait(15) == 73
+    assert "another driver serves in" in stand.text()[log:]
+    stand.process = first
+    stand.kill()
+    stand.start()
+    wait_for(lambda: sockets(stand) == {"dra.sock", "tidegate.gpu-reg.sock"}, "its own alone")
+    log, first = len(stand.text()), stand.process
+    second = stand.start("--instance", NEW)
+    assert second.wait(15) == 73
+    assert "another driver, with fixed sockets, or the device plugin" in stand.text()[log:]
+    stand.process = first
+
+
+# ---- without processes ----
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "plugins", tmp_path / "registry"
+
+
+def test_what_a_dead_instance_has_left_goes_and_what_lives_stays(places: tuple[Path, Path]) -> None:
+    alive, dead = Instance(*places, "alive"), Instance(*places, "dead")
+    for instance in (alive, dead):
+        instance.start()
+        for path in (instance.socket, instance.registration):
+            path.touch()
+    others = places[1] / "other.example-reg.sock"
+    others.touch()
+    assert dead._own is not None
+    os.close(dead._own)  # as a kernel does of a process that is killed
+    dead._own = None
+    new = Instance(*places, "new")
+    new.start()
+    assert alive.socket.exists()
+    assert alive.registration.exists()
+    assert not dead.socket.exists()
+    assert not dead.registration.exists()
+    assert others.exists()
+    assert sorted(path.name for path in places[0].glob("*.lock")) == [
+        "claims.lock", "instance-alive.lock", "instance-new.lock",
+    ]  # fmt: skip
+    for instance in (alive, new, dead):
+        instance.close()
+
+
+def test_the_latest_that_a_kubelet_has_registered_leads(places: tuple[Path, Path]) -> None:
+    old, new = Instance(*places, "z-old"), Instance(*places, "a-new")
+    old.start()
+    assert old.leads()  # nobody else is there
+    old.note_registered(True)
+    new.start()
+    assert (old.leads(), new.leads(), old.has_successor()) == (True, False, False)
+    new.note_registered(True)
+    assert (old.leads(), new.leads(), old.has_successor()) == (False, True, True)
+    old.note_registered(True)  # a kubelet that starts registers both in any order
+    assert (old.leads(), new.leads()) == (False, True)
+    new.note_registered(False)
+    assert (old.leads(), new.leads()) == (True, False)
+    new.note_registered(True)
+    old.close()
+    assert new.leads()
+    assert not new.has_successor()
+    new.close()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"started": "x"}', '{"registered": true}'])
+def test_a_lock_file_with_nonsense_is_of_an_instance_that_is_not_registered(
+    places: tuple[Path, Path], text: str
+) -> None:
+    own, other = Instance(*places, "own"), Instance(*places, "other")
+    own.start()
+    own.note_registered(True)
+    other.start()
+    (places[0] / "instance-other.lock").write_text(text)
+    assert own.leads()
+    other.close()
+    own.close()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".", "-", "x" * 64, "ä"])
+def test_an_instance_has_a_name_that_leads_nowhere_else(
+    places: tuple[Path, Path], name: str
+) -> None:
+    with pytest.raises(SocketError, match="cannot be part of a socket's name"):
+        Instance(*places, name)
+
+
+def test_two_drivers_do_not_work_on_a_claim_at_the_same_time(places: tuple[Path, Path]) -> None:
+    """The other is a process of its own: the kernel tells no threads apart."""
+    own = Instance(*places, "own")
+    own.start()
+    entered = threading.Event()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # holds u-1 until it is told
+        with own.hold("u-1", lambda: None):
+            os.close(write)
+            (places[0] / "held").touch()
+            os.read(read, 1)
+        os._exit(0)
+    os.close(read)
+    wait_for((places[0] / "held").exists, "the other holds it")
+    with own.hold("u-2", lambda: None):
+        pass
+
+    def enter() -> None:
+        with own.hold("u-1", lambda: None):
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert not entered.wait(0.3)
+    with pytest.raises(SocketError, match="given up"), own.hold("u-1", _give_up):
+        pass
+    os.close(write)
+    assert entered.wait(10)
+    thread.join(10)
+    os.waitpid(pid, 0)
+    own.close()
+
+
+def _give_up() -> None:
+    raise SocketError("given up", hint="-")
+
+
+def test_what_another_driver_has_taken_back_is_not_prepared_again(tmp_path: Path) -> None:
+    """The cluster still has the claim: its pod ends, and its kubelet has called the other one."""
+    from kube.cdi import Directory
+    from kube.claims import Reference
+
+    document = claim("a", "ns", result(), uid="u-1")
+    governor, directory = Governor(), Directory(tmp_path)
+    old, new = (
+        Driver(NODE, governor, Cluster(document), directory, others=lambda: True) for _ in range(2)
+    )
+    named = Reference(*reference(document))
+    new.prepare(named)
+    old.unprepare(named)
+    assert new.differs()
+    new.reconcile()
+    assert not new.differs()
+    assert (governor.booked, directory.uids()) == ({}, set())
+    # What is leaving was taken back, too, although containers use it.
+    new.prepare(named)
+    governor.booked["u-1"] = {**governor.booked["u-1"], "leaving": True}
+    directory.remove("u-1")
+    new.reconcile()
+    assert governor.booked["u-1"]["leaving"]
+    assert (directory.uids(), new.differs()) == (set(), False)
+
+
+def test_the_lock_of_the_device_plugin_keeps_instances_away(places: tuple[Path, Path]) -> None:
+    places[0].mkdir()
+    fd = os.open(places[0], os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(SocketError, match="or the device plugin serves in"):
+        Instance(*places, "a").start()
+    os.close(fd)
+    instance = Instance(*places, "a")
+    instance.start()
+    assert json.loads((places[0] / "instance-a.lock").read_text())["registered"] is False
+    instance.close()
+    assert not (places[0] / "instance-a.lock").exists()

@@ -185,6 +185,20 @@ def test_a_second_driver_on_the_node_is_refused(stand: Stand) -> None:
     assert stand.kubelet.unprepare(("a", "b", "u-1"))["u-1"].error == ""
 
 
+def test_a_cdi_file_that_was_removed_is_written_again(stand: Stand) -> None:
+    """As long as the pod's sandbox is there no kubelet asks, and its containers do not start."""
+    document = claim()
+    stand.api.add_claim(document)
+    stand.up()
+    stand.kubelet.prepare(reference(document))
+    (name,) = stand.files()
+    before = (stand.cdi / name).read_bytes()
+    (stand.cdi / name).unlink()
+    wait_for(stand.files, "the file again")
+    assert (stand.cdi / name).read_bytes() == before
+    assert stand.governor.changes == 1
+
+
 def test_calls_at_the_same_time_enter_a_claim_once(stand: Stand) -> None:
     documents = [claim(f"c{i}", "ns", result(i % 2, compute="5")) for i in range(6)]
     for document in documents:

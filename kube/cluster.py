@@ -7,11 +7,11 @@ stays. Whatever goes wrong is a ClusterError.
 from __future__ import annotations
 
 import json
-import ssl
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kube.errors import ClaimError, ClusterError
+from kube.tls import relax
 
 CALLS = (
     ("resource.k8s.io", "resourceslices", ("get", "watch", "create", "update", "delete")),
@@ -23,6 +23,9 @@ CALLS = (
 
 LONGEST = 4 << 20
 """Bytes of an event of a watch: an object has 1.5 MiB at most."""
+
+POOL = 16
+"""Connections that are kept: a kubelet starts many pods at once."""
 
 TIMEOUT = (5.0, 10.0)
 """Seconds to connect and to answer: the kubelet waits 45 s for all."""
@@ -54,7 +57,9 @@ class Cluster:
                 else "run in a pod with a service account, or name a file with --kubeconfig",
             ) from e
         configuration.retries = False  # who calls knows better when to ask again
+        configuration.connection_pool_maxsize = POOL
         self._client = client.ApiClient(configuration)
+        relax(self._client.rest_client.pool_manager)
         self._resource = client.ResourceV1Api(self._client)
         self._core = client.CoreV1Api(self._client)
         self._timeout = timeout
@@ -194,8 +199,9 @@ def _explain(what: str, e: Exception) -> ClusterError:
     """Return the line for whatever the client has raised."""
     from kubernetes.client.exceptions import ApiException
 
-    if isinstance(e, ApiException):
-        status = int(e.status or 0)
+    # An SSLError of urllib3's comes as an answer of the status 0.
+    if isinstance(e, ApiException) and e.status:
+        status = int(e.status)
         said = ""
         try:
             said = str(json.loads(e.body)["message"])
@@ -215,8 +221,14 @@ def _explain(what: str, e: Exception) -> ClusterError:
             hint=hints.get(status, "it is tried again; see the API server's log"),
             http=status,
         )
-    reason = " ".join(str(e).split())[:200]
+    said = str(e.reason) if isinstance(e, ApiException) else str(e)
+    # What went wrong is behind the names of classes and their addresses, at the end.
+    reason = " ".join(said.partition("Caused by ")[2].split() or said.split())[:300]
     hint = "it is tried again; see the network and the API server"
-    if isinstance(e, ssl.SSLError) or "CERTIFICATE" in reason:
-        hint = "see the certificate authority in the kubeconfig"
+    if "CERTIFICATE" in reason or "certificate" in reason:
+        hint = (
+            "the certificate authority that is trusted has to be the API server's, and its"
+            " certificate has to name the host: see the kubeconfig, or the ConfigMap"
+            " kube-root-ca.crt of the namespace"
+        )
     return ClusterError(f"{what}: no answer of the API server: {reason}", hint=hint)

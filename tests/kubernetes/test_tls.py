@@ -1,0 +1,200 @@
+"""The API server over TLS: what authorities are trusted, and what a failure says. The server and openssl are real.
+
+Python sets VERIFY_X509_STRICT from 3.13 on; older ones are made to, in the one place where urllib3 does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+import urllib3.connection
+import urllib3.util.ssl_
+
+from kube.cluster import Cluster
+from kube.errors import ClusterError
+from tests.conftest import lack
+
+NODE = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-1", "uid": "u-1"}}
+
+
+def openssl(*words: str, cwd: Path) -> None:
+    if shutil.which("openssl") is None:
+        lack("needs openssl")
+    subprocess.run(["openssl", *words], cwd=cwd, check=True, capture_output=True)
+
+
+def authority(directory: Path, name: str, *extensions: str) -> Path:
+    """Make a certificate authority with these extensions and no others."""
+    (directory / f"{name}.cnf").write_text(
+        f"[req]\ndistinguished_name=dn\nx509_extensions=ext\nprompt=no\n[dn]\nCN={name}\n[ext]\n"
+        + "\n".join(("basicConstraints=critical,CA:TRUE", "subjectKeyIdentifier=hash", *extensions))
+    )
+    openssl(
+        "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "30", "-config", f"{name}.cnf",
+        "-keyout", f"{name}.key", "-out", f"{name}.pem", cwd=directory,
+    )  # fmt: skip
+    return directory / f"{name}.pem"
+
+
+def certificate(directory: Path, ca: str, names: str, days: str = "30") -> Path:
+    """Make a server's certificate, with its key in one file."""
+    openssl(
+        "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-keyout", "s.key",
+        "-out", "s.csr", cwd=directory,
+    )  # fmt: skip
+    (directory / "s.ext").write_text(
+        f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\nbasicConstraints=CA:FALSE\n"
+    )
+    openssl(
+        "x509", "-req", "-in", "s.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-set_serial",
+        "7", "-days", days, "-extfile", "s.ext", "-out", "s.pem", cwd=directory,
+    )  # fmt: skip
+    both = directory / f"{ca}-server.pem"
+    both.write_bytes((directory / "s.pem").read_bytes() + (directory / "s.key").read_bytes())
+    return both
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        data = json.dumps(NODE).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        pass  # a client that refuses our certificate
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], int]]:
+    """Serve with a certificate; return the port."""
+    servers = []
+
+    def start(pem: Path) -> int:
+        server = _Quiet(("127.0.0.1", 0), _Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pem)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        servers.append(server)
+        return int(server.server_address[1])
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have urllib3 make its contexts as under Python 3.13."""
+    original = urllib3.connection.create_urllib3_context
+
+    def made(*args: Any, **more: Any) -> ssl.SSLContext:
+        context = original(*args, **more)
+        context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
+        return context
+
+    for module in (urllib3.connection, urllib3.util.ssl_):
+        monkeypatch.setattr(module, "create_urllib3_context", made)
+
+
+def kubeconfig(directory: Path, port: int, ca: Path, host: str = "127.0.0.1") -> str:
+    path = directory / "kubeconfig"
+    cluster = {"server": f"https://{host}:{port}", "certificate-authority": str(ca)}
+    path.write_text(
+        json.dumps(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "clusters": [{"name": "test", "cluster": cluster}],
+                "users": [{"name": "test", "user": {"token": "none"}}],
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+            }
+        )
+    )
+    return str(path)
+
+
+@pytest.mark.usefixtures("strict")
+def test_an_authority_without_key_usage_is_trusted(
+    tmp_path: Path, serve: Callable[[Path], int]
+) -> None:
+    """As EKS and microk8s make them; urllib3 by itself refuses the same server."""
+    ca = authority(tmp_path, "plain")
+    port = serve(certificate(tmp_path, "plain", "IP:127.0.0.1"))
+    with (
+        urllib3.PoolManager(ca_certs=str(ca), retries=False) as manager,
+        pytest.raises(urllib3.exceptions.SSLError, match="key usage"),
+    ):
+        manager.request("GET", f"https://127.0.0.1:{port}/")
+    cluster = Cluster(kubeconfig(tmp_path, port, ca))
+    assert cluster.node("node-1") == NODE
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("authority", "certificate verify failed"),
+        ("host", "IP address mismatch"),
+        ("expired", "certificate has expired"),
+    ],
+)
+def test_what_is_no_certificate_of_the_api_servers_is_refused_with_a_hint(
+    tmp_path: Path, serve: Callable[[Path], int], wrong: str, words: str
+) -> None:
+    ca = authority(tmp_path, "plain")
+    other = authority(tmp_path, "other", "keyUsage=critical,keyCertSign,cRLSign")
+    names = "IP:127.0.0.2,DNS:localhost" if wrong == "host" else "IP:127.0.0.1"
+    days = "-1" if wrong == "expired" else "30"
+    port = serve(certificate(tmp_path, "plain", names, days))
+    cluster = Cluster(kubeconfig(tmp_path, port, other if wrong == "authority" else ca))
+    with pytest.raises(ClusterError) as caught:
+        cluster.node("node-1")
+    error = caught.value
+    assert error.http == 0
+    assert "no answer of the API server" in error.message
+    assert words in error.message
+    assert "the certificate authority that is trusted" in error.hint
+    assert "API server says 0" not in str(error)
+    assert "\n" not in str(error)
+
+
+def test_connections_of_the_client_verify_chain_and_name() -> None:
+    from kube.tls import make_context
+
+    context = make_context()
+    assert context.verify_mode == ssl.CERT_REQUIRED
+    assert not context.verify_flags & ssl.VERIFY_X509_STRICT
+    assert context.hostname_checks_common_name is False
+
+
+def test_nobody_who_listens_is_no_matter_of_certificates(tmp_path: Path) -> None:
+    cluster = Cluster(kubeconfig(tmp_path, 1, authority(tmp_path, "plain")))
+    with pytest.raises(ClusterError) as caught:
+        cluster.node("node-1")
+    assert "refused" in caught.value.message
+    assert "certificate" not in str(caught.value)

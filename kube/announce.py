@@ -93,7 +93,7 @@ class Announcer:
             "name": reference.name,
             "uid": reference.uid,
         }
-        pods = _pods(document)
+        pods = pods_of(document)
         for about in (
             claim,
             *(
@@ -149,7 +149,7 @@ class Announcer:
             self._queue.put_nowait(None)
 
 
-def _pods(document: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+def pods_of(document: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """Return the pods that a claim is reserved for; what is none is left out."""
     status = (document or {}).get("status")
     reserved = status.get("reservedFor") if isinstance(status, Mapping) else None

@@ -18,6 +18,8 @@ CALLS = (
     ("resource.k8s.io", "resourceclaims", ("get",)),
     ("", "nodes", ("get",)),
     ("", "events", ("create",)),
+    ("", "pods", ("list",)),
+    ("", "pods/status", ("patch",)),
 )
 """Every group, resource and verb; the driver's role in packaging/kubernetes/ has these, no more."""
 
@@ -168,6 +170,25 @@ class Cluster:
         self._json(
             f"event in {namespace}",
             lambda **o: self._core.create_namespaced_event(namespace, body, **o),
+        )
+
+    def pods(self, node: str) -> list[dict[str, Any]]:
+        """Return the pods of a node, as a cache of the API server's has them."""
+        answer = self._json(
+            f"pods of node {node}",
+            lambda **o: self._core.list_pod_for_all_namespaces(
+                field_selector=f"spec.nodeName={node}", resource_version="0", **o
+            ),
+        )
+        items = answer.get("items")
+        return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
+
+    def annotate_pod(self, namespace: str, name: str, uid: str, annotation: str, text: str) -> None:
+        """Set an annotation of a pod, by its status: that way nothing else of it can change."""
+        body = {"metadata": {"uid": uid, "annotations": {annotation: text}}}
+        self._json(
+            f"pod {namespace}/{name}",
+            lambda **o: self._core.patch_namespaced_pod_status(name, namespace, body, **o),
         )
 
     def _json(self, what: str, call: Callable[..., Any]) -> dict[str, Any]:

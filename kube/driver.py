@@ -119,10 +119,12 @@ class Driver:
             [str, Callable[[], None]], contextlib.AbstractContextManager[None]
         ] = lambda _uid, _check: contextlib.nullcontext(),
         others: Callable[[], bool] = lambda: False,
+        again: Callable[[Reference, dict[str, Any] | None], None] = lambda _r, _d: None,
     ) -> None:
         """`hold` and `others` are of the other drivers of the node (`kube.instances`).
 
         One keeps them from working on a claim, the other says whether there were any lately.
+        `again` is told of claims that were refused for what may pass (`kube.resync`).
         """
         self._node_name = node_name
         self._governor = governor
@@ -134,6 +136,9 @@ class Driver:
         self._dev_dir = dev_dir
         self._hold = hold
         self._others = others
+        self._again = again
+        self._answered: set[str] = set()
+        """Claims that a kubelet has asked this process for, and was given."""
         self._prepared: dict[str, Reference] = {}
         """What the kubelet was answered, and so what the governor has to know: by uid."""
         self._calls = 0
@@ -181,7 +186,9 @@ class Driver:
                         self._require_wanted(reference, call, waiter)
                         if document is None:
                             document = self._cluster.claim(reference.namespace, reference.name)
-                        return self._prepare(reference, document, time.monotonic() - begun)
+                        claim = self._prepare(reference, document, time.monotonic() - begun)
+                        self._answered.add(reference.uid)
+                        return claim
                 except (HookError, TidegateError) as e:
                     error = _explain(reference, e)
                     left = until - time.monotonic()
@@ -194,6 +201,8 @@ class Driver:
                             pause = min(pause * 2, PAUSE_MOST_S)
                             continue
                     self._refuse(reference, document, error)
+                    if _may_pass(error):
+                        self._again(reference, document)
                     if error is e:
                         raise
                     raise error from e
@@ -325,8 +334,14 @@ class Driver:
     def _take_back(self, uid: str, why: str, name: str = "") -> None:
         self._governor.unclaim(uid)
         self._prepared.pop(uid, None)
+        self._answered.discard(uid)
         removed = self._directory.remove(uid)
         log.info("claim-taken-back", uid=uid, claim=name, why=why, cdi=removed)
+
+    def was_asked(self, uid: str) -> bool:
+        """Return whether a kubelet was answered by this process, or waits for the answer."""
+        with self._changed:
+            return uid in self._answered or uid in self._waiters
 
     @property
     def idle(self) -> bool:

@@ -26,7 +26,7 @@ import structlog
 
 from governor import logs
 from governor.errors import ConfigError, TidegateError
-from kube.announce import Announcer
+from kube.announce import Announcer, pods_of
 from kube.cdi import Directory
 from kube.cluster import Cluster
 from kube.driver import Driver
@@ -39,6 +39,7 @@ from kube.options import add_node_options
 from kube.pci import find_roots
 from kube.publish import Publisher, Watcher
 from kube.quantity import whole
+from kube.resync import Resync
 from kube.service import Alone, Endpoints, Health, directories
 from kube.slices import Defaults, make_slice, slice_name
 
@@ -329,7 +330,9 @@ def serve(args: argparse.Namespace) -> None:
         dev_dir=args.dev_dir,
         hold=instance.hold,
         others=instance.others,
+        again=lambda reference, document: resync.refused(reference.namespace, pods_of(document)),
     )
+    resync = Resync(cluster, args.node_name, driver)
     publisher = Publisher(cluster, interval=3 * args.look_every)
     health = Health(args.node_name)
     loop = Loop(
@@ -342,7 +345,13 @@ def serve(args: argparse.Namespace) -> None:
         leads=instance.leads,
     )
     watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)
-    endpoints = Endpoints(args.kubelet_dir, driver, health, loop.registered, instance)
+
+    def registered(accepted: bool) -> None:  # noqa: FBT001 - the callback's one word
+        loop.registered(accepted)
+        if accepted:
+            resync.registered()
+
+    endpoints = Endpoints(args.kubelet_dir, driver, health, registered, instance)
 
     def end(_number: int, _frame: object) -> None:
         stop.set()
@@ -354,7 +363,11 @@ def serve(args: argparse.Namespace) -> None:
     endpoints.start()
     threads = [
         threading.Thread(target=run, name=name, daemon=True)
-        for name, run in (("events", announcer.run), ("watch", watcher.run))
+        for name, run in (
+            ("events", announcer.run),
+            ("watch", watcher.run),
+            ("resync", resync.run),
+        )
     ]
     for thread in threads:
         thread.start()
@@ -372,6 +385,7 @@ def serve(args: argparse.Namespace) -> None:
         health.close()
         endpoints.stop()
         announcer.stop()
+        resync.stop()
         threads[0].join(2.0)
     log.info("driver-stopped")
 

@@ -132,6 +132,7 @@ class ApiServer:
         }
         self.slices: dict[str, dict[str, Any]] = {}
         self.claims: dict[tuple[str, str], dict[str, Any]] = {}
+        self.pods: dict[tuple[str, str], dict[str, Any]] = {}
         self.events: list[dict[str, Any]] = []
         self.requests: list[tuple[str, str]] = []
         """Verb and resource, in order; dry runs are their own verb."""
@@ -164,6 +165,9 @@ class ApiServer:
 
             def do_PUT(self) -> None:
                 api._serve(self, "update")
+
+            def do_PATCH(self) -> None:
+                api._serve(self, "patch")
 
             def do_DELETE(self) -> None:
                 api._serve(self, "delete")
@@ -224,6 +228,8 @@ class ApiServer:
         parts = url.path.strip("/").split("/")
         if query.get("watch", "").lower() in ("1", "true"):
             verb = "watch"
+        elif verb == "get" and parts[-1] == "pods":
+            verb = "list"
         if query.get("dryRun") == "All":
             verb = f"dry-{verb}"
         resource = self._resource(parts)
@@ -256,14 +262,27 @@ class ApiServer:
 
     @staticmethod
     def _resource(parts: list[str]) -> str:
-        return next(
-            (p for p in parts if p in ("resourceslices", "resourceclaims", "nodes", "events")), "?"
-        )
+        if parts[-3:-2] == ["pods"] and parts[-1] == "status":
+            return "pods/status"
+        known = ("resourceslices", "resourceclaims", "nodes", "events", "pods")
+        return next((part for part in parts if part in known), "?")
 
     def _do(
         self, verb: str, resource: str, parts: list[str], body: Any
     ) -> tuple[int, dict[str, Any]]:
         name = parts[-1]
+        if resource == "pods":
+            return 200, {"apiVersion": "v1", "kind": "PodList", "items": list(self.pods.values())}
+        if resource == "pods/status":
+            pod = self.pods.get((parts[-4], parts[-2]))
+            if pod is None:
+                return self._found(None)
+            if body["metadata"].pop("uid") != pod["metadata"]["uid"]:
+                return 409, self._status(409, "the uid is another one")
+            if set(body) != {"metadata"} or set(body["metadata"]) != {"annotations"}:
+                raise MisfitError("more than annotations of a pod are changed")
+            pod["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])
+            return 200, pod
         if resource == "nodes":
             return self._found(self.nodes.get(name))
         if resource == "resourceclaims":

@@ -19,6 +19,7 @@ from governor import VERSION, daemon, metrics
 from governor.config import Config, Metrics
 from kube.cluster import CALLS
 from kube.convert import DRIVER
+from kube.resync import ANNOTATION
 from tests.conftest import lack
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +178,30 @@ def test_a_stolen_token_offers_nothing_of_other_nodes_or_drivers() -> None:
     ]
 
 
+def test_of_pods_a_stolen_token_changes_one_annotation() -> None:
+    documents = list(yaml.safe_load_all((HERE / "base/resync.yaml").read_text()))
+    policy = one(documents, "ValidatingAdmissionPolicy")["spec"]
+    assert policy["failurePolicy"] == "Fail"
+    (rule,) = policy["matchConstraints"]["resourceRules"]
+    assert (rule["resources"], rule["operations"]) == (["pods/status"], ["UPDATE"])
+    role = one(list(yaml.safe_load_all((HERE / "base/rbac.yaml").read_text())), "ClusterRole")
+    writes = [
+        rule
+        for rule in role["rules"]
+        if any(name.startswith("pods") for name in rule["resources"]) and rule["verbs"] != ["list"]
+    ]
+    assert writes == [{"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}]
+    said = " ".join(validation["expression"] for validation in policy["validations"])
+    for words in (
+        'object.spec.?nodeName.orValue("") == variables.caller',
+        f'key == "{ANNOTATION}"',
+        "object.?status == oldObject.?status",
+    ):
+        assert words in said
+    binding = one(documents, "ValidatingAdmissionPolicyBinding")["spec"]
+    assert (binding["policyName"], binding["validationActions"]) == ("tidegate-resync", ["Deny"])
+
+
 def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
     documents = render("overlays/installed-nodes")
     daemon_set = one(documents, "DaemonSet")
@@ -199,13 +224,20 @@ def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
     called = {(group, resource, verb) for group, resource, verbs in CALLS for verb in verbs}
     assert granted == called
     # CALLS is what is called: each method of the client that the code names.
-    verbs = {"read": "get", "list": "watch", "replace": "update", "create": "create", "delete": "delete"}  # fmt: skip
+    verbs = {"read": "get", "list": "watch", "replace": "update", "create": "create", "delete": "delete", "patch": "patch"}  # fmt: skip
     methods = set()
     for module in sorted((ROOT / "kube").glob("*.py")):
         methods |= set(
             re.findall(r"_(?:core|resource)\.(\w+?)_(?:namespaced_)?(\w+)\(", module.read_text())
         )
-    used = {(resource.replace("_", "") + "s", verbs[verb]) for verb, resource in methods}
+    others = {
+        ("list", "pod_for_all_namespaces"): ("pods", "list"),
+        ("patch", "pod_status"): ("pods/status", "patch"),
+    }
+    used = {
+        others.get((verb, resource)) or (resource.replace("_", "") + "s", verbs[verb])
+        for verb, resource in methods
+    }
     assert used == {(resource, verb) for _, resource, verb in called}
 
 

@@ -1,0 +1,201 @@
+"""Has the kubelet synchronize a pod at once, whose claims it could not have prepared.
+
+A kubelet that finds no driver, or is refused, leaves the pod alone until its next resync, 60 to
+90 s later, unless the pod changes. So the driver writes the time into an annotation of the pod:
+after a call has waited in vain for something that may pass, and for pods that have waited since
+before it was registered, as after a reboot. It may change that one annotation, of pods of its own
+node (packaging/kubernetes/base/resync.yaml).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+import structlog
+
+from governor.errors import TidegateError
+from kube.errors import ClusterError
+from kube.names import DRIVER
+
+log = structlog.get_logger()
+
+ANNOTATION = f"dra.{DRIVER}/prepare-again"
+"""Not below `tidegate.gpu/`, where the hook refuses what it does not know."""
+AFTER_S = 1.0
+"""After a refusal: the kubelet takes the answer in first."""
+LOOKS_S = (0.3, 3.0, 9.0)
+"""After a registration: what a kubelet tells of its pods comes late when it has just started."""
+AGAIN_S = 5.0
+"""After a look that failed."""
+MOST = 1024
+"""Pods that wait to be written to."""
+
+
+class Pods(Protocol):
+    """What is asked of the API server."""
+
+    def pods(self, node: str) -> list[dict[str, Any]]:
+        """Return the pods of a node."""
+
+    def claim(self, namespace: str, name: str) -> dict[str, Any]:
+        """Return a ResourceClaim."""
+
+    def annotate_pod(self, namespace: str, name: str, uid: str, annotation: str, text: str) -> None:
+        """Set an annotation of a pod."""
+
+
+class Known(Protocol):
+    """What is asked of the driver."""
+
+    def was_asked(self, uid: str) -> bool:
+        """Return whether a kubelet was answered, or waits for the answer."""
+
+
+class Resync:
+    """Writes on a thread of its own: an answer to the kubelet waits for nothing here."""
+
+    def __init__(self, cluster: Pods, node: str, driver: Known) -> None:
+        self._cluster = cluster
+        self._node = node
+        self._driver = driver
+        self._changed = threading.Condition()
+        self._looks: list[float] = []
+        self._pods: dict[tuple[str, str, str], float] = {}
+        self._forbidden = False
+        self._stopped = False
+
+    def registered(self) -> None:
+        """A kubelet knows the driver now: pods may have waited for that."""
+        now = time.monotonic()
+        with self._changed:
+            self._looks = [now + after for after in LOOKS_S]
+            self._changed.notify_all()
+
+    def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]]) -> None:
+        """A claim of these pods was refused for something that may pass."""
+        due = time.monotonic() + AFTER_S
+        with self._changed:
+            for pod in pods:
+                key = namespace, str(pod.get("name")), str(pod.get("uid"))
+                if len(self._pods) < MOST:
+                    self._pods.setdefault(key, due)
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Write until `stop`."""
+        while True:
+            with self._changed:
+                due = [*self._looks, *self._pods.values()]
+                wait = min(due) - time.monotonic() if due else None
+                if not self._stopped and (wait is None or wait > 0):
+                    self._changed.wait(wait)
+                if self._stopped:
+                    return
+                now = time.monotonic()
+                look = any(one <= now for one in self._looks)
+                self._looks = [one for one in self._looks if one > now]
+                ready = [key for key, one in self._pods.items() if one <= now]
+                for key in ready:
+                    del self._pods[key]
+            if self._forbidden:
+                continue
+            for key in ready:
+                self._write(*key, why="refused")
+            if look:
+                self._look()
+
+    def stop(self) -> None:
+        """End."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _look(self) -> None:
+        """Find the pods of the node that wait for a claim which the kubelet has not asked for."""
+        try:
+            for pod in self._cluster.pods(self._node):
+                if _waits(pod) and self._is_ours(pod):
+                    metadata = pod["metadata"]
+                    self._write(
+                        str(metadata["namespace"]),
+                        str(metadata["name"]),
+                        str(metadata["uid"]),
+                        why="registered",
+                    )
+        except ClusterError as e:
+            self._failed(e)
+            with self._changed:
+                self._looks.append(time.monotonic() + AGAIN_S)
+        except Exception as e:  # noqa: BLE001 - an odd pod ends no thread
+            log.warning("pods-not-understood", error=repr(e)[:300])
+
+    def _is_ours(self, pod: Mapping[str, Any]) -> bool:
+        namespace = str(pod["metadata"]["namespace"])
+        for name in _claims(pod):
+            try:
+                claim = self._cluster.claim(namespace, name)
+            except ClusterError as e:
+                if e.http == 404:
+                    continue
+                raise
+            except TidegateError:  # a claim that cannot be read is refused when it is asked for
+                continue
+            allocation = (claim.get("status") or {}).get("allocation") or {}
+            results = (allocation.get("devices") or {}).get("results") or ()
+            ours = any(
+                one.get("driver") == DRIVER and one.get("pool") == self._node for one in results
+            )
+            if ours and not self._driver.was_asked(str(claim["metadata"]["uid"])):
+                return True
+        return False
+
+    def _write(self, namespace: str, name: str, uid: str, *, why: str) -> None:
+        if self._forbidden:
+            return
+        text = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        try:
+            self._cluster.annotate_pod(namespace, name, uid, ANNOTATION, text)
+        except ClusterError as e:
+            # Gone, or another pod of its name: nothing waits there any more.
+            if e.http not in (404, 409):
+                self._failed(e)
+            return
+        log.info("pod-asked-again", namespace=namespace, pod=name, why=why)
+
+    def _failed(self, e: ClusterError) -> None:
+        if e.http == 403 and not self._forbidden:
+            self._forbidden = True
+            log.warning(
+                "pods-not-asked-again",
+                message=e.message,
+                hint="pods whose claims were refused wait for the kubelet's next resync, 60 to"
+                " 90 s; packaging/kubernetes/base has role and policy for less",
+            )
+        elif e.http != 403:
+            log.warning("pod-not-asked-again", message=e.message, hint=e.hint)
+
+
+def _waits(pod: Mapping[str, Any]) -> bool:
+    """Return whether a pod has no sandbox: what has one has its claims prepared."""
+    status = pod.get("status") or {}
+    if pod["metadata"].get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed"):
+        return False
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == "PodReadyToStartContainers":
+            return bool(condition.get("status") == "False")
+    return bool(status.get("phase") == "Pending")
+
+
+def _claims(pod: Mapping[str, Any]) -> list[str]:
+    """Return the names of a pod's claims, as far as they are there."""
+    names = [
+        one.get("resourceClaimName") for one in (pod.get("spec") or {}).get("resourceClaims") or ()
+    ]
+    status = pod.get("status") or {}
+    names += [one.get("resourceClaimName") for one in status.get("resourceClaimStatuses") or ()]
+    extended = status.get("extendedResourceClaimStatus") or {}
+    return [str(name) for name in (*names, extended.get("resourceClaimName")) if name]

@@ -161,7 +161,7 @@ class Resync:
             self._cluster.annotate_pod(namespace, name, uid, ANNOTATION, text)
         except ClusterError as e:
             # Gone, or another pod of its name: nothing waits there any more.
-            if e.http not in (404, 409):
+            if e.http != 404 and "metadata.uid" not in e.message:
                 self._failed(e)
             return
         log.info("pod-asked-again", namespace=namespace, pod=name, why=why)

@@ -278,7 +278,7 @@ class ApiServer:
             if pod is None:
                 return self._found(None)
             if body["metadata"].pop("uid") != pod["metadata"]["uid"]:
-                return 409, self._status(409, "the uid is another one")
+                return 422, self._status(422, "metadata.uid: Invalid value: field is immutable")
             if set(body) != {"metadata"} or set(body["metadata"]) != {"annotations"}:
                 raise MisfitError("more than annotations of a pod are changed")
             pod["metadata"].setdefault("annotations", {}).update(body["metadata"]["annotations"])

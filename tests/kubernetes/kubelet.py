@@ -39,7 +39,7 @@ HEALTH = {
 }
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 15.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> Any:
     """Return what `condition` returns as soon as that is anything."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

@@ -197,6 +197,24 @@ def test_without_the_right_it_says_so_once_and_stops(
     assert capsys.readouterr().out.count("pods-not-asked-again") == 1
 
 
+def test_another_pod_of_the_name_is_left_alone(
+    stand: Stand, api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kube.cluster import Cluster
+
+    pod = add(stand, claim("a", "ns"))
+    cluster = Cluster(str(stand.api.kubeconfig))
+    with pytest.raises(ClusterError, match=r"metadata\.uid") as caught:
+        cluster.annotate_pod("ns", "a-pod", "another", ANNOTATION, "now")
+    assert not annotated(pod)
+    api.failures = [caught.value]
+    resync.refused("ns", [{"name": "a-pod", "uid": "another"}])
+    wait_for(lambda: not api.failures, "refused")
+    cluster.annotate_pod("ns", "a-pod", pod["metadata"]["uid"], ANNOTATION, "now")
+    assert annotated(pod)
+    assert "not-asked-again" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "odd",
     [

@@ -1,0 +1,125 @@
+"""The admission policies: their cases are what driver and hook refuse, their lists are the schemas'.
+
+That a real API server takes the expressions and decides so is in tests/cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from governor.errors import TidegateError
+from kube.claims import Reference, read_claim
+from kube.parameters import Parameters, merge, schema
+from kube.slices import device_name
+from oci_hook.errors import HookError
+from oci_hook.request import check_request, parse_annotations
+from tests.kubernetes import documents
+from tests.kubernetes.admission_cases import PASS, REFUSE, WARN
+from tests.kubernetes.governor import gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICIES = {
+    document["metadata"]["name"]: document["spec"]
+    for document in yaml.safe_load_all(
+        (ROOT / "packaging/kubernetes/base/admission.yaml").read_text()
+    )
+    if document["kind"] == "ValidatingAdmissionPolicy"
+}
+BINDINGS = {
+    document["spec"]["policyName"]: document["spec"]["validationActions"]
+    for document in yaml.safe_load_all(
+        (ROOT / "packaging/kubernetes/base/admission.yaml").read_text()
+    )
+    if document["kind"] == "ValidatingAdmissionPolicyBinding"
+}
+
+
+def judge(document: dict[str, Any]) -> None:
+    """Do with an object what the driver or the hook does; it raises what it refuses with."""
+    kind = document["kind"]
+    if kind == "Pod":
+        annotations = document["metadata"].get("annotations")
+        if annotations and not document["spec"].get("resourceClaims"):
+            check_request(parse_annotations(annotations), annotations)
+        return
+    if kind == "DeviceClass":
+        for one in document["spec"]["config"]:
+            merge(Parameters(), one["opaque"]["parameters"], "the class")
+        return
+    spec = document["spec"] if kind == "ResourceClaim" else document["spec"]["spec"]
+    asked = spec["devices"]["requests"][0]["exactly"].get("capacity", {}).get("requests", {})
+    compute = {"30000m": "30"}.get(asked.get("compute"), asked.get("compute", "30"))
+    configs = [{"source": "FromClaim", **one} for one in spec["devices"].get("config", ())]
+    allocated = documents.claim(
+        "case", "default", documents.result(0, compute=compute), configs=tuple(configs), uid="u-1"
+    )
+    devices = {device_name(gpu(0)["uuid"]): gpu(0)["uuid"]}
+    read_claim(allocated, Reference("default", "case", "u-1"), documents.NODE, devices)
+
+
+@pytest.mark.parametrize("name", PASS)
+def test_what_passes_is_served(name: str) -> None:
+    judge(PASS[name])
+
+
+@pytest.mark.parametrize("name", REFUSE)
+def test_what_is_refused_would_be_refused_at_the_start(name: str) -> None:
+    with pytest.raises((TidegateError, HookError)):
+        judge(REFUSE[name][0])
+
+
+def _expressions(policy: str) -> str:
+    spec = POLICIES[policy]
+    parts = [*spec.get("variables", ()), *spec["validations"]]
+    return " ".join(" ".join(str(part[key]) for key in part) for part in parts)
+
+
+def _list_after(text: str, words: str) -> set[str]:
+    """The words of the CEL list that stands behind some others."""
+    found = re.search(re.escape(words) + r"\s*\[([^\]]*)\]", " ".join(text.split()))
+    assert found, words
+    return set(re.findall(r'"([^"]+)"', found[1]))
+
+
+def test_the_policies_know_what_the_schemas_know() -> None:
+    parameters = _expressions("tidegate-parameters")
+    assert _list_after(parameters, "!(key in") == set(schema()["properties"])
+    strategies = set(schema()["properties"]["strategy"]["enum"])
+    assert _list_after(parameters, "document.strategy in") == strategies
+    hook = json.loads((ROOT / "oci_hook/annotations.schema.json").read_text())["properties"]
+    annotations = _expressions("tidegate-annotations")
+    assert _list_after(annotations, "(key.substring(13) in") == {
+        name.removeprefix("tidegate.gpu/") for name in hook
+    }
+    assert _list_after(annotations, '.orValue("auto") in') == set(
+        hook["tidegate.gpu/strategy"]["enum"]
+    )
+    assert _list_after(annotations, '.orValue("required") in') == set(hook["tidegate.gpu/driver"]["enum"])  # fmt: skip
+    for name in ("memory", "count", "compute", "compute-limit"):
+        # RE2 has no lookahead, and its $ is the end of the text.
+        assert hook[f"tidegate.gpu/{name}"]["pattern"].replace("(?!\\n)", "") in annotations, name
+
+
+def test_a_policy_that_fails_keeps_no_object_out() -> None:
+    """The driver and the hook refuse what it would have; others' claims and pods are to pass."""
+    assert {spec["failurePolicy"] for spec in POLICIES.values()} == {"Ignore"}
+    assert BINDINGS == {
+        "tidegate-parameters": ["Deny"],
+        "tidegate-annotations": ["Deny"],
+        "tidegate-annotations-beside-claims": ["Warn"],
+    }
+
+
+def test_annotations_beside_a_claim_are_warned_of_but_those_that_are_allowed() -> None:
+    from oci_hook.request import BESIDE_CLAIM
+
+    said = _expressions("tidegate-annotations-beside-claims")
+    allowed = {f"tidegate.gpu/{name}" for name in BESIDE_CLAIM}
+    assert _list_after(said, "!(key in") == allowed
+    assert set(WARN["metadata"]["annotations"]) - allowed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ log = structlog.get_logger()
 INTERVAL_S = 6.0
 """Between two writes; a change meanwhile is written with the next."""
 WATCH_S = 540
+OWN = 16
+"""Writes of which events may still come."""
 PACE_S = 1.0
 """Between two looks at what others have done to the slice."""
 GATE = GateError(
@@ -68,6 +71,9 @@ class Publisher:
         self._written: float | None = None
         self._probed = False
         self._keeps_taints = True
+        self._lock = threading.Lock()
+        """Held from before a write until it is known what was written."""
+        self._own: deque[str] = deque(maxlen=OWN)
         self.version = ""
         """The resource version of what is stored, as far as we know."""
 
@@ -75,6 +81,14 @@ class Publisher:
     def current(self) -> bool:
         """Whether the API server has a slice of ours, as far as we know."""
         return self._shown is not None and not self._stale.is_set()
+
+    def is_own(self, version: str) -> bool:
+        """Return whether a version of the slice was written by this publisher, or read by it.
+
+        The event of a write can come before its answer: that is waited for.
+        """
+        with self._lock:
+            return version in self._own
 
     def forget(self) -> None:
         """Look at what is stored before the next decision."""
@@ -95,7 +109,8 @@ class Publisher:
                 return False
         self._stale.clear()
         try:
-            return self._write(body, shown)
+            with self._lock:
+                return self._write(body, shown)
         except BaseException:
             self._stale.set()
             raise
@@ -152,6 +167,7 @@ class Publisher:
 
     def _note(self, stored: Mapping[str, Any], shown: dict[str, Any]) -> None:
         self.version = str((stored.get("metadata") or {}).get("resourceVersion") or "")
+        self._own.append(self.version)
         self._shown = shown
 
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
@@ -242,7 +258,7 @@ class Watcher:
 
     def _look(self, event: Mapping[str, Any]) -> bool:
         metadata = (event.get("object") or {}).get("metadata") or {}
-        ours = metadata.get("resourceVersion") == self._publisher.version
+        ours = self._publisher.is_own(str(metadata.get("resourceVersion") or ""))
         if event.get("type") == "DELETED" or not ours:
             log.info("slice-changed-by-others", slice=self._name, what=event.get("type"))
             self._publisher.forget()

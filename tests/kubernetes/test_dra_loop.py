@@ -384,6 +384,40 @@ def test_an_event_that_nobody_understands_ends_no_watch(
     assert cluster.told == 2
 
 
+def test_a_write_of_its_own_is_not_taken_for_anothers() -> None:
+    """Its event comes before its answer, or after the next write."""
+    slices, wake = Slices(), threading.Event()
+    publisher = Publisher(slices, interval=0.0)
+    watcher = Watcher(Watched(), publisher, "n", wake)
+    write, events = slices.replace_slice, list[threading.Thread]()
+
+    def tell_first(body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
+        stored = write(body, dry_run=dry_run)
+        if not dry_run:
+            events.append(
+                threading.Thread(
+                    target=watcher._look, args=({"type": "MODIFIED", "object": stored},)
+                )
+            )
+            events[-1].start()
+            time.sleep(0.1)
+        return stored
+
+    slices.replace_slice = tell_first  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        for left in range(3):
+            publisher.publish(make_slice(NODE, "u", answer(gpu(0, memory=(left + 1000) << 20)), {}))
+        for event in events:
+            event.join(10)
+        assert slices.writes == 3
+        late = {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "0"}}}
+        assert not watcher._look(late)
+        assert not wake.is_set()
+        foreign = {"type": "MODIFIED", "object": {"metadata": {"resourceVersion": "77"}}}
+        assert watcher._look(foreign)
+    assert [one["event"] for one in logs].count("slice-changed-by-others") == 1
+
+
 def test_who_fights_for_the_slice_is_answered_once_a_second() -> None:
     publisher, wake = Publisher(Slices()), threading.Event()
     publisher.version = "7"

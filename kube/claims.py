@@ -194,8 +194,9 @@ def _share(
         raise ClaimError(
             f"{reference}, request {request}: device {device} was given without"
             f" {MEMORY} and {COMPUTE}",
-            hint="the cluster does not count capacities: its gate DRAConsumableCapacity has to be"
-            " on in API server, scheduler and kubelet",
+            hint="the cluster does not count capacities, or did not when the claim was made, which"
+            " has lost them for good then: the gate DRAConsumableCapacity has to be on in API"
+            " server, scheduler and kubelet; after that make claim, template and pod again",
         )
     memory = _amount(consumed, MEMORY, f"{reference}, request {request}")
     compute = _amount(consumed, COMPUTE, f"{reference}, request {request}")

@@ -198,6 +198,10 @@ def convert(text: str, options: Options | None = None) -> Result:
         if not body.endswith("\n"):
             body += "\n"
         comments = "".join(f"# {_one_line(str(note))}\n" for note in notes)
+        if made and not result.text and not marked:
+            # What stands above all of it, a licence say, stays there.
+            head, body = _split_head(body)
+            result.text += head
         for one in made:
             result.text += f"---\n{comments}{yamltext.dump(one)}"
             comments = ""
@@ -210,6 +214,12 @@ def convert(text: str, options: Options | None = None) -> Result:
         result.text += body
         result.notes += notes
     return result
+
+
+def _split_head(text: str) -> tuple[str, str]:
+    """Return the comments at the top of a text that a blank line parts from the rest, and that."""
+    head = re.match(r"(?:#[^\n]*\n)+[ \t]*\n", text)
+    return (head[0], text[head.end() :]) if head else ("", text)
 
 
 def _with_names(value: Any) -> Any:

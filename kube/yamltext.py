@@ -2,8 +2,8 @@
 
 PyYAML gives values without comments. So a document is read twice, as values and as nodes that know
 their places in the text; what changed between two values is written over those places alone. What
-that cannot do (anchors, some flow collections, sequences of another length) is written anew, in
-the smallest part that holds it, and its comments are lost. The result is read again and compared.
+that cannot do (anchors, some flow collections) is written anew, in the smallest part that holds
+it, and its comments are lost. The result is read again and compared.
 """
 
 from __future__ import annotations
@@ -251,7 +251,35 @@ class _Editor:
             for child, before, after in zip(node.value, old, new, strict=True):
                 yield from self.edits(child, before, after)
             return
+        elif isinstance(node, yaml.SequenceNode) and isinstance(new, list) and not node.flow_style:
+            mine = self.sequence(node, old, new)
+            if mine:
+                yield from mine
+                return
         yield self.whole(node, new)
+
+    def sequence(self, node: yaml.SequenceNode, old: list[Any], new: list[Any]) -> list[Edit]:
+        """Return what takes items out of a block sequence, or adds some; none for anything else."""
+        dashes = []
+        for child in node.value:
+            start = self.at(child.start_mark)
+            line = self.line_start(start)
+            if self.text[line:start].strip() != "-":
+                return []  # more than the dash stands before it
+            dashes.append(line)
+        if new[: len(old)] and all(map(same, old, new)) and len(new) > len(old):
+            indent = self.text[dashes[0] : self.text.index("-", dashes[0])]
+            after = self.line_end(self.end(node))
+            body = "".join(f"{indent}{line}\n" for line in dump(new[len(old) :]).splitlines())
+            return [(after, after, body)]
+        kept, edits = 0, []
+        for child, line, item in zip(node.value, dashes, old, strict=True):
+            if kept < len(new) and same(item, new[kept]):
+                kept += 1
+            else:
+                end = max(self.end(child), self.at(child.start_mark))
+                edits.append((line, self.line_end(end), ""))
+        return edits if new and kept == len(new) else []
 
     def mapping(self, node: yaml.MappingNode, old: Any, new: dict[Any, Any]) -> Iterator[Edit]:
         """Yield the replacements within a block mapping; none where it is better written anew."""

@@ -450,3 +450,68 @@ if __name__ == "__main__":
         made = convert((HERE / f"{name}.yaml").read_text(), OPTIONS.get(name))
         (HERE / f"{name}-expected.yaml").write_text(made.text)
         (HERE / f"{name}.notes").write_text("".join(f"{note}\n" for note in made.notes))
+
+
+def test_comments_stay_where_they_were() -> None:
+    """Above the file, between the items of a list of which one goes, and behind values that stay."""
+    text = (
+        "# licence\n\n"
+        "# the pod\n"
+        "apiVersion: v1\n"
+        "kind: Pod\n"
+        "metadata:\n"
+        "  name: a # its name\n"
+        "spec:\n"
+        "  containers:\n"
+        "    # the first\n"
+        "    - name: main\n"
+        "      image: x\n"
+        "      env:\n"
+        "        # debugging\n"
+        "        - name: A\n"
+        '          value: "1"  # one\n'
+        "        - name: CUDA_DISABLE_CONTROL\n"
+        '          value: "true"\n'
+        "        # the last\n"
+        "        - name: B\n"
+        '          value: "2" # two\n'
+        "      resources:\n"
+        "        limits:\n"
+        "          nvidia.com/gpu: 1\n"
+        "          nvidia.com/gpumem: 3000\n"
+        '          cpu: "2" # two\n'
+        "  restartPolicy: Never # never\n"
+    )
+    converted = convert(text)
+    assert converted.text.startswith("# licence\n\n---\n")
+    pod = converted.text.rpartition("\n---\n")[2]
+    assert pod.startswith("# the pod\napiVersion: v1\n")
+    assert [line.strip() for line in pod.splitlines() if "#" in line] == [
+        "# the pod",
+        "name: a # its name",
+        "# the first",
+        "# debugging",
+        'value: "1"  # one',
+        "# the last",
+        'value: "2" # two',
+        'cpu: "2" # two',
+        "restartPolicy: Never # never",
+    ]
+    assert not [note for note in converted.notes if note.level == "form"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ("- a # 1\n- b # 2\n- c # 3\n", ["a", "c"], "- a # 1\n- c # 3\n"),
+        ("x:\n  - a # 1\n  # kept\n  - b\n", {"x": ["a"]}, "x:\n  - a # 1\n  # kept\n"),
+        ("x:\n  - a # 1\ny: 2 # 3\n", {"x": ["a", "b"], "y": 2}, "x:\n  - a # 1\n  - b\ny: 2 # 3\n"),
+        ("x:\n- k: 1 # 1\n  l: 2\n- k: 3 # 3\n", {"x": [{"k": 3}]}, "x:\n- k: 3 # 3\n"),
+        ("x:\n  - - a\n    - b # 1\n  - c # 2\n", {"x": ["c"]}, "x:\n  - c # 2\n"),
+    ],
+)  # fmt: skip
+def test_a_list_of_another_length_keeps_the_rest_as_it_was(
+    before: str, after: object, text: str
+) -> None:
+    (document,) = yamltext.read(before)
+    assert yamltext.rewrite(document, after) == (text, True)

@@ -18,7 +18,7 @@ from governor.doctor import (
     service,
     system,
 )
-from governor.doctor.finding import Finding, State, UnseenError, unseen, wrong
+from governor.doctor.finding import Finding, State, UnseenError, note, unseen, wrong
 from governor.doctor.node import BrokenError, Node
 
 Check = Callable[[Node], Iterator[Finding]]
@@ -77,6 +77,12 @@ CHECKS: dict[str, Check] = {
 }
 """By their ids, which stay the same over releases."""
 
+OF_NODE = (
+    *("engine.", "docker.", "podman.", "containerd.", "crio.", "nerdctl.", "runc.", "crun."),
+    *("hooks.", "cdi.", "nvidia.", "files.python", "files.runtime"),
+)
+"""How the ids begin of what is the node's, and not to be seen from a pod's container."""
+
 
 @dataclass(frozen=True)
 class Examined:
@@ -89,6 +95,16 @@ class Examined:
 def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
     """Yield what each check finds; what ends a check is a finding, too."""
     for name in ids:
+        if node.in_pod and name.startswith(OF_NODE):
+            if name == "engine.any":
+                yield Examined(
+                    name,
+                    note(
+                        "this is a container of a pod: engines, hooks and CDI are the node's, and"
+                        " are looked at with --root /proc/1/root where the pod has hostPID"
+                    ),
+                )
+            continue
         try:
             for finding in CHECKS[name](node):
                 yield Examined(name, finding)

@@ -40,6 +40,11 @@ AS_ROOT = "run tidegate doctor as root"
 Run = Callable[[Sequence[str]], str]
 
 
+def in_pod() -> bool:
+    """Return whether this process is in a container that a kubelet has started."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 def run_command(command: Sequence[str]) -> str:
     """Return what a command prints; UnseenError where it fails or takes too long."""
     name = os.path.basename(command[0])  # noqa: PTH119
@@ -87,6 +92,11 @@ class Node:
     def alive(self) -> bool:
         """Whether this is the machine that we run on."""
         return self.root == "/"
+
+    @property
+    def in_pod(self) -> bool:
+        """Whether that machine is a container of a pod: engines and hooks are its node's."""
+        return self.alive and in_pod()
 
     @property
     def owner(self) -> int:

@@ -64,11 +64,21 @@ def not_trusted(node: Node, path: str) -> str | None:
     """
     try:
         for name, status in _way(node, path):
-            if reason := _writable(node, status):
+            reason = _writable(node, status)
+            if reason and not (status.st_uid == node.owner and _is_read_only(node, name)):
                 return f"{name} {reason}"
     except OSError as e:
         raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
     return None
+
+
+def _is_read_only(node: Node, name: str) -> bool:
+    """Return whether no mode lets anybody write there: a ConfigMap's directory in a pod has 0777.
+
+    A mount that is read-only here can be writable elsewhere, but then by another path.
+    """
+    host = name if node.alive else node.root + name
+    return bool(os.statvfs(host).f_flag & os.ST_RDONLY)
 
 
 def _writable(node: Node, status: os.stat_result) -> str | None:

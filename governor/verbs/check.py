@@ -104,10 +104,33 @@ def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[Manifest, str | No
     below = root.rstrip("/")
     manifest = read_manifest(driver_dir)
     os.close(manifest.hold)
-    watch = tuple(file._replace(path=below + file.path) for file in manifest.watch)
+    watch = tuple(
+        file._replace(path=below + path)
+        for file in manifest.watch
+        if (path := _here(file.path, driver_dir)) is not None
+    )
     manifest = manifest._replace(hold=-1, watch=watch)
     check_fresh(manifest, module_version(below + MODULE_VERSION))
     return manifest, next((changed for _, changed in changed_files(manifest)), None)
+
+
+def _here(path: str, driver_dir: str) -> str | None:
+    """Return a watched file's path as it is here, None for one that cannot be seen from here.
+
+    A mirror that a pod made of its node's driver (`refresh --root /host`) names the files as that
+    container saw them. Another one of the pod has the node's root at /proc/1/root, with hostPID;
+    on the node itself they are below /.
+    """
+    try:
+        text = Path(driver_dir, "current", "manifest.json").read_text(encoding="utf-8")
+        root = str(json.loads(text)["source"]["root"]).rstrip("/")
+    except (OSError, ValueError, KeyError, TypeError):
+        return path  # what reads the manifest next says what is wrong with it
+    if not root or os.path.isdir(root) or not path.startswith(f"{root}/"):  # noqa: PTH112
+        return path
+    rest = path[len(root) :]
+    seen = (f"/proc/1/root{rest}", rest)
+    return next((one for one in seen if os.path.exists(one)), None)  # noqa: PTH110
 
 
 def _look_at_mirror(config: Config) -> str:

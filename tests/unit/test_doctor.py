@@ -13,8 +13,8 @@ import pytest
 
 from governor import cli
 from governor.doctor import checks
-from governor.doctor.checks import CHECKS, examine
-from governor.doctor.finding import Finding, UnseenError
+from governor.doctor.checks import CHECKS, OF_NODE, examine
+from governor.doctor.finding import Finding, State, UnseenError
 from governor.doctor.node import CHUNK, CHUNKS, Node, open_node, run_command
 from tests.unit.doctor_nodes import Host, governor, words
 
@@ -205,6 +205,18 @@ def test_commands_are_given_up_and_get_nothing_of_the_callers_environment(
     monkeypatch.setattr("governor.doctor.node.TIMEOUT", 0.05)
     with pytest.raises(UnseenError, match=r"sleep did not answer within 0\.05 s"):
         run_command(["sleep", "5"])
+
+
+def test_in_a_pod_the_nodes_engines_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not in the container's own tree, and nothing is said of each."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
+    ids = [name for name in CHECKS if name.startswith(OF_NODE)]
+    assert {"engine.any", "containerd.version", "hooks.in-force", "nvidia.cdi"} <= set(ids)
+    (found,) = examine(Node(), ids)
+    assert (found.id, found.finding.state) == ("engine.any", State.NOTE)
+    assert "--root /proc/1/root" in found.finding.found
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    assert {one.id for one in examine(Node(), ["containerd.version"])} == {"containerd.version"}
 
 
 def test_every_check_has_a_row_in_the_reference() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+from governor.verbs.check import look_at_mirror
+from oci_hook.errors import MirrorError
 from tests.unit.doctor_nodes import GPU, Host, V, governor
 from tests.unit.vdriver_trees import put_kernel
 
@@ -44,6 +47,36 @@ def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> Non
     assert found.startswith(
         f"wrong: mirror {generation.name} is of driver {V}, the kernel module is 580.95.05 -> reboot"
     )
+
+
+def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: Host) -> None:
+    """Where its root is not mounted, files are looked for on the node, and what is not seen is not missed."""
+    host.put_driver()
+    generation = host.put_mirror()
+    path = generation / "manifest.json"
+    document = json.loads(path.read_text())
+    library = host.put("usr/lib/libcuda.so.580", "a driver's")
+    status = library.stat()
+    document["source"] = {
+        "root": "/host-of-a-test",
+        "watch": [
+            {
+                "path": f"/host-of-a-test{library}",
+                "role": "driver",
+                "size": status.st_size,
+                "mtime_ns": status.st_mtime_ns,
+            }
+        ],
+    }
+    driver_dir = str(generation.parent)
+    path.write_text(json.dumps(document))
+    assert look_at_mirror(driver_dir)[1] is None
+    os.utime(library, ns=(1, 1))
+    # This machine has no kernel module that says a version, so a changed file is an error.
+    with pytest.raises(MirrorError, match=f"{library} has changed since"):
+        look_at_mirror(driver_dir)
+    library.unlink()
+    assert look_at_mirror(driver_dir)[1] is None
 
 
 def test_a_driver_that_has_changed_since_is_a_warning(host: Host) -> None:

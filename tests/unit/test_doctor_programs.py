@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from governor.doctor.node import Node
+from governor.doctor.programs import not_trusted
 from tests.unit.doctor_nodes import Host
 
 
@@ -209,3 +213,17 @@ def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
     assert host.look("files.owners")[0].startswith(
         "wrong: root acts on /etc/tidegate/config.yaml, and /etc/tidegate/config.yaml has mode 0666"
     )
+
+
+def test_what_is_mounted_read_only_is_nobodys_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a ConfigMap in a pod, whose directory has the mode 0777. The mount is a stand-in."""
+    host = Host(tmp_path / "root")
+    host.put("etc/tidegate/config.yaml", "")
+    (host.root / "etc/tidegate").chmod(0o777)
+    node = Node(str(host.root))
+    assert "0777: everybody may write it" in str(not_trusted(node, "/etc/tidegate/config.yaml"))
+    read_only = SimpleNamespace(f_flag=os.ST_RDONLY)
+    monkeypatch.setattr("governor.doctor.programs.os.statvfs", lambda _path: read_only)
+    assert not_trusted(node, "/etc/tidegate/config.yaml") is None

@@ -201,7 +201,7 @@ class Driver:
                             pause = min(pause * 2, PAUSE_MOST_S)
                             continue
                     self._refuse(reference, document, error)
-                    if _may_pass(error):
+                    if said and _may_pass(error):  # it has waited, so it is not asked in a circle
                         self._again(reference, document)
                     if error is e:
                         raise

@@ -330,7 +330,9 @@ def serve(args: argparse.Namespace) -> None:
         dev_dir=args.dev_dir,
         hold=instance.hold,
         others=instance.others,
-        again=lambda reference, document: resync.refused(reference.namespace, pods_of(document)),
+        again=lambda reference, document: resync.refused(
+            reference.namespace, None if document is None else pods_of(document)
+        ),
     )
     resync = Resync(cluster, args.node_name, driver)
     publisher = Publisher(cluster, interval=3 * args.look_every)

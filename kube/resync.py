@@ -75,8 +75,14 @@ class Resync:
             self._looks = [now + after for after in LOOKS_S]
             self._changed.notify_all()
 
-    def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]]) -> None:
-        """A claim of these pods was refused for something that may pass."""
+    def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]] | None) -> None:
+        """A claim of these pods was refused for something that may pass; None: they are not known.
+
+        So it is where the API server did not answer: the pods are looked for then.
+        """
+        if pods is None:
+            self.registered()
+            return
         due = time.monotonic() + AFTER_S
         with self._changed:
             for pod in pods:

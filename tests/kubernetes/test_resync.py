@@ -184,6 +184,13 @@ def test_an_api_server_that_fails_is_asked_again(api: Api, resync: Resync) -> No
     assert (api.asked, len(api.written)) == (3, 1)
 
 
+def test_pods_of_a_claim_that_could_not_be_read_are_looked_for(api: Api, resync: Resync) -> None:
+    document = claim("a", "ns")
+    api.listed, api.found = [pod_of(document)], {"a": document}
+    resync.refused("ns", None)
+    wait_for(lambda: api.written, "written")
+
+
 def test_without_the_right_it_says_so_once_and_stops(
     api: Api, resync: Resync, capsys: pytest.CaptureFixture[str]
 ) -> None:

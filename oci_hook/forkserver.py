@@ -7,8 +7,8 @@ the server everything works, only slower.
 
 A caller is served where a hook of its own would have run in the same way: it is root, of the same
 version, and in the same mount, PID and user namespaces. Any other caller is declined and executes
-the script. The child is killed with its caller: the kernel sends SIGKILL when the connection
-closes, as a runtime that gives a hook up kills it.
+the script. The child is killed with its caller: the kernel sends SIGKILL when the caller's end of a
+pipe closes, as a runtime that gives a hook up kills it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SOCKET = "forkserver.sock"
 LOCK = "forkserver.lock"
 USAGE = "usage: tidegate-forkserver [--runtime-dir DIR]"
 MESSAGE_LIMIT = 32 << 10  # bytes of a request, as in front/handover.c
-N_DESCRIPTORS = 4  # standard input, output and error, and the working directory
+N_DESCRIPTORS = 5  # standard input, output and error, the working directory, a pipe's end
 REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
 NAMESPACES = ("mnt", "pid", "user")
@@ -137,16 +137,17 @@ def read_descriptors(caller: socket.socket) -> list[int]:
     return fds
 
 
-def _die_with(caller: socket.socket) -> None:
-    """Have the kernel kill this process when the caller is gone; OSError where it is gone already.
+def _die_with(pipe: int) -> None:
+    """Have the kernel kill this process when a pipe is closed; OSError where it is closed already.
 
-    The caller sends nothing more, so a signal for its socket says that it was closed.
+    Nothing is ever written to it, so a signal for it says that the caller has ended. The socket
+    does not do: a signal for what the caller sent may come after it was received.
     """
-    fcntl.fcntl(caller, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(caller, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(caller, fcntl.F_SETFL, fcntl.fcntl(caller, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
     try:
-        caller.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        os.read(pipe, 1)
     except BlockingIOError:
         return
     raise OSError(errno.EPIPE, "the caller has given up")
@@ -162,9 +163,9 @@ def serve_one(caller: socket.socket, version: str) -> None:
             caller.send(DECLINED)
             return
         caller.send(BEGUN)
-        *standard, directory = read_descriptors(caller)
+        *standard, directory, pipe = read_descriptors(caller)
         caller.settimeout(None)
-        _die_with(caller)
+        _die_with(pipe)
     except OSError:
         return
     for number, fd in enumerate(standard):

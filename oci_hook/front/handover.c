@@ -13,7 +13,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define N_DESCRIPTORS 4           /* standard ones, and the working directory */
+#define N_DESCRIPTORS 5           /* standard ones, the working directory, a pipe's end */
 #define MESSAGE_LIMIT (32u << 10) /* a longer command line is the script's */
 #define MOST_WORDS    1024
 #define CONNECT_MS    500 /* a server that is slower is not worth waiting for */
@@ -112,16 +112,18 @@ static bool send_request(int server, const char *role, char *const arguments[])
 }
 
 /*
- * Sends the standard descriptors and the working directory. Not before a process waits for them:
- * in the queue of a server that is stopped they would keep the runtime's pipes open.
+ * Sends the standard descriptors, the working directory, and the end of a pipe that closes when
+ * this process ends: by it the kernel ends the server's process. Gives the other end, -1 if that
+ * fails. Not before a process waits for them: in the queue of a server that is stopped they would
+ * keep the runtime's pipes open.
  */
-static bool send_descriptors(int server)
+static int send_descriptors(int server)
 {
     union {
         struct cmsghdr header;
         char space[CMSG_SPACE(N_DESCRIPTORS * sizeof(int))];
     } control = {.space = {0}};
-    int fds[N_DESCRIPTORS] = {0, 1, 2, open(".", O_PATH | O_DIRECTORY | O_CLOEXEC)};
+    int alive[2], fds[N_DESCRIPTORS] = {0, 1, 2, open(".", O_PATH | O_DIRECTORY | O_CLOEXEC), -1};
     struct iovec part = {(char *)"", 1};
     struct msghdr message = {
         .msg_iov = &part,
@@ -131,15 +133,20 @@ static bool send_descriptors(int server)
     };
     bool sent;
 
-    if (fds[3] < 0)
-        return false;
+    if (fds[3] < 0 || pipe2(alive, O_CLOEXEC) < 0)
+        return -1;
+    fds[4] = alive[0];
     control.header.cmsg_level = SOL_SOCKET;
     control.header.cmsg_type = SCM_RIGHTS;
     control.header.cmsg_len = CMSG_LEN(sizeof(fds));
     memcpy(CMSG_DATA(&control.header), fds, sizeof(fds));
     sent = sendmsg(server, &message, MSG_NOSIGNAL) == 1;
     close(fds[3]);
-    return sent;
+    close(alive[0]);
+    if (sent)
+        return alive[1];
+    close(alive[1]);
+    return -1;
 }
 
 /* Receives a byte: how the server answers. -1 where none comes. */
@@ -156,17 +163,19 @@ static int receive(int server)
 
 int handover_run(int server, const char *role, char *const arguments[])
 {
-    int status;
+    int alive = -1, status;
 
+    if (send_request(server, role, arguments) && receive(server) == 1)
+        alive = send_descriptors(server);
     /* Without its descriptors the server's process does nothing: the script may do all instead. */
-    if (!send_request(server, role, arguments) || receive(server) != 1 ||
-        !send_descriptors(server)) {
+    if (alive < 0) {
         close(server);
         return HANDOVER_DECLINED;
     }
     set_timeout(server, 0); /* the child has a deadline of its own */
     status = receive(server);
     close(server);
+    close(alive);
     return status < 0 ? HANDOVER_LOST : status;
 }
 

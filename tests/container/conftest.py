@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from tests.container.bundles import (
     HOOK,
+    ROOT,
     Bundle,
     Runtime,
     add_hook,
@@ -113,6 +115,15 @@ def node(tmp_path: Path, made_once: Path) -> Iterator[Node]:
     assert governor.misfits == []  # every request of the hook follows the protocol
 
 
+def as_the_unit() -> list[str]:
+    """Give a command in front of another that leaves it what the fork server's unit leaves it."""
+    unit = (ROOT / "packaging/systemd/tidegate-forkserver.service").read_text()
+    lines = re.findall(r"^CapabilityBoundingSet=(.*)$", unit, re.MULTILINE)
+    kept = [name.removeprefix("CAP_").lower() for line in lines for name in line.split()]
+    assert "sys_admin" in kept
+    return ["setpriv", "--no-new-privs", f"--bounding-set=-all,+{',+'.join(kept)}"]
+
+
 FORKSERVER = HOOK.with_name("tidegate-forkserver")
 
 
@@ -122,7 +133,9 @@ class ForkServer:
     def __init__(self, runtime_dir: Path, program: Path = FORKSERVER) -> None:
         self.socket = runtime_dir / "forkserver.sock"
         self.process = subprocess.Popen(
-            [str(program), "--runtime-dir", str(runtime_dir)], stderr=subprocess.PIPE, text=True
+            [*as_the_unit(), str(program), "--runtime-dir", str(runtime_dir)],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         deadline = time.monotonic() + 30
         while not self.socket.exists():

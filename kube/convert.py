@@ -287,7 +287,7 @@ def _convert_document(
         reason = (
             f"it stays as it was in {path}, which is no container's limit of a kind that is known"
         )
-        if document.get("kind") in {"ResourceQuota", "LimitRange"}:
+        if str(document.get("kind")) in {"ResourceQuota", "LimitRange"}:
             reason = (
                 "claims are counted as <class>.deviceclass.resource.k8s.io/devices"
                 f", e.g. gpu-strict.{DRIVER}.deviceclass.resource.k8s.io/devices"
@@ -492,10 +492,8 @@ class _Pod:
                     ask.device_class = "gpu-elastic"
                 self.note(name, "the claim's class says it", "changed")
             elif name in ENVIRONMENT:
-                harmless = name == "NVIDIA_VISIBLE_DEVICES" and variable.get("value") in {
-                    "all",
-                    "void",
-                }
+                value = str(variable.get("value"))
+                harmless = name == "NVIDIA_VISIBLE_DEVICES" and value in {"all", "void"}
                 self.note(str(name), ENVIRONMENT[str(name)], "changed" if harmless else "lost")
             else:
                 self.note(str(name), "the claim says it", "changed")

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import kubernetes_validate
@@ -376,6 +377,43 @@ pods = st.fixed_dictionaries(
     },
     optional={"status": anything},
 )  # fmt: skip
+
+
+def _places(value: object, path: tuple = ()) -> Iterator[tuple]:
+    """Give the path of every value in a document, the document itself left out."""
+    pairs = {dict: dict.items, list: enumerate}.get(type(value), lambda _: ())
+    for key, one in pairs(value):
+        yield (*path, key)
+        yield from _places(one, (*path, key))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_value_of_a_foreign_type_anywhere_makes_no_manifest_fail(case: str) -> None:
+    """apiVersion, kind, metadata, a limit, a variable: whatever is read may be of any type."""
+    for document in yaml.safe_load_all((HERE / f"{case}.yaml").read_text()):
+        for path in _places(document):
+            for foreign in (["Pod"], {"a": 1}, 7, None):
+                changed = copy.deepcopy(document)
+                holder = changed
+                for key in path[:-1]:
+                    holder = holder[key]
+                holder[path[-1]] = foreign
+                result = convert(json.dumps(changed), Options(gpu_mib=81920))
+                assert result.items
+
+
+def test_a_foreign_kind_is_passed_through_and_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "foreign.yaml"
+    file.write_text("kind: [ResourceQuota]\nspec: {hard: {nvidia.com/gpu: 3}}\n")
+    assert main(["convert", str(file)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.endswith("kind: [ResourceQuota]\nspec: {hard: {nvidia.com/gpu: 3}}\n")
+    assert printed.err == (
+        "['ResourceQuota'] ?: lost: nvidia.com/gpu: it stays as it was in .spec.hard, "
+        "which is no container's limit of a kind that is known\n"
+    )
 
 
 @settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))

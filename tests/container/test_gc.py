@@ -87,6 +87,18 @@ def kernel_lists() -> bool:
     return os.stat("/proc/self/ns/user").st_ino == namespaces.PROC_USER_INIT_INO  # noqa: PTH116
 
 
+def run_by_now(pid: int) -> str:
+    """Wait until a shell has become the program that it executes, and give that one's name.
+
+    It says that it is ready just before it does.
+    """
+    deadline = time.monotonic() + 20
+    while (name := Path(f"/proc/{pid}/comm").read_text().strip()) in {"sh", "chroot", "unshare"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return name
+
+
 def is_gone(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     assert process.stdout is not None
@@ -103,6 +115,7 @@ def namespace(*command: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
+        run_by_now(process.pid)
         yield process
     finally:
         is_gone(process)
@@ -144,6 +157,7 @@ def test_a_containers_generation_is_kept_until_it_ends(
         assert container.stdout.readline() == b"ready\n"
         switch(driver.path, driver.new.name)
         state = json.loads(subprocess.check_output(runc.command("state", name)))
+        assert run_by_now(state["pid"]) == "sleep"
         assert driver.gc(capsys) == {
             driver.old.name: f"mounted in 1 namespace, e.g. pid {state['pid']} (sleep)",
             driver.new.name: "in force",
@@ -635,14 +649,28 @@ def test_a_search_that_does_not_end_in_time_keeps_every_generation(driver: Drive
 
 
 def test_a_search_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a file system in user space makes it that does not answer."""
+    """As a file system in user space makes it that does not answer.
+
+    The time is over once the search hangs, however long this machine took to get there.
+    """
+    hangs, says = os.pipe()
+    read_all = namespaces._read_all
 
     def hang(self: Any, **_: Any) -> None:
         self._at("mount namespace 1 of pid 7 (hanging, uid 65534)")
+        os.write(says, b"1")
         time.sleep(60)
 
+    def read_when_it_hangs(fd: int, deadline: float) -> bytes:
+        os.read(hangs, 1)
+        assert time.monotonic() < deadline
+        return read_all(fd, time.monotonic())
+
     monkeypatch.setattr(namespaces._Search, "_look_at_tasks", hang)
-    found = generations.collect(driver.path, nested=True, seconds=0.5)
+    monkeypatch.setattr(namespaces, "_read_all", read_when_it_hangs)
+    found = generations.collect(driver.path, nested=True)
+    os.close(hangs)
+    os.close(says)
     assert found.outcomes[0].reason == (
         "may be in use: the search did not come to its end, "
         "it was at mount namespace 1 of pid 7 (hanging, uid 65534)"

@@ -34,11 +34,11 @@ test: build ## every test that this machine can run (unit, container)
 check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py
 
-test-full: check test ## all of it: the slow tests, fresh Debian roots (root, about half an hour)
+test-full: check test ## all of it: the slow tests, new random examples, fresh roots (root, about an hour)
 	@tools/fuzz-environment
 	@tools/bootstrap cpio debootstrap rpm secilc
 	@tools/fetch-kubectl
-	@$(python) -m pytest -m slow
+	@$(python) -m pytest --hypothesis-profile=search -m 'slow or hypothesis'
 	@tools/clean-root bookworm
 	@tools/clean-root trixie
 

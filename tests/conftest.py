@@ -15,14 +15,41 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 # tests/kubernetes needs neither root nor a cluster.
 TIERS = {"unit": "unit", "container": "container", "gpu": "gpu", "kubernetes": "unit"}
 
+SEARCH = 10
+"""How many times as many examples the profile `search` tries of each test."""
+
+# The profiles of random tests. `fixed` has the same examples in every run; `search` looks for new ones and prints the
+# decorator that repeats what it finds. Neither looks at a clock. tests/unit/test_examples.py sees to it that no test's
+# own settings are otherwise.
+PROFILE = settings(
+    derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("fixed", PROFILE)
+settings.register_profile(
+    "search",
+    PROFILE,
+    derandomize=False,
+    print_blob=True,
+    max_examples=SEARCH * PROFILE.max_examples,
+)
+settings.load_profile("fixed")
+
 # runc lives in /usr/sbin, which is not on everybody's path.
 os.environ["PATH"] += ":/usr/sbin:/sbin"
+
+
+def examples(number: int) -> int:
+    """Return how many examples a test has in this run that has `number` in the profile `fixed`."""
+    return number * settings().max_examples // PROFILE.max_examples
 
 
 def lack(reason: str) -> None:
@@ -76,7 +103,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             known = sorted({*TIERS, "fuzz", "packages", "examples"})
             raise pytest.UsageError(f"{item.path}: not below one of {known}")
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        slow = item.get_closest_marker("slow") or not settings().derandomize
+        if slow and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
 
 
@@ -94,6 +122,16 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") and config.option.basetemp:
         given = Path(config.option.basetemp)
         config.option.basetemp = str(given.with_name(given.name.removeprefix("popen-gw")))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:  # noqa: ARG001 - the hook's signature
+    """Keep the examples of the profile `fixed` independent of what else is imported.
+
+    Hypothesis draws numbers and strings from the constants of all loaded modules of the project, which differ by the
+    tests that run in the same process and change with the code. It has no setting for that.
+    """
+    if settings().derandomize:
+        providers._get_local_constants = Constants
 
 
 @pytest.hookimpl(optionalhook=True)

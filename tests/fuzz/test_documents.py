@@ -33,7 +33,6 @@ def test_any_document_is_judged_as_its_schema_says(kind):
         @settings(
             max_examples=EXAMPLES,
             deadline=None,
-            database=None,
             suppress_health_check=list(HealthCheck),
         )
         @given(data=mutated(kind))

@@ -31,7 +31,7 @@ def test_a_damaged_file_is_refused_or_read(contents, hold):
     while rounds == 0 or time.monotonic() < end:
 
         @seed(first + rounds)
-        @settings(max_examples=EXAMPLES, deadline=None, database=None)
+        @settings(max_examples=EXAMPLES, deadline=None)
         @given(content=contents)
         def holds(content):
             hold(content)

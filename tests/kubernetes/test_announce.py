@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kube.announce import AGAIN_S, MESSAGE, MOST, MOST_PODS, Announcer
 from kube.claims import Reference
 from kube.errors import ClaimError, ClusterError
+from tests.conftest import examples
 from tests.kubernetes.apiserver import validate
 from tests.kubernetes.documents import claim, config, reference, result
 from tests.kubernetes.test_dra_claims import read
@@ -51,7 +52,7 @@ def end(announcer: Announcer) -> None:
     assert not thread.is_alive()
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.text() | st.just("a\nb\x1b[2J\r\u2028\u202e\ud800"))
 def test_an_event_is_one_line_of_printable_text(words: str) -> None:
     """Names of fields of the claim's parameters are a tenant's, and so are words in a refusal."""

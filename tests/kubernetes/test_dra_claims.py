@@ -19,7 +19,7 @@ from kube.claims import Reference, read_claim
 from kube.errors import CdiError, ClaimError
 from kube.parameters import Parameters, applies, check, merge, schema
 from kube.slices import device_name
-from tests.conftest import lack
+from tests.conftest import examples, lack
 from tests.kubernetes.documents import NODE, claim, config, reference, result
 from tests.kubernetes.governor import GIB, MIB, gpu
 
@@ -243,7 +243,7 @@ _result = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     results=st.lists(_result | _json, max_size=3),
     parameters=_json | _parameters,

@@ -24,6 +24,7 @@ from kube.main import AWAY_S, Backoff, Loop
 from kube.publish import Publisher, Watcher
 from kube.service import Endpoints, Health, Plugin
 from kube.slices import make_slice
+from tests.conftest import examples
 from tests.kubernetes.documents import NODE, claim, reference, result
 from tests.kubernetes.governor import answer, gpu
 from tests.kubernetes.kubelet import Kubelet
@@ -611,7 +612,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     claims=st.lists(
@@ -649,7 +652,9 @@ def test_any_call_has_an_answer_for_each_claim(
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.binary(max_size=200))
 def test_bytes_that_are_no_message_end_one_call_alone(served: Any, data: bytes) -> None:

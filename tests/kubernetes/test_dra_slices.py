@@ -22,6 +22,7 @@ from kube.slices import (
     semantic_version,
     slice_name,
 )
+from tests.conftest import examples
 from tests.kubernetes.apiserver import validate
 from tests.kubernetes.governor import GIB, MIB, answer, gpu
 
@@ -93,7 +94,7 @@ def test_the_administrator_says_what_a_claim_takes_that_names_nothing() -> None:
     assert capacity["compute"]["requestPolicy"]["default"] == "25"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     memory=st.integers(0, 1 << 40),
     context=st.integers(0, 1 << 34),

@@ -26,6 +26,7 @@ from kube.cdi import Directory
 from kube.errors import CdiError
 from kube.plugin import AWAY_S, SOCKET, Books, Loop, Plugin, _alone, main
 from kube.units import GIB, Policy, Units, make_claim, parse_units, prefer, read_back, unit_names
+from tests.conftest import examples
 
 A, B = (f"GPU-{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
 
@@ -441,7 +442,7 @@ def test_units_are_known_again_by_their_claim(bits: int) -> None:
     assert made.describe() == claim
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
 def test_compute_in_proportion_never_adds_up_to_more_than_a_gpu(sizes: list[int]) -> None:
     total, sums = 80, [0, 0]

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simgpu.testing import CudaError
-from tests.conftest import ROOT, need
+from tests.conftest import ROOT, examples, need
 from tests.unit.memory_node import CONTEXT, GIB, MIB, Agent, Node, need_namespaces
 
 LIMIT = GIB
@@ -257,7 +257,9 @@ def run_programs(node: Node, steps: list[tuple[int, str, int, int]]) -> None:
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(STEPS)
 def test_what_is_charged_is_what_the_model_says_and_what_the_gpu_says(node, steps) -> None:
@@ -266,7 +268,9 @@ def test_what_is_charged_is_what_the_model_says_and_what_the_gpu_says(node, step
 
 @pytest.mark.slow
 @settings(
-    max_examples=600, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(600),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(STEPS)
 def test_what_is_charged_in_many_more_programs(node, steps) -> None:

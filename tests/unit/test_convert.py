@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from governor.cli import main
 from kube import yamltext
 from kube.convert import Options, Taken, convert
+from tests.conftest import examples
 
 HERE = Path(__file__).with_name("convert")
 CASES = sorted(path.stem for path in HERE.glob("*.yaml") if not path.stem.endswith("-expected"))
@@ -416,7 +417,7 @@ def test_a_foreign_kind_is_passed_through_and_noted(
     )
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(50), suppress_health_check=list(HealthCheck))
 @given(st.lists(pods | anything, min_size=1, max_size=3), st.booleans())
 def test_no_manifest_makes_it_fail_and_what_it_says_is_what_it_writes(
     values: list,
@@ -435,7 +436,7 @@ def test_no_manifest_makes_it_fail_and_what_it_says_is_what_it_writes(
     assert _without(result.items, before) is None
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(st.text(max_size=60))
 @example("a: &a\n  b: 1\n")
 def test_no_text_makes_it_fail(text: str) -> None:
@@ -443,7 +444,7 @@ def test_no_text_makes_it_fail(text: str) -> None:
         convert(text)
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=list(HealthCheck))
 @given(anything, anything, st.booleans())
 def test_one_value_becomes_another_in_the_text(one, other, flow: bool) -> None:  # noqa: FBT001
     text = yaml.safe_dump(one, default_flow_style=flow, sort_keys=False, allow_unicode=True)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from oci_hook.entry import CONFIG_LIMIT
+from tests.conftest import examples
 from tests.fuzz.documents import KINDS, bases, corpus, hold, is_valid, mutated, refusal
 
 HOOK = Path(__file__).parents[2] / "oci_hook"
@@ -48,9 +49,10 @@ def test_parser_and_schema_judge_the_corpus_alike(kind: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
 def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(150), deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=mutated(kind))
     def holds(data: bytes) -> None:
         hold(kind, data)

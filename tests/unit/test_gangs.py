@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from governor.arbiter import NEVER, NOBODY, WHOLE, Arbiter, Gangs, View, load_library
+from tests.conftest import examples
 from tests.unit.test_arbiter import MS, S, config
 
 TICK = 100_000
@@ -313,7 +314,7 @@ PROGRAMS = st.builds(
 
 
 @settings(
-    max_examples=20, deadline=None, derandomize=True, database=None,
+    max_examples=examples(20), deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.generate],
 )  # fmt: skip

@@ -36,6 +36,7 @@ from governor.errors import OccupiedError, RefusedError, RequestError, StateErro
 from governor.quota import Device, Quota
 from governor.server import Pending, Server
 from governor.state import NAME, State
+from tests.conftest import examples
 from tests.unit.test_governor_recover import StubRunner
 
 GIB = 1 << 30
@@ -784,7 +785,7 @@ STEPS = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(STEPS, max_size=12))
 @example(
     [

@@ -15,6 +15,7 @@ from governor.errors import RefusedError
 from governor.placement import EXACT, Nearness, Standing, place
 from governor.quota import MIB, Device
 from oci_hook.request import Request, parse_annotations
+from tests.conftest import examples
 from vdriver.nvml import Ancestor, Route, Topology
 
 GIB = 1 << 30
@@ -382,7 +383,7 @@ def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) ->
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(questions())
 def test_no_other_set_is_better(question: tuple[list[Standing], int, Topology]) -> None:
     found, count, topology = question
@@ -415,7 +416,7 @@ def test_no_other_set_is_better_among_sixteen_gpus() -> None:
         assert place("topology", found, count, near) == best
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(questions(), st.sampled_from(["pack", "spread"]))
 def test_pack_takes_the_fullest_and_spread_the_emptiest(
     question: tuple[list[Standing], int, Topology], policy: str
@@ -454,7 +455,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), topologies(n))), STEPS,
        st.sampled_from(["pack", "spread", "topology"]))  # fmt: skip
 def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(

@@ -31,6 +31,7 @@ from governor.container import container_key
 from governor.quota import Device
 from governor.server import LINE_LIMIT, RESERVED_S, SCHEMA_FILE, Server
 from libcontrol import layout, pages
+from tests.conftest import examples
 from tests.fuzz.documents import corpus, is_valid, mutated
 
 GIB = 1 << 30
@@ -780,6 +781,7 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
         }
 
 
+@pytest.mark.hypothesis
 def test_the_governor_answers_any_line_with_one(governor: Governor, pidfd: int) -> None:
     """Whatever is asked, by whomever: an answer of its schema, and the next request is served."""
     ours = {"admit": "admitted", "reserve": "reserved"}
@@ -794,7 +796,7 @@ def test_the_governor_answers_any_line_with_one(governor: Governor, pidfd: int) 
         if not document["ok"]:
             assert document["error"]["code"] != "internal", (line, answer)
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(100), deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=mutated("request"), more=mutated("request"))
     def holds(data: bytes, more: bytes) -> None:
         with Client(governor) as client:

@@ -40,7 +40,7 @@ from governor.reconcile import EACH, LOOK_NS, SOON_NS, Nobodys, reconcile
 from governor.server import Server
 from governor.usage import Charge, Debt, Meter, of_limit, read_charge, sampled_percent
 from libcontrol import layout, pages
-from tests.conftest import lack, need
+from tests.conftest import examples, lack, need
 from vdriver.errors import NvmlError
 from vdriver.nvml import ProcessMemory, ProcessUse
 
@@ -535,7 +535,7 @@ class Guest:
             under_way[size % len(under_way)].pop(0)()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]))
 def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, often: float) -> None:
     """The process goes on between any two numbers that the governor reads."""
@@ -564,7 +564,7 @@ def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, ofte
         assert debt.look(2 + look, seen, before, after, ended_ns=guest.clock) == Guest.OVERHEAD
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(min_size=layout.LEDGER_DEVICE.size, max_size=layout.LEDGER_DEVICE.size), st.data())
 def test_books_full_of_nonsense_are_bounded(entry: bytes, data: st.DataObject) -> None:
     whole = data.draw(st.integers(1, 2**50))

@@ -31,6 +31,7 @@ from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity
 from governor.quota import Quota
 from governor.state import NAME, ContainerRow, ProcessRow, State
+from tests.conftest import examples
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
@@ -182,7 +183,9 @@ class Journal(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
 
-Journal.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Journal.TestCase.settings = settings(
+    max_examples=examples(60), stateful_step_count=30, deadline=None
+)
 TestJournal = Journal.TestCase
 
 

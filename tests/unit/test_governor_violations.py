@@ -28,6 +28,7 @@ from governor.violations import (
     allowed_memory,
     next_freeze,
 )
+from tests.conftest import examples
 
 MIB, GIB = 1 << 20, 1 << 30
 MS, S = 1_000_000, 1_000_000_000
@@ -239,7 +240,7 @@ facts = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(facts, st.integers(0, 2 * S)), max_size=60))
 def test_begin_and_end_take_turns(looks: list[tuple[Facts, int]]) -> None:
     play = Play()
@@ -254,7 +255,7 @@ def test_begin_and_end_take_turns(looks: list[tuple[Facts, int]]) -> None:
         assert episode.kind != COMPUTE or episode.found <= 100
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(facts, st.integers(0, 2 * S)), max_size=60))
 def test_no_look_alone_accuses(looks: list[tuple[Facts, int]]) -> None:
     """Whatever looks say, if each second one is clean nobody is accused of memory or of strangers."""

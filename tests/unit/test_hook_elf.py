@@ -66,7 +66,9 @@ def test_what_is_no_program_has_none(tmp_path: Path, content: bytes) -> None:
     assert ask(tmp_path / "file") == ""
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_a_damaged_program_raises_nothing(
     program: Path, tmp_path: Path, data: st.DataObject

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from oci_hook import edits, letters, manifest, request, traces
 from oci_hook.errors import AnnotationError
+from tests.conftest import examples
 
 HEX = "[0-9a-f]"
 UUID = f"GPU-{HEX}{{8}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{4}}-{HEX}{{12}}"
@@ -61,6 +62,7 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("what", ASKED)
 def test_what_fits_is_what_the_pattern_matches(what: str) -> None:
     pattern, fits = ASKED[what]
@@ -71,7 +73,7 @@ def test_what_fits_is_what_the_pattern_matches(what: str) -> None:
             return  # a list of them
         assert fits(text) is (compiled.fullmatch(text) is not None), ascii(text)
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(TEXTS | st.from_regex(compiled, fullmatch=True))
     def holds(text: str) -> None:
         same(text)
@@ -102,7 +104,7 @@ WORDS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.lists(WORDS, max_size=14).map(b"".join), st.booleans())
 @example(b"Kernel Module\n\n\n\n5.1 ", False)
 @example(b"Kernel Module for Kernel Module 5.1 ", False)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from oci_hook import client, manifest, notation, state
 from oci_hook.notation import dump_json, load_json
 from oci_hook.record import NamedTuple
+from tests.conftest import examples
 from tests.fuzz.documents import KINDS, corpus, mutated, refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +125,7 @@ def test_any_document_has_the_same_outcome(
         assert outcome(load_json, found) == outcome(by_json, found)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["state", "config", "manifest", "answer", "admitted"])
 def test_the_line_of_a_refusal_is_the_same(kind: str) -> None:
     def lines(data: bytes) -> tuple[str | None, str | None]:
@@ -133,7 +135,7 @@ def test_the_line_of_a_refusal_is_the_same(kind: str) -> None:
                 patch.setattr(module, "load_json", by_json)
             return new, refusal(kind, data)
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
     @given(mutated(kind))
     def holds(data: bytes) -> None:
         new, old = lines(data)

@@ -292,7 +292,7 @@ TEXTS = st.text(max_size=6) | st.sampled_from(
     st.booleans(),
     st.sampled_from([None, (",", ":"), (" , ", " : ")]),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_who_is_taken_to_ask_for_nothing_does_not(
     tmp_path: Path,
     config: dict[str, str],

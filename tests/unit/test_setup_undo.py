@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from governor.setup import jsontext, tomltext
+from tests.conftest import examples
 from tests.unit.setup_tree import put, put_programs, setup, snapshot, text
 
 DAEMON = "/etc/docker/daemon.json"
@@ -135,7 +136,7 @@ def round_trip(engine, path, content, *words):
         return between
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(daemons(), st.booleans())
 def test_daemon_json(content, default):
     between = round_trip("docker", DAEMON, content, *(["--default"] if default else []))
@@ -156,7 +157,7 @@ def test_daemon_json(content, default):
         assert all(c in rest for c in content if c not in " \t\r\n")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(configs())
 @example("version=2")
 @example("version = 3 # no newline")
@@ -178,7 +179,7 @@ def test_config_toml(content):
         assert all(c in rest for c in content)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(daemons())
 def test_a_member_that_is_taken_out_leaves_what_was_put_beside_it(content):
     added = jsontext.put(content, ("runtimes", "tidegate"), {"path": "/x"})
@@ -188,7 +189,7 @@ def test_a_member_that_is_taken_out_leaves_what_was_put_beside_it(content):
     assert rest == expected
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(configs())
 def test_tables_that_are_taken_out_leave_what_was_put_behind_them(content):
     block = "# ours\n[plugins.x.containerd.runtimes.tidegate]\na = 1\n  [plugins.x.containerd.runtimes.tidegate.options]\n"
@@ -202,7 +203,7 @@ def test_tables_that_are_taken_out_leave_what_was_put_behind_them(content):
     assert rest.startswith(content.rstrip("\r\n"))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(configs())
 def test_an_element_that_is_taken_out_leaves_the_others(content):
     text = tomltext.add_element(tomltext.add_element(content, "imports", "a b"), "imports", "c")
@@ -214,7 +215,7 @@ def test_an_element_that_is_taken_out_leaves_the_others(content):
     )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.binary(max_size=60) | words.map(str.encode), st.sampled_from([DAEMON, CONFIG]))
 def test_whatever_is_in_a_file_ends_in_a_line_and_not_in_a_trace(content, path):
     with tempfile.TemporaryDirectory() as directory:

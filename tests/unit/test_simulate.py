@@ -28,6 +28,7 @@ from kube.simulate import (
     mix_for,
     simulate,
 )
+from tests.conftest import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Arm("shares", shares=True, packs=False)
@@ -76,7 +77,7 @@ def test_a_pod_that_shares_takes_a_whole_gpu_where_they_are_not_shared() -> None
     assert cluster(1, SHARED).needs(Shape(1, 20, 30)) == Shape(1, 20, 30)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=examples(20))
 @given(st.integers(0, 1000), st.sampled_from(ARMS), st.floats(0.3, 1.5))
 def test_nothing_is_given_twice(seed: int, arm: Arm, load: float) -> None:
     kept = Cluster.change

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from tests.fuzz.mutations import Counted, hold_to_the_contract, mutated_elf
 from tests.unit.vdriver_trees import (
     RICH_EXPORTS,
@@ -442,13 +443,13 @@ def test_a_missing_pyelftools_is_no_fault_of_the_file(tmp_path, monkeypatch):
         read_library(path)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100), deadline=None)
 @given(content=st.binary(max_size=512), magic=st.booleans())
 def test_random_bytes_are_refused_or_read(content, magic):
     hold_to_the_contract((b"\x7fELF\x02\x01\x01" if magic else b"") + content)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None)
 @given(content=mutated_elf())
 def test_a_damaged_library_is_refused_or_read(content):
     hold_to_the_contract(content)

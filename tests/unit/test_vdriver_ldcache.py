@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from tests.fuzz.mutations import hold_the_cache_to_its_contract, mutated_cache
 from tests.unit.vdriver_trees import elf, put
 from vdriver.ldcache import MACHINE_FLAGS, CacheError, parse_cache
@@ -71,7 +72,7 @@ def test_a_cache_of_another_byte_order_is_refused():
         parse_cache(struct.pack(">20sIIB3xI12x", b"glibc-ld.so.cache1.1", 0, 0, 3, 0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([b"", b"glibc-ld.so.cache1.1", b"ld.so-1.7.0\0"]))
 def test_random_bytes_are_refused_or_read(data, magic):
     with contextlib.suppress(CacheError):
@@ -88,7 +89,7 @@ def test_entries_that_share_a_long_name_do_not_fill_the_memory():
         parse_cache(data)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None)
 @given(content=mutated_cache())
 def test_a_damaged_cache_is_refused_or_read(content):
     hold_the_cache_to_its_contract(content)

@@ -41,6 +41,7 @@ test-full: check test ## all of it: the slow tests, new random examples, fresh r
 	@$(python) -m pytest --hypothesis-profile=search -m 'slow or hypothesis'
 	@tools/clean-root bookworm
 	@tools/clean-root trixie
+	@tools/clean-root noble
 
 docs: bootstrap ## the documents as a site, in build/docs
 	@tools/docs-environment

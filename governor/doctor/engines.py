@@ -8,7 +8,6 @@ warning says so.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,6 +27,7 @@ from governor.doctor.node import (
 )
 from governor.doctor.programs import examine_program, wrapper_settings
 from governor.setup.tomltext import merged
+from governor.versions import parse_version
 from oci_hook.entry import PREFIX
 from oci_hook.runtime import CONFIG, HOOK
 
@@ -42,12 +42,6 @@ CONTAINERD = (
 DOCKER_INFO = ("docker", "--host", "unix:///run/docker.sock", "info", "--format", "{{json .}}")
 ANNOTATIONS_SINCE = 24
 EXAMPLE = f"{PREFIX}memory"
-
-
-def parse_version(text: str) -> tuple[int, ...] | None:
-    """Return the first version in what a program says of itself: `Docker version 26.1.5+dfsg1`."""
-    match = re.search(r"\b([0-9]+)\.([0-9]+)(?:\.([0-9]+))?", text)
-    return None if match is None else tuple(int(part) for part in match.groups("0"))
 
 
 def _version(node: Node, program: str) -> Iterator[Finding]:

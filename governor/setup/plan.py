@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from governor.errors import SetupError
 from governor.setup import tomltext
 from governor.setup.files import File, Root
 from governor.setup.journal import Journal, Part
+from governor.versions import parse_version
 from oci_hook.runtime import CONFIG as WRAPPER
 from oci_hook.runtime import SettingsError, parse_node
 
@@ -167,5 +167,5 @@ def output(root: Root, *command: str) -> str | None:
 
 def version(text: str | None) -> tuple[int, int] | None:
     """Return the first version that a text has, major and minor."""
-    found = re.search(r"(?<![\w.])v?(\d+)\.(\d+)", text or "")
-    return (int(found[1]), int(found[2])) if found else None
+    found = parse_version(text or "")
+    return found and found[:2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from governor.cdi import make_spec
-from governor.doctor.engines import parse_version, passes
+from governor.doctor.engines import passes
 from governor.quota import Device
 from tests.unit.doctor_nodes import Host
 from tests.unit.setup_tree import put_monitor, put_service
@@ -33,23 +33,11 @@ def state(lines: list[str]) -> list[str]:
     return [line.partition(":")[0] for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("said", "version"),
-    [
-        ("Docker version 20.10.24+dfsg1, build 297e128", (20, 10, 24)),
-        ("podman version 4.3.1\n", (4, 3, 1)),
-        ("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1", (1, 6, 20)),
-        ("crio version 1.31.0\nVersion: 1.31.0", (1, 31, 0)),
-        ("nerdctl version 2.0.3", (2, 0, 3)),
-        ("runc version 1.1.5+ds1\ncommit: 1.1.5+ds1-1+deb12u1\nspec: 1.0.2-dev", (1, 1, 5)),
-        ("crun version 1.8.1\ncommit: f8a096b", (1, 8, 1)),
-        ("unknown", None),
-    ],
-)
-def test_versions_are_read_as_programs_write_them(
-    said: str, version: tuple[int, ...] | None
-) -> None:
-    assert parse_version(said) == version
+def test_a_version_behind_the_path_of_a_module_is_told(host: Host) -> None:
+    host.program(
+        "usr/bin/containerd", "containerd github.com/containerd/containerd/v2 v2.3.4 3ef3c07\n"
+    )
+    assert host.look("containerd.version") == ["ok: /usr/bin/containerd, 2.3.4"]
 
 
 @pytest.mark.parametrize("program", ["podman", "containerd", "crio", "nerdctl", "runc", "crun"])

@@ -487,17 +487,3 @@ def test_a_program_that_fails_is_quoted(tmp_path, monkeypatch):
         plan.output(Root("/"), "containerd", "config", "dump")
     assert plan.output(Root(str(tmp_path)), "containerd", "config", "dump") is None
     assert plan.output(Root("/"), "no-such-program") is None
-
-
-@pytest.mark.parametrize(
-    ("said", "found"),
-    [
-        ("containerd containerd.io 1.7.24 88bf19b2105c8b17560993bee28a01ddc2f97182", (1, 7)),
-        ("containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b7", (2, 1)),
-        ("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1", (1, 6)),
-        ("Docker version 20.10.24+dfsg1, build 297e128", (20, 10)),
-        ("", None),
-    ],
-)
-def test_versions(said, found):
-    assert plan.version(said) == found

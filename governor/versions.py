@@ -1,0 +1,14 @@
+"""The version in what a program prints for `--version`."""
+
+from __future__ import annotations
+
+import re
+
+# Not the v2 of containerd/v2, which is a part of a word, and not the 3.4 of v2.3.4.
+_VERSION = re.compile(r"(?<![\w.])v?([0-9]+)\.([0-9]+)(?:\.([0-9]+))?")
+
+
+def parse_version(text: str) -> tuple[int, int, int] | None:
+    """Return major, minor and patch of the first version in the text; a missing patch is 0."""
+    match = _VERSION.search(text)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None

@@ -167,31 +167,39 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
 
 
 class Containerd(NamedTuple):
-    """A configuration of containerd's; `whole` says that its defaults and all imports are in it."""
+    """A configuration of containerd's; `whole` says that its defaults and all imports are in it.
+
+    `files` are the documents that it is made of, by path, the one that wins last.
+    """
 
     document: dict[str, Any]
     whole: bool = False
+    files: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 def containerd_config(node: Node, path: str) -> Containerd | None:
     """Return containerd's configuration in force, None where this one is not here."""
     document = read_toml(node, path)
     program = node.find("containerd")
+    asked = None
     if path == CONTAINERD[0] and program is not None:
+        document = document or {}  # containerd 1 fails where there is no file
         try:
             # As it would start with it; the one that runs is not asked.
-            return Containerd(parse_toml(node.run(program, "config", "dump")), whole=True)
+            asked = parse_toml(node.run(program, "config", "dump"))
         except (UnseenError, ValueError):
-            document = document or {}  # containerd 1 fails where there is no file
+            asked = None
     if document is None:
         return None
+    files = [(path, document)]
     for pattern in strings(document.get("imports")):
         directory = str(PurePosixPath(path).parent / PurePosixPath(pattern).parent)
         for name in node.names(directory):
             if fnmatchcase(name, PurePosixPath(pattern).name):
                 imported = read_toml(node, f"{directory}/{name}") or {}
+                files.append((f"{directory}/{name}", imported))
                 document = merged(document, imported)
-    return Containerd(document)
+    return Containerd(asked or document, asked is not None, tuple(files))
 
 
 def cri_runtimes(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -203,6 +211,15 @@ def cri_runtimes(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
                 default = settings.get("default_runtime_name")
                 return table(settings, "runtimes"), default if isinstance(default, str) else ""
     return {}, ""
+
+
+def names_default(document: dict[str, Any]) -> bool:
+    """Whether a file of containerd's says which handler is the default."""
+    plugins = table(document, "plugins")
+    return any(
+        "cri" in name.split(".") and "default_runtime_name" in table(plugins, name, "containerd")
+        for name in plugins
+    )
 
 
 def passes(patterns: tuple[str, ...], name: str) -> bool:

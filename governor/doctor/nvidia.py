@@ -13,6 +13,7 @@ from governor.doctor.engines import (
     containerd_config,
     cri_runtimes,
     docker_info,
+    names_default,
 )
 from governor.doctor.finding import Finding, note, ok, warning
 from governor.doctor.hooks import files as hook_files
@@ -24,20 +25,38 @@ OPERATOR = "/run/nvidia"
 UNGOVERNED = "an image that sets NVIDIA_VISIBLE_DEVICES gets GPUs outside of all quotas"
 
 
+def _docker(node: Node) -> tuple[str, str, str]:
+    """Return the engine, its default runtime, and what chooses another."""
+    key = "default-runtime"
+    running = (docker_info(node) or {}).get("DefaultRuntime")
+    written = (read_json(node, DAEMON_JSON) or {}).get(key)
+    if running and running != written:
+        remedy = (
+            f"{DAEMON_JSON} does not say so: take --{key} out of dockerd's command line"
+            " (systemctl cat docker), systemctl restart docker"
+        )
+    else:
+        remedy = f"take {key} out of {DAEMON_JSON}, systemctl reload docker"
+    return "Docker", str(running or written or ""), remedy
+
+
 def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
-    """Yield engine, default runtime and what chooses another, as far as each says one."""
-    docker = (docker_info(node) or {}).get("DefaultRuntime") or (
-        read_json(node, DAEMON_JSON) or {}
-    ).get("default-runtime")
-    yield "Docker", str(docker or ""), f"take default-runtime out of {DAEMON_JSON}, reload docker"
+    """Yield engine, default runtime and what chooses another, as far as each says one.
+
+    The file that is named is the one that wins: a drop-in comes after the engine's own file.
+    """
+    yield _docker(node)
     for path in CONTAINERD:
         config = containerd_config(node, path)
         if config is not None:
             name = cri_runtimes(config.document)[1]
-            yield path, name, f'set default_runtime_name = "runc" there ({path}), restart it'
+            setting = [file for file, document in config.files if names_default(document)]
+            file = setting[-1] if setting else path
+            yield path, name, f'set default_runtime_name = "runc" in {file}, restart containerd'
     crio = crio_configuration(node)
     default = "" if crio is None else crio.text("default_runtime")
-    yield "CRI-O", default, "set default_runtime in /etc/crio, systemctl reload crio"
+    file = "/etc/crio" if crio is None else crio.named_by.get("default_runtime", "/etc/crio")
+    yield "CRI-O", default, f"set default_runtime in {file}, systemctl restart crio"
 
 
 def default_runtime(node: Node) -> Iterator[Finding]:

@@ -30,11 +30,15 @@ Runs = Callable[[str], bool]  # whether there is a program at an absolute path
 
 @dataclass
 class Configuration:
-    """CRI-O's files as one: [crio.runtime], and its handlers with the file that each is from."""
+    """CRI-O's files as one: [crio.runtime], and its handlers with the file that each is from.
+
+    `named_by` is the file that a key of [crio.runtime] is from.
+    """
 
     runtime: dict[str, Any] = field(default_factory=dict)
     handlers: dict[str, dict[str, Any]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    named_by: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str, document: dict[str, Any]) -> None:
         """Read another file: a handler replaces all of an earlier one of its name."""
@@ -46,7 +50,9 @@ class Configuration:
         for name, handler in handlers.items() if isinstance(handlers, dict) else ():
             self.handlers[name] = handler if isinstance(handler, dict) else {}
             self.origins[name] = path
-        self.runtime |= {key: value for key, value in runtime.items() if key != "runtimes"}
+        named = {key: value for key, value in runtime.items() if key != "runtimes"}
+        self.runtime |= named
+        self.named_by |= dict.fromkeys(named, path)
 
     def text(self, key: str, handler: str | None = None) -> str:
         """Return a string of a handler, or of [crio.runtime]; "" if there is none."""

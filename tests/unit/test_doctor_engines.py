@@ -585,6 +585,63 @@ def test_nvidias_runtime_as_a_default_is_warned_of(host: Host) -> None:
     assert state(host.look("nvidia.default-runtime")) == ["warning", "warning"]
 
 
+# As `nvidia-ctk runtime configure --runtime=containerd --set-as-default` writes it since toolkit 1.18.
+NVIDIA_DROP_IN = """\
+version = 3
+
+[plugins]
+  [plugins."io.containerd.cri.v1.runtime"]
+    [plugins."io.containerd.cri.v1.runtime".containerd]
+      default_runtime_name = "nvidia"
+
+      [plugins."io.containerd.cri.v1.runtime".containerd.runtimes]
+        [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia]
+          runtime_type = "io.containerd.runc.v2"
+
+          [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.nvidia.options]
+            BinaryName = "/usr/bin/nvidia-container-runtime"
+"""
+
+
+@pytest.mark.parametrize("dumps", [True, False])
+def test_the_remedy_names_containerds_drop_in_that_makes_nvidias_runtime_the_default(
+    host: Host,
+    dumps: bool,  # noqa: FBT001
+) -> None:
+    main = 'version = 3\nimports = ["/etc/containerd/conf.d/*.toml"]\n'
+    host.put(CONFIG, main)
+    host.put("etc/containerd/conf.d/10-site.toml", "version = 3\n")
+    host.put("etc/containerd/conf.d/99-nvidia.toml", NVIDIA_DROP_IN)
+    if dumps:
+        host.program("usr/bin/containerd", NVIDIA_DROP_IN)
+    (said,) = host.look("nvidia.default-runtime")
+    assert said.startswith("warning: /etc/containerd/config.toml has the default runtime nvidia: ")
+    remedy = 'set default_runtime_name = "runc" in /etc/containerd/conf.d/99-nvidia.toml'
+    assert said.endswith(f" -> {remedy}, restart containerd")
+
+
+def test_the_remedy_names_crios_drop_in_that_makes_nvidias_runtime_the_default(host: Host) -> None:
+    host.put("etc/crio/crio.conf", '[crio.runtime]\ndefault_runtime = "crun"\n')
+    host.put("etc/crio/crio.conf.d/10-crio.conf", "[crio.image]\n")
+    host.put("etc/crio/crio.conf.d/99-nvidia.conf", '[crio.runtime]\ndefault_runtime = "nvidia"\n')
+    assert host.look("nvidia.default-runtime")[0].endswith(
+        " -> set default_runtime in /etc/crio/crio.conf.d/99-nvidia.conf, systemctl restart crio"
+    )
+
+
+def test_the_remedy_for_docker_tells_its_file_from_its_command_line(host: Host) -> None:
+    set_docker(host, {"default-runtime": "nvidia"})
+    set_running(host, DefaultRuntime="nvidia")
+    assert host.look("nvidia.default-runtime")[0].endswith(
+        " -> take default-runtime out of /etc/docker/daemon.json, systemctl reload docker"
+    )
+    set_docker(host, {})
+    assert host.look("nvidia.default-runtime")[0].endswith(
+        " -> /etc/docker/daemon.json does not say so: take --default-runtime out of dockerd's "
+        "command line (systemctl cat docker), systemctl restart docker"
+    )
+
+
 def test_nvidias_hook_is_warned_of(host: Host) -> None:
     assert host.look("nvidia.hook") == ["ok: NVIDIA's hook is in no directory of hooks"]
     path = "usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"

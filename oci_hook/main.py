@@ -74,6 +74,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         require_no_gpu,
         take_reservation,
     )
+    from oci_hook.gvisor import refuse_process
     from oci_hook.image import (
         inspect_image,
         look_at_places,
@@ -86,6 +87,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
 
     event.phase("import")
     kernel.set_undumpable()
+    refuse_process(state.pid)
     reservation = take_reservation(annotations)
     refuse_foreign(bundle.document)
     nodes = gpu_nodes(bundle.document)

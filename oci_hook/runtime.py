@@ -318,6 +318,8 @@ def prepare(call: Call, node: Node, event: Event) -> None:
     if path != f"{bundle}/config.json":
         _refuse_elsewhere(data, path)
         return
+    if os.path.basename(os.path.realpath(node.runtime)).startswith("runsc"):
+        _refuse_gvisor(data, path, node.runtime)
     words = node.hook_arguments.split()
     hook = parse_arguments([*words, "createRuntime"])
     settings = Settings(
@@ -359,6 +361,18 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
             f"--config names {show(path)}, hooks read config.json in the bundle",
             hint="put it there, and start the container without --config",
         )
+
+
+def _refuse_gvisor(data: bytes, path: str, runtime: str) -> None:
+    """Refuse a container that asks for a GPU; others are gVisor's business."""
+    from oci_hook.entry import PREFIX
+    from oci_hook.errors import show
+    from oci_hook.gvisor import refusal
+    from oci_hook.state import parse_document
+
+    _, annotations, _ = parse_document(data, show(path))
+    if any(name.startswith(PREFIX) for name in annotations):
+        raise refusal(runtime)
 
 
 def left_traces(call: Call, node: Node) -> bool:

@@ -15,7 +15,7 @@ from governor.claims import Claim, Share, words
 from governor.config import Config
 from governor.errors import OccupiedError, RefusedError
 from governor.placement import Nearness, Standing, place
-from governor.quota import MIB, Device, Quota
+from governor.quota import MIB, Device, Quota, show_memory
 from governor.shortage import Room, refuse_any, refuse_named
 from libcontrol.layout import N_DEVICES
 from oci_hook.request import Request
@@ -70,14 +70,27 @@ def check_memory(memory: int, config: Config, what: str) -> None:
     """Refuse memory in which no process could make a context; `what` names it to the reader."""
     if memory < config.context_memory:
         raise RefusedError(
-            f"{what} is {memory} bytes, a process's context alone takes {config.context_memory}",
+            f"{what} is {show_memory(memory)}, a process's context alone takes"
+            f" {show_memory(config.context_memory)}",
             hint=f"ask for at least {-(-config.context_memory // MIB)}Mi",
         )
 
 
-def complete_quota(request: Request, config: Config) -> Quota:
-    """Return the quota that a request means on this node, or refuse what can never work."""
+def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
+    """Return the quota that a request means on this node, or refuse what can never work.
+
+    `annotated` says that annotations came with the container. Without any it is known by a device
+    of tidegate.gpu/shared alone, and the user may have written annotations all the same.
+    """
     memory = request.memory if request.memory is not None else config.defaults.memory
+    if memory is None and not annotated:
+        raise RefusedError(
+            "the container has a device of tidegate.gpu/shared, and no annotation that says how"
+            " much memory it may use",
+            hint="add tidegate.gpu/memory (like 8Gi); if it is there, the engine passed it to no"
+            " hook, as containerd's handlers do but tidegate (tidegate setup containerd, then"
+            " runtimeClassName: tidegate); or set defaults.memory in the node's configuration",
+        )
     if memory is None:
         raise RefusedError(
             "annotation tidegate.gpu/memory is missing",
@@ -135,15 +148,21 @@ class Books:
         return tuple(gpu.device for gpu in self._gpus)
 
     def admit(
-        self, key: str, request: Request, nodes: Nodes | None = None
+        self,
+        key: str,
+        request: Request,
+        nodes: Nodes | None = None,
+        *,
+        annotated: bool = True,
     ) -> tuple[Quota, tuple[Device, ...]]:
         """Enter a container and return its quota and GPUs; RefusedError changes nothing.
 
         The GPUs are in the order in which they were named, otherwise in NVML's. They are among
-        those whose device nodes the container has, as far as that is known.
+        those whose device nodes the container has, as far as that is known. `annotated` is for the
+        words of a refusal.
         """
         nodes = nodes or Nodes()
-        quota = complete_quota(request, self._config)
+        quota = complete_quota(request, self._config, annotated=annotated)
         if not self._gpus:
             reasons = "".join(f", {i} is not shared: {why}" for i, why in self._left_out.items())
             raise RefusedError(

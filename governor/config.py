@@ -20,6 +20,7 @@ from typing import Any
 
 from governor import places
 from governor.errors import ConfigError
+from governor.quota import UNITS
 
 PATH = Path("/etc/tidegate/config.yaml")
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
@@ -32,7 +33,6 @@ LISTED = "tidegate.yaml(5) lists the options"
 STRATEGIES = ("timeslice", "mps")
 """How a GPU can be shared; the first is what a node does that says nothing."""
 
-_UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 _QUANTITY = re.compile(r"([0-9]{1,15})(Ki|Mi|Gi|Ti)?")
 
 
@@ -44,7 +44,7 @@ def parse_quantity(value: str | int, option: str) -> int:
             f"{option} is {value!r}, accepted are bytes or a whole number with Ki, Mi, Gi or Ti",
             hint="write it like 512Mi",
         )
-    return int(match[1]) * _UNITS[match[2] or ""]
+    return int(match[1]) * UNITS[match[2] or ""]
 
 
 def parse_listen(
@@ -290,7 +290,7 @@ def option_schema(option: str) -> dict[str, Any]:
 def show_value(option: str, value: Any) -> str:
     """Return an option's value as one would write it."""
     if option_schema(option).get("type") == ["string", "integer"] and isinstance(value, int):
-        unit, size = next((u, s) for u, s in reversed(_UNITS.items()) if value % s == 0)
+        unit, size = next((u, s) for u, s in reversed(UNITS.items()) if value % s == 0)
         return f"{value // size}{unit}"
     if value is None:
         return "none"

@@ -5,6 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 1 << 20
+UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+"""Of a quantity, as annotations and the configuration write it; the largest comes last."""
+
+
+def show_memory(amount: int) -> str:
+    """Return bytes as a person writes them: `256Mi`, or rounded down, `286.1 MiB`."""
+    if amount < UNITS["Ki"]:
+        return f"{amount} byte{'s' * (amount != 1)}"
+    unit, size = next((u, s) for u, s in reversed(UNITS.items()) if amount % s == 0)
+    if unit:
+        return f"{amount // size}{unit}"
+    unit, size = next((u, s) for u, s in reversed(UNITS.items()) if amount >= s)
+    return f"{amount * 10 // size / 10:.1f} {unit}B"
 
 
 @dataclass(frozen=True)

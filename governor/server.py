@@ -359,7 +359,8 @@ class Server:
         else:
             shares, key = [], container_key(identifier)
             parsed = self._redeem(request, parsed)
-            quota, devices = self._books.admit(key, parsed, _nodes(request))
+            annotated = bool(request["annotations"])
+            quota, devices = self._books.admit(key, parsed, _nodes(request), annotated=annotated)
         pidfd = descriptors.pop(0)
         made: Container | None = None
         try:

@@ -186,10 +186,12 @@ def _open_root(root: str) -> int:
 
 def _request(request: Request, defaults: Defaults) -> Iterator[str]:
     """Say what was asked for, and what counts on this node where nothing was said."""
+    from governor.quota import show_memory
+
     if request.memory:
-        yield f"memory        {_bytes(request.memory)} of each GPU"
+        yield f"memory        {show_memory(request.memory)} of each GPU"
     elif defaults.memory:
-        yield f"memory        {_bytes(defaults.memory)} of each GPU, the node's default"
+        yield f"memory        {show_memory(defaults.memory)} of each GPU, the node's default"
     else:
         yield "memory        not given, and this node has no default: it would be refused"
     compute = request.compute or min(
@@ -391,10 +393,3 @@ def _inspect(rootfd: int, container: _Container, manifest: Manifest, share: Shar
         if any(f"{path}/".startswith(f"{volume}/") for volume in container.volumes)
     }
     return image._replace(looks=image.looks | mounted)
-
-
-def _bytes(value: int) -> str:
-    for unit, size in (("Ti", 1 << 40), ("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
-        if value % size == 0:
-            return f"{value // size}{unit}"
-    return f"{value} bytes"

@@ -10,7 +10,7 @@ from governor.books import Books, Nodes, complete_quota
 from governor.claims import Claim, Share, check_claim
 from governor.config import Config, Defaults
 from governor.errors import RefusedError
-from governor.quota import MIB, Device, Quota
+from governor.quota import MIB, Device, Quota, show_memory
 from oci_hook.request import Request, parse_annotations
 
 GIB = 1 << 30
@@ -59,9 +59,39 @@ def test_a_missing_memory_is_refused() -> None:
     assert "defaults.memory" in caught.value.hint
 
 
+def test_a_device_without_annotations_is_refused_by_what_may_have_become_of_them() -> None:
+    """containerd's default handler gives the hook no annotation, though the user wrote them."""
+    with pytest.raises(RefusedError, match=r"has a device of .*, and no annotation") as e:
+        complete_quota(ask(), Config(), annotated=False)
+    assert "tidegate setup containerd, then runtimeClassName: tidegate" in e.value.hint
+    assert "defaults.memory" in e.value.hint
+    config = Config(defaults=Defaults(memory=3 * GIB))
+    assert complete_quota(ask(), config, annotated=False).memory == 3 * GIB
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1 << 10, "1Ki"),
+        (1025, "1.0 KiB"),
+        (256 * MIB, "256Mi"),
+        (1536 * MIB, "1536Mi"),
+        (8 * GIB, "8Gi"),
+        (1 << 40, "1Ti"),
+        (300_000_000, "286.1 MiB"),
+        (8 * GIB - 1, "7.9 GiB"),
+    ],
+)
+def test_memory_is_shown_as_a_person_writes_it(amount: int, shown: str) -> None:
+    assert show_memory(amount) == shown
+
+
 def test_memory_has_to_hold_a_context() -> None:
     config = Config(context_memory=520 * MIB)
-    with pytest.raises(RefusedError, match=f"{520 * MIB - 1} bytes.*{520 * MIB}") as caught:
+    with pytest.raises(RefusedError, match=r"is 519\.9 MiB, .* alone takes 520Mi") as caught:
         complete_quota(ask(memory=520 * MIB - 1), config)
     assert "520Mi" in caught.value.hint
     assert complete_quota(ask(memory=520 * MIB), config).memory == 520 * MIB

@@ -268,7 +268,7 @@ def test_another_content_counts_while_nobody_uses_the_claim() -> None:
         ([share(memory=FREE + MIB)], "15873 MiB of memory on GPU 0, 15872 MiB are left; ask for 15872Mi"),
         ([share(compute=60), share("gpu/1", compute=50)], "50 % of the time of GPU 0, 40 % are left"),
         ([{**share(), "device": "GPU-none"}], "claim default/train asks for 4096 MiB and 70 % of GPU-none, which this node does not have"),
-        ([share(memory=MIB)], "memory is 1048576 bytes, a process's context alone takes"),
+        ([share(memory=MIB)], "memory is 1Mi, a process's context alone takes"),
         ([share(strategy="mps")], "claim default/train asks for 4096 MiB and 70 % of GPU 0 by mps, which is shared by timeslice"),
         ([share("gpu/0"), share("gpu/1", gpu=1, compute=60)], "has the same quota on each of its GPUs"),
     ],

@@ -256,6 +256,9 @@ def fail(e: Exception, options: Options, event: Event | None) -> int:
     """Say what went wrong; gives the exit status."""
     error = e if isinstance(e, HookError) else _internal(e)
     complain(error.line())
+    from oci_hook.crun import tell
+
+    tell(error.line())
     event = event or Event(options.stage or "?", options.log)
     event.emit("failed", code=error.code, message=error.message, hint=error.hint)
     # a container that is gone stays gone, whatever we have to say about it

@@ -178,7 +178,6 @@ class Engine(abc.ABC):
     """An engine on a node; between `start` and `stop` it serves."""
 
     name = ""
-    shows_hook_output = True
     annotates = True  # whether a user can give a container annotations
 
     def __init__(self, host: EngineHost, volumes: Mapping[str, str]) -> None:
@@ -781,7 +780,6 @@ class PodmanCrun(Podman):
 
     name = "podman-crun"
     runtime = "crun"
-    shows_hook_output = False
 
 
 def _await(host: EngineHost, daemon: subprocess.Popen[bytes], log: Path, *command: str) -> None:

@@ -55,6 +55,7 @@ CHECKS: dict[str, Check] = {
     "engine.any": engines.any_engine,
     "docker.version": engines.docker_version,
     "docker.runtime": engines.docker_runtime,
+    "docker.labels": engines.docker_labels,
     "podman.version": engines.podman_version,
     "podman.hooks": hooks.podman,
     "podman.service": hooks.podman_service,

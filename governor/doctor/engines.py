@@ -40,6 +40,7 @@ CONTAINERD = (
     "/var/lib/rancher/rke2/agent/etc/containerd/config.toml",
 )
 DOCKER_INFO = ("docker", "--host", "unix:///run/docker.sock", "info", "--format", "{{json .}}")
+DOCKER_PS = (*DOCKER_INFO[1:3], "ps", "--all", "--no-trunc", "--format", "{{.Names}}\t{{.Labels}}")
 ANNOTATIONS_SINCE = 24
 EXAMPLE = f"{PREFIX}memory"
 
@@ -161,6 +162,31 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
         yield examine_wrapper(node, path, what, "tidegate setup docker", elsewhere=bool(given))
         if info is not None and running and not named:
             yield note(f"dockerd has the runtime {NAME} from elsewhere than {DAEMON_JSON}")
+
+
+def docker_labels(node: Node) -> Iterator[Finding]:
+    """Whether a container of Docker's asks by labels, which no runtime sees."""
+    client = node.find("docker")
+    if client is None:
+        yield note("Docker is not installed (docker)")
+        return
+    quiet = True
+    for line in node.run(client, *DOCKER_PS).splitlines():
+        name, _, labels = line.partition("\t")
+        ours = sorted(
+            key for key, _, _ in (label.partition("=") for label in labels.split(","))
+            if key.startswith(PREFIX)
+        )  # fmt: skip
+        if ours:
+            quiet = False
+            yield warning(
+                f"Docker's container {name} has the label {ours[0]}, which no runtime sees: it runs"
+                " without a GPU and without a quota",
+                "write it below annotations: in the compose file (Compose 2.26), or as docker run"
+                " --annotation, and make the container anew",
+            )
+    if quiet:
+        yield ok(f"no container of Docker's asks by a label below {PREFIX}")
 
 
 # containerd

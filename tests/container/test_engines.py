@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import yaml
 
 from bench.machine import Simulated
 from bench.node import Node
 from governor.client import ask
+from governor.doctor.engines import docker_labels
+from governor.doctor.finding import State
+from governor.doctor.node import Node as DoctorNode
 from tests.conftest import lack
 from tests.container.bundles import ROOT, make_rootfs
 from tests.container.engine_host import EngineHost, machine, what
 from tests.container.engines import (
     ENGINES,
+    IMAGE,
     ContainerdCri,
     Crio,
     Ctr,
@@ -300,6 +305,56 @@ def test_what_is_executed_in_a_container_is_governed(engine: Engine) -> None:
     assert "CUDA_ERROR_OUT_OF_MEMORY" in ran.stdout, ran.text
     ran = engine.exec(started, *WORKLOAD[:3], "--allocate", str(GIB))
     assert "CUDA_SUCCESS" in ran.stdout, ran.text
+
+
+def compose_file(site: Site, key: str) -> Path:
+    """Write the file of the page, with our image, and `key` in the place of its annotations."""
+    page = (ROOT / "docs/howto/engines.md").read_text()
+    text = page.split("### Docker Compose", 1)[1].split("```yaml\n", 1)[1].split("```", 1)[0]
+    document = yaml.safe_load(text)
+    (service,) = document["services"].values()
+    service |= {"image": IMAGE, "command": "/usr/bin/sleep 3600", "network_mode": "none"}
+    service[key] = service.pop("annotations")
+    path = site.host.work / key / "compose.yaml"
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump(document))
+    return path
+
+
+@pytest.mark.parametrize("engine", [Docker], ids=lambda kind: kind.name, indirect=True)
+def test_a_service_of_compose_is_governed_by_its_annotations_and_not_by_labels(
+    site: Site, engine: Engine
+) -> None:
+    host = site.host
+    if host.run("docker", "compose", "version").status:
+        pytest.skip(f"{engine.version()} has no Compose of its own")
+
+    def compose(key: str, *words: str) -> str:
+        file = site.host.work / key / "compose.yaml"
+        return host.check("docker", "compose", "--file", str(file), *words)
+
+    for key in ("annotations", "labels"):
+        compose_file(site, key)
+        compose(key, "up", "--detach")
+    try:
+        asked, labelled = (
+            compose(key, "ps", "--quiet").strip() for key in ("annotations", "labels")
+        )
+        books = site.books()
+        assert set(books) == {asked}
+        assert books[asked]["devices"][0]["memory_limit"] == 4 * GIB
+        config = (
+            engine.bundle(Started(engine, "labelled", labelled, site.host.work)) + "/config.json"
+        )
+        assert "tidegate.gpu/" not in host.path(config).read_text()
+        node = DoctorNode(f"/proc/{host.pid}/root", runner=lambda command: host.check(*command))
+        (said,) = docker_labels(node)
+        assert said.state is State.WARNING
+        assert "labels-first-1 has the label tidegate.gpu/compute, " in said.found
+    finally:
+        for key in ("annotations", "labels"):
+            compose(key, "down", "--timeout", "0")
+    wait_for(lambda: not site.books(), "the service to leave the books")
 
 
 # A kubelet starts another container instead.

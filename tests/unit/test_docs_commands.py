@@ -260,7 +260,7 @@ def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return found
 
 
-FOREIGN_YAML = {"apiVersion", "scrape_configs", "rule_files"}
+FOREIGN_YAML = {"apiVersion", "scrape_configs", "rule_files", "services"}
 
 
 def test_blocks_of_yaml_are_configurations_or_somebody_elses():

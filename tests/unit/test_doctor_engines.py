@@ -61,6 +61,19 @@ def set_running(host: Host, version: str = "26.1.5", **info: Any) -> None:
     host.program("usr/bin/docker", json.dumps({"ServerVersion": version, **info}))
 
 
+def test_a_container_that_asks_by_a_label_is_named(host: Host) -> None:
+    assert host.look("docker.labels") == ["note: Docker is not installed (docker)"]
+    right = ["ok: no container of Docker's asks by a label below tidegate.gpu/"]
+    host.program("usr/bin/docker", "one\t\ntwo\tcom.example=a,other.tidegate.gpu/x=1\n")
+    assert host.look("docker.labels") == right
+    host.program("usr/bin/docker", "one\t\ntrain-1\tx=1,tidegate.gpu/memory=4Gi,y=2\n")
+    (said,) = host.look("docker.labels")
+    assert said.startswith(
+        "warning: Docker's container train-1 has the label tidegate.gpu/memory, which no runtime"
+    )
+    assert "annotations: in the compose file" in said
+
+
 DOCKER = {"runtimes": {"tidegate": {"path": RUNTIME}}}
 
 

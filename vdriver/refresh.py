@@ -88,6 +88,8 @@ def refresh(
         old = dict.fromkeys((f.path for f in before.files) if before else (), "")
         new = dict.fromkeys((o.path for o in plan.operations), "")
     else:
+        if not Path(output).exists():
+            look()  # where there is no driver to mirror, no directory is made
         # Looked at with the lock held: of two runs the later one has seen the later driver.
         with exclusive(output) as directory:
             plan = look()

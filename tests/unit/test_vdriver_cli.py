@@ -121,6 +121,7 @@ def test_an_error_is_one_line_on_stderr_and_its_classs_status(host, capsys):
     (host / "empty").mkdir()
     assert cli.main(["refresh", "--root", f"{host}/empty", "--output", f"{host}/drivers"]) == 69
     assert "install the NVIDIA driver" in capsys.readouterr().err
+    assert not (host / "drivers").exists()
 
 
 def test_explain_reads_a_bundle(host, capsys):

@@ -49,10 +49,21 @@ OVERRIDES = ("runtime_dir", "state_dir", "driver_dir")
 """Options of the configuration that the command line may say instead."""
 
 
+SIMULATED = ("SIMGPU_DIR", Path("/dev/tidegate-simgpu"))
+"""Where the simulated driver finds its GPUs: what a variable names, or a directory."""
+
+
 def original_nvml(driver_dir: str) -> Path:
     """Return the driver's own NVML library in the generation in force."""
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
+    variable, directory = SIMULATED
+    if manifest.kind == "simulated" and not (os.environ.get(variable) or directory.exists()):
+        raise GovernorError(
+            f"the mirror at {generation} is of the simulated GPU's driver, and {variable} is not"
+            " set",
+            hint=f"set {variable} to the directory that `python -m simgpu create` made",
+        )
     for file in manifest.files:
         if file.role == "origin" and file.path.endswith("libnvidia-ml-origin.so.1"):
             return generation.resolve() / file.path

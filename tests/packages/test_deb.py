@@ -42,7 +42,7 @@ def deb(require: Callable[..., None]) -> Path:
     return package("deb")
 
 
-@pytest.fixture(params=["bookworm", "trixie"])
+@pytest.fixture(params=["bookworm", "trixie", "forky", "noble"])
 def node(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -162,10 +162,19 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
         "podman", "--runtime=runc", "run", "--rm", "--network=none", IMAGE, "/usr/bin/sleep", "0"
     )
 
-    # Purged: nothing.
-    host.check("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
+    # Purged: nothing is left, and nothing is said of it.
+    purged = host.run("env", "LC_ALL=C.UTF-8", "dpkg", "--purge", "tidegate", timeout=120)
+    assert purged.status == 0, purged.text
+    assert "warning" not in purged.text
     left = {path for path in node.files() - before if not path.startswith(ENGINES_OWN)}
     assert left == set()
+
+
+def test_the_lintian_of_the_release_has_no_error_for_it(node: Node, deb: Path) -> None:
+    """That of a newer release knows rules that the one which builds the package does not."""
+    node.apt("install", "lintian")
+    ran = node.host.run("lintian", "--fail-on", "error", node.bring(deb), timeout=600)
+    assert ran.status == 0, ran.text
 
 
 def test_who_forces_a_removal_takes_nothing_from_a_container(

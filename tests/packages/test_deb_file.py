@@ -87,8 +87,8 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
         "/usr/share/zsh/",
         "/usr/share/fish/",
     )
-    units = ("/lib/systemd/system/", "/usr/lib/systemd/system/")
-    assert [n for n in own if not n.startswith((*pages, *units))] == [
+    units = "/usr/lib/systemd/system/"
+    assert [n for n in own if not n.startswith((*pages, units))] == [
         "/etc/tidegate/config.yaml",
         *(f"/usr/bin/{n}" for n in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime")),
         "/usr/lib/systemd/system-preset/80-tidegate.preset",

@@ -25,10 +25,12 @@ import sys
 import oci_hook.apply
 import oci_hook.claims
 import oci_hook.client
+import oci_hook.crun
 import oci_hook.edits
 import oci_hook.entry
 import oci_hook.files
 import oci_hook.foreign
+import oci_hook.gvisor
 import oci_hook.image
 import oci_hook.kernel
 import oci_hook.ldcache
@@ -116,7 +118,10 @@ def _namespaces(pid: str) -> list[tuple[int, int]]:
 
 
 def read_request(caller: socket.socket, version: str) -> list[str]:
-    """Take a request: role, program and arguments. Declined where it is not served here."""
+    """Take a request: role, program and arguments. Declined where it is not served here.
+
+    The caller's process is known to `oci_hook.crun` afterwards.
+    """
     pid, uid, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
     if uid != os.geteuid():
         raise Declined
@@ -126,6 +131,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
         raise Declined
     if not words[1].startswith("/") or _namespaces(str(pid)) != _namespaces("self"):
         raise Declined
+    oci_hook.crun.caller = pid
     return words
 
 

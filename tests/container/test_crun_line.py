@@ -28,6 +28,27 @@ def test_the_line_is_in_crun_s_own_standard_error(node: Node, crun: Runtime) -> 
     assert "tidegate.gpu/memory is 'much'" in line
 
 
+@pytest.mark.usefixtures("forkserver")
+@pytest.mark.parametrize("name", ["crun", "runc"])
+def test_a_child_of_the_fork_server_finds_crun_by_its_caller(
+    node: Node, fronts: Path, tmp_path: Path, name: str
+) -> None:
+    """A shell stands for the runtime here: the tests run crun in a mount namespace, which the server declines."""
+    bundle = node.bundle("true", annotations=WRONG)
+    bundle.write()
+    node.program = fronts / "tidegate-hook"
+    state = {"ociVersion": "1.0", "id": "one", "pid": os.getpid(), "bundle": str(bundle.path)}
+    (tmp_path / "state.json").write_text(json.dumps({**state, "annotations": WRONG}))
+    script = '"$@" 2>/dev/null <"$0"; exit $?'
+    ran = subprocess.run(
+        ["bash", "-c", f"exec -a {name} bash -c '{script}' \"$@\"", "bash",
+         str(tmp_path / "state.json"), *node.hook, "createRuntime"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 64
+    assert ran.stderr.count("tidegate: ") == (name == "crun")
+
+
 def test_a_log_of_crun_s_has_it_as_well(node: Node, crun: Runtime, tmp_path: Path) -> None:
     """Podman shows crun's log where that is one JSON document, and standard error where it is not."""
     bundle = node.bundle("true", annotations=WRONG)

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.container.bundles import Runtime
+from tests.container.bundles import HOOK, Runtime
 from tests.container.conftest import Node
 from tests.container.test_runtime import Wrapped, plain, write_settings
 
+WRAPPER = HOOK.with_name("tidegate-runtime")
 REFUSAL = (
     "tidegate: the runtime {} (gVisor) is not supported: its containers have a kernel of their own, which no mount and"
     " no device of the host's reaches; start containers that ask for a GPU with runc or crun\n"
@@ -45,6 +46,7 @@ def test_the_hook_lets_runsc_start_what_asks_for_nothing(
 def wrapped(node: Node, runsc: Path, tmp_path: Path) -> Wrapped:
     (tmp_path / "dev").mkdir()
     wrapper = Wrapped("runsc", tmp_path / "state")
+    wrapper.program = WRAPPER
     wrapper.settings = tmp_path / "runtime.conf"
     write_settings(wrapper.settings, node, tmp_path / "dev", str(runsc))
     return wrapper

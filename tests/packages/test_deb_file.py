@@ -91,7 +91,6 @@ def test_its_files_are_those_of_make_install(deb: Path) -> None:
     assert [n for n in own if not n.startswith((*pages, units))] == [
         "/etc/tidegate/config.yaml",
         *(f"/usr/bin/{n}" for n in ("tidegate", "tidegate-governor", "tidegate-hook", "tidegate-runtime")),
-        "/usr/lib/systemd/system-preset/80-tidegate.preset",
         "/usr/lib/tidegate/libtidegate-arbiter.so",
         "/usr/lib/tidegate/vendor/nvidia-ml-py.LICENSE",
         "/usr/lib/tidegate/vendor/pynvml.py",

@@ -258,7 +258,9 @@ def make_rootfs(path: Path, tools: Path, *, cache: bool = True) -> Path:
         name = Path(library).name
         directory = "usr/lib64" if name.startswith("ld-linux") else LIBDIR
         shutil.copy(Path(library).resolve(), path / directory / name)
-    shutil.copy("/sbin/ldconfig", path / "usr/sbin/ldconfig")
+    # Ubuntu's is a script around the program.
+    real = Path("/sbin/ldconfig.real")
+    shutil.copy(real if real.exists() else "/sbin/ldconfig", path / "usr/sbin/ldconfig")
     if cache:
         subprocess.run(["ldconfig", "-r", str(path), "-X"], check=True)
     return path

@@ -322,6 +322,10 @@ class Docker(Engine):
             "{{(index .Server.Components 1).Version}}, runc {{(index .Server.Components 2).Version}}",
         ).strip()  # fmt: skip
 
+    def knows_cdi(self) -> bool:
+        client = self.host.check("docker", "version", "--format", "{{.Client.Version}}")
+        return int(client.partition(".")[0]) >= 25
+
     def _options(self, started: Started, *, ours: bool) -> list[str]:
         options = ["--runtime", "tidegate" if ours else "runc"]
         for key, value in started.annotations.items():

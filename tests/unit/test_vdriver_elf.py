@@ -298,7 +298,8 @@ def test_counts_that_the_header_has_no_room_for_are_in_the_first_section(tmp_pat
         struct.pack_into("<H", content, at, extended)
         struct.pack_into(pattern, content, first + field, value)
     counted = read_library(put(tmp_path / "b.so", bytes(content)))
-    assert counted.notes == library.notes == (".note.gnu.build-id", ".note.ABI-tag")
+    assert counted.notes == library.notes
+    assert {".note.gnu.build-id", ".note.ABI-tag"} <= set(library.notes)  # Ubuntu's gcc adds one
     assert counted.build_id == library.build_id
     # So many segments are refused, whatever the first section says.
     struct.pack_into("<H", content, number, 0xFFFF)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from oci_hook import entry, runtime
+from tests.conftest import examples
 
 ROOT = Path(__file__).parents[2]
 PATH_MAX = 4096
@@ -57,7 +58,7 @@ def text(data: bytes) -> Any:
     return ctypes.byref(Text(data, len(data)))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=TEXTS)
 @example(data=rb'{"a\u0074b": 1}')
 @example(data=rb'{"\u0026": 1}')
@@ -69,7 +70,7 @@ def test_an_escape_that_no_parser_takes_is_left_to_the_script(front: ctypes.CDLL
     assert front.text_may_request(text(rb"\U0074"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(before=TEXTS, between=TEXTS, after=TEXTS, config=st.none() | TEXTS)
 @example(before=b"{", between=b": ", after=b"}", config=b"{}")
 @example(before=b"{", between=b": ", after=b"}", config=b"tidegate.gpu")
@@ -120,7 +121,7 @@ LINES = st.lists(
 )  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     lines=LINES, root=st.sampled_from(["", "/run/crun", "/run"]), ended=st.sampled_from(["", "\n"])
 )
@@ -172,7 +173,9 @@ LINES_OF_WORDS = st.lists(WORDS, max_size=7)
 
 @pytest.mark.parametrize("name", ["runc", "crun"])
 @settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=20
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+    max_examples=examples(20),
 )
 @given(words=LINES_OF_WORDS)
 @example(words=["--root", "/r", "create", "--bundle", "{asks}", "--pid-file", "/p", "one"])

@@ -336,9 +336,9 @@ def test_any_mix_gets_its_shares_and_waits_for_nobody_for_long(library, programs
             shares = node.share(p)
             if p.ordered and p.meet and len(p.gpus) > 1:
                 continue  # what spins after its grant uses the GPU, too
-            # Of so short a time a turn or two may be as much as that too long: what one such mix has beyond its
-            # quota is 13 points after 0.4 s and 0.6 after 8 s.
-            assert max(shares) < p.quota + 20, (programs, shares)
+            # What a mix has beyond its quota is a time, however long it runs: 52 ms is the most that a search found
+            # (13 points of 0.4 s, 5 of 1 s, 0.6 of 8 s). 15 points of this run are 60 ms.
+            assert max(shares) < p.quota + 15, (programs, shares)
             if not p.pause:
                 assert max(shares) > 0.75 * p.quota - 3, (programs, shares)
 

@@ -134,6 +134,10 @@ def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> 
     )
 
 
+class _EndedError(GovernorError):
+    """The governor ended before it answered."""
+
+
 class Client:
     """One connection to the governor.  An admission lives as long as it does, until confirmed."""
 
@@ -143,12 +147,18 @@ class Client:
         No longer than for an answer, so that the line says who is missing. Where more wait than the
         kernel queues it is there, and busy: that is waited for in any case.
         """
+        self.runtime_dir = runtime_dir
         self.path = f"{runtime_dir}/governor.sock"
         self.timeout = timeout
+        self.patience = patience
+        self._connect(monotonic())
+
+    def _connect(self, began: float) -> None:
+        """Connect; what is waited for has been away since `began`."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self.socket.settimeout(timeout)
+        self.socket.settimeout(self.timeout)
         self.buffer = b""
-        began = monotonic()
+        patience, timeout = self.patience, self.timeout
         while True:
             try:
                 self.socket.connect(self.path)
@@ -157,7 +167,7 @@ class Client:
                 gone = isinstance(e, FileNotFoundError | ConnectionRefusedError)
                 full = isinstance(e, BlockingIOError)  # with a timeout, connect(2) does not wait
                 most = min(PATIENCE if full else patience if gone else 0.0, timeout)
-                if monotonic() - began < most and os.path.isdir(runtime_dir):
+                if monotonic() - began < most and os.path.isdir(self.runtime_dir):
                     sleep(0.05)
                     continue
                 self.socket.close()
@@ -215,12 +225,12 @@ class Client:
             while b"\n" not in self.buffer:
                 part = self.socket.recv(LINE_LIMIT)
                 if not part:
-                    raise GovernorError(
-                        f"the governor closed the connection during {op}", hint=START
-                    )
+                    raise _EndedError(f"the governor closed the connection during {op}", hint=START)
                 self.buffer += part
                 if len(self.buffer) > LINE_LIMIT:
                     raise self._bad(op, f"{len(self.buffer)} bytes")
+        except (ConnectionResetError, BrokenPipeError) as e:
+            raise _EndedError(self._lost(op, e).message, hint=START) from e
         except OSError as e:
             raise self._lost(op, e) from e
         answer, _, self.buffer = self.buffer.partition(b"\n")
@@ -247,17 +257,31 @@ class Client:
         identity: dict[str, str],
         **more: object,
     ) -> Grant:
-        """Ask for a place on a GPU; `directory` exists afterwards."""
-        answer = self._request(
-            "admit",
-            (pidfd,),
-            id=ident,
-            pid=pid,
-            bundle=bundle,
-            annotations=annotations,
-            identity=identity,
-            **more,
-        )
+        """Ask for a place on a GPU; `directory` exists afterwards.
+
+        A governor that ends meanwhile has admitted nothing, so the next one is asked again.
+        """
+        lost_at: float | None = None
+        while True:
+            try:
+                answer = self._request(
+                    "admit",
+                    (pidfd,),
+                    id=ident,
+                    pid=pid,
+                    bundle=bundle,
+                    annotations=annotations,
+                    identity=identity,
+                    **more,
+                )
+                break
+            except _EndedError:
+                lost_at = monotonic() if lost_at is None else lost_at
+                if monotonic() - lost_at >= min(self.patience, self.timeout):
+                    raise
+                self.socket.close()
+                sleep(0.05)  # one that answers no request at all is not asked without end
+                self._connect(lost_at)
         try:
             return parse_admission(answer)
         except WRONG as e:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import threading
 import time
@@ -89,3 +91,51 @@ def test_who_is_missing_is_told_without_the_systems_words(tmp_path: Path) -> Non
     assert caught.value.message == (
         f"the governor is not reachable at {where} (connect: there is no socket)"
     )
+
+
+def serve(listener: socket.socket, *answers: dict | None) -> None:
+    """Take a request after another; one without an answer ends its connection, as a governor that is killed does."""
+    for answer in answers:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(LINE_LIMIT)
+            if answer is not None:
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def admit(client: Client) -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        client.admit(ident="c", pid=1, pidfd=pidfd, bundle="/", annotations={}, identity={})
+    finally:
+        os.close(pidfd)
+        client.close()
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_a_governor_that_ends_while_it_admits_is_asked_again_when_it_is_back(
+    tmp_path: Path, losses: int
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "governor.sock"))
+        listener.listen()
+        listener.settimeout(10)
+        answers = [None] * losses + [ANSWER]
+        serving = threading.Thread(target=serve, args=(listener, *answers), daemon=True)
+        serving.start()
+        admit(Client(str(tmp_path), 10.0, 5.0))
+        serving.join()
+
+
+def test_a_governor_that_ends_while_it_admits_and_stays_away_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "governor.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        client = Client(str(tmp_path), 10.0, 0.3)
+        path.unlink()
+        serving = threading.Thread(target=serve, args=(listener, None), daemon=True)
+        serving.start()
+        with pytest.raises(GovernorError, match="connect: there is no socket"):
+            admit(client)
+        serving.join()

@@ -34,11 +34,13 @@ test: build ## every test that this machine can run (unit, container)
 check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py
 
-test-full: check test ## all of it: the slow tests, new random examples, fresh roots (root, about an hour)
+test-full: check test ## all of it: the slow tests, new random examples, a cluster, fresh roots (root, about an hour)
 	@tools/fuzz-environment
 	@tools/bootstrap cpio debootstrap rpm secilc
 	@tools/fetch-kubectl
 	@$(python) -m pytest --hypothesis-profile=search -m 'slow or hypothesis'
+	@if [ -n "$$TIDEGATE_CLUSTER_BIN" ]; then $(python) -m pytest -n0 -s -m cluster; \
+	else echo "cluster: not asked for, as TIDEGATE_CLUSTER_BIN names no directory (docs/testing.md)"; fi
 	@tools/clean-root bookworm
 	@tools/clean-root trixie
 	@tools/clean-root noble

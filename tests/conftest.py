@@ -1,7 +1,7 @@
 """Tiers by directory, who runs beside whom, and what a test may ask for.
 
-A directory of tests/ is a tier: unit, container, gpu; tests/kubernetes runs with unit.  tests/fuzz is slow, unless it
-is named on the command line; in tests/packages each test says whether it is.  What this machine does not have skips a
+A directory of tests/ is a tier: unit, container, gpu, cluster; tests/kubernetes runs with unit.  tests/fuzz is slow,
+unless it is named on the command line; in tests/packages each test says whether it is.  What this machine does not have skips a
 test with a reason, and fails it where CI=true.
 """
 
@@ -22,7 +22,13 @@ from hypothesis.internal.constants_ast import Constants
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 # tests/kubernetes needs neither root nor a cluster.
-TIERS = {"unit": "unit", "container": "container", "gpu": "gpu", "kubernetes": "unit"}
+TIERS = {
+    "unit": "unit",
+    "container": "container",
+    "gpu": "gpu",
+    "kubernetes": "unit",
+    "cluster": "cluster",
+}
 
 SEARCH = 10
 """How many times as many examples the profile `search` tries of each test."""
@@ -103,8 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         else:
             known = sorted({*TIERS, "fuzz", "packages", "examples"})
             raise pytest.UsageError(f"{item.path}: not below one of {known}")
-        slow = item.get_closest_marker("slow") or not settings().derandomize
-        if slow and not item.get_closest_marker("timeout"):
+        marks = [item.get_closest_marker(name) for name in ("slow", "cluster")]
+        if (any(marks) or not settings().derandomize) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(3600))
 
 

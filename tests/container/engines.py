@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,7 +34,14 @@ class StartError(Exception):
     """What an engine said of a container that did not start."""
 
 
-def pack_image(rootfs: Path, archive: Path, name: str = IMAGE) -> Path:
+def pack_image(
+    rootfs: Path,
+    archive: Path,
+    name: str = IMAGE,
+    *,
+    environment: Sequence[str] = (ENVIRONMENT,),
+    command: Sequence[str] = ("/usr/bin/sleep", "infinity"),
+) -> Path:
     """Write a root file system as an image of one layer, as `docker save` does; every engine reads that."""
     import hashlib
 
@@ -45,7 +52,7 @@ def pack_image(rootfs: Path, archive: Path, name: str = IMAGE) -> Path:
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Env": [ENVIRONMENT], "Cmd": ["/usr/bin/sleep", "infinity"]},
+        "config": {"Env": list(environment), "Cmd": list(command)},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
         "history": [{"created_by": "tidegate's tests"}],
     }

@@ -1,0 +1,265 @@
+"""A whole cluster: a control plane, nodes with GPUs, and Tidegate on them by the manifests of packaging/kubernetes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.binaries import Binaries
+from tests.cluster.cluster_node import SIMGPU, ClusterNode
+from tests.cluster.control_plane import NODES, PODS, URL, ControlPlane
+from tests.cluster.images import TIDEGATE_IMAGE, WORKLOAD_IMAGE
+from tests.cluster.kube_api import Document, KubeApi, is_true, wait_for
+from tests.conftest import ROOT
+
+MANIFESTS = ROOT / "packaging/kubernetes"
+SYSTEM = "tidegate-system"
+START_S = 180.0
+
+# The only thing that a simulated GPU needs and NVIDIA's does not: its device is a directory, which the runtime gives to no
+# container by itself, not even to a privileged one.
+SIMULATED = f"""
+apiVersion: apps/v1
+kind: DaemonSet
+metadata:
+  name: tidegate
+spec:
+  template:
+    spec:
+      containers:
+        - name: governor
+          volumeMounts:
+            - {{name: simgpu, mountPath: {SIMGPU}}}
+            - {{name: host, mountPath: /host, readOnly: true}}
+      volumes:
+        - name: simgpu
+          hostPath: {{path: {SIMGPU}, type: Directory}}
+"""
+
+
+class Cluster:
+    """`start` brings it up without Tidegate, `apply` installs it, `close` returns what is left on this machine."""
+
+    def __init__(
+        self,
+        base: Path,
+        binaries: Binaries,
+        *,
+        root: Path,
+        build: Path,
+        nodes: int = 1,
+        key_usage: bool = True,
+    ) -> None:
+        self.base = base
+        self.control_plane = ControlPlane(base / "control-plane", binaries, key_usage=key_usage)
+        self.nodes = [
+            ClusterNode(
+                f"node-{number}", base / f"node-{number}", binaries=binaries, root=root, build=build,
+                address=NODES.format(10 + number), pods=PODS.format(number),
+            )
+            for number in range(1, nodes + 1)
+        ]  # fmt: skip
+
+    @property
+    def api(self) -> KubeApi:
+        """The API server."""
+        return self.control_plane.api
+
+    def kubectl(self, *arguments: str, stdin: str = "", timeout: float = 120) -> str:
+        """Run a command of an administrator's that succeeds; return what it printed."""
+        ran = self.control_plane.kubectl(*arguments, stdin=stdin, timeout=timeout)
+        assert ran.status == 0, f"kubectl {' '.join(arguments)}: {ran.text}"
+        return ran.stdout
+
+    def start(self, images: Sequence[Path]) -> None:
+        """Start the control plane and the nodes, and wait until they are ready for pods."""
+        self.control_plane.start()
+        pki = self.control_plane.certificates
+        for node in self.nodes:
+            node.boot()
+            self.control_plane.plug(node)
+            pki.sign(node.name, f"system:node:{node.name}", group="system:nodes")
+            node.configure(pki.kubeconfig(node.name, URL), Path(pki.certificate("ca")))
+            node.start_containerd()
+            for image in images:
+                node.load(image)
+            node.keep_fresh(TIDEGATE_IMAGE)
+            node.kubelet.start()
+        for node in self.nodes:
+            self.wait_ready(node)
+
+    def wait_ready(self, node: ClusterNode, seconds: float = START_S) -> None:
+        """Wait until the cluster says that a node is ready."""
+
+        def ready() -> bool:
+            node.kubelet.check()
+            found = self.api.get("nodes", node.name)
+            return found is not None and is_true(found, "Ready")
+
+        wait_for(f"{node.name} to be ready", ready, seconds, node.kubelet.tail)
+
+    def reboot(self, node: ClusterNode) -> None:
+        """Reset a node, and start what systemd would start."""
+        left = node.crash()
+        assert not left, "\n".join(left)
+        node.boot()
+        self.control_plane.plug(node)
+        node.start()
+
+    # Tidegate.
+
+    def overlay(self, name: str = "base") -> Path:
+        """Write a kustomization of one of ours with the simulated GPU's mounts."""
+        directory = self.base / f"overlay-{name.replace('/', '-')}"
+        directory.mkdir(exist_ok=True)
+        base = os.path.relpath(MANIFESTS / name, directory)
+        (directory / "simulated.yaml").write_text(SIMULATED)
+        (directory / "kustomization.yaml").write_text(
+            f"resources: [{base}]\npatches: [{{path: simulated.yaml}}]\n"
+        )
+        return directory
+
+    def apply(self, name: str = "base") -> None:
+        """Apply the manifests, and wait until the GPUs of all nodes are offered."""
+        for node in self.nodes:
+            self.kubectl("label", "node", node.name, "tidegate.gpu/node=true", "--overwrite")
+        self.kubectl("apply", "-k", str(self.overlay(name)))
+        wait_for("the DaemonSet to be ready", self.is_up, START_S, self.explain)
+
+    def is_up(self) -> bool:
+        """Return whether all nodes' pods of the DaemonSet are ready, and their GPUs offered."""
+        ready = [pod for pod in self.system_pods() if is_true(pod, "Ready")]
+        offered = {one["spec"].get("nodeName") for one in self.api.list("resourceslices")}
+        return len(ready) == len(self.nodes) and offered >= {node.name for node in self.nodes}
+
+    def system_pods(self) -> list[Document]:
+        """Return the pods of the DaemonSet."""
+        return self.api.list("pods", SYSTEM)
+
+    def explain(self) -> str:
+        """Say what is known of the DaemonSet's pods."""
+        parts = [self.control_plane.kubectl("get", "pods,resourceslices", "-A", "-o", "wide").text]
+        for pod in self.system_pods():
+            name = pod["metadata"]["name"]
+            parts += self.api.events(name, SYSTEM)
+            for container in ("install", "refresh", "governor", "dra"):
+                logs = ("logs", name, "-c", container, "--tail=30")
+                ran = self.control_plane.kubectl("-n", SYSTEM, *logs)
+                parts.append(f"-- {container}\n{ran.text}")
+        return "\n".join(parts)
+
+    def container_pids(self, node: ClusterNode, name: str) -> list[int]:
+        """Return the processes of the governor or the driver on a node, by this machine's numbers."""
+        words = {"governor": ("tidegate-governor",), "driver": ("-m", "kube.main")}[name]
+        return node.processes(*words)
+
+    def tidegate(self, *arguments: str) -> str:
+        """Run `tidegate` in the first node's governor."""
+        command = ("exec", "daemonset/tidegate", "-c", "governor", "--", "tidegate", *arguments)
+        return self.kubectl("-n", SYSTEM, *command)
+
+    # Pods.
+
+    def claim_template(self, name: str, *, memory: str, compute: str, strict: bool = True) -> None:
+        """Make a ResourceClaimTemplate for a share of one GPU."""
+        kind = "gpu-strict" if strict else "gpu-elastic"
+        exactly = {
+            "deviceClassName": f"{kind}.tidegate.gpu",
+            "capacity": {"requests": {"memory": memory, "compute": compute}},
+        }
+        self.api.create(
+            "resourceclaimtemplates",
+            {
+                "metadata": {"name": name},
+                "spec": {"spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}}},
+            },
+        )
+
+    def delete_pods(self, *names: str, seconds: float = 120) -> None:
+        """Delete pods at once, and wait until they are gone."""
+        for name in names:
+            self.api.delete("pods", name, grace=0 if name.startswith("force-") else 1)
+        gone = lambda: not {p["metadata"]["name"] for p in self.api.list("pods")} & set(names)  # noqa: E731
+        wait_for(f"{', '.join(names)} to be gone", gone, seconds, self.pods_text)
+
+    def pods_text(self) -> str:
+        """Say which pods there are."""
+        return self.control_plane.kubectl("get", "pods,resourceclaims", "-A", "-o", "wide").text
+
+    def wait_pods(self, *names: str, seconds: float = 120) -> float:
+        """Wait until pods are ready; return for how long."""
+        began = time.monotonic()
+
+        def ready() -> bool:
+            found = {pod["metadata"]["name"]: pod for pod in self.api.list("pods")}
+            return all(name in found and is_true(found[name], "Ready") for name in names)
+
+        def explain() -> str:
+            said = [f"{name}: {line}" for name in names for line in self.api.events(name)[-6:]]
+            return "\n".join([self.pods_text(), *said])
+
+        wait_for(f"{', '.join(names)} to be ready", ready, seconds, explain)
+        return time.monotonic() - began
+
+    # What is left.
+
+    def leftovers(self, node: ClusterNode) -> list[str]:
+        """Return what claims and containers that have gone left on a node."""
+        state = node.path("/run/tidegate")
+        left = [str(p) for p in node.path("/var/run/cdi").glob("tidegate.gpu-claim_*")]
+        left += [str(p) for p in (state / "containers").glob("*")]
+        return [path.removeprefix(f"/proc/{node.pid}/root") for path in left]
+
+    def close(self) -> list[str]:
+        """End it all; return what is left of it on this machine."""
+        left = [line for node in self.nodes for line in node.close()]
+        self.control_plane.close()
+        return left
+
+    def remove(self) -> None:
+        """Remove what it wrote."""
+        shutil.rmtree(self.base, ignore_errors=True)
+
+
+def pod(
+    name: str,
+    *command: str,
+    template: str = "",
+    labels: dict[str, str] | None = None,
+    restart: str = "Always",
+    out: bool = False,
+    node: str = "",
+) -> Document:
+    """A pod with one container of the workload image, and a claim where there is a template for one."""
+    mounts: list[dict[str, Any]] = []
+    volumes: list[dict[str, Any]] = []
+    container: dict[str, Any] = {
+        "name": "main",
+        "image": WORKLOAD_IMAGE,
+        "imagePullPolicy": "Never",
+        "command": list(command or ("/usr/bin/sleep", "infinity")),
+        "volumeMounts": mounts,
+    }
+    spec: dict[str, Any] = {
+        "restartPolicy": restart,
+        "terminationGracePeriodSeconds": 1,
+        "containers": [container],
+        "volumes": volumes,
+        "automountServiceAccountToken": False,
+    }
+    if node:
+        spec["nodeName"] = node
+    if template:
+        mounts.append({"name": "simgpu", "mountPath": SIMGPU})
+        volumes.append({"name": "simgpu", "hostPath": {"path": SIMGPU, "type": "Directory"}})
+        spec["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": template}]
+        container["resources"] = {"claims": [{"name": "gpu"}]}
+    if out:
+        mounts.append({"name": "out", "mountPath": "/out"})
+        path = {"path": f"/var/lib/out/{name}", "type": "DirectoryOrCreate"}
+        volumes.append({"name": "out", "hostPath": path})
+    return {"metadata": {"name": name, "labels": labels or {}}, "spec": spec}

@@ -1,0 +1,504 @@
+"""A node of a cluster: containerd and a kubelet on a root file system of Debian's, in namespaces of their own.
+
+Other than the nodes of tests/container it has a PID namespace and a disk: `ClusterNode.crash` ends all that runs on it at
+once, as a reset does, and what is below /etc, /opt and /var is there when it boots again, with another boot id. Its GPU is a
+simulated one, in /dev, whose driver lies where NVIDIA's would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from tests.cluster.binaries import Binaries
+from tests.conftest import ROOT
+from tests.container.engine_host import (
+    END_S,
+    PATH,
+    TRIPLET,
+    Ran,
+    groups,
+    hierarchies,
+    host_state,
+    members,
+    what,
+)
+
+SIMGPU = "/dev/tidegate-simgpu"
+LIBDIR = f"/usr/lib/{TRIPLET}"
+PAUSE_IMAGE = "registry.k8s.io/pause:3.10"
+GPU_MEMORY = "128GiB"
+READY_S = 90.0
+
+# What a kubelet sets in any case: here they have that value already, as files of the node's own. They are one setting for
+# the whole machine, in whichever namespace they are written.
+KERNEL = {
+    "kernel/keys/root_maxbytes": "25000000",
+    "kernel/keys/root_maxkeys": "1000000",
+    "kernel/panic": "10",
+    "kernel/panic_on_oops": "1",
+    "vm/overcommit_memory": "1",
+    "vm/panic_on_oom": "0",
+}
+
+# $1 is the unpacked root, $2 the disk, $3 the node's name, $4 what it sees of this machine, read-only and under the same
+# path. Standard input has a line for each hierarchy of control groups; the node ends when it does. This is the first
+# process of the PID namespace: a shell that waits for its child reaps what others leave to it, too.
+BOOT = r"""
+set -eu
+root=$1; disk=$2; name=$3; programs=$4
+new=$disk/root
+mkdir -p "$disk/upper" "$disk/scratch" "$new"
+mount -t overlay overlay -o "lowerdir=$root,upperdir=$disk/upper,workdir=$disk/scratch" "$new"
+mount -t proc proc "$new/proc"
+mount -t sysfs sysfs "$new/sys"
+mount -t tmpfs -o mode=755 tmpfs "$new/dev"
+for device in null zero full random urandom tty kmsg; do
+    touch "$new/dev/$device"
+    mount --bind "/dev/$device" "$new/dev/$device"
+done
+mkdir "$new/dev/pts" "$new/dev/shm" "$new/dev/mqueue"
+mount -t devpts -o newinstance,ptmxmode=666 devpts "$new/dev/pts"
+ln -s pts/ptmx "$new/dev/ptmx"
+ln -s /proc/self/fd "$new/dev/fd"
+mount -t tmpfs -o mode=1777 tmpfs "$new/dev/shm"
+mount -t mqueue mqueue "$new/dev/mqueue"
+mkdir -p "$new/tmp" "$new/run" "$new/root"
+mount -t tmpfs -o mode=755 tmpfs "$new/run"
+mkdir "$new/run/lock" "$new/run/kernel"
+mount -t tmpfs -o mode=1777 tmpfs "$new/tmp"
+# An overlay takes no overlay for its upper layer.
+for directory in containerd kubelet; do
+    mkdir -p "$disk/$directory" "$new/var/lib/$directory"
+    mount --bind "$disk/$directory" "$new/var/lib/$directory"
+done
+mkdir -p "$new$programs"
+mount --bind "$programs" "$new$programs"
+mount -o remount,bind,ro "$new$programs"
+while read -r kind first second && [ "$kind" != end ]; do
+    case "$kind" in
+        setting)  # a file of /proc/sys and its value
+            file=$new/run/kernel/$(echo "$first" | tr / .)
+            echo "$second" >"$file"
+            mount --bind "$file" "$new/proc/sys/$first" ;;
+        cgroup2)
+            mount -t cgroup2 cgroup2 "$new/sys/fs/cgroup"
+            # Processes may not be in a group that gives controllers to groups below it.
+            mkdir -p "$new/sys/fs/cgroup/init"
+            echo 0 >"$new/sys/fs/cgroup/init/cgroup.procs"
+            for controller in $(cat "$new/sys/fs/cgroup/cgroup.controllers"); do
+                echo "+$controller" >"$new/sys/fs/cgroup/cgroup.subtree_control"
+            done ;;
+        cgroup)
+            mountpoint -q "$new/sys/fs/cgroup" || mount -t tmpfs -o mode=755 tmpfs "$new/sys/fs/cgroup"
+            mkdir "$new/sys/fs/cgroup/$second"
+            mount -t cgroup -o "$first" cgroup "$new/sys/fs/cgroup/$second" ;;
+    esac
+done
+for file in resolv.conf hosts; do [ -e "$new/etc/$file" ] || : >"$new/etc/$file"; done
+[ -s "$new/etc/machine-id" ] || tr -d - </proc/sys/kernel/random/uuid >"$new/etc/machine-id"
+echo "$name" >"$new/etc/hostname"
+echo "$name" >/proc/sys/kernel/hostname
+cd "$new"
+pivot_root . .     # the old root is on top of the new one,
+umount --lazy .    # and is gone with this
+ip link set lo up
+echo 1 >/proc/sys/net/ipv4/ip_forward
+mount --make-rshared /  # as systemd leaves it: a kubelet's mounts have to reach containers
+echo ready
+trap '' TERM INT
+cat >/dev/null
+"""
+
+CONTAINERD = """version = 3
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = "{pause}"
+[plugins.'io.containerd.cri.v1.runtime']
+# A sandbox's score of -998 takes CAP_SYS_RESOURCE, which not every machine gives its root.
+restrict_oom_score_adj = true
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+bin_dirs = ["{programs}"]
+"""
+
+KUBELET = {
+    "apiVersion": "kubelet.config.k8s.io/v1beta1",
+    "kind": "KubeletConfiguration",
+    "authentication": {"anonymous": {"enabled": False}, "webhook": {"enabled": False}},
+    "authorization": {"mode": "AlwaysAllow"},
+    "cgroupDriver": "cgroupfs",
+    "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+    # The machine may have control groups of version 1 alone.
+    "failCgroupV1": False,
+    "failSwapOn": False,
+    "makeIPTablesUtilChains": False,
+    "resolvConf": "",
+    # This machine's disk is not the node's.
+    "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "imagefs.available": "0%"},
+    "imageGCHighThresholdPercent": 100,
+    "maxPods": 200,
+    # What is killed more than once within ten minutes would be left alone for up to five: that is the kubelet's own.
+    "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
+}
+
+
+class NodeDaemon:
+    """A program that serves on a node; `kill` ends it as a crash does, and leaves what it has started."""
+
+    def __init__(self, node: ClusterNode, name: str, command: list[str]) -> None:
+        self.node = node
+        self.name = name
+        self.command = command
+        self._entered: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its number on this machine."""
+        if self._entered is None or self._entered.poll() is not None:
+            return None
+        # nsenter has forked into the PID namespace, and waits for what it became.
+        children = Path(f"/proc/{self._entered.pid}/task/{self._entered.pid}/children")
+        found = children.read_text().split()
+        return int(found[0]) if found else None
+
+    def start(self) -> None:
+        """Start it; its output goes to NAME.log."""
+        with self.node.log(self.name).open("ab") as log:
+            self._entered = subprocess.Popen(
+                self.node.command_line(*self.command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": PATH, "HOME": "/root"},
+            )
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End it."""
+        if self._entered is None:
+            return
+        if (pid := self.pid) is not None:
+            os.kill(pid, number)
+        self._entered.wait(END_S)
+        self._entered = None
+
+    def check(self) -> None:
+        """AssertionError where it has ended by itself."""
+        ended = self._entered is None or self._entered.poll() is not None
+        assert not ended, f"{self.name} of {self.node.name} has ended\n{self.tail()}"
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        path = self.node.log(self.name)
+        return path.read_text(errors="replace")[-3000:] if path.exists() else ""
+
+
+class ClusterNode:
+    """A node, off until `boot`. `close` ends it and returns what is left of it on this machine."""
+
+    def __init__(
+        self,
+        name: str,
+        base: Path,
+        *,
+        binaries: Binaries,
+        root: Path,
+        build: Path,
+        address: str,
+        pods: str,
+        devices: int = 1,
+    ) -> None:
+        """`root` is what tools/engine-root made, `pods` the addresses of pods in CIDR notation."""
+        self.name = name
+        self.base = base
+        self.binaries = binaries
+        self.root = root
+        self.build = build
+        self.address = address
+        self.pods = pods
+        self.devices = devices
+        self.hierarchies = hierarchies(f"tidegate-cluster-{os.getpid()}-{name}")
+        self.containerd = NodeDaemon(self, "containerd", ["containerd"])
+        self.kubelet = NodeDaemon(self, "kubelet", self._kubelet_command())
+        self.images: list[Path] = []
+        self.pid = 0  # the first process, by this machine's number
+        self._unshare: subprocess.Popen[str] | None = None
+        self._before = host_state()
+        base.mkdir(parents=True)
+
+    @property
+    def disk(self) -> Path:
+        """What outlasts a boot."""
+        return self.base / "disk"
+
+    def log(self, name: str) -> Path:
+        """Where the output of a daemon goes."""
+        return self.base / f"{name}.log"
+
+    def _kubelet_command(self) -> list[str]:
+        return [
+            self.binaries.path("kubelet"), "--config=/etc/kubernetes/kubelet.json",
+            "--kubeconfig=/etc/kubernetes/kubelet.kubeconfig", f"--hostname-override={self.name}",
+            f"--node-ip={self.address}", "--v=2",
+        ]  # fmt: skip
+
+    # Booting and ending.
+
+    def boot(self) -> None:
+        """Make the namespaces and mounts, and the GPU; nothing runs on it yet but its first process."""
+        self.disk.mkdir(exist_ok=True)
+        for hierarchy in self.hierarchies:
+            hierarchy.group.mkdir()
+            for setting in ("cpuset.cpus", "cpuset.mems"):  # without them no process may join
+                own = hierarchy.group / setting
+                if hierarchy.kind == "cgroup" and own.exists() and not own.read_text().strip():
+                    own.write_text((hierarchy.group.parent / setting).read_text())
+        joins = " ".join(f"'{h.group}/cgroup.procs'" for h in self.hierarchies)
+        script = (
+            f'for file in {joins}; do echo $$ >"$file" || exit; done; exec unshare --mount --net --ipc --uts'
+            ' --cgroup --pid --fork --kill-child --propagation private sh -c "$@"'
+        )
+        arguments = [self.root, self.disk, self.name, self.binaries.directory]
+        self._unshare = subprocess.Popen(
+            ["sh", "-c", script, "sh", BOOT, "sh", *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PATH": PATH},
+            start_new_session=True,
+        )
+        settings = KERNEL | {"kernel/random/boot_id": str(uuid.uuid4())}
+        lines = [f"setting {name} {value}\n" for name, value in settings.items()]
+        lines += [f"{h.kind} {h.options} {h.mountpoint.name}\n" for h in self.hierarchies]
+        assert self._unshare.stdin is not None
+        assert self._unshare.stdout is not None
+        assert self._unshare.stderr is not None
+        self._unshare.stdin.write("".join([*lines, "end\n"]))
+        self._unshare.stdin.flush()
+        if self._unshare.stdout.readline() != "ready\n":
+            text = self._unshare.stderr.read()
+            self.crash()
+            raise AssertionError(f"{self.name} does not boot: {text}")
+        own = self._unshare.pid
+        self.pid = int(Path(f"/proc/{own}/task/{own}/children").read_text().split()[0])
+        self._plug_gpu()
+
+    def _plug_gpu(self) -> None:
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "simgpu", "create", "--memory", GPU_MEMORY),
+                *("--devices", str(self.devices)),
+                *("--dir", str(self.path(SIMGPU))),
+            ],
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        if not self.path(f"{LIBDIR}/libcuda.so.1").is_symlink():
+            for library in ("libcuda", "libnvidia-ml"):
+                [file] = self.build.glob(f"simgpu/{library}.so.*.*[0-9]")
+                path = self.path(f"{LIBDIR}/{file.name}")
+                shutil.copy(file, path)
+                path.with_name(f"{library}.so.1").symlink_to(file.name)
+            self.check("ldconfig")
+
+    def configure(self, kubeconfig: Path, authority: Path) -> None:
+        """Write what containerd and the kubelet read, before their first start."""
+        self.write("/etc/containerd/config.toml", CONTAINERD.format(
+            pause=PAUSE_IMAGE, programs=self.binaries.directory,
+        ))  # fmt: skip
+        network = {
+            "cniVersion": "1.0.0",
+            "name": "pods",
+            "plugins": [
+                {
+                    "type": "ptp",
+                    "ipam": {
+                        "type": "host-local",
+                        "ranges": [[{"subnet": self.pods}]],
+                        "routes": [{"dst": "0.0.0.0/0"}],
+                        # A reboot gives all addresses back.
+                        "dataDir": "/run/cni",
+                    },
+                }
+            ],
+        }
+        self.write("/etc/cni/net.d/10-pods.conflist", json.dumps(network))
+        settings = json.loads(json.dumps(KUBELET))
+        settings["authentication"]["x509"] = {"clientCAFile": "/etc/kubernetes/ca.crt"}
+        self.write("/etc/kubernetes/kubelet.json", json.dumps(settings))
+        self.write("/etc/kubernetes/ca.crt", authority.read_text())
+        self.write("/etc/kubernetes/kubelet.kubeconfig", embedded(kubeconfig), 0o600)
+
+    def start(self) -> None:
+        """Start containerd and the kubelet, as systemd would."""
+        self.start_containerd()
+        self.kubelet.start()
+
+    def start_containerd(self) -> None:
+        """Start containerd, and load images that it does not have yet."""
+        self.containerd.start()
+        deadline = time.monotonic() + READY_S
+        while (ran := self.run("ctr", "version")).status:
+            self.containerd.check()
+            assert time.monotonic() < deadline, f"{ran.text}\n{self.containerd.tail()}"
+            time.sleep(0.1)
+
+    def load(self, image: Path) -> None:
+        """Load an image's archive."""
+        with image.open("rb") as file:
+            done = subprocess.run(
+                self.command_line("ctr", "-n", "k8s.io", "images", "import", "--local", "-"),
+                stdin=file,
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def keep_fresh(self, image: str) -> None:
+        """Put the control libraries of Tidegate's image where its mirror says that they are.
+
+        A mirror is refused where the files that it was made from are not as they were. Of NVIDIA's driver only the version
+        of the kernel module counts; of the simulated one, which has none, all files do, and the DaemonSet makes the mirror
+        in a container: by the image's paths, and the node's below /host.
+        """
+        place = "/usr/lib/tidegate"
+        self.check("mkdir", "-p", "/tmp/image", place)
+        self.check("ctr", "-n", "k8s.io", "images", "mount", image, "/tmp/image")
+        self.check("cp", "-a", f"/tmp/image{place}/{TRIPLET}", place)
+        self.check("ctr", "-n", "k8s.io", "images", "unmount", "--rm", "/tmp/image")
+        self.path("/host").symlink_to("/")
+
+    def crash(self) -> list[str]:
+        """End all that runs here at once, without notice; return what did not end."""
+        left = []
+        if self._unshare is not None:
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)  # its PID namespace ends with it
+            elif self._unshare.poll() is None:
+                self._unshare.kill()
+            self._unshare.communicate(timeout=60)
+            self._unshare, self.pid = None, 0
+            for daemon in (self.kubelet, self.containerd):
+                daemon.kill()
+        deadline = time.monotonic() + END_S
+        while (pids := members(self.hierarchies[0].group)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left += [f"a process runs: {what(pid)}" for pid in pids]
+        for hierarchy in self.hierarchies:
+            for group in groups(hierarchy.group) if hierarchy.group.exists() else ():
+                try:
+                    group.rmdir()
+                except OSError as e:
+                    left.append(f"a control group stays: {group} ({e.strerror})")
+        return left
+
+    def close(self) -> list[str]:
+        """End it, remove its disk, and return what is left of it on this machine."""
+        left = self.crash()
+        left += [
+            f"a mount stays: {line.split()[4]}"
+            for line in Path("/proc/self/mountinfo").read_text().splitlines()
+            if str(self.base) in line
+        ]
+        if not left:
+            shutil.rmtree(self.disk, ignore_errors=True)
+        after = host_state()
+        return left + [
+            f"{name} of this machine was {value} and is {after[name]}"
+            for name, value in self._before.items()
+            if after[name] != value
+        ]
+
+    # What is on it.
+
+    def path(self, inside: str | Path) -> Path:
+        """Where this machine finds a path of the node's."""
+        return Path(f"/proc/{self.pid}/root{inside}")
+
+    def write(self, inside: str, text: str, mode: int = 0o644) -> None:
+        """Write a file of the node's."""
+        path = self.path(inside)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(mode)
+
+    def command_line(self, *arguments: str) -> list[str]:
+        """Return the command line that runs a command on the node."""
+        joins = " ".join(f"'{h.members}'" for h in self.hierarchies)
+        script = (
+            f'for file in {joins}; do echo $$ >"$file" || exit; done;'
+            f' exec nsenter -t {self.pid} -m -n -i -u -C -p -- "$@"'
+        )
+        return ["sh", "-c", script, "sh", *arguments]
+
+    def run(self, *arguments: str, timeout: float = 60) -> Ran:
+        """Run a command to its end."""
+        done = subprocess.run(
+            self.command_line(*arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=timeout,
+            env={"PATH": PATH, "HOME": "/root"},
+        )
+        return Ran(done.returncode, done.stdout, done.stderr)
+
+    def check(self, *arguments: str, timeout: float = 60) -> str:
+        """Run a command that succeeds; return what it printed."""
+        ran = self.run(*arguments, timeout=timeout)
+        assert ran.status == 0, f"{self.name}: {' '.join(arguments)}: {ran.text}"
+        return ran.stdout
+
+    def processes(self, *words: str) -> list[int]:
+        """Return the processes, by this machine's numbers, with these words in a row in their command line.
+
+        Of a path the last part counts.
+        """
+        found = []
+        for pid in members(self.hierarchies[0].group):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+            except OSError:
+                continue
+            line = [word.rpartition("/")[2] for word in line]
+            if any(line[at : at + len(words)] == list(words) for at in range(len(line))):
+                found.append(pid)
+        return sorted(found)
+
+    def mounts(self) -> list[str]:
+        """Return the mount points of the node's."""
+        lines = Path(f"/proc/{self.pid}/mountinfo").read_text().splitlines()
+        return sorted(line.split()[4] for line in lines)
+
+    def groups(self) -> set[str]:
+        """Return the control groups of pods, by their paths in each hierarchy."""
+        return {
+            f"{hierarchy.mountpoint.name}/{path.relative_to(hierarchy.group)}"
+            for hierarchy in self.hierarchies
+            for path in groups(hierarchy.group)
+            if "/pod" in str(path.relative_to(hierarchy.group))
+        }
+
+
+def embedded(kubeconfig: Path) -> str:
+    """Return a kubeconfig whose files are in it."""
+    import base64
+
+    document = json.loads(kubeconfig.read_text())
+    for section in (document["clusters"][0]["cluster"], document["users"][0]["user"]):
+        for name in ("certificate-authority", "client-certificate", "client-key"):
+            if name in section:
+                data = Path(section.pop(name)).read_bytes()
+                section[f"{name}-data"] = base64.b64encode(data).decode()
+    return json.dumps(document)

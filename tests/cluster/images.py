@@ -1,0 +1,121 @@
+"""The images of a cluster, as archives that `ctr images import` reads: no registry can be reached from its nodes.
+
+Tidegate's own is what the Containerfile of packaging/kubernetes makes, done line by line as tests/packages/test_image.py does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from tests.cluster.cluster_node import PAUSE_IMAGE
+from tests.conftest import ROOT
+from tests.container.bundles import compile_c, make_rootfs
+from tests.container.engines import pack_image
+from tests.packages.make import fresh_root, package
+from tests.packages.test_image import FILE, Build, instructions
+
+TIDEGATE_IMAGE = "registry.example/tidegate:0.1.0"
+WORKLOAD_IMAGE = "docker.io/library/workload:latest"
+SAMPLE_IMAGE = "nvcr.io/nvidia/k8s/cuda-sample:nbody-cuda11.6.0-ubuntu18.04"
+"""What packaging/kubernetes/examples name."""
+
+# What holds a pod's namespaces: it waits, and takes what becomes its child.
+PAUSE_C = r"""
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static void end(int number) { _exit(0); }
+static void reap(int number) { while (waitpid(-1, 0, WNOHANG) > 0) ; }
+int main(void) {
+        signal(SIGINT, end);
+        signal(SIGTERM, end);
+        signal(SIGCHLD, reap);
+        for (;;)
+                pause();
+}
+"""
+
+# In the place of NVIDIA's sample: as much work of the simulated GPU as there is time for, and what it came to.
+SAMPLE = """#!/bin/sh
+exec /usr/bin/simgpu-workload --unit-us 500 --seconds 5 --out /tmp/progress.bin
+"""
+
+SOURCES = (
+    *("governor", "kube", "libcontrol", "oci_hook", "packaging", "simgpu", "tools", "vdriver"),
+    *("meson.build", "meson_options.txt", "pyproject.toml", "requirements-kubernetes.lock"),
+)
+"""What Tidegate's image is made of."""
+
+
+def pause_image(base: Path) -> Path:
+    """Make the image that every pod's sandbox runs."""
+    rootfs = base / "pause"
+    compile_c(PAUSE_C, rootfs / "pause", "-static")
+    return pack_image(rootfs, base / "pause.tar", PAUSE_IMAGE, command=("/pause",))
+
+
+def workload_images(base: Path, build: Path) -> list[Path]:
+    """Make an image with this machine's C library and a program for the simulated GPU; and one as examples name it."""
+    rootfs = make_rootfs(base / "workload", base / "tools")
+    shutil.copy(build / "simgpu/simgpu-workload", rootfs / "usr/bin")
+    shutil.copy(build / "burner", rootfs / "usr/bin")
+    for name in ("libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"):
+        path = Path("/lib/x86_64-linux-gnu") / name
+        shutil.copy(path.resolve(), rootfs / "usr/lib/x86_64-linux-gnu" / name)
+    subprocess.run(["ldconfig", "-r", str(rootfs), "-X"], check=True)
+    images = [pack_image(rootfs, base / "workload.tar", WORKLOAD_IMAGE)]
+    sample = rootfs / "tmp/sample"
+    sample.write_text(SAMPLE)
+    sample.chmod(0o755)
+    images.append(pack_image(rootfs, base / "sample.tar", SAMPLE_IMAGE))
+    return images
+
+
+def _digest() -> str:
+    """What the image would be made of now."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--", *SOURCES],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    whole = hashlib.sha256()
+    for name in sorted(listing.split("\0")):
+        path = ROOT / name
+        if name and path.is_file():
+            whole.update(f"{name}\0{path.stat().st_mode & 0o777:o}\0".encode() + path.read_bytes())
+    return whole.hexdigest()[:16]
+
+
+def tidegate_image() -> Path:
+    """Make Tidegate's image of this working tree, in build/cluster-images; once for each state of the tree."""
+    directory = ROOT / "build/cluster-images"
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        archive = directory / f"{_digest()}.tar"
+        if not archive.exists():
+            for old in sorted(directory.glob("*.tar"))[:-1]:
+                old.unlink()
+            _make(archive)
+    return archive
+
+
+def _make(archive: Path) -> None:
+    work = archive.with_suffix(f".{os.getpid()}")
+    work.mkdir()
+    try:
+        build = Build(work, fresh_root("trixie", slim=True), package("deb"))
+        for instruction, words in instructions(FILE.read_text()):
+            build.do(instruction, words)
+        image = list(build.stages.values())[-1]
+        making = work / "image.tar"
+        environment = tuple(f"{name}={value}" for name, value in image.environment.items())
+        command = tuple(image.command)
+        pack_image(image.root, making, TIDEGATE_IMAGE, environment=environment, command=command)
+        making.rename(archive)
+    finally:
+        shutil.rmtree(work)

@@ -1,0 +1,13 @@
+"""A cluster without Tidegate: what the other tests stand on."""
+
+from __future__ import annotations
+
+from tests.cluster.cluster import Cluster, pod
+
+
+def test_a_pod_without_a_claim_runs(bare_cluster: Cluster) -> None:
+    bare_cluster.api.create("pods", pod("plain"))
+    bare_cluster.wait_pods("plain")
+    told = bare_cluster.kubectl("exec", "plain", "--", "/bin/sh", "-c", "echo inside")
+    assert told == "inside\n"
+    bare_cluster.delete_pods("plain")

@@ -55,6 +55,7 @@ class Cluster:
         key_usage: bool = True,
     ) -> None:
         self.base = base
+        self.first_look: list[Document] = []  # the DaemonSet's pods, when they were ready first
         self.control_plane = ControlPlane(base / "control-plane", binaries, key_usage=key_usage)
         self.nodes = [
             ClusterNode(
@@ -129,16 +130,17 @@ class Cluster:
             self.kubectl("label", "node", node.name, "tidegate.gpu/node=true", "--overwrite")
         self.kubectl("apply", "-k", str(self.overlay(name)))
         wait_for("the DaemonSet to be ready", self.is_up, START_S, self.explain)
+        self.first_look = self.system_pods()
 
     def is_up(self) -> bool:
         """Return whether all nodes' pods of the DaemonSet are ready, and their GPUs offered."""
         ready = [pod for pod in self.system_pods() if is_true(pod, "Ready")]
-        offered = {one["spec"].get("nodeName") for one in self.api.list("resourceslices")}
+        offered = {one["spec"].get("nodeName") for one in self.api.objects("resourceslices")}
         return len(ready) == len(self.nodes) and offered >= {node.name for node in self.nodes}
 
     def system_pods(self) -> list[Document]:
         """Return the pods of the DaemonSet."""
-        return self.api.list("pods", SYSTEM)
+        return self.api.objects("pods", SYSTEM)
 
     def explain(self) -> str:
         """Say what is known of the DaemonSet's pods."""
@@ -183,7 +185,7 @@ class Cluster:
         """Delete pods at once, and wait until they are gone."""
         for name in names:
             self.api.delete("pods", name, grace=0 if name.startswith("force-") else 1)
-        gone = lambda: not {p["metadata"]["name"] for p in self.api.list("pods")} & set(names)  # noqa: E731
+        gone = lambda: not {p["metadata"]["name"] for p in self.api.objects("pods")} & set(names)  # noqa: E731
         wait_for(f"{', '.join(names)} to be gone", gone, seconds, self.pods_text)
 
     def pods_text(self) -> str:
@@ -195,7 +197,7 @@ class Cluster:
         began = time.monotonic()
 
         def ready() -> bool:
-            found = {pod["metadata"]["name"]: pod for pod in self.api.list("pods")}
+            found = {pod["metadata"]["name"]: pod for pod in self.api.objects("pods")}
             return all(name in found and is_true(found[name], "Ready") for name in names)
 
         def explain() -> str:

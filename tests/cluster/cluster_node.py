@@ -285,8 +285,8 @@ class ClusterNode:
             text = self._unshare.stderr.read()
             self.crash()
             raise AssertionError(f"{self.name} does not boot: {text}")
-        own = self._unshare.pid
-        self.pid = int(Path(f"/proc/{own}/task/{own}/children").read_text().split()[0])
+        number = self._unshare.pid
+        self.pid = int(Path(f"/proc/{number}/task/{number}/children").read_text().split()[0])
         self._plug_gpu()
 
     def _plug_gpu(self) -> None:

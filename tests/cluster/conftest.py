@@ -77,9 +77,12 @@ def bare_cluster(
     build_dir: Path,
     images: list[Path],
 ) -> Iterator[Cluster]:
-    """A cluster of one node on which Tidegate is not installed, at first."""
+    """A cluster of one node on which Tidegate is not installed, at first.
+
+    Its certificate authority has no key usage extension, as those of EKS and microk8s have none.
+    """
     base = ROOT / "build/cluster" / f"run-{os.getpid()}"
-    cluster = Cluster(base, binaries, root=node_root, build=build_dir)
+    cluster = Cluster(base, binaries, root=node_root, build=build_dir, key_usage=False)
     try:
         cluster.start(images)
         yield cluster

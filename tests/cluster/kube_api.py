@@ -89,7 +89,7 @@ class KubeApi:
                 return None
             raise
 
-    def list(
+    def objects(
         self, kind: str, namespace: str | None = "default", *, labels: str = ""
     ) -> list[Document]:
         """Return the objects of a kind; with `namespace=None` those of all namespaces."""
@@ -122,7 +122,9 @@ class KubeApi:
     def events(self, name: str, namespace: str = "default") -> list[str]:
         """Return what was said of an object, oldest first: reason and message."""
         found = [
-            one for one in self.list("events", namespace) if one["involvedObject"]["name"] == name
+            one
+            for one in self.objects("events", namespace)
+            if one["involvedObject"]["name"] == name
         ]
         found.sort(key=lambda one: one["metadata"]["creationTimestamp"])
         return [f"{one['reason']}: {one['message']}" for one in found]

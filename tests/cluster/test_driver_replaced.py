@@ -35,7 +35,7 @@ class Stream:
                 self._created[name] = time.monotonic()
                 self.cluster.api.create("pods", pod(name, template="replaced"))
                 following = now + EVERY_S
-            for one in self.cluster.api.list("pods"):
+            for one in self.cluster.api.objects("pods"):
                 name = one["metadata"]["name"]
                 if name in self._created and is_true(one, "Ready"):
                     self.delays[name] = time.monotonic() - self._created.pop(name)
@@ -75,7 +75,7 @@ def during(cluster: Cluster, seconds: float, *, upgrade: bool) -> list[float]:
         end.set()
         thread.join()
     assert not failed, failed
-    wait_for("pods to be gone", lambda: not cluster.api.list("pods"), 60, cluster.pods_text)
+    wait_for("pods to be gone", lambda: not cluster.api.objects("pods"), 60, cluster.pods_text)
     return list(stream.delays.values())
 
 

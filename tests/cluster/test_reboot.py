@@ -31,7 +31,7 @@ def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: Cluster) -> None:
     def back() -> bool:
         now = containers(cluster)
         renewed = all(now[key] != identifier for key, identifier in before.items() if key in now)
-        pods = [p for p in cluster.api.list("pods", None) if p["status"]["phase"] == "Running"]
+        pods = [p for p in cluster.api.objects("pods", None) if p["status"]["phase"] == "Running"]
         return renewed and len(pods) == len(names) + 1 and all(is_true(p, "Ready") for p in pods)
 
     wait_for("all pods to be back", back, 180, cluster.pods_text, every=0.1)
@@ -47,7 +47,7 @@ def test_after_a_reboot_all_pods_are_back_in_15_s(cluster: Cluster) -> None:
 def containers(cluster: Cluster) -> dict[tuple[str, str], str]:
     """The containers of all pods that run, by pod and name."""
     found = {}
-    for one in cluster.api.list("pods", None):
+    for one in cluster.api.objects("pods", None):
         statuses: list[Document] = one["status"].get("containerStatuses") or []
         for status in statuses:
             found[one["metadata"]["name"], status["name"]] = status.get("containerID", "")

@@ -50,7 +50,7 @@ def test_two_pods_get_70_and_30_percent_and_a_third_waits_for_its_reason(cluster
         lambda: condition(cluster.api.get("pods", "ten") or {}, "PodScheduled").get("message"),
         30,
     )
-    assert "cannot allocate all claims" in reason
+    assert "cannot allocate all claims" in str(reason)
 
     time.sleep(MEASURED_S)
     runs = {

@@ -21,7 +21,7 @@ def start_many(cluster: Cluster, label: str, template: str) -> float:
         cluster.api.create("pods", pod(name, template=template, labels={"group": label}))
 
     def ready() -> bool:
-        pods = cluster.api.list("pods", labels=f"group={label}")
+        pods = cluster.api.objects("pods", labels=f"group={label}")
         return len(pods) == COUNT and all(is_true(one, "Ready") for one in pods)
 
     wait_for(f"{COUNT} pods", ready, 300, cluster.pods_text, every=0.1)

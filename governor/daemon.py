@@ -53,8 +53,11 @@ SIMULATED = ("SIMGPU_DIR", Path("/dev/tidegate-simgpu"))
 """Where the simulated driver finds its GPUs: what a variable names, or a directory."""
 
 
-def original_nvml(driver_dir: str) -> Path:
-    """Return the driver's own NVML library in the generation in force."""
+def require_simulated(driver_dir: str) -> None:
+    """Refuse a mirror of the simulated GPU's driver where this process does not say where that is.
+
+    NVML alone would ask for a kernel module, of which there is none.
+    """
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
     variable, directory = SIMULATED
@@ -64,6 +67,12 @@ def original_nvml(driver_dir: str) -> Path:
             " set",
             hint=f"set {variable} to the directory that `python -m simgpu create` made",
         )
+
+
+def original_nvml(driver_dir: str) -> Path:
+    """Return the driver's own NVML library in the generation in force."""
+    generation = Path(driver_dir) / "current"
+    manifest = read_manifest(generation.resolve())
     for file in manifest.files:
         if file.role == "origin" and file.path.endswith("libnvidia-ml-origin.so.1"):
             return generation.resolve() / file.path
@@ -236,6 +245,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
     lock = await wait_for_place(runtime, stop) if wait else None
     if wait and lock is None:
         return
+    require_simulated(config.driver_dir)
     with (
         Nvml(original_nvml(config.driver_dir)) as nvml,
         listening(runtime / "governor.sock", lock) as listener,

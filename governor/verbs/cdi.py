@@ -53,9 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do it, and return the exit status."""
-    from governor.daemon import find_devices, original_nvml
+    from governor.daemon import find_devices, original_nvml, require_simulated
     from vdriver.nvml import Nvml
 
+    require_simulated(args.driver_dir)
     with Nvml(original_nvml(args.driver_dir)) as nvml:
         devices, _ = find_devices(nvml)
     if args.action == "list":

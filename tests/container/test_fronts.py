@@ -553,6 +553,7 @@ def test_the_deadline_is_not_the_real_runtime_s(
     """A timer outlasts an execve, and would end crun; Go's programs do not heed it."""
     require("crun")
     wrapper = Wrapped("crun", node.base / "state")
+    wrapper.program = node.program.with_name("tidegate-runtime")
     wrapper.settings = node.base / "runtime.conf"
     node.timeout = 2.0
     write_settings(wrapper.settings, node, dev, path_of("crun"))

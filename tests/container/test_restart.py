@@ -398,8 +398,8 @@ def test_a_start_in_the_middle_of_an_admission_fails_and_leaves_nothing(node: No
     time.sleep(0.5)
     node.stop_governor(signal.SIGKILL)
     assert node.wait(container, WAIT_S) != 0
-    assert "tidegate: the governor" in container.output, container.output
-    assert "during admit" in container.output or "(admit: " in container.output, container.output
+    # The hook has asked for another governor meanwhile, which did not come within its patience.
+    assert "tidegate: the governor is not reachable" in container.output, container.output
     node.start_governor()
     assert known(node) == {}
     assert list((node.runtime_dir / "containers").iterdir()) == []

@@ -73,7 +73,8 @@ def test_the_table_has_what_the_command_and_the_governor_accept() -> None:
     ps = next(one for one in top.commands if one.name == "ps")
     assert ps.synopsis() == "tidegate ps [--config FILE] [--runtime-dir DIR] [--json]"
     assert {f for o in command_table.governor().options for f in o.flags} == {
-        "-h", "--help", "--config", *("--" + name.replace("_", "-") for name in daemon.OVERRIDES)
+        *("-h", "--help", "--config", "--wait"),
+        *("--" + name.replace("_", "-") for name in daemon.OVERRIDES),
     }  # fmt: skip
 
 

@@ -6,9 +6,9 @@ would have done, with the caller's standard descriptors, working directory and c
 the server everything works, only slower.
 
 A caller is served where a hook of its own would have run in the same way: it is root, of the same
-version, and in the same mount, PID and user namespaces. Any other caller is declined and executes
-the script. The child is killed with its caller: the kernel sends SIGKILL when the caller's end of a
-pipe closes, as a runtime that gives a hook up kills it.
+version, in the same mount, PID and user namespaces, and has the same root directory. Any other
+caller is declined and executes the script. The child is killed with its caller: the kernel sends
+SIGKILL when the caller's end of a pipe closes, as a runtime that gives a hook up kills it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 
 import oci_hook.apply
 import oci_hook.claims
@@ -55,7 +56,10 @@ MESSAGE_LIMIT = 32 << 10  # bytes of a request, as in front/handover.c
 N_DESCRIPTORS = 5  # standard input, output and error, the working directory, a pipe's end
 REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
-NAMESPACES = ("mnt", "pid", "user")
+PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
+WAKE_S = 5.0  # seconds; a signal that comes between a look and the wait is seen that late
+PAUSE_S = 0.1  # seconds without memory or descriptors before the next caller is looked for
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 BACKLOG = 512
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 BEGUN = b"\1"
@@ -112,8 +116,8 @@ class Sources:
             return False
 
 
-def _namespaces(pid: str) -> list[tuple[int, int]]:
-    places = (os.stat(f"/proc/{pid}/ns/{name}") for name in NAMESPACES)
+def _places(pid: str) -> list[tuple[int, int]]:
+    places = (os.stat(f"/proc/{pid}/{name}") for name in PLACES)
     return [(place.st_dev, place.st_ino) for place in places]
 
 
@@ -129,7 +133,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
     said, *words = [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
     if said != version or len(words) < 2 or words[0] not in ROLES:
         raise Declined
-    if not words[1].startswith("/") or _namespaces(str(pid)) != _namespaces("self"):
+    if not words[1].startswith("/") or _places(str(pid)) != _places("self"):
         raise Declined
     oci_hook.crun.caller = pid
     return words
@@ -227,6 +231,7 @@ class Server:
         finally:
             os.umask(before)
         self.listener.listen(BACKLOG)
+        self.listener.settimeout(WAKE_S)
         os.rename(making, self.path)
 
     def run(self) -> None:
@@ -240,10 +245,15 @@ class Server:
         while not self.stopping:
             try:
                 caller, _ = self.listener.accept()
-            except OSError:
+            except TimeoutError:
+                continue
+            except OSError as e:
                 if self.stopping:
                     break
-                raise
+                if e.errno not in EXHAUSTED:
+                    raise
+                time.sleep(PAUSE_S)  # an end here would be the end of the children, too
+                continue
             if not self.sources.are_current():
                 caller.close()  # the caller executes the script
                 break
@@ -255,7 +265,11 @@ class Server:
         self.listener.close()
 
     def _fork(self, caller: socket.socket) -> None:
-        if os.fork():
+        try:
+            child = os.fork()
+        except OSError:  # no memory or no process: the caller executes the script
+            child = -1
+        if child:
             caller.close()
             return
         try:
@@ -301,6 +315,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("tidegate-forkserver: hooks run as root; start it as root", file=sys.stderr)
         return 77
     oci_hook.kernel.set_undumpable()
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # or a child puts a caller's descriptor in the place of one that it needs
+            os.open("/dev/null", os.O_RDWR)
     try:
         server = Server(runtime_dir)
     except BlockingIOError:

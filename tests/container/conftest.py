@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -130,12 +131,20 @@ FORKSERVER = HOOK.with_name("tidegate-forkserver")
 class ForkServer:
     """The fork server of a node, by this checkout's code or a copy of it."""
 
-    def __init__(self, runtime_dir: Path, program: Path = FORKSERVER) -> None:
+    def __init__(
+        self,
+        runtime_dir: Path,
+        program: Path = FORKSERVER,
+        *,
+        under: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.socket = runtime_dir / "forkserver.sock"
         self.process = subprocess.Popen(
-            [*as_the_unit(), str(program), "--runtime-dir", str(runtime_dir)],
+            [*under, *as_the_unit(), str(program), "--runtime-dir", str(runtime_dir)],
             stderr=subprocess.PIPE,
             text=True,
+            env=os.environ | (environment or {}),
         )
         deadline = time.monotonic() + 30
         while not self.socket.exists():

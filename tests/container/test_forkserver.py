@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -322,6 +323,108 @@ def test_a_socket_that_a_killed_server_left_is_no_hindrance(
     assert executed(trace) == interpreted(front)
     forkserver.socket.unlink()
     ForkServer(front.base / "run").stop()
+
+
+def ask(front: Node) -> list[str]:
+    """Start a hook for a process that does not exist; gives what was executed."""
+    trace = front.base / "trace"
+    done = traced(trace, *front.hook, "createRuntime", stdin=state(front.base / "bundle"))
+    assert done.stderr.startswith(b"tidegate: "), done.stderr
+    assert b"fork server" not in done.stderr  # its process has said what is wrong
+    return executed(trace)
+
+
+def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
+    """As where a limit on processes is reached: an end would kill the starts that it has begun."""
+    front.bundle("true").write()
+    # Its first child is the first process of a namespace, in which none is made after that ended.
+    server = ForkServer(front.base / "run", under=("unshare", "--pid"))
+    for _ in range(3):
+        assert ask(front) == interpreted(front)
+        wait_for(lambda: not children(server.process.pid), "the child to be gone")
+    server.stop()
+
+
+def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServer) -> None:
+    front.bundle("true").write()
+    pid = forkserver.process.pid
+    number = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, before[1]))
+    assert ask(front) == interpreted(front)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    wait_for(lambda: ask(front) == [str(front.program)], "the server to serve again")
+
+
+def test_a_server_that_was_started_without_standard_descriptors_serves(front: Node) -> None:
+    front.bundle("true").write()
+    server = ForkServer(front.base / "run", under=("sh", "-c", 'exec "$@" <&- >&- 2>&-', "without"))
+    assert ask(front) == [str(front.program)]
+    server.stop()
+
+
+def test_a_signal_between_a_look_and_the_wait_stops_the_server(front: Node) -> None:
+    """Here it comes to another thread, so that it interrupts no call of the one that serves."""
+    program = """
+import signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+from oci_hook.forkserver import Server
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+server = Server(sys.argv[2])
+print(flush=True)
+server.run()
+"""
+    command = [sys.executable, "-c", program, str(HOOK.parents[1]), str(front.base / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.5)  # until it waits
+    process.terminate()
+    try:
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    assert not (front.base / "run/forkserver.sock").exists()
+
+
+def test_the_server_s_locale_is_not_what_paths_are_written_in(
+    front: Node, tmp_path: Path, runc: Runtime, require: Callable[..., None]
+) -> None:
+    """systemd gives services the system's locale; runtimes write UTF-8 in any."""
+    require("localedef")
+    name = "en_US.ISO-8859-1"
+    subprocess.run(
+        ["localedef", "-i", "en_US", "-f", "ISO-8859-1", str(tmp_path / name)], check=True
+    )
+    locale = {"LOCPATH": str(tmp_path), "LC_ALL": name}
+    server = ForkServer(front.base / "run", environment=locale)
+    ran = runc.run(front.bundle("ls -A /run/tidegate", name="bündel"))
+    assert "grant" in ran.stdout.split(), ran.stderr
+    server.stop()
+
+
+@pytest.mark.usefixtures("forkserver")
+def test_a_caller_with_another_root_directory_is_not_served(front: Node, tmp_path: Path) -> None:
+    """Its paths lead to other files than the server's."""
+    front.bundle("true").write()
+    root = tmp_path / "root"
+    inside = [front.program.parent, front.base]
+    for path in inside:
+        place = root / str(path).lstrip("/")
+        place.mkdir(parents=True)
+        subprocess.run(["mount", "--bind", path, place], check=True)
+    try:
+        done = subprocess.run(
+            ["chroot", root, *front.hook, "createRuntime"],
+            input=state(front.base / "bundle"), capture_output=True, check=False,
+        )  # fmt: skip
+    finally:
+        for path in inside:
+            subprocess.run(["umount", root / str(path).lstrip("/")], check=True)
+    assert done.returncode == 71
+    assert b"cannot be executed" in done.stderr  # there is no Python
 
 
 @pytest.mark.usefixtures("forkserver")

@@ -160,8 +160,8 @@ def test_a_command_is_a_link_to_where_its_code_is(prefix: Path) -> None:
         "tidegate": b"#!/usr/bin/python3 -I",
         "tidegate-governor": b"#!/usr/bin/python3 -I",
         "tidegate-hook": b"#!/usr/bin/python3 -ISE",
-        "tidegate-runtime": b"#!/usr/bin/python3 -ISE",
-        "tidegate-forkserver": b"#!/usr/bin/python3 -ISE",
+        "tidegate-runtime": b"#!/usr/bin/python3 -ISEXutf8",
+        "tidegate-forkserver": b"#!/usr/bin/python3 -ISEXutf8",
     }
 
 

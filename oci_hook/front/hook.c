@@ -8,13 +8,17 @@
 #include "handover.h"
 #include "requests.h"
 
+#include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <unistd.h>
 
-#define DEADLINE_S 20 /* as in oci_hook/entry.py */
+#define DEADLINE_S      20 /* as in oci_hook/entry.py */
+#define MOST_DEADLINE_S 3600
 
 static char *no_environment[] = {NULL};
 
@@ -22,8 +26,31 @@ static char *no_environment[] = {NULL};
 struct options {
     const char *runtime_dir;
     const char *stage;
-    bool named; /* an entry of the node's own says that the container is to be governed */
+    double timeout; /* seconds */
+    bool named;     /* an entry of the node's own says that the container is to be governed */
 };
+
+static char late[128]; /* the line of a deadline that has passed */
+static int failed = STATUS_OS_ERROR;
+
+static void expire(int signal)
+{
+    (void)signal;
+    handover_fail(failed, late);
+}
+
+/* Sets a deadline for standard input, which a runtime may never close; 0 takes it back. */
+static void arm(double seconds)
+{
+    struct itimerval timer = {.it_value = {.tv_sec = (time_t)seconds}};
+
+    timer.it_value.tv_usec = (suseconds_t)((seconds - (double)timer.it_value.tv_sec) * 1e6);
+    snprintf(late, sizeof(late),
+             "tidegate: the hook did not finish within %g s; see the hook's log on the node\n",
+             seconds);
+    signal(SIGALRM, expire);
+    setitimer(ITIMER_REAL, &timer, NULL);
+}
 
 static bool takes_value(const char *name)
 {
@@ -37,10 +64,33 @@ static bool takes_value(const char *name)
     return false;
 }
 
-/* Reads options that are written as two words each; false for any other form. */
+static bool is_stage(const char *word)
+{
+    static const char *const stages[] = {"prestart", "createRuntime", "precreate", "poststop"};
+
+    for (size_t i = 0; i < sizeof(stages) / sizeof(*stages); i++)
+        if (strcmp(word, stages[i]) == 0)
+            return true;
+    return false;
+}
+
+/* Reads a number of seconds in digits, with a fraction or not. */
+static bool take_timeout(const char *value, double *seconds)
+{
+    char *end;
+
+    if (strspn(value, "0123456789.") != strlen(value))
+        return false;
+    *seconds = strtod(value, &end);
+    return end != value && !*end && *seconds >= 1e-3 && *seconds <= MOST_DEADLINE_S;
+}
+
+/* Reads options that are written as two words each; false for any other form, and for mistakes. */
 static bool parse(char *const arguments[], struct options *options)
 {
-    *options = (struct options){.runtime_dir = "/run/tidegate"};
+    bool claim = false, share = false;
+
+    *options = (struct options){.runtime_dir = "/run/tidegate", .timeout = DEADLINE_S};
     for (; *arguments; arguments++) {
         const char *word = *arguments;
 
@@ -51,17 +101,22 @@ static bool parse(char *const arguments[], struct options *options)
                 return false;
             if (strcmp(word, "--runtime-dir") == 0)
                 options->runtime_dir = value;
-            if (strcmp(word, "--claim") == 0 || strcmp(word, "--share") == 0)
-                options->named = true;
+            if (strcmp(word, "--timeout") == 0 && !take_timeout(value, &options->timeout))
+                return false;
+            claim |= strcmp(word, "--claim") == 0;
+            share |= strcmp(word, "--share") == 0;
         } else if (strcmp(word, "--governed") == 0) {
             options->named = true;
-        } else if (*word != '-' && !options->stage) {
+        } else if (is_stage(word) && !options->stage) {
             options->stage = word;
         } else {
             return false;
         }
     }
-    return options->stage != NULL;
+    options->named |= claim;
+    if (!options->stage || claim != share)
+        return false;
+    return !claim || strcmp(options->stage, "precreate") != 0;
 }
 
 /* Whether nothing is to be done, by what the runtime wrote to standard input. */
@@ -98,18 +153,26 @@ int main(int argc, char *argv[])
     struct options options;
     struct text input;
     int server, status;
+    bool is_whole;
 
     handover_tidy_descriptors();
+    signal(SIGPIPE, SIG_IGN); /* as Python has it: a write to a closed output is an error */
     umask(022);
     if (parse(arguments, &options)) {
-        alarm(DEADLINE_S); /* a runtime that never closes stdin would hold this process for ever */
-        /* What is too large is handed over as far as it was read: the script says so. */
-        if (text_read(STDIN_FILENO, CONFIG_LIMIT, &input) && is_done(&options, &input))
+        if (strcmp(options.stage, "poststop") == 0)
+            failed = 0; /* a container that is gone stays gone */
+        arm(options.timeout);
+        is_whole = text_read(STDIN_FILENO, CONFIG_LIMIT, &input);
+        if (is_whole && is_done(&options, &input))
             return 0;
+        /* What is too large is handed over as far as it was read: the script says so. */
+        if (!is_whole && input.size <= CONFIG_LIMIT)
+            handover_fail(failed, "tidegate: standard input cannot be read to its end; the runtime "
+                                  "has to write to it, and to close it\n");
         if (!put_back(&input))
-            handover_fail(STATUS_OS_ERROR,
+            handover_fail(failed,
                           "tidegate: a copy of standard input cannot be made; free memory\n");
-        alarm(0);
+        arm(0);
         server = handover_connect(options.runtime_dir);
         if (server >= 0) {
             status = handover_run(server, "hook", arguments);

@@ -455,6 +455,74 @@ def test_what_precreate_is_given_by_a_pipe_comes_out_whole(front: Node) -> None:
     assert (done.returncode, done.stdout == data, done.stderr) == (0, True, b"")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("createRuntim",), ("--timeout", "0", "prestart"), ("--timeout", "soon", "createRuntime"),
+        ("--claim", "a", "createRuntime"), ("--claim", "a", "--share", "b", "precreate"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_a_command_line_is_said_to_a_container_that_asks_for_nothing(
+    front: Node, arguments: tuple[str, ...]
+) -> None:
+    """Or it shows with the first container that asks for something."""
+    bundle = front.bundle("true", annotations={})
+    del bundle.config["hooks"]
+    bundle.write()
+    said = [
+        subprocess.run(
+            [program, *arguments], input=state(bundle.path), capture_output=True, check=False
+        )
+        for program in (front.program, HOOK)
+    ]
+    assert said[0].returncode == said[1].returncode == 70
+    assert said[0].stderr == said[1].stderr
+    assert said[0].stdout == b""
+
+
+@pytest.mark.parametrize("stage", ["createRuntime", "poststop"])
+def test_a_runtime_that_does_not_close_stdin_is_not_waited_for(front: Node, stage: str) -> None:
+    reading, writing = os.pipe()
+    try:
+        done = subprocess.run(
+            [front.program, "--timeout", "0.5", stage],
+            stdin=reading, capture_output=True, timeout=15, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(reading)
+        os.close(writing)
+    assert done.returncode == (0 if stage == "poststop" else 71)
+    assert done.stderr == (
+        b"tidegate: the hook did not finish within 0.5 s; see the hook's log on the node\n"
+    )
+
+
+def test_a_configuration_that_nobody_takes_is_an_error(front: Node) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [front.program, "precreate"],
+        input=b"{}", stdout=writing, stderr=subprocess.PIPE, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert done.returncode == 71
+    assert b"config.json could not be written to stdout" in done.stderr
+
+
+def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) -> None:
+    """Podman would take what came until then, with whatever that leaves out."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.write(writing, b'{"annotations": ')
+    done = subprocess.run(
+        [front.program, "precreate"], stdin=reading, capture_output=True, check=False
+    )
+    os.close(reading)
+    os.close(writing)
+    assert (done.returncode, done.stdout) == (71, b"")
+    assert done.stderr.startswith(b"tidegate: standard input cannot be read to its end")
+
+
 @pytest.mark.parametrize("with_server", ["", "server"])
 def test_a_deleted_container_leaves_nothing_in_its_root(
     front: Node, runtime: Runtime, with_server: str, require: Callable[..., None]

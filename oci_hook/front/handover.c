@@ -15,8 +15,7 @@
 
 #define N_DESCRIPTORS 5           /* standard ones, the working directory, a pipe's end */
 #define MESSAGE_LIMIT (32u << 10) /* a longer command line is the script's */
-#define MOST_WORDS    1024
-#define CONNECT_MS    500 /* a server that is slower is not worth waiting for */
+#define CONNECT_MS    500         /* a server that is slower is not worth waiting for */
 
 #ifndef SYS_close_range
 #define SYS_close_range 436
@@ -212,25 +211,24 @@ void handover_execute(const char *name, const char *first, char *const arguments
                       char *const environment[])
 {
     static char path[PATH_MAX];
-    static char *words[MOST_WORDS];
-    size_t n = 0;
+    size_t n = 0, count = 0;
+    char **words;
 
     if (!find_script(name, path, sizeof(path)))
+        return;
+    while (arguments[count])
+        count++;
+    words = calloc(count + 5, sizeof(*words));
+    if (!words)
         return;
     words[n++] = path;
     words[n++] = (char *)"--program";
     words[n++] = (char *)handover_program();
     if (first)
         words[n++] = (char *)first;
-    for (; *arguments; arguments++) {
-        if (n + 1 == MOST_WORDS) {
-            errno = E2BIG;
-            return;
-        }
-        words[n++] = *arguments;
-    }
-    words[n] = NULL;
+    memcpy(words + n, arguments, count * sizeof(*words));
     execve(path, words, environment);
+    free(words);
 }
 
 _Noreturn void handover_fail(int status, const char *line)

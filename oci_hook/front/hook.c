@@ -30,8 +30,8 @@ struct options {
     bool named;     /* an entry of the node's own says that the container is to be governed */
 };
 
-static char late[128]; /* the line of a deadline that has passed */
-static int failed = STATUS_OS_ERROR;
+static char late[128];               /* the line of a deadline that has passed */
+static int failed = STATUS_OS_ERROR; /* the status of a start that fails here */
 
 static void expire(int signal)
 {

@@ -82,7 +82,7 @@ static enum kind kind_of(const char *name, const char *command)
 static void take(struct call *call, const char *name, const char *value)
 {
     if (strcmp(name, "bundle") == 0)
-        call->bundle = value;
+        call->bundle = *value ? value : "."; /* as runc and crun have it */
     else if (strcmp(name, "config") == 0)
         call->elsewhere = true;
 }
@@ -212,10 +212,9 @@ static void become_runtime(const struct settings *settings, char *argv[])
 }
 
 /* Has the runtime delete a container, and the fork server take away what it left; its status. */
-static int delete(int server, const struct settings *settings, char *argv[],
-                  char *const arguments[])
+static int delete(const struct settings *settings, char *argv[], char *const arguments[])
 {
-    int status;
+    int server, status;
     pid_t pid = fork();
 
     if (pid == 0) {
@@ -232,7 +231,8 @@ static int delete(int server, const struct settings *settings, char *argv[],
         if (errno != EINTR)
             handover_fail(STATUS_OS_ERROR, "tidegate-runtime: the runtime's status is lost\n");
     /* Whatever it answered: a container that does not exist has ended, a running one keeps all. */
-    if (handover_run(server, "deleted", arguments) < 0) {
+    server = handover_connect(settings->runtime_dir); /* which waits for a request for a second */
+    if (server < 0 || handover_run(server, "deleted", arguments) < 0) {
         pid = fork();
         if (pid == 0) {
             handover_execute("tidegate-runtime", "--tidegate-deleted", arguments, environ);
@@ -272,11 +272,11 @@ int main(int argc, char *argv[])
         become_runtime(&settings, argv);
         goto script;
     }
+    if (deletes)
+        return delete(&settings, argv, arguments);
     server = handover_connect(settings.runtime_dir);
     if (server < 0)
         goto script;
-    if (deletes)
-        return delete(server, &settings, argv, arguments);
     status = handover_run(server, "runtime", arguments);
     if (status == 0)
         become_runtime(&settings, argv);

@@ -523,6 +523,53 @@ def test_a_configuration_that_is_not_read_to_its_end_is_an_error(front: Node) ->
     assert done.stderr.startswith(b"tidegate: standard input cannot be read to its end")
 
 
+def wrapper_settings(front: Node, real: str) -> list[str]:
+    """Settings that make a program the real runtime; the wrapper's command line for them."""
+    program = front.base / "real"
+    program.write_text(real)
+    program.chmod(0o755)
+    settings = front.base / "settings"
+    settings.write_text(f"runtime {program}\nruntime-dir {front.base}/run\n")
+    return [str(front.program.with_name("tidegate-runtime")), "--tidegate-config", str(settings)]
+
+
+def test_a_command_line_of_any_length_reaches_the_runtime(front: Node) -> None:
+    """As of `runc exec`, whose words may be anything, also the name of a command."""
+    wrapper = wrapper_settings(front, '#!/bin/sh\necho "$#"\n')
+    words = ["exec", "one", "seq", *map(str, range(3000)), "run"]
+    done = subprocess.run([*wrapper, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{len(words)}\n"), done.stderr
+
+
+def test_an_empty_bundle_is_the_working_directory(
+    front: Node, require: Callable[..., None]
+) -> None:
+    """As runc has it, so no file in the root directory stands for config.json."""
+    require("strace")
+    wrapper = wrapper_settings(front, "#!/bin/sh\n")
+    trace = front.base / "trace"
+    words = ["strace", "-qq", "-e", "trace=openat,open", "-o", str(trace), *wrapper]
+    bundle = front.base / "plain"
+    bundle.mkdir()
+    (bundle / "config.json").write_text("{}")
+    subprocess.run([*words, "create", "--bundle", "", "one"], cwd=bundle, check=True)
+    assert '"/config.json"' not in trace.read_text()
+    assert '"./config.json"' in trace.read_text()
+
+
+def test_a_runtime_that_deletes_slowly_does_not_cost_the_server(
+    front: Node, forkserver: ForkServer
+) -> None:
+    """`delete --force` waits for the container's end, longer than the server for a request."""
+    wrapper = wrapper_settings(front, "#!/bin/sh\nsleep 2\n")
+    (front.base / "run/traces").mkdir(mode=0o700, exist_ok=True)
+    (front.base / "run/traces/one").write_text("")
+    trace = front.base / "trace"
+    assert traced(trace, *wrapper, "delete", "--force", "one").returncode == 0
+    assert str(HOOK.with_name("tidegate-runtime")) not in executed(trace)
+    assert forkserver.process.poll() is None
+
+
 @pytest.mark.parametrize("with_server", ["", "server"])
 def test_a_deleted_container_leaves_nothing_in_its_root(
     front: Node, runtime: Runtime, with_server: str, require: Callable[..., None]

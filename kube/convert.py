@@ -135,7 +135,7 @@ class Ask:
         if capacity:
             exactly["capacity"] = {"requests": capacity}
         devices: dict[str, Any] = {"requests": [{"name": "gpu", "exactly": exactly}]}
-        # The scheduler gives a request no device twice; said for who reads it.
+        # The scheduler gives a request no device twice; said for the reader.
         constraints = [{"distinctAttribute": f"{DRIVER}/uuid"}] if self.count > 1 else []
         constraints += [{"matchAttribute": name} for name in self.constraints if self.count > 1]
         if constraints:

@@ -45,7 +45,7 @@ class Call:
     """What a driver has to know of a call; by default it waits for nothing."""
 
     check: Callable[[], None] = lambda: None
-    """Raises a TidegateError where whoever called has given up."""
+    """Raises a TidegateError where the caller has given up."""
     left: Callable[[], float] = lambda: 0.0
     """Returns for how many seconds it may wait."""
     when_ended: Callable[[Callable[[], None]], object] = lambda _tell: None
@@ -311,8 +311,8 @@ class Driver:
             message=error.message,
             hint=error.hint,
         )
-        # Whoever does not reach the API server cannot write an event there, and a call that came
-        # too late says nothing of the claim.
+        # Without the API server no event can be written, and a call that came too late says nothing
+        # of the claim.
         if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 

@@ -141,7 +141,7 @@ class Instance:
         if self._own is None:
             return
         data = json.dumps({"started": self._started, "registered": registered}).encode()
-        # One write of a whole line: who reads meanwhile finds the old one or the new one.
+        # One write of a whole line: a reader finds the old one or the new one.
         os.pwrite(self._own, data.ljust(80) + b"\n", 0)
 
     def note_registered(self, registered: bool) -> None:  # noqa: FBT001 - the callback's one word
@@ -237,7 +237,7 @@ class Instance:
             fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, slot)
 
     def close(self) -> None:
-        """Let go of the place; sockets are removed by who made them."""
+        """Let go of the place; each instance removes the sockets that it made."""
         if self._own is not None:
             self._lock_file(self.name).unlink(missing_ok=True)
         for fd in (self._own, self._claims, self._shared):

@@ -1,4 +1,4 @@
-"""Pods whose claims a kubelet could not prepare are asked for again at once: one annotation, and of whom it is written."""
+"""Pods whose claims a kubelet could not prepare are asked for again at once: one annotation, and on which pods it is written."""
 
 from __future__ import annotations
 

@@ -6,9 +6,10 @@ would have done, with the caller's standard descriptors, working directory and c
 the server everything works, only slower.
 
 A caller is served where a hook of its own would have run in the same way: it is root, of the same
-version, in the same mount, PID and user namespaces, and has the same root directory. Any other
-caller is declined and executes the script. The child is killed with its caller: the kernel sends
-SIGKILL when the caller's end of a pipe closes, as a runtime that gives a hook up kills it.
+version and installation, in the same mount, PID and user namespaces, and has the same root
+directory. Any other caller is declined and executes the script. The child is killed with its
+caller: the kernel sends SIGKILL when the caller's end of a pipe closes, as a runtime that gives a
+hook up kills it.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+SCRIPTS = os.path.dirname(os.path.realpath(__file__))
 SOCKET = "forkserver.sock"
 LOCK = "forkserver.lock"
-USAGE = "usage: tidegate-forkserver [--runtime-dir DIR]"
+USAGE = "usage: tidegate-forkserver [--wait] [--runtime-dir DIR]"
 MESSAGE_LIMIT = 32 << 10  # bytes of a request, as in front/handover.c
 N_DESCRIPTORS = 5  # standard input, output and error, the working directory, a pipe's end
 REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
@@ -124,6 +126,9 @@ def _places(pid: str) -> list[tuple[int, int]]:
 def read_request(caller: socket.socket, version: str) -> list[str]:
     """Take a request: role, program and arguments. Declined where it is not served here.
 
+    What is sent is, each with a NUL, the caller's version, the directory of its scripts, the role,
+    the path by which the caller was executed, and its arguments.
+
     The caller's process is known to `oci_hook.crun` afterwards.
     """
     pid, uid, _ = PEER.unpack(caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
@@ -131,7 +136,7 @@ def read_request(caller: socket.socket, version: str) -> list[str]:
         raise Declined
     data = caller.recv(MESSAGE_LIMIT + 1)
     said, *words = [os.fsdecode(word) for word in data.split(b"\0")[:-1]]
-    if said != version or len(words) < 2 or words[0] not in ROLES:
+    if said != version or len(words) < 3 or words.pop(0) != SCRIPTS or words[0] not in ROLES:
         raise Declined
     if not words[1].startswith("/") or _places(str(pid)) != _places("self"):
         raise Declined
@@ -212,15 +217,18 @@ def _remove(path: str) -> None:
 class Server:
     """Listens, and forks for each caller."""
 
-    def __init__(self, runtime_dir: str) -> None:
-        """Begin to listen; OSError where another server does, or the directory is missing."""
+    def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
+        """Begin to listen; OSError where another server does, or the directory is missing.
+
+        With `wait` that other server's end is waited for.
+        """
         self.version = _version()
         self.sources = Sources()
         self.stopping = False
         self.lock = os.open(
             f"{runtime_dir}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
-        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self.lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         self.path = f"{runtime_dir}/{SOCKET}"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         making = f"{self.path}.new"
@@ -306,6 +314,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until stopped; gives the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     runtime_dir = "/run/tidegate"
+    wait = words[:1] == ["--wait"]
+    if wait:
+        del words[0]
     if words[:1] == ["--runtime-dir"] and len(words) == 2:
         runtime_dir = words[1]
     elif words:
@@ -322,10 +333,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # or a child puts a caller's descriptor in the place of one that it needs
             os.open("/dev/null", os.O_RDWR)
     try:
-        server = Server(runtime_dir)
+        server = Server(runtime_dir, wait=wait)
     except BlockingIOError:
         print(
-            f"tidegate-forkserver: another one serves {runtime_dir}; stop it first",
+            f"tidegate-forkserver: another one serves {runtime_dir}; stop it first,"
+            " or take its place when it has ended by --wait",
             file=sys.stderr,
         )
         return 75

@@ -84,6 +84,33 @@ int handover_connect(const char *runtime_dir)
     return -1;
 }
 
+/* Puts the directory of the scripts into `path`: the one above this program's, or the source's. */
+static bool find_scripts(char *path, size_t room)
+{
+    ssize_t length = readlink("/proc/self/exe", path, room - 1);
+    char *slash;
+
+    if (length <= 0)
+        return false;
+    path[length] = '\0';
+    for (int up = 0; up < 2; up++) {
+        slash = strrchr(path, '/');
+        if (!slash)
+            return false;
+        *slash = '\0';
+    }
+#ifdef SOURCE_DIRECTORY /* of a build that is not installed */
+    slash = path + strlen(path);
+    if ((size_t)snprintf(slash, room - (size_t)(slash - path), "/tidegate-hook") >=
+        room - (size_t)(slash - path))
+        return false;
+    if (access(path, X_OK) != 0)
+        return (size_t)snprintf(path, room, "%s", SOURCE_DIRECTORY) < room;
+    *slash = '\0';
+#endif
+    return true;
+}
+
 /* Appends a word and its NUL. */
 static bool put(char *message, size_t *size, const char *word)
 {
@@ -96,14 +123,19 @@ static bool put(char *message, size_t *size, const char *word)
     return true;
 }
 
-/* Says what is wanted. The descriptors follow when a process of the server's has answered. */
+/*
+ * Says what is wanted, and by which code: a server of another installation declines. The
+ * descriptors follow when a process of the server's has answered.
+ */
 static bool send_request(int server, const char *role, char *const arguments[])
 {
     static char message[MESSAGE_LIMIT];
+    char scripts[PATH_MAX];
     size_t size = 0;
     bool fits;
 
-    fits = put(message, &size, TIDEGATE_VERSION) && put(message, &size, role) &&
+    fits = find_scripts(scripts, sizeof(scripts)) && put(message, &size, TIDEGATE_VERSION) &&
+           put(message, &size, scripts) && put(message, &size, role) &&
            put(message, &size, handover_program());
     for (; fits && *arguments; arguments++)
         fits = put(message, &size, *arguments);
@@ -178,43 +210,18 @@ int handover_run(int server, const char *role, char *const arguments[])
     return status < 0 ? HANDOVER_LOST : status;
 }
 
-/* Puts the path of the script `name` into `path`: beside this program's directory, or the source's.
- */
-static bool find_script(const char *name, char *path, size_t room)
-{
-    ssize_t length = readlink("/proc/self/exe", path, room - 1);
-    char *slash;
-
-    if (length <= 0)
-        return false;
-    path[length] = '\0';
-    for (int up = 0; up < 2; up++) {
-        slash = strrchr(path, '/');
-        if (!slash)
-            return false;
-        *slash = '\0';
-    }
-    slash = path + strlen(path);
-    if ((size_t)snprintf(slash, room - (size_t)(slash - path), "/%s", name) >=
-        room - (size_t)(slash - path))
-        return false;
-    if (access(path, X_OK) == 0)
-        return true;
-#ifdef SOURCE_DIRECTORY /* of a build that is not installed */
-    return (size_t)snprintf(path, room, "%s/%s", SOURCE_DIRECTORY, name) < room;
-#else
-    return true;
-#endif
-}
-
 void handover_execute(const char *name, const char *first, char *const arguments[],
                       char *const environment[])
 {
     static char path[PATH_MAX];
-    size_t n = 0, count = 0;
+    size_t n = 0, count = 0, length;
     char **words;
 
-    if (!find_script(name, path, sizeof(path)))
+    if (!find_scripts(path, sizeof(path)))
+        return;
+    length = strlen(path);
+    if ((size_t)snprintf(path + length, sizeof(path) - length, "/%s", name) >=
+        sizeof(path) - length)
         return;
     while (arguments[count])
         count++;

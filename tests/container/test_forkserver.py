@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.container.bundles import HOOK, Runtime
-from tests.container.conftest import ForkServer, Node
+from tests.container.conftest import FORKSERVER, ForkServer, Node
 from tests.container.nodes import wait_for
 
 PROGRAMS = ("tidegate-hook", "tidegate-runtime")
@@ -206,36 +206,81 @@ def test_a_server_that_is_stopped_finishes_what_it_began(
     forkserver.stop()
 
 
-def test_a_server_ends_when_its_code_is_replaced(front: Node, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(HOOK.parent, copy / "oci_hook")
-    (copy / "governor").mkdir()
-    shutil.copy(HOOK.parents[1] / "governor/__init__.py", copy / "governor")
-    server = ForkServer(front.base / "run", copy / "oci_hook/tidegate-forkserver")
-    bundle = front.bundle("true")
-    bundle.write()
+def copy_code(directory: Path, fronts: Path, version: str = "") -> Path:
+    """Install the hook's code, C programs and all, in a directory of its own; gives where the scripts are."""
+    shutil.copytree(HOOK.parent, directory / "oci_hook", ignore=shutil.ignore_patterns("front"))
+    (directory / "oci_hook/front").mkdir()
+    for name in PROGRAMS:
+        shutil.copy(fronts / name, directory / "oci_hook/front")
+    (directory / "governor").mkdir()
+    if version:
+        (directory / "governor/__init__.py").write_text(f'VERSION = "{version}"\n')
+    else:
+        shutil.copy(HOOK.parents[1] / "governor/__init__.py", directory / "governor")
+    return directory / "oci_hook"
+
+
+def asked(front: Node, program: Path) -> list[str]:
+    """What a start by this program executes, and the program itself."""
+    if not (front.base / "bundle").exists():
+        front.bundle("true").write()
     trace = front.base / "trace"
-    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
-    assert executed(trace) == [str(front.program)]
-    (copy / "oci_hook/plan.py").write_text("# another version\n")
-    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
-    assert executed(trace) == interpreted(front)
+    front.program = program
+    traced(trace, *front.hook, "createRuntime", stdin=state(front.base / "bundle"))
+    return executed(trace)
+
+
+def test_a_server_ends_when_its_code_is_replaced(front: Node, fronts: Path, tmp_path: Path) -> None:
+    code = copy_code(tmp_path / "copy", fronts)
+    program = code / "front/tidegate-hook"
+    server = ForkServer(front.base / "run", code / "tidegate-forkserver")
+    assert asked(front, program) == [str(program)]
+    (code / "plan.py").write_text("# another version\n")
+    assert asked(front, program) == [str(program), str(code / "tidegate-hook")]
     server.stop()
     assert not server.socket.exists()
 
 
-def test_a_server_of_another_version_is_not_used(front: Node, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(HOOK.parent, copy / "oci_hook")
-    (copy / "governor").mkdir()
-    (copy / "governor/__init__.py").write_text('VERSION = "0.0.1"\n')
-    server = ForkServer(front.base / "run", copy / "oci_hook/tidegate-forkserver")
-    bundle = front.bundle("true")
-    bundle.write()
-    trace = front.base / "trace"
-    traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
-    assert executed(trace) == interpreted(front)
+@pytest.mark.parametrize("version", ["", "0.0.1"])
+def test_a_server_of_another_installation_or_version_is_not_used(
+    front: Node, fronts: Path, tmp_path: Path, version: str
+) -> None:
+    code = copy_code(tmp_path / "copy", fronts, version)
+    own = front.program
+    server = ForkServer(front.base / "run", code / "tidegate-forkserver")
+    assert asked(front, own) == [str(own), str(HOOK)]
+    program = code / "front/tidegate-hook"
+    expected = [str(program), str(code / "tidegate-hook")] if version else [str(program)]
+    assert asked(front, program) == expected
     server.stop()
+
+
+def test_a_server_that_waits_takes_the_place_of_one_that_ends(
+    front: Node, forkserver: ForkServer
+) -> None:
+    """As the pod that replaces another one does: it is there before the other one ends."""
+    command = [str(FORKSERVER), "--wait", "--runtime-dir", str(front.base / "run")]
+    following = subprocess.Popen(command)
+    try:
+        before = forkserver.socket.stat().st_ino
+        wait_for(lambda: blocked(following.pid), "it to wait for the lock")
+        assert asked(front, front.program) == [str(front.program)]
+        assert forkserver.socket.stat().st_ino == before
+        forkserver.stop()
+        wait_for(forkserver.socket.exists, "it to listen")
+        assert asked(front, front.program) == [str(front.program)]
+    finally:
+        following.terminate()
+    assert following.wait(40) == 0
+    assert not forkserver.socket.exists()
+
+
+def blocked(pid: int) -> bool:
+    """Whether a process waits for a lock of a file."""
+    return any(
+        line.split()[1] == "->" and int(line.split()[5]) == pid
+        for line in Path("/proc/locks").read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize("namespace", ["mount", "pid", "user"])
@@ -307,7 +352,8 @@ def test_two_servers_cannot_serve_one_directory(front: Node) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 75
     assert done.stderr == (
-        f"tidegate-forkserver: another one serves {front.base}/run; stop it first\n"
+        f"tidegate-forkserver: another one serves {front.base}/run; stop it first,"
+        " or take its place when it has ended by --wait\n"
     )
 
 

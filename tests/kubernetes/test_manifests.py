@@ -80,7 +80,7 @@ def test_what_kustomize_makes_is_accepted_and_complete(directory: str) -> None:
     daemon_set = one(documents, "DaemonSet")
     spec = daemon_set["spec"]["template"]["spec"]
     volumes = {volume["name"] for volume in spec["volumes"]}
-    mounted = {mount["name"] for c in containers(daemon_set) for mount in c["volumeMounts"]}
+    mounted = {m["name"] for c in containers(daemon_set) for m in c.get("volumeMounts", ())}
     assert volumes == mounted
     assert {c["image"] for c in containers(daemon_set)} == {"registry.example/tidegate:0.1.0"}
     for volume in spec["volumes"]:
@@ -120,6 +120,7 @@ def test_a_pod_is_replaced_while_the_old_one_serves(directory: str) -> None:
     # A governor of the new pod that failed beside the old one would come back late.
     if "governor" in by_name:
         assert by_name["governor"]["command"] == ["tidegate-governor", "--wait"]
+        assert by_name["forkserver"]["args"][1:] == ["--wait"]
     from kube.service import HAND_OVER_S
 
     assert spec["terminationGracePeriodSeconds"] >= HAND_OVER_S + 10
@@ -133,7 +134,8 @@ def test_the_device_plugin_needs_nothing_of_the_api_server() -> None:
     assert spec["automountServiceAccountToken"] is False
     assert not any("projected" in volume for volume in spec["volumes"])
     for container in containers(one(documents, "DaemonSet")):
-        assert not any("serviceaccount" in m["mountPath"] for m in container["volumeMounts"])
+        mounts = container.get("volumeMounts", ())
+        assert not any("serviceaccount" in mount["mountPath"] for mount in mounts)
 
 
 @pytest.mark.parametrize("directory", [d for d in DIRECTORIES if d != "overlays/device-plugin"])
@@ -144,7 +146,7 @@ def test_the_driver_alone_has_a_token_and_reaches_no_other_drivers_socket(direct
     assert spec["automountServiceAccountToken"] is False
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     for container in containers(daemon_set):
-        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
         tokens = [name for name in mounted if "projected" in volumes[name]]
         assert len(tokens) == (1 if container["name"] == "dra" else 0), container["name"]
         if container["name"] == "dra":
@@ -212,6 +214,36 @@ def test_a_node_that_has_the_package_runs_nothing_privileged() -> None:
         assert "add" not in container["securityContext"]["capabilities"]
 
 
+def test_the_fork_server_is_in_the_namespaces_of_the_hooks_that_it_serves(tmp_path: Path) -> None:
+    """What it executes is what the init container has put on the host, by the host's Python."""
+    documents = render("base")
+    daemon_set = one(documents, "DaemonSet")
+    spec = daemon_set["spec"]["template"]["spec"]
+    by_name = {container["name"]: container for container in containers(daemon_set)}
+    server, installs = by_name["forkserver"], by_name["install"]
+    assert server["command"][:3] == ["nsenter", "--target", "1"]
+    assert {"--mount", "--cgroup", "--net"} <= set(server["command"])
+    assert spec["hostPID"] is True
+    # Not by --pid: nsenter would stay its parent, and pass on no signal.
+    assert "--pid" not in server["command"]
+    target = installs["command"][installs["command"].index("--to") + 1]
+    program = Path(server["args"][0])
+    made = tmp_path / "made"
+    if os.geteuid() != 0:
+        lack("needs root")  # chroot
+    assert install(made).returncode == 0
+    path = made / program.relative_to(target)
+    assert path.read_bytes() == (ROOT / "oci_hook/tidegate-forkserver").read_bytes()
+    help_ = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
+    assert (help_.returncode, "[--wait]" in help_.stderr) == (2, True)
+    # The version, by which a caller of another one is told from its own.
+    said = subprocess.run(
+        ["/usr/bin/python3", "-c", "import oci_hook.forkserver as f; print(f._version())"],
+        cwd=made / "current/python", check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert said.stdout == f"{VERSION}\n"
+
+
 def test_the_role_has_what_the_driver_calls_and_no_more() -> None:
     role = one(list(yaml.safe_load_all((HERE / "base/rbac.yaml").read_text())), "ClusterRole")
     granted = {
@@ -246,7 +278,7 @@ def test_the_kubelet_finds_a_place_for_each_termination_log(directory: str) -> N
     """It mounts a file there; where a volume covers the place, that must be writable."""
     for container in containers(one(render(directory), "DaemonSet")):
         log = container.get("terminationMessagePath", "/dev/termination-log")
-        mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        mounts = {mount["mountPath"]: mount for mount in container.get("volumeMounts", ())}
         over = [mounts[str(p)] for p in Path(log).parents if str(p) in mounts]
         assert not (over and over[0].get("readOnly")), container["name"]
         # The root file system is read-only: what no volume covers is the runtime's own /dev.
@@ -260,7 +292,7 @@ def test_every_container_gives_up_what_it_does_not_need(directory: str) -> None:
         assert context["readOnlyRootFilesystem"] is True, container["name"]
         assert "limits" in container["resources"]
         if context.get("privileged"):
-            assert container["name"] == "governor"
+            assert container["name"] in ("governor", "forkserver")
             continue
         assert context["allowPrivilegeEscalation"] is False
         assert context["capabilities"]["drop"] == ["ALL"]
@@ -394,6 +426,8 @@ def test_the_hook_goes_to_the_node_and_an_upgrade_keeps_the_one_before(tmp_path:
     for number in range(2):
         newer = tmp_path / f"newer{number}"
         shutil.copytree(ROOT / "oci_hook", newer / "oci_hook")
+        (newer / "governor").mkdir()
+        shutil.copy(ROOT / "governor/__init__.py", newer / "governor")
         (newer / "oci_hook/main.py").write_text(
             f"# {number}\n" + (ROOT / "oci_hook/main.py").read_text()
         )

@@ -155,9 +155,13 @@ class Cluster:
         return "\n".join(parts)
 
     def container_pids(self, node: ClusterNode, name: str) -> list[int]:
-        """Return the processes of the governor or the driver on a node, by this machine's numbers."""
-        words = {"governor": ("tidegate-governor",), "driver": ("-m", "kube.main")}[name]
-        return node.processes(*words)
+        """Return the processes of the governor, driver or fork server on a node, by this machine's numbers."""
+        words = {
+            "governor": ("tidegate-governor",),
+            "driver": ("-m", "kube.main"),
+            "forkserver": ("tidegate-forkserver",),
+        }
+        return node.processes(*words[name])
 
     def tidegate(self, *arguments: str) -> str:
         """Run `tidegate` in the first node's governor."""

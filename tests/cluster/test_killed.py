@@ -141,7 +141,7 @@ def answers(path: Path) -> bool:
 def disturb(cluster: Cluster, seconds: float, chance: random.Random) -> dict[str, int]:
     """Kill one part after another; return how often each was."""
     node = cluster.nodes[0]
-    count = dict.fromkeys(("governor", "driver", "kubelet", "containerd"), 0)
+    count = dict.fromkeys(("governor", "driver", "forkserver", "kubelet", "containerd"), 0)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         part = chance.choice(list(count))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.cluster.cluster import SYSTEM, Cluster
+from tests.cluster.cluster import SYSTEM, Cluster, pod
+from tests.cluster.kube_api import wait_for
 
 
 def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: Cluster) -> None:
@@ -11,10 +12,34 @@ def test_the_base_manifests_start_and_no_container_had_to_start_twice(cluster: C
     assert len(cluster.first_look) == len(cluster.nodes)
     for one in cluster.first_look:
         statuses = one["status"]["initContainerStatuses"] + one["status"]["containerStatuses"]
-        assert {status["name"] for status in statuses} == {"install", "refresh", "governor", "dra"}
         assert {status["name"]: status["restartCount"] for status in statuses} == dict.fromkeys(
-            ("install", "refresh", "governor", "dra"), 0
+            ("install", "refresh", "governor", "forkserver", "dra"), 0
         )
+
+
+def test_a_pod_with_a_claim_starts_by_the_fork_server_and_without_it(cluster: Cluster) -> None:
+    """With a script that does nothing, what prepares a container is the server; then the other way round."""
+    cluster.claim_template("served", memory="2Gi", compute="30")
+    node = cluster.nodes[0]
+    version = node.path("/opt/tidegate/current").readlink()
+    script = node.path(f"/opt/tidegate/{version}/python/oci_hook/tidegate-hook")
+    kept = script.read_bytes()
+    script.write_text("#!/bin/false\n")
+    try:
+        cluster.api.create("pods", pod("served", template="served"))
+        cluster.wait_pods("served")
+        cluster.delete_pods("served")
+    finally:
+        script.write_bytes(kept)
+    listening = node.path("/run/tidegate/forkserver.sock")
+    moved = listening.rename(listening.with_name("moved.sock"))
+    try:
+        cluster.api.create("pods", pod("alone", template="served"))
+        cluster.wait_pods("alone")
+        cluster.delete_pods("alone")
+    finally:
+        moved.rename(listening)
+    wait_for("nothing to be left", lambda: not cluster.leftovers(node), 60)
 
 
 def test_each_node_s_gpus_are_offered(cluster: Cluster) -> None:

@@ -134,11 +134,19 @@ def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> i
 
 
 def open_in_root(
-    rootfd: int, path: str, flags: int = os.O_PATH, *, same_mount: bool = False
+    rootfd: int,
+    path: str,
+    flags: int = os.O_PATH,
+    *,
+    same_mount: bool = False,
+    links: bool = True,
 ) -> int:
-    """Walk `path` as a process whose root is `rootfd` would; links cannot lead out of it."""
-    resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS | (RESOLVE_NO_XDEV if same_mount else 0)
-    return openat2(rootfd, path, flags, resolve)
+    """Walk `path` as a process whose root is `rootfd` would; links cannot lead out of it.
+
+    Without `links` one on the way is an OSError, ELOOP.
+    """
+    resolve = RESOLVE_IN_ROOT | (RESOLVE_NO_MAGICLINKS if links else RESOLVE_NO_SYMLINKS)
+    return openat2(rootfd, path, flags, resolve | (RESOLVE_NO_XDEV if same_mount else 0))
 
 
 def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:

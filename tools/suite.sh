@@ -29,7 +29,7 @@ download() {
 
 is_ubuntu() {
     case "$1" in
-        jammy | noble | plucky | questing | resolute) return 0 ;;
+        jammy | noble | plucky | questing | resolute | stonking) return 0 ;;
         *) return 1 ;;
     esac
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import yaml
 from bench.machine import Simulated
 from bench.node import Node
 from governor.client import ask
+from governor.doctor.checks import examine
 from governor.doctor.engines import docker_labels
 from governor.doctor.finding import State
 from governor.doctor.node import Node as DoctorNode
@@ -125,7 +127,7 @@ def unpacked(suite: str) -> Path:
 
 SUITES = [
     pytest.param(suite, marks=[] if suite == machine() else [pytest.mark.slow])
-    for suite in dict.fromkeys((machine(), "bookworm", "trixie", "forky"))
+    for suite in dict.fromkeys((machine(), "bookworm", "trixie", "forky", "resolute", "stonking"))
 ]
 
 
@@ -267,6 +269,31 @@ def test_a_container_is_known_by_the_name_that_its_engine_has_for_it(
         Ctr: ["containerd", "", ""],  # it has none but the id
     }
     assert found == next(names for kind, names in expected.items() if isinstance(engine, kind))
+
+
+CHECKS_OF: dict[type[Engine], tuple[str, ...]] = {
+    Docker: ("docker.version", "docker.runtime", "docker.labels"),
+    Ctr: ("containerd.version", "containerd.handler"),
+    Podman: ("podman.version", "podman.hooks"),
+    Crio: ("crio.version", "crio.configuration", "crio.handler"),
+}
+
+
+def test_doctor_finds_nothing_wrong_with_the_engine_and_tells_its_version(
+    site: Site, engine: Engine
+) -> None:
+    """In the words of the engine's own programs and files, which change with its versions."""
+    node = DoctorNode(f"/proc/{site.host.pid}/root", runner=lambda c: site.host.check(*c))
+    ids = next(found for kind, found in CHECKS_OF.items() if isinstance(engine, kind))
+    said = {one.id: one.finding for one in examine(node, (*ids, "runc.version", "crun.version"))}
+    states = {identifier: finding.state for identifier, finding in said.items()}
+    expected = dict.fromkeys(states, State.OK)
+    if isinstance(engine, OldDocker):  # it has no annotations
+        expected["docker.version"] = State.WARNING
+    assert states == expected, said
+    version = re.search(r" (\d+\.[\d.]+)", engine.version())
+    assert version is not None
+    assert version[1] in said[ids[0]].found
 
 
 def test_a_container_without_annotations_is_what_it_is_without_tidegate(

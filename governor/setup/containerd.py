@@ -295,7 +295,7 @@ def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
     values |= {k: v for k, v in like.items() if k not in OWN and _is_plain(v)}
     if spec is not None:
         values["base_runtime_spec"] = spec
-    elif "base_runtime_spec" in values:
+    elif values.get("base_runtime_spec"):
         result.notes.append(f"the handler has the base_runtime_spec of {default}")
     given = {k: v for k, v in table(like, "options").items() if _is_plain(v)}
     inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}

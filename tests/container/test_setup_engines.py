@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -50,7 +51,16 @@ sandbox = "{image}"
 [plugins.'io.containerd.cri.v1.runtime']
 restrict_oom_score_adj = true
 """
+CONFIG4 = CONFIG3.replace("version = 3", "version = 4")
 RELOAD_S = 20.0
+
+
+def containerd_config(release: str) -> str:
+    """A config.toml of the newest version that a containerd reads."""
+    found = plan.version(release)
+    assert found is not None
+    newest = CONFIG2 if found < (2, 0) else CONFIG3 if found < (2, 3) else CONFIG4
+    return newest.format(image=IMAGE)
 
 
 @dataclass
@@ -210,7 +220,7 @@ def pod(site: Site, handler: str) -> dict:
 def test_containerd(site, containerd, base_spec, monkeypatch):
     host = site.host
     version = host.check("containerd", "--version").split()[2].lstrip("v")
-    content = (CONFIG2 if version.startswith("1.") else CONFIG3).format(image=IMAGE)
+    content = containerd_config(version)
     host.write("/etc/containerd/config.toml", content)
     spec = host.check("ctr", "oci", "spec")
     # Below another root nobody is asked: the node's own ctr answers here.
@@ -252,11 +262,18 @@ def strip(config: dict) -> dict:
     return {**config, "mounts": mounts, "linux": {**config["linux"], "namespaces": None}}
 
 
-@pytest.mark.parametrize("content", [None, NODE2, "version = 2\n"])
+DEFAULT = "what `containerd config default` prints"  # from 2.3 on that is of version 4
+
+
+@pytest.mark.parametrize("content", [None, NODE2, "version = 2\n", DEFAULT])
 @pytest.mark.parametrize("suite", SUITES)
 def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite, content):
     """Its own reading of its files; no daemon is started."""
     root, program = tmp_path, unpacked(suite) / "usr/bin/containerd"
+    if content == DEFAULT:
+        content = subprocess.run(
+            [program, "config", "default"], check=True, capture_output=True, text=True
+        ).stdout
     if content is not None:
         put(root, CONTAINERD_TOML, content)
     release = subprocess.run([program, "--version"], check=True, capture_output=True, text=True)
@@ -271,7 +288,7 @@ def test_containerd_itself_finds_the_handler_and_what_was_there(tmp_path, suite,
         file = root / CONTAINERD_TOML.lstrip("/")
         between = file.read_text()
         # Imports are absolute: they lead into the root here.
-        file.write_text(between.replace('"/etc/', f'"{root}/etc/'))
+        file.write_text(re.sub("([\"'])/etc/", rf"\1{root}/etc/", between))
         dump = subprocess.run(
             [program, "--config", file, "config", "dump"],
             check=True,
@@ -337,8 +354,9 @@ def test_what_containerd_does_not_read_is_not_written(
 ) -> None:
     """What setup itself does not find: a file that only the new import brings in, a section that CRI does not take."""
     host = site.host
-    major = int(host.check("containerd", "--version").split()[2].lstrip("v").partition(".")[0])
-    content = (CONFIG2 if major == 1 else CONFIG3).format(image=IMAGE)
+    version = host.check("containerd", "--version").split()[2].lstrip("v")
+    major = int(version.partition(".")[0])
+    content = containerd_config(version)
     host.write("/etc/containerd/config.toml", content)
     if major > 1:
         beside = "/etc/containerd/conf.d/tidegate-site.toml"

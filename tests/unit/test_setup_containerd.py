@@ -204,6 +204,16 @@ def test_a_drop_in_is_imported_where_tables_are_merged(root, capsys, before, aft
     assert snapshot(root) == whole
 
 
+@pytest.mark.parametrize(("spec", "noted"), [("", False), ("/etc/containerd/spec.json", True)])
+def test_the_default_handlers_base_spec_is_named_where_it_has_one(root, capsys, spec, noted):
+    """`containerd config default` writes an empty one."""
+    runc = f"[plugins.'{V3}'.containerd.runtimes.runc]\nbase_runtime_spec = '{spec}'\n"
+    put(root, CONFIG, "version = 4\n" + runc)
+    assert setup(root, "containerd") == 0
+    said = "note: the handler has the base_runtime_spec of runc\n"
+    assert (said in capsys.readouterr().out) == noted
+
+
 @pytest.mark.parametrize(
     "imports",
     ["/etc/containerd/conf.d/*.toml", "conf.d/*.toml", "./conf.d/../conf.d/tidegate.toml"],

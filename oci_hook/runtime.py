@@ -319,7 +319,7 @@ def prepare(call: Call, node: Node, event: Event) -> None:
         _refuse_elsewhere(data, path)
         return
     if os.path.basename(os.path.realpath(node.runtime)).startswith("runsc"):
-        _refuse_gvisor(data, path, node.runtime)
+        _refuse_gvisor(data, path, node)
     words = node.hook_arguments.split()
     hook = parse_arguments([*words, "createRuntime"])
     settings = Settings(
@@ -363,16 +363,20 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
         )
 
 
-def _refuse_gvisor(data: bytes, path: str, runtime: str) -> None:
+def _refuse_gvisor(data: bytes, path: str, node: Node) -> None:
     """Refuse a container that asks for a GPU; others are gVisor's business."""
     from oci_hook.entry import PREFIX
     from oci_hook.errors import show
     from oci_hook.gvisor import refusal
+    from oci_hook.reserve import from_environment
     from oci_hook.state import parse_document
 
-    _, annotations, _ = parse_document(data, show(path))
-    if any(name.startswith(PREFIX) for name in annotations):
-        raise refusal(runtime)
+    document, annotations, _ = parse_document(data, show(path))
+    asked = {*annotations}
+    if node.environment == "allow":
+        asked |= {*from_environment(document)}
+    if any(name.startswith(PREFIX) for name in asked):
+        raise refusal(node.runtime)
 
 
 def left_traces(call: Call, node: Node) -> bool:

@@ -42,7 +42,7 @@ def deb(require: Callable[..., None]) -> Path:
     return package("deb")
 
 
-@pytest.fixture(params=["bookworm", "trixie", "forky", "noble"])
+@pytest.fixture(params=["bookworm", "trixie", "forky", "noble", "resolute"])
 def node(
     request: pytest.FixtureRequest,
     tmp_path: Path,

@@ -8,6 +8,8 @@ each of three ways, in an order that is reversed every other round, and removes 
     ungoverned  our runtime or hooks, and a container that asks for nothing
     governed    our runtime or hooks, and a container that asks for a share
 
+CRI-O is among them where `TIDEGATE_ENGINE_BIN` names its programs (docs/testing.md).
+
 Times are wall clock, from the engine's command (or first CRI call) to its return with the container running. The
 differences of the medians are printed; all times go to build/starts/starts.json.
 """
@@ -31,7 +33,7 @@ from bench.node import Node
 from bench.provenance import describe_run
 from tests.container.bundles import ROOT, make_rootfs
 from tests.container.engine_host import EngineHost, machine
-from tests.container.engines import ENGINES, Docker, Engine, pack_image
+from tests.container.engines import ENGINES, Docker, Engine, crio_binds, pack_image
 from tests.container.nodes import wait_for
 from tests.container.test_engines import OldDocker, old_docker
 
@@ -113,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{node.driver_dir}:/var/lib/tidegate/driver",
                 str(simulated.directory),
                 str(args.build),
+                *crio_binds(),
             ]
             with EngineHost(ROOT / "build/engines" / args.suite, base, binds=binds) as host:
                 for program in PROGRAMS:

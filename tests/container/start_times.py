@@ -2,7 +2,7 @@
 
 The engines are those of this machine's release, or of the one that is named, on the node of test_engines.py: real
 daemons, the C programs, the fork server, a governor and a mirror. In each round every engine starts one container in
-each of three ways, in an order that is reversed every other round, and removes it before the next:
+each of three ways, in each of their orders in turn, and removes it before the next:
 
     native      the engine's own runtime, as on a node without Tidegate
     ungoverned  our runtime or hooks, and a container that asks for nothing
@@ -17,6 +17,7 @@ differences of the medians are printed; all times go to build/starts/starts.json
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -40,12 +41,15 @@ from tests.container.test_engines import OldDocker, old_docker
 ASKED = {"memory": "600Mi", "compute": "1"}
 IDLE = ("/usr/bin/sleep", "infinity")
 WAYS = ("native", "ungoverned", "governed")
+PAUSE_S = 0.3
+"""What an engine does after a container's end has been done then: Podman starts itself once more for that."""
 PROGRAMS = ("tidegate-hook", "tidegate-runtime")
 
 
 def start(engine: Engine, way: str) -> float:
     """Start a container and remove it; gives how many milliseconds the start took."""
     annotations = ASKED if way == "governed" else {}
+    time.sleep(PAUSE_S)
     began = time.monotonic()
     started = engine.run(*IDLE, annotations=annotations, ours=way != "native")
     took = (time.monotonic() - began) * 1000
@@ -59,9 +63,10 @@ def measure(engines: Sequence[Engine], rounds: int) -> dict[str, dict[str, list[
     for engine in engines:
         for way in WAYS:
             start(engine, way)  # what is read for the first time
+    orders = list(itertools.permutations(WAYS))
     for i in range(rounds):
         for engine in engines:
-            for way in WAYS if i % 2 else reversed(WAYS):
+            for way in orders[i % len(orders)]:
                 taken[engine.name][way].append(start(engine, way))
         print(f"round {i + 1} of {rounds}", file=sys.stderr, flush=True)
     return taken

@@ -6,6 +6,8 @@ python := $(CURDIR)/.venv/bin/python
 
 # ARGS goes to the command: make test ARGS='-k grant -x', make demo ARGS=--help
 ARGS ?=
+# The parts of test-full to run, all if it is empty: check test slow cluster bookworm trixie noble.
+PARTS ?=
 # Tests of two kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
 workers := -n2
 
@@ -34,16 +36,8 @@ test: build ## every test that this machine can run (unit, container)
 check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py
 
-test-full: check test ## all of it: the slow tests, new random examples, a cluster, fresh roots (root, about an hour)
-	@tools/fuzz-environment
-	@tools/bootstrap cpio debootstrap rpm secilc
-	@tools/fetch-kubectl
-	@$(python) -m pytest --hypothesis-profile=search -m 'slow or hypothesis'
-	@if [ -n "$$TIDEGATE_CLUSTER_BIN" ]; then $(python) -m pytest -n0 -s -m cluster; \
-	else echo "cluster: not asked for, as TIDEGATE_CLUSTER_BIN names no directory (docs/testing.md)"; fi
-	@tools/clean-root bookworm
-	@tools/clean-root trixie
-	@tools/clean-root noble
+test-full: ## all of it, and a table at the end (root, two hours); PARTS="slow noble" for some of its parts
+	@tools/test-full $(PARTS)
 
 docs: bootstrap ## the documents as a site, in build/docs
 	@tools/docs-environment

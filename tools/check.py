@@ -111,7 +111,13 @@ def main() -> int:
         print(f"{outcome.name:20} {outcome.state:8} {outcome.seconds:5.1f} s  {last}".rstrip())
         if outcome.state == "FAILED":
             print(outcome.output, end="", flush=True)
-    return 1 if any(outcome.state == "FAILED" for outcome in outcomes) else 0
+    failed = [outcome.name for outcome in outcomes if outcome.state == "FAILED"]
+    passed = sum(outcome.state == "ok" for outcome in outcomes)
+    print(
+        f"{passed} checks passed"
+        + (f", {len(failed)} failed: {', '.join(failed)}" if failed else "")
+    )
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""tools/test-full runs every part, whatever fails before it, and says at the end how each ended."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ["check", "test", "slow", "cluster", "bookworm", "trixie", "noble"]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout in which everything that the script calls is a stand-in: it notes its words, and fails if `fails` has them."""
+    stand_in = (
+        "#!/bin/sh\n"
+        f'said="$(basename "$0") $*"; echo "$said" >>{tmp_path}/calls; echo "said: $said"\n'
+        f'echo "== 3 passed, 1 skipped in 2.50s (0:00:02) =="; echo "after pytest"\n'
+        f'! grep -qxF "$said" {tmp_path}/fails\n'
+    )
+    (tmp_path / "fails").touch()
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/test-full", tmp_path / "tools/test-full")
+    for name in ("bootstrap", "fuzz-environment", "fetch-kubectl", "clean-root"):
+        (tmp_path / "tools" / name).write_text(stand_in)
+    for name in ("bin/make", ".venv/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(stand_in)
+    for path in (*tmp_path.glob("tools/*"), tmp_path / "bin/make", tmp_path / ".venv/bin/python"):
+        path.chmod(0o755)
+    return tmp_path
+
+
+def run(checkout, *parts, **environment):
+    """Run the script."""
+    return subprocess.run(
+        [checkout / "tools/test-full", *parts],
+        env={"PATH": f"{checkout}/bin:/usr/bin:/bin", **environment},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def rows(checkout):
+    """The table, as the part, its state and its result."""
+    lines = (checkout / "build/test-full/summary").read_text().splitlines()
+    found = [re.fullmatch(r"(\w+) +(ok|FAILED|not run) +\d+ s  (.*)", line) for line in lines]
+    assert all(found), lines
+    return [match.groups() for match in found]
+
+
+def test_all_parts_run_in_order(checkout):
+    done = run(checkout, TIDEGATE_CLUSTER_BIN="/opt/kubernetes")
+    assert done.returncode == 0, done.stderr
+    summary = "3 passed, 1 skipped in 2.50s (0:00:02)"
+    assert rows(checkout) == [(part, "ok", summary) for part in PARTS]
+    calls = (checkout / "calls").read_text().splitlines()
+    assert [call for call in calls if call != "make build"] == [
+        "make check",
+        "make test",
+        "fuzz-environment ",
+        "bootstrap cpio debootstrap rpm secilc",
+        "fetch-kubectl ",
+        "python -m pytest --hypothesis-profile=search -m slow or hypothesis",
+        "python -m pytest -n0 -s -m cluster",
+        "clean-root bookworm",
+        "clean-root trixie",
+        "clean-root noble",
+    ]
+    assert done.stdout.endswith((checkout / "build/test-full/summary").read_text())
+    assert "said: make check" in (checkout / "build/test-full/check.log").read_text()
+    assert "said: make check" in done.stdout
+
+
+def test_a_part_that_fails_does_not_end_the_run(checkout):
+    (checkout / "fails").write_text("make test\nfetch-kubectl \nclean-root trixie\n")
+    done = run(checkout, TIDEGATE_CLUSTER_BIN="/opt/kubernetes")
+    assert done.returncode == 1
+    assert [row[:2] for row in rows(checkout)] == [
+        ("check", "ok"),
+        ("test", "FAILED"),
+        ("slow", "FAILED"),
+        ("cluster", "ok"),
+        ("bookworm", "ok"),
+        ("trixie", "FAILED"),
+        ("noble", "ok"),
+    ]
+    # Without what a part needs its tests do not begin.
+    assert "python -m pytest --hypothesis" not in (checkout / "calls").read_text()
+
+
+def test_parts_can_be_chosen(checkout):
+    done = run(checkout, "noble", "check")
+    assert done.returncode == 0
+    assert [row[0] for row in rows(checkout)] == ["noble", "check"]
+    assert (checkout / "calls").read_text() == "clean-root noble\nmake check\n"
+
+
+def test_a_part_that_is_not_there_is_refused_before_anything_runs(checkout):
+    done = run(checkout, "check", "forky")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"test-full: no part is called forky; there are {' '.join(PARTS)}\n"
+    assert not (checkout / "calls").exists()
+
+
+def test_a_cluster_that_is_not_there_is_named_in_the_table(checkout):
+    done = run(checkout, "cluster")
+    assert done.returncode == 0
+    assert rows(checkout) == [("cluster", "not run", "TIDEGATE_CLUSTER_BIN is not set")]
+    assert not (checkout / "calls").exists()
+
+
+def test_of_the_checks_the_row_says_how_many_passed(checkout):
+    (checkout / "bin/make").write_text(
+        "#!/bin/sh\necho 'mypy FAILED 3.0 s'\necho '19 checks passed, 1 failed: mypy'\necho 'make: ***'\nexit 2\n"
+    )
+    assert run(checkout, "check").returncode == 1
+    assert rows(checkout) == [("check", "FAILED", "19 checks passed, 1 failed: mypy")]
+
+
+def test_a_log_without_a_summary_of_pytest_gives_its_last_line(checkout):
+    (checkout / "bin/make").write_text("#!/bin/sh\necho one\necho 'make: *** No rule'\nexit 2\n")
+    done = run(checkout, "check")
+    assert done.returncode == 1
+    assert rows(checkout) == [("check", "FAILED", "make: *** No rule")]
+
+
+def test_make_passes_the_parts():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "\ttools/test-full $(PARTS)\n".replace("\t", "\t@") in makefile
+    (named,) = re.findall(r"^# The parts of test-full .*: (.*)\.$", makefile, re.MULTILINE)
+    assert named.split() == PARTS

@@ -90,16 +90,19 @@ def test_the_rules_fire_where_they_should_and_nowhere_else(promtool: str, tmp_pa
 
 def test_each_alert_fires_in_a_scene(promtool: str, tmp_path: Path) -> None:
     """Also when it is mutated: a rule whose threshold nothing reaches is found by its scene."""
-    text = ALERTS.read_text()
-    scenes = Path(shutil.copy(SCENES, tmp_path))
+    text, scenes = ALERTS.read_text(), tmp_path / SCENES.name
+    document = yaml.safe_load(SCENES.read_text())
     for rule in rules():
-        assert f'"{rule["alert"]}"' in scenes.read_text(), rule["alert"]
-        document = yaml.safe_load(text)
-        for group in document["groups"]:
+        # Its own scenes alone: promtool takes 1 s for all of them.
+        own = [one for one in document["tests"] if f'"{rule["alert"]}"' in str(one)]
+        assert own, rule["alert"]
+        scenes.write_text(yaml.safe_dump(document | {"tests": own}))
+        mutated = yaml.safe_load(text)
+        for group in mutated["groups"]:
             for one in group["rules"]:
                 if one["alert"] == rule["alert"]:
                     one["expr"] = f"({one['expr']}) and on() vector(1) == 2"
-        (tmp_path / ALERTS.name).write_text(yaml.safe_dump(document))
+        (tmp_path / ALERTS.name).write_text(yaml.safe_dump(mutated))
         assert run(promtool, "test", "rules", scenes).returncode != 0, rule["alert"]
 
 

@@ -140,19 +140,39 @@ def pytest_sessionstart(session: pytest.Session) -> None:  # noqa: ARG001 - the 
         providers._get_local_constants = Constants
 
 
+MEASURING = "tests/container"
+"""The scope of tests that measure time or look at all containers of the machine: no two of them run side by side."""
+
+FREE = ("test_fronts", "test_hook_", "test_runtime")
+"""Beginnings of modules of tests/container that any worker may run: each test has a governor's stub, a directory and
+containers of its own, asks only whether they are as they should be, and has a GPU's time nowhere."""
+
+
+def scope_of(nodeid: str) -> str:
+    """Name what one worker runs as a whole: a module, or all that measures."""
+    module = nodeid.partition("::")[0]
+    if module.startswith("tests/examples/test_stories"):
+        return MEASURING
+    if module.startswith("tests/container/") and not Path(module).name.startswith(FREE):
+        return MEASURING
+    return module
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each worker a module of tests/unit at a time, and one of them all that has containers.
-
-    Containers measure time, and share this machine's control groups: no two of these tests run side by side.
-    """
+    """Give one worker all that measures, and then each of them a module at a time."""
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
     class ByTier(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            module = nodeid.partition("::")[0]
-            measures = module.startswith(("tests/container/", "tests/examples/test_stories"))
-            return "tests/container" if measures else module
+            return scope_of(nodeid)
+
+        def _assign_work_unit(self, node: WorkerController) -> None:
+            # It takes the longest, though other scopes have more tests.
+            if MEASURING in self.workqueue:
+                self.workqueue.move_to_end(MEASURING, last=False)
+            super()._assign_work_unit(node)
 
     return ByTier(config, log)
 

@@ -8,8 +8,8 @@ python := $(CURDIR)/.venv/bin/python
 ARGS ?=
 # The parts of test-full to run, all if it is empty: check test slow cluster bookworm trixie noble.
 PARTS ?=
-# Tests of two kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
-workers := -n2
+# Tests of three kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
+workers := -n3
 
 # Where `make install` puts everything: $(DESTDIR)$(PREFIX).
 PREFIX ?= /usr

@@ -158,9 +158,17 @@ def scope_of(nodeid: str) -> str:
     return module
 
 
+def waits(scope: str) -> bool:
+    """Whether tests spend most of their time on waiting: for what a driver of a cluster's does every few seconds."""
+    return scope.startswith("tests/kubernetes/")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give one worker all that measures, and then each of them a module at a time."""
+    """Give one worker all that measures, and then each of them a module at a time.
+
+    A third worker has what waits, and nothing else: it takes little of the processors from what measures.
+    """
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
 
@@ -168,11 +176,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
+        def _left_for(self, node: WorkerController) -> list[str]:
+            waiting = [scope for scope in self.workqueue if waits(scope)]
+            if self.nodes[2:3] == [node]:
+                return waiting
+            # What measures takes the longest, though other scopes have more tests.
+            first = [MEASURING] if MEASURING in self.workqueue else []
+            return [*first, *(scope for scope in self.workqueue if not waits(scope)), *waiting]
+
         def _assign_work_unit(self, node: WorkerController) -> None:
-            # It takes the longest, though other scopes have more tests.
-            if MEASURING in self.workqueue:
-                self.workqueue.move_to_end(MEASURING, last=False)
-            super()._assign_work_unit(node)
+            if left := self._left_for(node):
+                self.workqueue.move_to_end(left[0], last=False)
+                super()._assign_work_unit(node)
+
+        def _reschedule(self, node: WorkerController) -> None:
+            if self.workqueue and not self._left_for(node):
+                node.shutdown()  # when it has done what it has
+            else:
+                super()._reschedule(node)
 
     return ByTier(config, log)
 

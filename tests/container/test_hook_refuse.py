@@ -158,6 +158,7 @@ def test_a_mirror_with_something_else_in_a_programs_place(node: Node, what: str)
 
 
 def test_no_governor(node: Node) -> None:
+    node.timeout = 3.0  # for half of it a governor that is restarted would be waited for
     (node.base / "run/governor.sock").unlink()
     refuse(node, node.bundle("true"), 75, "governor.sock (connect: there is no socket)")
 

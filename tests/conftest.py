@@ -143,9 +143,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:  # noqa: ARG001 - the 
 MEASURING = "tests/container"
 """The scope of tests that measure time or look at all containers of the machine: no two of them run side by side."""
 
-FREE = ("test_fronts", "test_hook_", "test_runtime")
-"""Beginnings of modules of tests/container that any worker may run: each test has a governor's stub, a directory and
-containers of its own, asks only whether they are as they should be, and has a GPU's time nowhere."""
+FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime")
+"""Beginnings of modules of tests/container that any worker may run: each has a governor, a directory and containers of
+its own, asks only whether they are as they should be, and has a GPU's time nowhere."""
 
 
 def scope_of(nodeid: str) -> str:
@@ -159,8 +159,8 @@ def scope_of(nodeid: str) -> str:
 
 
 def waits(scope: str) -> bool:
-    """Whether tests spend most of their time on waiting: for what a driver of a cluster's does every few seconds."""
-    return scope.startswith("tests/kubernetes/")
+    """Whether tests spend most of their time on waiting: for what a driver of a cluster's does every few seconds, or a GPU."""
+    return scope.startswith(("tests/kubernetes/", "tests/unit/test_control_guest.py"))
 
 
 @pytest.hookimpl(optionalhook=True)

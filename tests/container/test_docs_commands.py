@@ -94,6 +94,7 @@ spec:
       resources: {limits: {nvidia.com/gpu: 1, nvidia.com/gpumem: 4000, nvidia.com/gpucores: 30}}
 END
 set +e
+endless=()
 """
 
 
@@ -139,12 +140,14 @@ def ended(
         words = typed(command)
         if command.words[1] in READS and ran.setdefault(words, number) != number:
             continue
-        seconds = 3 if ENDLESS in allowed(command) else 30
-        script.append(
-            f"timeout -k 5 {seconds} /usr/bin/tidegate {words}"
+        endless = ENDLESS in allowed(command)
+        run = (
+            f"timeout -k 5 {3 if endless else 30} /usr/bin/tidegate {words}"
             f" >{out}/{number} 2>&1 </dev/null; echo $? >{out}/{number}.status"
         )
-    script.append("runc kill first KILL; wait %2; kill %1; wait")
+        # What goes on until it is stopped does so beside the others.
+        script.append(f"({run}) & endless+=($!)" if endless else run)
+    script.append('wait "${endless[@]}"; runc kill first KILL; wait %2; kill %1; wait')
     shell = subprocess.Popen(
         ["unshare", "--mount", "bash", "-c", "\n".join(script)],
         cwd=ROOT,

@@ -6,7 +6,7 @@ python := $(CURDIR)/.venv/bin/python
 
 # ARGS goes to the command: make test ARGS='-k grant -x', make demo ARGS=--help
 ARGS ?=
-# The parts of test-full to run, all if it is empty: check test slow cluster bookworm trixie noble.
+# The parts of test-full to run, all if it is empty: check test slow alone cluster bookworm trixie noble.
 PARTS ?=
 # Tests of three kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
 workers := -n3

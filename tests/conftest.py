@@ -159,15 +159,17 @@ def scope_of(nodeid: str) -> str:
 
 
 def waits(scope: str) -> bool:
-    """Whether tests spend most of their time on waiting: for what a driver of a cluster's does every few seconds, or a GPU."""
-    return scope.startswith(("tests/kubernetes/", "tests/unit/test_control_guest.py"))
+    """Whether tests take as long on a busy machine: they wait for what is done every few seconds, or stop after a given time."""
+    return scope.startswith(
+        ("tests/fuzz/", "tests/kubernetes/", "tests/unit/test_control_guest.py")
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Give one worker all that measures, and then each of them a module at a time.
 
-    A third worker has what waits, and nothing else: it takes little of the processors from what measures.
+    A third worker has what waits, and nothing else: in `make test` that leaves the processors to what measures.
     """
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController

@@ -24,6 +24,7 @@ def run(build: Path, output: Path, *arguments: str) -> tuple[int, dict[str, Any]
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_all_parts(
     build_dir: Path,
     tmp_path: Path,

@@ -34,6 +34,7 @@ WAITS = Arm((Tenant(90, 50),), settings={"hold_launches": False}, native=False)
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_sixty_four_containers_share_a_gpu(
     tmp_path: Path,
     require: Callable[..., None],

@@ -248,11 +248,13 @@ def test_a_governor_that_is_killed_three_times_under_load(node: Node) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_governor_that_is_killed_a_hundred_times_under_load(node: Node) -> None:
     ride(node, 100)
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_shares_are_right_again_within_a_second(node: Node, number: int) -> None:
     quotas = {"half": 50, "quarter": 25}

@@ -329,6 +329,7 @@ def test_the_table_of_gpus_shows_what_is_left_and_how_near_they_are(
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_gpu_that_falls_off_the_bus_is_passed_over_until_it_is_back(node: Node) -> None:
     assert isinstance(node.machine, Pairs)
     path = node.machine.directory / "gpu0"

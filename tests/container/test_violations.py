@@ -238,6 +238,7 @@ def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: 
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_honest_containers_are_not_accused(place: Place) -> None:
     """Six at once: two that saturate, two that come and go, one with pieces of work that outlast their grants and are
     not waited for, one that fills its quota. Then a governor that does not answer for a while: they help themselves."""
@@ -281,6 +282,7 @@ def stands_still(container: Running) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_throttling_freezes_for_longer_and_longer_and_thaws(place: Place) -> None:
     with place(on_violation="throttle") as node:
         neighbour = burner(node, "neighbour", compute="40")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ["check", "test", "slow", "cluster", "bookworm", "trixie", "noble"]
+PARTS = ["check", "test", "slow", "alone", "cluster", "bookworm", "trixie", "noble"]
 
 
 @pytest.fixture
@@ -66,7 +66,8 @@ def test_all_parts_run_in_order(checkout):
         "fuzz-environment ",
         "bootstrap cpio debootstrap rpm secilc",
         "fetch-kubectl ",
-        "python -m pytest --hypothesis-profile=search -m slow or hypothesis",
+        "python -m pytest -n3 --hypothesis-profile=search -m (slow or hypothesis) and not alone",
+        "python -m pytest -n0 -m alone",
         "python -m pytest -n0 -s -m cluster",
         "clean-root bookworm",
         "clean-root trixie",
@@ -85,13 +86,14 @@ def test_a_part_that_fails_does_not_end_the_run(checkout):
         ("check", "ok"),
         ("test", "FAILED"),
         ("slow", "FAILED"),
+        ("alone", "ok"),
         ("cluster", "ok"),
         ("bookworm", "ok"),
         ("trixie", "FAILED"),
         ("noble", "ok"),
     ]
     # Without what a part needs its tests do not begin.
-    assert "python -m pytest --hypothesis" not in (checkout / "calls").read_text()
+    assert "--hypothesis-profile" not in (checkout / "calls").read_text()
 
 
 def test_parts_can_be_chosen(checkout):

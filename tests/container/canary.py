@@ -78,7 +78,7 @@ class Canary:
 
     def _mounts(self) -> list[str]:
         """What is mounted on the host beside the canary: elsewhere others mount, too."""
-        return [line for line in host_mounts() if str(self.path.parent) in line]
+        return [line for line in host_mounts(self.path.parent) if str(self.path.parent) in line]
 
     def _contents(self) -> dict[str, tuple[tuple[int, int, int], bytes]]:
         return {

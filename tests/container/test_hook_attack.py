@@ -38,10 +38,10 @@ def victim(tmp_path: Path) -> Iterator[Path]:
         (path / name).mkdir(parents=True)
     (path / "etc/ld.so.cache").write_bytes(b"the host's cache")
     (path / "file").write_bytes(b"the host's file")
-    before, mounts = contents(path), host_mounts()
+    before, mounts = contents(path), host_mounts(tmp_path)
     yield path
     assert contents(path) == before
-    assert host_mounts() == mounts
+    assert host_mounts(tmp_path) == mounts
 
 
 def contents(root: Path) -> dict[str, tuple[tuple[int, int, int], bytes]]:

@@ -28,7 +28,7 @@ def asking(capabilities: str) -> dict[str, str]:
 
 def test_a_container_for_graphics_gets_the_drivers_files(node: Node, runtime: Runtime) -> None:
     """Libraries of the larger set, directories mounted whole, sockets of the host; and nothing on the host."""
-    before = host_mounts()
+    before = host_mounts(node.base)
     sockets = node.made / "host-sockets"
     command = (
         f"probe libGLX_nvidia.so.0 libcuda.so.1 /{LIBDIR}/gbm/nvidia-drm_gbm.so;"
@@ -53,7 +53,7 @@ def test_a_container_for_graphics_gets_the_drivers_files(node: Node, runtime: Ru
         assert {"ro", "nosuid", "nodev", "noexec"} <= options[target], target
     assert {"ro", "nosuid", "nodev"} <= options[f"/{LIBDIR}/gbm"]
     assert "noexec" not in options[f"/{LIBDIR}/gbm"]
-    assert host_mounts() == before
+    assert host_mounts(node.base) == before
     assert "skipped" not in node.events()[0]
 
 

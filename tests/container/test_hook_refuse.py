@@ -36,7 +36,7 @@ def refuse(
 ) -> None:
     """The hook ends with this status and this message, and leaves everything as it was."""
     files = tree(bundle.rootfs)
-    mounts = host_mounts()
+    mounts = host_mounts(node.base)
     cache = (
         (bundle.rootfs / "etc/ld.so.cache").read_bytes()
         if (bundle.rootfs / "etc/ld.so.cache").is_file()
@@ -49,7 +49,7 @@ def refuse(
         check_line(done.stderr)
         assert message in done.stderr
         assert held.all_mounts() == before
-    assert host_mounts() == mounts
+    assert host_mounts(node.base) == mounts
     assert tree(bundle.rootfs) == files
     if cache:
         assert (bundle.rootfs / "etc/ld.so.cache").read_bytes() == cache
@@ -385,9 +385,9 @@ def test_no_mount_namespace(node: Node) -> None:
     bundle = node.bundle("true")
     bundle.write()
     with Held(bundle) as held:
-        mounts = host_mounts()
+        mounts = host_mounts(node.base)
         done = held.hook(node.hook, stdin=held.state(pid=os.getpid()))
-        assert (done.returncode, host_mounts()) == (66, mounts)
+        assert (done.returncode, host_mounts(node.base)) == (66, mounts)
         check_line(done.stderr)
         assert "no mount namespace of its own" in done.stderr
 

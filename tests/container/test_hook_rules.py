@@ -869,13 +869,13 @@ def test_the_hosts_own_root_is_refused(node: Node, runtime: Runtime, root: str) 
     with Held(bundle) as held:
         bundle.config["root"]["path"] = root
         bundle.write()
-        before = held.all_mounts(), host_mounts()
+        before = held.all_mounts(), host_mounts(node.base)
         done = held.hook(node.hook, stage="prestart" if runtime.name == "crun" else "createRuntime")
         assert done.returncode == 66, done.stderr
         assert "root.path" in done.stderr
         # a process with more capabilities than ours keeps its /proc/PID/root to itself
         assert "the host's own root" in done.stderr or root == "/proc/1/root"
-        assert (held.all_mounts(), host_mounts()) == before
+        assert (held.all_mounts(), host_mounts(node.base)) == before
     assert node.governor.requests == []
 
 

@@ -143,7 +143,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:  # noqa: ARG001 - the 
 MEASURING = "tests/container"
 """The scope of tests that measure time or look at all containers of the machine: no two of them run side by side."""
 
-FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime")
+FREE = ("test_fronts", "test_hook_", "test_images", "test_runtime", "test_setup_")
 """Beginnings of modules of tests/container that any worker may run: each has a governor, a directory and containers of
 its own, asks only whether they are as they should be, and has a GPU's time nowhere."""
 

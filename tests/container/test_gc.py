@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NESTED = (
     [] if os.stat("/proc/self/ns/pid").st_ino == PROC_PID_INIT_INO else ["--nested"]  # noqa: PTH116
 )
+UNSURE = ("mount namespaces change all the time", "list of mount namespaces, after")
+"""What the collector keeps a generation for because of containers that others start and end while it looks."""
 BIND = 'mount --bind "$1" "$2" && echo ready && exec sleep 60'
 
 
@@ -52,7 +54,20 @@ class Driver:
         self.target.mkdir()
 
     def gc(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
-        """Run it, and give the reason by name; `removed: ` in front where that is so."""
+        """Run it, and give the reason by name; `removed: ` in front where that is so.
+
+        Where other tests' containers kept it from seeing all, it is run again.
+        """
+        found: dict[str, str] = {}
+        deadline = time.monotonic() + 20
+        while True:
+            found |= self.gc_once(capsys, *more)
+            unsure = any(text in reason for reason in found.values() for text in UNSURE)
+            if not unsure or time.monotonic() > deadline:
+                return found
+
+    def gc_once(self, capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, str]:
+        """Run it, whatever else goes on."""
         assert cli.main(["gc", "--driver-dir", str(self.path), *NESTED, *more, "--json"]) == 0
         document = json.loads(capsys.readouterr().out)
         return {
@@ -530,8 +545,8 @@ while True:
 """
     with namespace(*python(script, driver.old / "lib64", driver.target)):
         for _ in range(10):
-            reason = driver.gc(capsys, "--dry-run")[driver.old.name]
-            assert reason.startswith(("mounted in ", "may be in use: mount namespace"))
+            reason = driver.gc_once(capsys, "--dry-run")[driver.old.name]
+            assert reason.startswith(("mounted in ", "may be in use: ")), reason
 
 
 def test_a_layer_that_was_named_by_the_link_keeps_every_generation(

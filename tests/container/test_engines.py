@@ -104,7 +104,9 @@ class Site:
 
     def traces(self) -> set[str]:
         """What there is of containers: mounts, control groups, the governor's directories."""
-        return {*self.host.mounts(), *self.host.groups(), *self.directories()}
+        found = {*self.host.mounts(), *self.host.groups(), *self.directories()}
+        # Podman's own, which one of its processes leaves where another one is at work: all of its store on itself.
+        return found - {"/var/lib/containers/storage/overlay"}
 
     def directories(self) -> set[str]:
         """The directories that the governor has for containers."""

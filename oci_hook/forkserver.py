@@ -10,6 +10,9 @@ version and installation, in the same mount, PID and user namespaces, and has th
 directory. Any other caller is declined and executes the script. The child is killed with its
 caller: the kernel sends SIGKILL when the caller's end of a pipe closes, as a runtime that gives a
 hook up kills it.
+
+Some children are forked before there is a caller for them, and accept one themselves: no start
+waits for a fork. They end with the server, by a pipe.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import errno
 import fcntl
 import gc
 import os
+import select
 import signal
 import socket
 import struct
@@ -59,11 +63,12 @@ N_DESCRIPTORS = 5  # standard input, output and error, the working directory, a 
 REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
 PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
-WAKE_S = 5.0  # seconds; a signal that comes between a look and the wait is seen that late
+N_SPARE = 2  # children that wait for callers; of a crowd the others wait until more are forked
 PAUSE_S = 0.1  # seconds without memory or descriptors before the next caller is looked for
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 BACKLOG = 512
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+NEWS = struct.Struct("=i?")  # of a child: its pid, and whether the code on disk is its own
 BEGUN = b"\1"
 DECLINED = b"\0"
 
@@ -199,14 +204,6 @@ def serve_one(caller: socket.socket, version: str) -> None:
         caller.send(bytes((status & 0xFF,)))
 
 
-def _reap(*_: object) -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return
-
-
 def _remove(path: str) -> None:
     try:
         os.unlink(path)
@@ -215,7 +212,7 @@ def _remove(path: str) -> None:
 
 
 class Server:
-    """Listens, and forks for each caller."""
+    """Listens, and forks the processes that serve."""
 
     def __init__(self, runtime_dir: str, *, wait: bool = False) -> None:
         """Begin to listen; OSError where another server does, or the directory is missing.
@@ -225,6 +222,7 @@ class Server:
         self.version = _version()
         self.sources = Sources()
         self.stopping = False
+        self.spare: set[int] = set()
         self.lock = os.open(
             f"{runtime_dir}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
@@ -239,59 +237,120 @@ class Server:
         finally:
             os.umask(before)
         self.listener.listen(BACKLOG)
-        self.listener.settimeout(WAKE_S)
+        self.listener.setblocking(False)  # a caller may be another child's already
+        self.news, self.tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.signals, self.signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.ending, self.end = os.pipe2(os.O_CLOEXEC)
         os.rename(making, self.path)
 
     def run(self) -> None:
         """Serve until SIGTERM, or until the code on disk is no longer what is loaded."""
+        # Whichever thread a signal comes to, and whenever, the pipe wakes who waits.
+        signal.set_wakeup_fd(self.signalled, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
-        signal.signal(signal.SIGCHLD, _reap)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         gc.collect()
         gc.freeze()  # or the first collection of a child copies every page
         gc.disable()
+        waiting = select.poll()
+        for fd in (self.news, self.signals):
+            waiting.register(fd, select.POLLIN)
         while not self.stopping:
-            try:
-                caller, _ = self.listener.accept()
-            except TimeoutError:
+            if not self._keep_spares():
+                self._decline()
                 continue
-            except OSError as e:
-                if self.stopping:
-                    break
-                if e.errno not in EXHAUSTED:
-                    raise
-                time.sleep(PAUSE_S)  # an end here would be the end of the children, too
-                continue
-            if not self.sources.are_current():
-                caller.close()  # the caller executes the script
-                break
-            self._fork(caller)
+            waiting.poll()
+            self._reap()
+            self._hear()
         self._finish()
 
     def _stop(self, *_: object) -> None:
         self.stopping = True
-        self.listener.close()
 
-    def _fork(self, caller: socket.socket) -> None:
+    def _keep_spares(self) -> bool:
+        """Fork what is missing; tell whether any child waits for a caller."""
+        while len(self.spare) < N_SPARE and self._fork():
+            pass
+        return bool(self.spare)
+
+    def _decline(self) -> None:
+        """Have callers execute the script, as there is no memory or no process for a child."""
+        try:
+            while True:
+                self.listener.accept()[0].close()
+        except OSError:
+            time.sleep(PAUSE_S)
+        self._reap()
+
+    def _reap(self) -> None:
+        try:
+            while pid := os.waitpid(-1, os.WNOHANG)[0]:
+                self.spare.discard(pid)
+        except ChildProcessError:
+            return
+
+    def _hear(self) -> None:
+        """Take what children and signals have written."""
+        for fd in (self.signals, self.news):
+            try:
+                said = os.read(fd, NEWS.size << 10)
+            except BlockingIOError:
+                continue
+            if fd == self.news:
+                for pid, current in NEWS.iter_unpack(said):
+                    self.spare.discard(pid)
+                    self.stopping |= not current
+
+    def _fork(self) -> bool:
         try:
             child = os.fork()
-        except OSError:  # no memory or no process: the caller executes the script
-            child = -1
+        except OSError:
+            return False
         if child:
-            caller.close()
-            return
+            self.spare.add(child)
+            return True
         try:
+            signal.set_wakeup_fd(-1)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
+            for fd in (self.lock, self.end, self.news, self.signals, self.signalled):
+                os.close(fd)
+            caller = self._accept()
             self.listener.close()
-            os.close(self.lock)
-            serve_one(caller, self.version)
+            if caller:
+                serve_one(caller, self.version)
         finally:
             os._exit(0)
+
+    def _accept(self) -> socket.socket | None:
+        """Wait for a caller; None when the server has ended, or its code was replaced."""
+        waiting = select.poll()
+        waiting.register(self.listener, select.POLLIN)
+        waiting.register(self.ending, 0)  # of which the end is always told
+        while True:
+            if self.ending in dict(waiting.poll()):
+                return None
+            try:
+                caller, _ = self.listener.accept()
+            except BlockingIOError:
+                continue
+            except OSError as e:
+                if e.errno not in EXHAUSTED:
+                    raise
+                time.sleep(PAUSE_S)
+                continue
+            current = self.sources.are_current()
+            os.write(self.tell, NEWS.pack(os.getpid(), current))
+            if current:
+                return caller
+            caller.close()  # the caller executes the script
+            return None
 
     def _finish(self) -> None:
         """Stop listening, and wait for the children, which have deadlines of their own."""
         self.listener.close()
+        os.close(self.end)
         _remove(self.path)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.alarm(FINISH_S)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from oci_hook.forkserver import N_SPARE
 from tests.container.bundles import HOOK, Runtime
 from tests.container.conftest import FORKSERVER, ForkServer, Node
 from tests.container.nodes import wait_for
@@ -129,11 +130,12 @@ def test_many_starts_at_once_are_served(front: Node, forkserver: ForkServer) -> 
     assert {one.returncode for one in running} == {plain.returncode}
     assert said == {plain.stderr}
     # What they leave is reaped.
-    wait_for(lambda: not children(forkserver.process.pid), "the children to be gone")
+    wait_for(lambda: len(children(forkserver)) == N_SPARE, "the children to be gone")
 
 
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def children(server: ForkServer) -> list[int]:
+    pid = server.process.pid
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @dataclass
@@ -155,13 +157,14 @@ def waiting(front: Node, forkserver: ForkServer, runc: Runtime) -> Iterator[Wait
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for(lambda: front.governor.requests, "the governor to be asked")
-    [child] = children(forkserver.process.pid)
+    own = Path(f"/proc/{forkserver.process.pid}/fd/0").readlink()
+    [child] = [pid for pid in children(forkserver) if Path(f"/proc/{pid}/fd/0").readlink() != own]
     [hook] = [
         pid
         for pid in map(int, filter(str.isdecimal, (path.name for path in Path("/proc").iterdir())))
         if runs(pid, front)
     ]
-    yield Waiting(started, hook, int(child))
+    yield Waiting(started, hook, child)
     front.governor.mode = "grant"  # what is told of the container's end is answered
     started.communicate(timeout=30)
 
@@ -332,15 +335,19 @@ def test_another_user_neither_reaches_the_server_nor_stands_for_it(
 def test_a_server_that_does_not_answer_is_not_waited_for(front: Node) -> None:
     """Stopped, as by a debugger: the script begins a quarter of a second later."""
     server = ForkServer(front.base / "run")
-    server.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: len(children(server)) == N_SPARE, "its children")
+    stopped = [server.process.pid, *children(server)]
     bundle = front.bundle("true")
     bundle.write()
     trace = front.base / "trace"
     try:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
         traced(trace, *front.hook, "createRuntime", stdin=state(bundle.path))
         assert executed(trace) == interpreted(front)
     finally:
-        server.process.send_signal(signal.SIGCONT)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
     time.sleep(0.2)
     # What was asked and given up is not done afterwards.
     assert [event["outcome"] for event in front.events()] == ["failed"]
@@ -386,21 +393,48 @@ def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
     front.bundle("true").write()
     # Its first child is the first process of a namespace, in which none is made after that ended.
     server = ForkServer(front.base / "run", under=("unshare", "--pid"))
+    wait_for(lambda: len(children(server)) == N_SPARE, "its children")
+    os.kill(children(server)[0], signal.SIGKILL)
+    wait_for(lambda: not children(server), "the children to be gone")
     for _ in range(3):
         assert ask(front) == interpreted(front)
-        wait_for(lambda: not children(server.process.pid), "the child to be gone")
     server.stop()
 
 
 def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServer) -> None:
     front.bundle("true").write()
-    pid = forkserver.process.pid
-    number = len(list(Path(f"/proc/{pid}/fd").iterdir()))
-    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (number, before[1]))
+    wait_for(lambda: len(children(forkserver)) == N_SPARE, "its children")
+    limited = [forkserver.process.pid, *children(forkserver)]
+    before = [resource.prlimit(pid, resource.RLIMIT_NOFILE) for pid in limited]
+    for pid, limits in zip(limited, before, strict=True):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
     assert ask(front) == interpreted(front)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    for pid, limits in zip(limited, before, strict=True):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
     wait_for(lambda: ask(front) == [str(front.program)], "the server to serve again")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_waits_for_callers_ends_with_the_server(front: Node, number: signal.Signals) -> None:
+    """However that ends: a process that went on would listen in the next server's place."""
+    server = ForkServer(front.base / "run")
+    wait_for(lambda: len(children(server)) == N_SPARE, "its children")
+    spares = [Path(f"/proc/{pid}") for pid in children(server)]
+    server.process.send_signal(number)
+    server.process.communicate(timeout=40)
+    wait_for(lambda: not any(spare.exists() for spare in spares), "the children to be gone")
+
+
+def test_a_child_that_is_killed_while_it_waits_for_a_caller_is_replaced(
+    front: Node, forkserver: ForkServer
+) -> None:
+    front.bundle("true").write()
+    wait_for(lambda: len(children(forkserver)) == N_SPARE, "its children")
+    before = children(forkserver)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: len(set(children(forkserver)) - set(before)) == N_SPARE, "others")
+    assert ask(front) == [str(front.program)]
 
 
 def test_a_server_that_was_started_without_standard_descriptors_serves(front: Node) -> None:

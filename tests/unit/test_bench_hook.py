@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import hook, report_docs, run
+from tests.container import start_times
 
 STARTS = {
     "bare": [10.0, 12.0, 11.0],
@@ -59,3 +60,19 @@ def test_a_figure_that_the_starts_do_not_give_is_refused(
     words = ["--suite", "hook", "--from", str(tmp_path), "--out", str(tmp_path / "x.json")]
     assert run.main(words) != 0
     assert "do not give" in capsys.readouterr().err
+
+
+def test_the_page_has_what_a_start_costs_with_each_engine() -> None:
+    ways = {"native": [100.0, 102.0, 98.0], "ungoverned": [101.0, 103.0, 99.0]}
+    summary = start_times.summarise({"docker": {**ways, "governed": [120.0, 130.0, 119.0]}})
+    assert summary["docker"]["native_ms"] == 100.0
+    assert (summary["docker"]["ungoverned_adds_ms"], summary["docker"]["ungoverned_error_ms"]) == (1.0, 0.0)  # fmt: skip
+    # 20, 28 and 21 more: the median, and 1.25 standard deviations over the root of three.
+    assert (summary["docker"]["governed_adds_ms"], summary["docker"]["governed_error_ms"]) == (21.0, 3.1)  # fmt: skip
+    kept = {
+        "suite": "starts", "command": "x", "date": "2026-01-02", "commit": "0" * 40, "summary": summary,
+        "machine": {"processor": "P", "cores": 2, "memory": 1 << 30, "kernel": "K"},
+        "gpu": {"kind": "simulated", "name": "G", "driver": "simulated"}, "engines": {"docker": "Docker 1"},
+    }  # fmt: skip
+    line = "| docker: Docker 1 | 100 | 1.0 ± 0.0 | 21.0 ± 3.1 |"
+    assert line in report_docs.build_page({"2026-01-02-starts": kept}).text

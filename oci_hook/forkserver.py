@@ -261,8 +261,8 @@ class Server:
                 self._decline()
                 continue
             waiting.poll()
+            self._hear()  # first: what comes after it wakes the next wait
             self._reap()
-            self._hear()
         self._finish()
 
     def _stop(self, *_: object) -> None:

@@ -408,7 +408,7 @@ def add_starts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(f"### {stem}")
         rows = [
             (
-                f"{name}: {result['engines'][name]}",
+                f"{name}: {result['configuration']['engines'][name]}",
                 f"{one['native_ms']:.0f}",
                 *(
                     f"{one[f'{way}_adds_ms']:.1f} ± {one[f'{way}_error_ms']:.1f}"

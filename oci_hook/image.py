@@ -138,7 +138,8 @@ def _leads_through_proc(rootfd: int, path: str, reason: int) -> bool:
     if reason in (errno.ENOENT, errno.ENOTDIR) and "proc" not in rest:
         # One call instead of one for each part: most of what is looked for is in no image.
         try:
-            os.close(kernel.open_in_root(rootfd, path, links=False))
+            fd = kernel.open_in_root(rootfd, path, links=False)
+            os.close(fd)
         except OSError as e:
             if e.errno == reason:
                 return False  # no link is on the way to what is missing

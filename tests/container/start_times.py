@@ -105,11 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 77
     subprocess.run([ROOT / "tools/engine-root", args.suite], check=True)
     raw: dict[str, dict[str, dict[str, list[float]]]] = {}
+    configuration: dict[str, object] = {"release": args.suite, "rounds": args.rounds}
     report: dict[str, object] = {
         "suite": "starts",
         **describe_run(),
         "gpu": {"kind": "simulated", "name": "Tidegate Simulated GPU", "driver": "simulated"},
-        "configuration": {"release": args.suite, "rounds": args.rounds},
+        "configuration": configuration,
         "raw": raw,
     }
     with tempfile.TemporaryDirectory(prefix="tidegate-starts-") as name:
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     engine = kind(host, {str(simulated.directory): "/dev/tidegate-simgpu"})
                     engine.start(image)
                     engines.append(engine)
-                report["engines"] = {engine.name: engine.version() for engine in engines}
+                configuration["engines"] = {e.name: e.version() for e in engines}
                 raw["ms"] = measure(engines, args.rounds)
                 for engine in reversed(engines):
                     engine.stop()

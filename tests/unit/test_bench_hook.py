@@ -72,7 +72,7 @@ def test_the_page_has_what_a_start_costs_with_each_engine() -> None:
     kept = {
         "suite": "starts", "command": "x", "date": "2026-01-02", "commit": "0" * 40, "summary": summary,
         "machine": {"processor": "P", "cores": 2, "memory": 1 << 30, "kernel": "K"},
-        "gpu": {"kind": "simulated", "name": "G", "driver": "simulated"}, "engines": {"docker": "Docker 1"},
+        "gpu": {"kind": "simulated", "name": "G", "driver": "simulated"}, "configuration": {"engines": {"docker": "Docker 1"}},
     }  # fmt: skip
     line = "| docker: Docker 1 | 100 | 1.0 ± 0.0 | 21.0 ± 3.1 |"
     assert line in report_docs.build_page({"2026-01-02-starts": kept}).text

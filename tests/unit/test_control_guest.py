@@ -599,7 +599,8 @@ def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
     )
     node.write("contended", 1)
     node.write("start_ns", time.monotonic_ns())
-    deadline = time.monotonic_ns() + 400_000_000
+    # The GPU may be kept until then; the work of 60 ms has ended by then on a busy machine, too.
+    deadline = time.monotonic_ns() + 2 * SECOND
     grant(node, deadline, 3)
     agent.run(f"launch(60_000_000, {where})")
     end = time.monotonic() + 20

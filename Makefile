@@ -36,7 +36,7 @@ test: build ## every test that this machine can run (unit, container)
 check: bootstrap ## linters, types, generated files, sanitizers
 	@$(python) tools/check.py
 
-test-full: ## all of it, and a table at the end (root, two hours); PARTS="slow noble" for some of its parts
+test-full: ## all of it, and a table at the end (root, hours); PARTS="slow noble" for some of its parts
 	@tools/test-full $(PARTS)
 
 docs: bootstrap ## the documents as a site, in build/docs

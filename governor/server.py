@@ -69,7 +69,7 @@ _VALIDATOR = jsonschema.Draft202012Validator(_SCHEMA)
 def _validators_by_op() -> dict[str, jsonschema.Draft202012Validator]:
     """Return the schema for each operation alone.
 
-    `oneOf` tries all of them: that was two fifths of what the governor did for a start.
+    `oneOf` tries all of them: 0.7 ms of the 5.5 of processor time that a start took here.
     """
     whole = dict(_SCHEMA)
     kinds = whole.pop("oneOf")

@@ -65,7 +65,6 @@ FINISH_S = 30  # seconds that children have to finish when the server is stopped
 PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
 N_SPARE = 2  # children that wait for callers; of a crowd the others wait until more are forked
 PAUSE_S = 0.1  # seconds without memory or descriptors before the next caller is looked for
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 BACKLOG = 512
 PEER = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 NEWS = struct.Struct("=i?")  # of a child: its pid, and whether the code on disk is its own
@@ -334,11 +333,9 @@ class Server:
             try:
                 caller, _ = self.listener.accept()
             except BlockingIOError:
-                continue
-            except OSError as e:
-                if e.errno not in EXHAUSTED:
-                    raise
-                time.sleep(PAUSE_S)
+                continue  # another child has it
+            except OSError:  # no memory or no descriptors
+                time.sleep(PAUSE_S)  # one that ended would be forked again at once
                 continue
             current = self.sources.are_current()
             os.write(self.tell, NEWS.pack(os.getpid(), current))

@@ -44,6 +44,8 @@ static CUresult context_place(struct context *context)
         gpu->shared.timelines[i].lanes[index] = (struct gpu_lane){0};
     gpu->contexts[index].slot = device->slot;
     gpu->contexts[index].generation = device->generation;
+    atomic_store(&gpu->contexts[index].slice, 0);
+    atomic_store(&gpu->contexts[index].off, 0);
     atomic_store(&gpu->contexts[index].tail, 0);
     if (index >= gpu->shared.n_contexts)
         atomic_store(&gpu->shared.n_contexts, index + 1);

@@ -35,6 +35,7 @@
 #define LOCK_PATIENCE  4000000u   /* ns of waiting before the holder's life is questioned */
 #define REAP_INTERVAL  2000000u   /* ns */
 #define SLEEP_MOST     20000000u  /* ns; a neighbour's death moves completions forward */
+#define SLEEP_STEERED  500000u    /* the same where slices and switches do, too */
 #define SAMPLE_LENGTH  500000000u /* ns */
 #define DEFAULT_FOLDER "/dev/tidegate-simgpu"
 
@@ -241,7 +242,7 @@ bool device_wait(struct device *device, uint64_t when)
 {
     struct gpu_shared *shared = &device->gpu->shared;
     struct timespec until;
-    uint64_t now;
+    uint64_t now, most;
 
     if (atomic_load(&shared->clock_mode)) {
         now = atomic_load(&shared->virtual_now);
@@ -252,8 +253,9 @@ bool device_wait(struct device *device, uint64_t when)
         return true;
     }
     now = clock_monotonic();
-    if (when > now + SLEEP_MOST)
-        when = now + SLEEP_MOST;
+    most = atomic_load(&shared->steered) ? SLEEP_STEERED : SLEEP_MOST;
+    if (when > now + most)
+        when = now + most;
     until = (struct timespec){.tv_sec = (time_t)(when / 1000000000u),
                               .tv_nsec = (long)(when % 1000000000u)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR)

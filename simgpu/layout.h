@@ -24,7 +24,7 @@
 #include <stdint.h>
 
 #define SIMGPU_MAGIC          0x5550474d49534754ull /* "TGSIMGPU" in memory */
-#define SIMGPU_LAYOUT_VERSION 2
+#define SIMGPU_LAYOUT_VERSION 3
 
 #define GPU_NVLINKS  18   /* of each GPU, as an H200 has */
 #define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for one */
@@ -76,6 +76,11 @@ struct gpu_lane {
     uint64_t progress; /* ns of the command at the head already executed */
     uint64_t busy;     /* ns of GPU time */
     uint64_t slices;   /* times that the context got the GPU */
+    uint64_t resident; /* ns on the GPU, with work or without; switches not included */
+    uint64_t early;    /* times that it gave the GPU to another, as it had no more work */
+    uint64_t before;   /* what `resident` was when its last turn began */
+    uint64_t full;     /* ns of turns that ended with their slice, as another waited */
+    uint64_t fills;    /* its last turn was one of those */
 };
 
 /* The GPU's history up to `now`. */
@@ -105,8 +110,11 @@ struct gpu_context {
     _Atomic uint64_t serial; /* 0: does not exist; unique over the life of the device */
     _Atomic uint64_t tail;   /* commands submitted since the context was made */
     uint32_t slot;
-    uint32_t generation; /* of the slot's owner */
-    uint64_t reserved[5];
+    uint32_t generation;    /* of the slot's owner */
+    _Atomic uint64_t slice; /* ns; 0: the device's */
+    _Atomic uint32_t off;   /* switched off so many times more than on; scheduled at 0 */
+    uint32_t padding;
+    uint64_t reserved[3];
     struct gpu_command queue[GPU_QUEUE];
 };
 
@@ -126,6 +134,8 @@ struct gpu_shared {
     _Atomic uint64_t serials;     /* contexts so far */
     _Atomic uint32_t n_contexts;  /* no context has an index from here on */
     _Atomic uint32_t recoveries;  /* times that the lock was taken from a dead holder */
+    _Atomic uint32_t steered;     /* slices were set, or contexts switched off, ever */
+    uint32_t padding;
     struct gpu_sample samples[2]; /* the older one is at least half a second old */
     struct gpu_slot slots[GPU_SLOTS];
     struct gpu_timeline timelines[2];
@@ -155,9 +165,9 @@ GPU_OFFSET(shared.clock_mode, 0x1008);
 GPU_OFFSET(shared.current, 0x100c);
 GPU_OFFSET(shared.virtual_now, 0x1010);
 GPU_OFFSET(shared.n_contexts, 0x1028);
-GPU_OFFSET(shared.slots, 0x1050);
-GPU_OFFSET(shared.timelines, 0x5050);
-GPU_OFFSET(contexts, 0xa000);
+GPU_OFFSET(shared.slots, 0x1058);
+GPU_OFFSET(shared.timelines, 0x5058);
+GPU_OFFSET(contexts, 0xf000);
 _Static_assert(sizeof(struct gpu_slot) == 64, "simgpu.py has this size, too");
-_Static_assert(sizeof(struct gpu_timeline) == 56 + 32 * GPU_CONTEXTS, "simgpu.py has it, too");
+_Static_assert(sizeof(struct gpu_timeline) == 56 + 72 * GPU_CONTEXTS, "simgpu.py has it, too");
 _Static_assert(sizeof(struct gpu_context) == 64 + 16384, "simgpu.py has this size, too");

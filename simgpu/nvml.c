@@ -690,12 +690,54 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
     return NVML_SUCCESS;
 }
 
-/* One sample, of now: no history of the device is kept but what the utilisation needs. */
+#define N_MARKS     16
+#define MARK_LENGTH 200000000 /* ns from one sample of the device to the next, at least */
+
+/*
+ * Samples of a device, as this process asked for them: a driver takes them by itself. The first is
+ * the utilisation, and each later one is of the time since the one before.
+ */
+static struct marks {
+    uint64_t now, busy; /* at the newest */
+    unsigned int n;     /* ever */
+    struct {
+        unsigned long long time;
+        unsigned int percent;
+    } each[N_MARKS];
+} marks[DEVICES];
+
+static nvmlReturn_t mark(struct device *device, struct marks *of)
+{
+    nvmlUtilization_t rates;
+    nvmlReturn_t r = nvmlDeviceGetUtilizationRates(device, &rates);
+    const struct gpu_timeline *line;
+
+    if (r)
+        return r;
+    if (!device_enter(device))
+        return NVML_ERROR_GPU_IS_LOST;
+    line = schedule_current(device->gpu);
+    if (!of->n || line->now - of->now >= MARK_LENGTH) {
+        unsigned int at = of->n % N_MARKS;
+
+        if (of->n)
+            rates.gpu = (unsigned int)((line->busy - of->busy) * 100 / (line->now - of->now));
+        of->each[at].time = microseconds();
+        of->each[at].percent = rates.gpu;
+        of->now = line->now;
+        of->busy = line->busy;
+        of->n++;
+    }
+    device_leave(device);
+    return NVML_SUCCESS;
+}
+
 ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigned long long last,
       int *value_type, unsigned int *count, nvmlSample_t *samples)
 {
-    nvmlUtilization_t rates;
     nvmlReturn_t r = ready_device(device, count);
+    struct marks *of;
+    unsigned int n = 0, kept;
 
     if (r)
         return r;
@@ -703,16 +745,24 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
         return NVML_ERROR_INVALID_ARGUMENT;
     if (type != GPU_UTILIZATION_SAMPLES)
         return NVML_ERROR_NOT_SUPPORTED;
-    if (microseconds() <= last)
+    of = &marks[index_of(device)];
+    r = mark(device, of);
+    if (r)
+        return r;
+    kept = of->n < N_MARKS ? of->n : N_MARKS;
+    for (unsigned int i = of->n - kept; i < of->n; i++) {
+        if (of->each[i % N_MARKS].time <= last)
+            continue;
+        if (samples && n < *count)
+            samples[n] = (nvmlSample_t){.time = of->each[i % N_MARKS].time,
+                                        .value.number = of->each[i % N_MARKS].percent};
+        n += !samples || n < *count;
+    }
+    if (!n)
         return NVML_ERROR_NOT_FOUND;
     *value_type = TYPE_UNSIGNED_INT;
-    *count = 1;
-    if (!samples)
-        return NVML_SUCCESS;
-    r = nvmlDeviceGetUtilizationRates(device, &rates);
-    if (!r)
-        samples[0] = (nvmlSample_t){.time = microseconds(), .value.number = rates.gpu};
-    return r;
+    *count = n;
+    return NVML_SUCCESS;
 }
 
 /*

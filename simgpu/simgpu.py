@@ -23,7 +23,7 @@ from pathlib import Path
 DEFAULT_DIRECTORY = Path("/dev/tidegate-simgpu")
 
 MAGIC = 0x5550474D49534754
-VERSION = 2
+VERSION = 3
 SLOTS = 256
 CONTEXTS = 256
 QUEUE = 1024
@@ -35,20 +35,20 @@ LOST_OFFSET = 184
 NVLINKS = 18
 CLOCK_OFFSET = 0x1008  # mode, current timeline, virtual now
 N_CONTEXTS_OFFSET = 0x1028
-SLOTS_OFFSET = 0x1050
+SLOTS_OFFSET = 0x1058
 SLOT = struct.Struct("<QQI44x")
-TIMELINES_OFFSET = 0x5050
+TIMELINES_OFFSET = 0x5058
 TIMELINE = struct.Struct("<4QII2Q")
-LANE = struct.Struct("<4Q")
+LANE = struct.Struct("<9Q")
 TIMELINE_SIZE = TIMELINE.size + CONTEXTS * LANE.size
-CONTEXTS_OFFSET = 0xA000
+CONTEXTS_OFFSET = 0xF000
 CONTEXT = struct.Struct("<QQII")
 CONTEXT_SIZE = 64 + 16 * QUEUE
 FILE_SIZE = (CONTEXTS_OFFSET + CONTEXTS * CONTEXT_SIZE + 4095) // 4096 * 4096
 
 FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 
-UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 _descriptors: dict[tuple[int, int], int] = {}
 
@@ -93,11 +93,18 @@ class Status:
 
 
 def size(text: str) -> int:
-    """Bytes from `16GiB`, `512MiB` or a plain number."""
-    match = re.fullmatch(r"(\d+)\s*([KMGT]iB|)", text)
+    """Bytes from `16Gi`, `16GiB` or a plain number."""
+    match = re.fullmatch(r"(\d+)\s*(?:([KMGT]i)B?|)", text)
     if match is None:
-        raise ValueError(f"{text!r} is no size: write bytes, or KiB, MiB, GiB or TiB as in 16GiB")
-    return int(match[1]) * UNITS[match[2]]
+        raise ValueError(f"{text!r} is no size: write bytes, or Ki, Mi, Gi or Ti as in 16Gi")
+    return int(match[1]) * UNITS[match[2] or ""]
+
+
+def _size(text: str) -> int:
+    try:
+        return size(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
 
 
 def device_uuid(seed: int, index: int) -> uuid.UUID:
@@ -270,7 +277,9 @@ def status(path: Path) -> Status:
     for index, (serial, tail, slot, _) in enumerate(heads):
         if not serial or slot not in owners:
             continue
-        head, _, lane_busy, slices = LANE.unpack_from(timeline, TIMELINE.size + index * LANE.size)
+        head, _, lane_busy, slices, *_ = LANE.unpack_from(
+            timeline, TIMELINE.size + index * LANE.size
+        )
         held[slot] = held.get(slot, 0) + 1
         pid, _ = owners[slot]
         contexts.append(Context(serial, pid, tail - head, head, lane_busy, slices))
@@ -308,7 +317,7 @@ def main(arguments: list[str] | None = None) -> int:
     maker = verbs.add_parser("create", help="make device files")
     maker.add_argument("--dir", type=Path, default=DEFAULT_DIRECTORY)
     maker.add_argument("--devices", type=int, default=1)
-    maker.add_argument("--memory", type=size, default=16 << 30, metavar="16GiB")
+    maker.add_argument("--memory", type=_size, default=16 << 30, metavar="16Gi")
     maker.add_argument("--seed", type=int, default=1)
     maker.add_argument("--name", default="Tidegate Simulated GPU")
     maker.add_argument("--slice-us", type=int, default=2000)
@@ -344,6 +353,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
             print("\n".join(map(str, made)))
         else:
+            if not options.dir.is_dir():
+                raise FileNotFoundError(f"{options.dir} is not there; make it by create --dir")
             found = [asdict(status(path)) for path in devices(options.dir)]
             print(json.dumps({"devices": found}, indent=2))
     except (OSError, ValueError) as error:

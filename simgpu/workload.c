@@ -21,6 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "../bench/processes.h"
 #include "cuda_abi.h"
 
 #define FLUSH_INTERVAL 50000000u /* ns */
@@ -56,9 +57,13 @@ static struct {
     bool allocate_only;
     unsigned seed; /* of its bursts; 0: it never rests */
     uint64_t duty; /* percent */
+    unsigned processes;
     const char *out;
     const char *wait;
-} options = {.seconds = 1, .unit = 500000, .depth = 64, .chunk = 256u << 20, .duty = 70};
+} options = {
+    .seconds = 1, .unit = 500000, .depth = 64, .chunk = 256u << 20, .duty = 70, .processes = 1};
+
+static struct processes all;
 
 static volatile sig_atomic_t stopped;
 
@@ -169,18 +174,9 @@ static uint64_t allocate_memory(void)
 
 static void wait_for_start(void)
 {
-    char path[4096];
-    FILE *ready;
-
     if (!options.wait)
         return;
-    snprintf(path, sizeof(path), "%s.ready", options.wait);
-    ready = fopen(path, "we");
-    if (!ready) {
-        fprintf(stderr, "simgpu-workload: %s: %s\n", path, strerror(errno));
-        exit(1);
-    }
-    fclose(ready);
+    processes_ready(&all, options.wait);
     while (!stopped && access(options.wait, F_OK) != 0)
         sleep_ns(2000000);
 }
@@ -324,7 +320,7 @@ static void usage(void)
 {
     fprintf(stderr, "simgpu-workload: --seconds S --unit-us U --gap-us G --depth N --out FILE "
                     "--bursts SEED --duty PERCENT --memory BYTES --chunk BYTES --wait-file FILE "
-                    "--allocate BYTES\n");
+                    "--processes N --allocate BYTES\n");
     exit(2);
 }
 
@@ -343,12 +339,19 @@ static uint64_t number(const char *text)
 static void read_options(int argc, char **argv)
 {
     static const struct option names[] = {
-        {"seconds", required_argument, NULL, 's'},  {"unit-us", required_argument, NULL, 'u'},
-        {"gap-us", required_argument, NULL, 'g'},   {"depth", required_argument, NULL, 'd'},
-        {"out", required_argument, NULL, 'o'},      {"memory", required_argument, NULL, 'm'},
-        {"chunk", required_argument, NULL, 'c'},    {"wait-file", required_argument, NULL, 'w'},
-        {"allocate", required_argument, NULL, 'a'}, {"bursts", required_argument, NULL, 'b'},
-        {"duty", required_argument, NULL, 'y'},     {0},
+        {"seconds", required_argument, NULL, 's'},
+        {"unit-us", required_argument, NULL, 'u'},
+        {"gap-us", required_argument, NULL, 'g'},
+        {"depth", required_argument, NULL, 'd'},
+        {"out", required_argument, NULL, 'o'},
+        {"memory", required_argument, NULL, 'm'},
+        {"chunk", required_argument, NULL, 'c'},
+        {"wait-file", required_argument, NULL, 'w'},
+        {"allocate", required_argument, NULL, 'a'},
+        {"bursts", required_argument, NULL, 'b'},
+        {"duty", required_argument, NULL, 'y'},
+        {"processes", required_argument, NULL, 'p'},
+        {0},
     };
     int option;
 
@@ -381,6 +384,9 @@ static void read_options(int argc, char **argv)
         case 'c':
             options.chunk = number(optarg);
             break;
+        case 'p':
+            options.processes = (unsigned)number(optarg);
+            break;
         case 'w':
             options.wait = optarg;
             break;
@@ -406,6 +412,8 @@ int main(int argc, char **argv)
     uint64_t memory, start;
 
     read_options(argc, argv);
+    all = processes_fork(options.processes);
+    options.out = processes_path(&all, options.out);
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGINT, &action, NULL);
     driver_open();
@@ -435,5 +443,5 @@ int main(int argc, char **argv)
         printf("%s[%" PRIu64 ", %" PRIu64 "]", i ? ", " : "", bursts.units[i][0],
                bursts.units[i][1]);
     printf("], \"result\": \"CUDA_SUCCESS\"}\n");
-    return 0;
+    return processes_wait(&all);
 }

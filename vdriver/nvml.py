@@ -16,7 +16,7 @@ from enum import IntEnum
 from itertools import combinations
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from vdriver.errors import NvmlError
 
@@ -89,6 +89,16 @@ class ProcessUse:
     percent: int
 
 
+class DeviceUse(NamedTuple):
+    """One sample of a GPU: in what percent of the time since the sample before some kernel ran.
+
+    `time_us` is microseconds since 1970.
+    """
+
+    time_us: int
+    percent: int
+
+
 class Nvml:
     """NVML from the library at `path`, between `with` and its end.
 
@@ -150,6 +160,11 @@ class Nvml:
             except NvmlError as e:
                 found.append(e)
         return tuple(found)
+
+    def simulated(self, uuid: str) -> tuple[Any, Any] | None:
+        """Return the library and its handle of a simulated GPU; None of a real one."""
+        library = self._nvml.nvmlLib
+        return (library, self._get(uuid)) if hasattr(library, "nvmlSimgpuSwitch") else None
 
     def topology(self, uuids: Sequence[str]) -> Topology:
         """Return how near these GPUs are to each other, as far as driver and kernel tell.
@@ -230,6 +245,21 @@ class Nvml:
             # The driver fills the room it was given with entries of nobody.
             if sample.pid and sample.timeStamp > since_us
         )
+
+    def busy(self, uuid: str, since_us: int) -> tuple[DeviceUse, ...]:
+        """Return samples of a GPU, newer than `since_us`, in their order; there may be none."""
+        nvml = self._nvml
+        handle = self._get(uuid)
+        told = _optional(
+            nvml,
+            lambda: nvml.nvmlDeviceGetSamples(handle, nvml.NVML_GPU_UTILIZATION_SAMPLES, since_us),
+            also=(nvml.NVML_ERROR_NOT_FOUND,),
+        )
+        samples = (
+            DeviceUse(int(one.timeStamp), int(one.sampleValue.uiVal))
+            for one in (told[1] if told else ())
+        )
+        return tuple(sorted(one for one in samples if one.time_us > since_us))
 
     def _gpu(self, index: int) -> Gpu:
         nvml = self._nvml

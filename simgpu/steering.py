@@ -1,0 +1,150 @@
+"""The simulated GPU's scheduler, steered as a root process steers a real one's.
+
+It is the `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call of a real
+one takes 0.6 ms; these take none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from governor.hardware.activity import Full
+
+MOST = 256
+"""Contexts of one GPU: GPU_CONTEXTS of layout.h."""
+
+
+class Process(NamedTuple):
+    """A process that has contexts on the GPU."""
+
+    pid: int
+    n_groups: int
+
+    @property
+    def key(self) -> int:
+        """The process: all that it has is steered together."""
+        return self.pid
+
+
+class Row(NamedTuple):
+    """A context: its process, its time on the GPU, turns that it gave away, time of full ones."""
+
+    pid: int
+    ns: int
+    early: int
+    full: int
+
+
+class SimulatedHardware:
+    """One simulated GPU, by the simulated NVML and a handle of its device."""
+
+    def __init__(self, nvml: Any, handle: object, uuid: str = "") -> None:
+        self._nvml, self._handle, self._uuid = nvml, handle, uuid
+        nvml.nvmlSimgpuSetTimeslice.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        nvml.nvmlSimgpuSwitch.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+        nvml.nvmlSimgpuResidency.argtypes = (
+            ctypes.c_void_p,
+            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.POINTER(ctypes.c_int),
+            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.c_int,
+        )
+        # As the trace of a real GPU, it tells nothing of what was before.
+        self._last, self._early, self._full = self._counted()
+        self.early_turns: Mapping[int, int] = {}
+        self.full_turns: Sequence[Full] = ()
+        self._off: set[int] = set()
+        self._at_off: dict[int, int] = {}
+        self.returned_ns: Mapping[int, int] = {}
+
+    @property
+    def reviver(self) -> tuple[str, tuple[str, ...]]:
+        """What switches on by tokens in another process: a function, and what it is called with."""
+        return "simgpu.steering:revive", (self._nvml._name, self._uuid)  # noqa: SLF001
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _rows(self) -> list[Row]:
+        now = ctypes.c_uint64()
+        pids = (ctypes.c_int * MOST)()
+        ns, early, full = ((ctypes.c_uint64 * MOST)() for _ in range(3))
+        n = self._nvml.nvmlSimgpuResidency(
+            self._handle, ctypes.byref(now), pids, ns, early, full, MOST
+        )
+        if n < 0:
+            raise OSError("the simulated GPU is lost")
+        return [Row(*row) for row in zip(pids[:n], ns[:n], early[:n], full[:n], strict=True)]
+
+    def _counted(self) -> tuple[Counter[int], Counter[int], Counter[int]]:
+        """Return time on the GPU, turns given away and time of full turns ever, by pid."""
+        now: Counter[int] = Counter()
+        early: Counter[int] = Counter()
+        full: Counter[int] = Counter()
+        for row in self._rows():
+            now[row.pid] += row.ns
+            early[row.pid] += row.early
+            full[row.pid] += row.full
+        return now, early, full
+
+    def find(self, pid: int, pidfd: int = -1, *, thorough: bool = False) -> Sequence[Process]:  # noqa: ARG002
+        """Return what a process has on the GPU."""
+        n = sum(row.pid == pid for row in self._rows())
+        return [Process(pid, n)] if n else []
+
+    def switch(self, held: Sequence[Process], *, on: bool) -> None:
+        """Let the GPU schedule these from now on, or not at all."""
+        for one in held:
+            self._nvml.nvmlSimgpuSwitch(self._handle, one.pid, int(on))
+        pids = {one.pid for one in held}
+        if on:
+            self._off -= pids
+        elif pids:
+            rows = self._rows()
+            for pid in pids:
+                self._at_off[pid] = sum(row.ns for row in rows if row.pid == pid)
+            self._off |= pids
+
+    def set_slice(self, held: Process, ns: int) -> None:
+        """Give each context this time slice."""
+        self._nvml.nvmlSimgpuSetTimeslice(self._handle, held.pid, ns)
+
+    @property
+    def n_lost(self) -> int:
+        """Nothing is."""
+        return 0
+
+    def tokens(self, held: Sequence[Process]) -> list[Any]:
+        """Return the pids, as `revive` takes them."""
+        return [one.pid for one in held]
+
+    def used_ns(self) -> Mapping[int, int]:
+        """Return for how long each process was on the GPU since the last call, by pid.
+
+        What a context has had is gone with it; at most that of the time since the last call.
+        """
+        now, early, full = self._counted()
+        self.early_turns = early - self._early
+        # When they were is not told: one after the other until now.
+        self.full_turns = [Full(pid, ns, 0) for pid, ns in (full - self._full).items()]
+        self._early, self._full = early, full
+        used = now - self._last
+        self._off &= now.keys()
+        self._at_off = {pid: self._at_off[pid] for pid in self._off}
+        self.returned_ns = {pid: min(used[pid], now[pid] - ns) for pid, ns in self._at_off.items()}
+        self._last = now
+        return used
+
+
+def revive(library: str, uuid: str, tokens: Sequence[int]) -> None:
+    """Switch on processes of a GPU."""
+    nvml, handle = ctypes.CDLL(library), ctypes.c_void_p()
+    nvml.nvmlInit_v2()
+    if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:
+        hardware = SimulatedHardware(nvml, handle)
+        hardware.switch([Process(pid, 1) for pid in tokens], on=True)

@@ -1,0 +1,192 @@
+"""How much of its time on the GPU each process works; pure.
+
+The trace has a record where one context ends and another begins. A process that is not interrupted
+is on the GPU from its first work on, whether it works or pauses, so its residency is no measure:
+of one that is alone, and of one whose neighbours have reached their caps. NVML says of each 0.2 s
+in which part of them some kernel of any process ran (H200: to a percent, with processes that are
+switched off and on, too). What all processes were on the GPU beyond that, they paused.
+
+Whose pauses these were is known of some turns: one that ends with its slice has no pause, for a
+process that pauses gives the GPU at once to one that waits. A process is charged less for those
+pauses only that cannot have been in the turns of others. So no process is charged less for what
+another one does, and one that paused may be charged too much; where it is alone, or its neighbours
+are off or work all the time, neither is so.
+
+Samples come some time after what they tell. Until then time is charged at the highest rate of any
+sample of the last second; what one tells beyond that is charged when it comes, and nothing is given
+back. Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+MS = 1_000_000
+
+ASK = 200 * MS
+"""Between two looks at samples: the driver takes one in 0.2 s (H200)."""
+SHORTEST = 100 * MS
+"""Between two samples."""
+LONGEST = 300 * MS
+"""A sample tells of so much time at most."""
+MEMORY = 1000 * MS
+"""So long ago a process may have worked more than now, and is charged at that rate."""
+NOISE = 0.02
+"""Of the time of a sample; it is in whole percent."""
+BUSY = 0.9
+"""A process that works for more of its time on the GPU is charged all of it."""
+
+
+class Sample(NamedTuple):
+    """Some kernel ran in so much of the time since the sample before, from 0 to 1."""
+
+    at: int
+    part: float
+
+
+class Full(NamedTuple):
+    """A turn that ended with its slice: whose, and how long ago it began and ended."""
+
+    pid: int
+    began_ago: int
+    ended_ago: int
+
+
+class _Step:
+    """What was on the GPU in a time, by pid: all, what was charged, and where pauses may be."""
+
+    def __init__(
+        self,
+        begin: int,
+        end: int,
+        resident: Mapping[int, float],
+        charged: Mapping[int, float],
+        open_: Mapping[int, float],
+    ) -> None:
+        self.begin, self.end = begin, end
+        self.resident, self.charged, self.open = dict(resident), dict(charged), dict(open_)
+
+    def part(self, begin: int, end: int) -> _Step:
+        """Return what there was of it in a part of its time."""
+        share = (end - begin) / max(1, self.end - self.begin)
+
+        def of(times: Mapping[int, float]) -> dict[int, float]:
+            return {pid: ns * share for pid, ns in times.items()}
+
+        return _Step(begin, end, of(self.resident), of(self.charged), of(self.open))
+
+    def close(self, pid: int, begin: int, end: int) -> None:
+        """Hear that a process paused nowhere in a time."""
+        overlap = min(end, self.end) - max(begin, self.begin)
+        if overlap > 0 and pid in self.open:
+            self.open[pid] = max(0.0, self.open[pid] - overlap)
+
+
+class _Settled(NamedTuple):
+    until: int
+    parts: Mapping[int, float]
+
+
+class Activity:
+    """Corrects the residency of the processes of one GPU."""
+
+    def __init__(self, now: int) -> None:
+        self._now = now
+        self._known = now  # until then it is settled
+        self._asked = now
+        self._steps: deque[_Step] = deque()
+        self._settled: deque[_Settled] = deque()
+        self._parts: dict[int, float] = {}
+
+    def wants_samples(self, now: int) -> bool:
+        """Return whether samples since `known` would tell something."""
+        return now - self._asked >= ASK and any(step.resident for step in self._steps)
+
+    @property
+    def known(self) -> int:
+        """Until when all is settled."""
+        return self._known
+
+    def step(
+        self,
+        now: int,
+        resident: Mapping[int, int],
+        samples: Iterable[Sample] | None,
+        full: Iterable[Full] = (),
+    ) -> dict[int, int]:
+        """Return what to charge for the time since the last step, by pid.
+
+        `samples`: those that came since; None where they were not asked for, or NVML has none.
+        `full`: turns that ended with their slice since the last step.
+        """
+        began, self._now = self._now, now
+        charged = {pid: ns * self._parts.get(pid, 1.0) for pid, ns in resident.items()}
+        self._steps.append(_Step(began, now, dict(resident), charged, dict(resident)))
+        for one in full:
+            begin, end = now - one.began_ago, now - one.ended_ago
+            for step in reversed(self._steps):
+                if step.end <= begin:
+                    break
+                step.close(one.pid, begin, end)
+        more: dict[int, float] = defaultdict(float)
+        if samples is not None:
+            self._asked = now
+            for sample in sorted(samples):
+                # One that was taken while we asked tells of the time until now, and one that was
+                # told before may come again: two clocks do not keep their distance to the ns.
+                if self._known + SHORTEST // 2 < sample.at <= now + SHORTEST:
+                    for pid, ns in self._take(min(sample.at, now), sample.part).items():
+                        more[pid] += ns
+        self._forget(now)
+        return {pid: int(charged.get(pid, 0.0) + more[pid]) for pid in {*charged, *more}}
+
+    def _forget(self, now: int) -> None:
+        """Drop what no sample will tell of any more: it was charged."""
+        while self._steps and self._steps[0].end < now - MEMORY - LONGEST:
+            self._known = max(self._known, self._steps.popleft().end)
+        while self._settled and self._settled[0].until < now - MEMORY - LONGEST:
+            self._settled.popleft()
+        if not self._settled:
+            self._parts = {}
+
+    def _take(self, until: int, part: float) -> dict[int, float]:
+        """Take it as known in which part of the time until then kernels ran; return what is due."""
+        if until - self._known > LONGEST:
+            self._cut(until - ASK)
+        length = until - self._known
+        cut = self._cut(until)
+        idle = max(0.0, sum(cut.resident.values()) - part * length)
+        if idle < NOISE * length:
+            idle = 0.0
+        anywhere = sum(cut.open.values())
+        active = {
+            # Of the pauses at least what finds no room in the turns of others.
+            pid: ns - min(cut.open[pid], max(0.0, idle - (anywhere - cut.open[pid])))
+            for pid, ns in cut.resident.items()
+        }
+        parts = {pid: active[pid] / ns for pid, ns in cut.resident.items() if ns >= MS}
+        self._settled.append(_Settled(until, parts))
+        while self._settled[0].until < until - MEMORY:
+            self._settled.popleft()
+        self._parts = {}
+        for one in self._settled:
+            for pid, of in one.parts.items():
+                self._parts[pid] = max(self._parts.get(pid, 0.0), of if of < BUSY else 1.0)
+        return {pid: max(0.0, ns - cut.charged[pid]) for pid, ns in active.items()}
+
+    def _cut(self, until: int) -> _Step:
+        """Take the steps until then away; return them as one."""
+        sums: list[dict[int, float]] = [defaultdict(float) for _ in range(3)]
+        begin = self._known
+        while self._steps and self._steps[0].begin < until:
+            step = self._steps.popleft()
+            if step.end > until:
+                self._steps.appendleft(step.part(until, step.end))
+                step = step.part(step.begin, until)
+            for whole, times in zip(sums, (step.resident, step.charged, step.open), strict=True):
+                for pid, ns in times.items():
+                    whole[pid] += ns
+        self._known = max(self._known, until)
+        return _Step(begin, until, *sums)

@@ -1,0 +1,262 @@
+"""Calls to NVIDIA's kernel module, as the table in `calls` has them.
+
+A `Driver` is a client of our own. Objects of other clients are named by the pair of client and
+object; a call on a foreign client counts only through the open file that the client came by
+(`discovery` takes it from the process). Calls take 0.1 to 0.7 ms, and wait for locks that all GPUs
+of the host share: they belong on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from governor.hardware import calls
+
+Values = Mapping[str, int | list[int] | tuple[int, ...]]
+Ioctl = Callable[[int, int, bytearray], None]
+
+_STATUS_NAMES = {constant.value: constant.name for constant in calls.STATUSES}
+_HANDLES = 0x7D600000
+"""Objects of ours are numbered from here, so that they stand out in a debugger."""
+
+
+class DriverCallError(Exception):
+    """The driver refused a call; `status` is its answer."""
+
+    def __init__(self, what: str, status: int) -> None:
+        self.status = status
+        super().__init__(f"{what}: {_STATUS_NAMES.get(status, f'status {status:#x}')}")
+
+
+def module_branch(proc: Path = Path("/proc")) -> int | None:
+    """Return the branch of the kernel module that runs, 580 for 580.159.04; None without one."""
+    try:
+        text = (proc / "driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3,})\.\d+", text)
+    return int(found[1]) if found else None
+
+
+def _kernel_ioctl(fd: int, request: int, data: bytearray) -> None:
+    fcntl.ioctl(fd, request, data)
+
+
+class Gpu(NamedTuple):
+    """A GPU of the driver: its id there, and our handles of its device and subdevice."""
+
+    gpu_id: int
+    uuid: str
+    device: int
+    subdevice: int
+
+
+class Driver:
+    """A client of the kernel module, until it is closed; raises OSError or DriverCallError.
+
+    `branch` is the kernel module's, `ioctl` what makes the system call.
+    """
+
+    def __init__(
+        self, branch: int, *, path: str = calls.CONTROL_DEVICE, ioctl: Ioctl = _kernel_ioctl
+    ) -> None:
+        if branch < calls.FIRST_BRANCH:
+            raise DriverCallError(
+                f"the kernel module is of branch {branch}, and its calls are known from "
+                f"{calls.FIRST_BRANCH} on",
+                0x56,
+            )
+        self._ioctl = ioctl
+        self._path = path
+        self._alloc = calls.ALLOC if branch >= calls.ALLOC.since else calls.ALLOC_WITHOUT_SIZE
+        node = branch >= calls.MEMORY_ALLOC.since
+        self._memory = calls.MEMORY_ALLOC if node else calls.MEMORY_ALLOC_WITHOUT_NODE
+        self._n_handles = 0
+        self.client = 0
+        self.fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.client = self.allocate(0, calls.CLIENT, None, {}, handle=0)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the client back, with all its objects."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def allocate(
+        self,
+        parent: int,
+        kind: calls.Constant,
+        layout: calls.Layout | None,
+        values: Values,
+        *,
+        handle: int | None = None,
+    ) -> int:
+        """Make an object below `parent`; return its handle."""
+        if handle is None:
+            self._n_handles += 1
+            handle = _HANDLES + self._n_handles
+        parameters = layout.pack(values) if layout else bytearray()
+        buffer = (ctypes.c_char * max(1, len(parameters))).from_buffer(parameters or bytearray(1))
+        request: dict[str, int] = {
+            "hRoot": self.client,
+            "hObjectParent": parent,
+            "hObjectNew": handle,
+            "hClass": kind.value,
+            "pAllocParms": ctypes.addressof(buffer) if parameters else 0,
+        }
+        if self._alloc is calls.ALLOC:
+            request["paramsSize"] = len(parameters)
+        data = self._alloc.pack(request)
+        self._ioctl(self.fd, calls.ioctl_request(calls.ESC_ALLOC.value, len(data)), data)
+        status = self._alloc.get(data, "status")
+        if status:
+            raise DriverCallError(kind.name, status)
+        return self._alloc.get(data, "hObjectNew")
+
+    def ask(
+        self, call: calls.Call, target: int, values: Values, *, client: int = 0, fd: int = -1
+    ) -> tuple[int, bytearray]:
+        """Make a control call on an object; return the driver's answer and the parameters.
+
+        Without `client` the object is ours; a foreign client's needs its open file as `fd`.
+        """
+        parameters = call.parameters.pack(values) if call.parameters else bytearray()
+        buffer = (ctypes.c_char * max(1, len(parameters))).from_buffer(parameters or bytearray(1))
+        data = calls.CONTROL.pack(
+            {
+                "hClient": client or self.client,
+                "hObject": target,
+                "cmd": call.number,
+                "params": ctypes.addressof(buffer) if parameters else 0,
+                "paramsSize": len(parameters),
+            }
+        )
+        request = calls.ioctl_request(calls.ESC_CONTROL.value, len(data))
+        self._ioctl(self.fd if fd < 0 else fd, request, data)
+        return calls.CONTROL.get(data, "status"), parameters
+
+    def control(
+        self, call: calls.Call, target: int, values: Values, *, client: int = 0, fd: int = -1
+    ) -> bytearray:
+        """Make a control call as `ask` does; return the parameters, or raise."""
+        status, parameters = self.ask(call, target, values, client=client, fd=fd)
+        if status:
+            raise DriverCallError(call.name, status)
+        return parameters
+
+    def exists(self, client: int, handle: int) -> bool:
+        """Return whether a client, of any process, has this object; nothing is logged if not."""
+        values = {"hClient": client, "hObject": handle}
+        return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
+
+    def gpus(self) -> dict[str, Gpu]:
+        """Return the GPUs that the driver has attached, by UUID; our objects are made for each."""
+        found = {}
+        ids = self.control(calls.GET_ATTACHED_IDS, self.client, {})
+        for i in range(0, len(ids), 4):
+            gpu_id = int.from_bytes(ids[i : i + 4], "little")
+            if gpu_id == calls.NO_GPU_ID:
+                continue
+            found_gpu = self._open_gpu(gpu_id)
+            found[found_gpu.uuid] = found_gpu
+        return found
+
+    def _open_gpu(self, gpu_id: int) -> Gpu:
+        info = self.control(calls.GET_ID_INFO, self.client, {"gpuId": gpu_id})
+        layout = calls.GET_ID_INFO.parameters
+        uuid = self.control(calls.GET_UUID, self.client, {"gpuId": gpu_id})
+        assert layout and calls.GET_UUID.parameters  # noqa: S101, PT018
+        instance = layout.get(info, "deviceInstance")
+        device = self.allocate(
+            self.client,
+            calls.DEVICE,
+            calls.DEVICE_ALLOC,
+            {"deviceId": instance, "vaMode": calls.VA_MODE_PRIVATE},
+        )
+        subdevice = self.allocate(
+            device,
+            calls.SUBDEVICE,
+            calls.SUBDEVICE_ALLOC,
+            {"subDeviceId": layout.get(info, "subDeviceInstance")},
+        )
+        return Gpu(gpu_id, calls.GET_UUID.parameters.text(uuid, "gpuUuid"), device, subdevice)
+
+    def map_memory(self, size: int) -> tuple[int, mmap.mmap]:
+        """Return memory that the driver writes and we may read: its handle, and where it is."""
+        handle = self.allocate(
+            self.client,
+            calls.MEMORY,
+            self._memory,
+            {"attr": calls.MEMORY_ATTR, "attr2": calls.MEMORY_ATTR2, "size": size},
+        )
+        # The kernel module keeps what may be mapped with the open file, one at a time.
+        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            data = calls.MAP.pack(
+                {
+                    "hClient": self.client,
+                    "hDevice": self.client,
+                    "hMemory": handle,
+                    "length": size,
+                    "flags": calls.MAP_READ_ONLY,
+                }
+            )
+            data += fd.to_bytes(4, "little") + bytes(4)
+            self._ioctl(self.fd, calls.ioctl_request(calls.ESC_MAP.value, len(data)), data)
+            status = calls.MAP.get(data, "status")
+            if status:
+                raise DriverCallError(calls.ESC_MAP.name, status)
+            return handle, mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+
+    # ---- what steers the scheduler ----
+
+    def timeslice_us(self, client: int, group: int, fd: int) -> int:
+        """Return the time slice that a channel group asked for, in microseconds."""
+        answer = self.control(calls.GET_TIMESLICE, group, {}, client=client, fd=fd)
+        return int.from_bytes(answer, "little")
+
+    def set_timeslice(self, client: int, group: int, fd: int, us: int) -> None:
+        """Give a channel group a time slice; it holds from the group's next turn on."""
+        self.control(calls.SET_TIMESLICE, group, {"timesliceUs": us}, client=client, fd=fd)
+
+    def switch_channels(self, gpu: Gpu, channels: list[tuple[int, int]], *, on: bool) -> None:
+        """Switch channels, (client, channel) each, on or off; what runs there is interrupted.
+
+        One call takes 64 of them, so more are switched in several steps. After an error some may be
+        switched.
+        """
+        for i in range(0, len(channels), calls.N_SWITCHED):
+            part = channels[i : i + calls.N_SWITCHED]
+            self.control(
+                calls.DISABLE_CHANNELS,
+                gpu.subdevice,
+                {
+                    "bDisable": 0 if on else 1,
+                    "numChannels": len(part),
+                    "hClientList": [client for client, _ in part],
+                    "hChannelList": [channel for _, channel in part],
+                },
+            )
+
+    def gpu_time_ns(self, gpu: Gpu) -> int:
+        """Return the GPU's clock, nanoseconds since 1970; the trace's records are of it."""
+        return int.from_bytes(self.control(calls.GET_TIME, gpu.subdevice, {}), "little")

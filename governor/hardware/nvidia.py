@@ -1,0 +1,234 @@
+"""A real GPU behind `steering.Hardware`: channel groups, driver calls and the trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from governor.hardware import calls
+from governor.hardware.activity import Full
+from governor.hardware.discovery import (
+    N_CLIENTS_LOOKED_AT,
+    Group,
+    Holding,
+    answers,
+    borrowed_of,
+    duplicate_descriptor,
+    find_holdings,
+    live_clients,
+)
+from governor.hardware.driver import Driver, DriverCallError, Gpu, Ioctl, module_branch
+from governor.hardware.trace import Residency, Trace
+
+CAP_SYS_ADMIN = 21
+LEAST = 100
+"""No slice is set shorter: a switch takes 80 us."""
+SLICE_UNIT = 1024
+"""What the driver calls a microsecond: turns of 24,920 of them take 25.53 ms (H200), and all others
+that were tried are as much longer."""
+
+
+class Held(NamedTuple):
+    """What one client of a process has on this GPU."""
+
+    holding: Holding
+    groups: tuple[Group, ...]
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self.holding.pid
+
+    @property
+    def key(self) -> int:
+        """The client's handle, of which the driver has one."""
+        return self.holding.client
+
+    @property
+    def n_groups(self) -> int:
+        """How many channel groups the GPU schedules."""
+        return len(self.groups)
+
+    @property
+    def channels(self) -> list[tuple[int, int]]:
+        """All channels, as the driver calls them."""
+        return [(group.client, channel) for group in self.groups for channel in group.channels]
+
+
+class NvidiaHardware:
+    """One GPU of the driver that runs; OSError or DriverCallError where it cannot be steered."""
+
+    def __init__(
+        self,
+        uuid: str,
+        *,
+        branch: int | None = None,
+        path: str = calls.CONTROL_DEVICE,
+        ioctl: Ioctl | None = None,
+    ) -> None:
+        found = branch or module_branch()
+        if found is None:
+            raise FileNotFoundError("/proc/driver/nvidia/version is not there")
+        self._branch, self._path = found, path
+        self._options = {"ioctl": ioctl} if ioctl else {}
+        self._driver = self._open()
+        try:
+            gpus = self._driver.gpus()
+            if uuid not in gpus:
+                raise DriverCallError(f"the driver has no GPU {uuid}", 0x57)
+            self._gpu: Gpu = gpus[uuid]
+            self._trace = Trace(self._driver, self._gpu)
+        except BaseException:
+            self._driver.close()
+            raise
+        self._residency = Residency()
+        self.returned_ns: Mapping[int, int] = {}
+        self.early_turns: Mapping[int, int] = {}
+        self.full_turns: Sequence[Full] = ()
+
+    def _open(self) -> Driver:
+        return Driver(self._branch, path=self._path, **self._options)
+
+    @property
+    def reviver(self) -> tuple[str, tuple[str, ...]]:
+        """What switches on by tokens in another process: a function, and what it is called with."""
+        return "governor.hardware.nvidia:revive", (self._gpu.uuid,)
+
+    def close(self) -> None:
+        """Give everything back. What is off stays off."""
+        self._driver.close()
+
+    def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[Held]:
+        """Return what a process has on this GPU; nothing where it is gone or has no context.
+
+        Thorough: also what came by clients that are older than some thousand others (2 s).
+        """
+        # A client is younger than those that it looks for.
+        with self._open() as probe:
+            n = calls.N_CLIENTS if thorough else N_CLIENTS_LOOKED_AT
+            clients = [c for c in live_clients(probe, n) if c != self._driver.client]
+            try:
+                holdings = find_holdings(probe, pid, pidfd, clients, device=self._path)
+            except ProcessLookupError:
+                return []
+        here = [
+            Held(holding, tuple(g for g in holding.groups if g.gpu_id == self._gpu.gpu_id))
+            for holding in holdings
+        ]
+        return [held for held in here if held.groups]
+
+    def switch(self, held: Sequence[Held], *, on: bool) -> None:
+        """Switch the channels of all of these on or off, in as few calls as it takes.
+
+        Of a process that has ended nothing is there to be switched.
+        """
+        channels = [pair for one in held for pair in one.channels]
+        if not channels:
+            return
+        pids = {one.pid for one in held}
+        if on:
+            self._residency.switched(pids, self._driver.gpu_time_ns(self._gpu), on=True)
+        self._switch(held, channels, on=on)
+        if not on:
+            self._residency.switched(pids, self._driver.gpu_time_ns(self._gpu), on=False)
+
+    def _switch(self, held: Sequence[Held], channels: list[tuple[int, int]], *, on: bool) -> None:
+        try:
+            self._driver.switch_channels(self._gpu, channels, on=on)
+        except DriverCallError as e:
+            failed = [one for one in held if not self._switch_one(one, on=on)]
+            if failed:
+                raise DriverCallError(
+                    f"the channels of {len(failed)} clients cannot be switched", e.status
+                ) from e
+
+    def _switch_one(self, held: Held, *, on: bool) -> bool:
+        """Switch what a process still has; return whether nothing else failed.
+
+        The driver counts how often a channel is switched off, and the call that failed may have
+        done some of it; that a channel is switched on once too often counts nothing.
+        """
+        there = [(c, channel) for c, channel in held.channels if self._driver.exists(c, channel)]
+        try:
+            if there:
+                self._driver.switch_channels(self._gpu, there, on=True)
+                if not on:
+                    self._driver.switch_channels(self._gpu, there, on=False)
+        except DriverCallError:
+            return not all(self._driver.exists(c, channel) for c, channel in there)
+        return True
+
+    def set_slice(self, held: Held, ns: int) -> None:
+        """Give each channel group this time slice; what is not there any more needs none.
+
+        A process that hides the open file of its client, or has put another in its place, keeps
+        the slice that it had.
+        """
+        us = max(LEAST, ns // SLICE_UNIT)
+        client = held.holding.client
+        self._residency.sliced(held.pid, us * SLICE_UNIT)
+        try:
+            with borrowed_of(held.pid, held.holding.descriptor, self._path) as fd:
+                try:
+                    for group in held.groups:
+                        if self._driver.exists(client, group.handle):
+                            self._driver.set_timeslice(client, group.handle, fd, us)
+                except DriverCallError:
+                    there = all(self._driver.exists(client, group.handle) for group in held.groups)
+                    if there and answers(self._driver, client, fd):
+                        raise
+        except OSError:
+            return
+
+    def tokens(self, held: Sequence[Held]) -> list[Any]:
+        """Return the channels, as `revive` takes them."""
+        return [list(pair) for one in held for pair in one.channels]
+
+    def used_ns(self) -> Mapping[int, int]:
+        """Return for how long each process was on the GPU since the last call, by pid."""
+        # Before the flush: what is recorded after it is of the next call.
+        now = self._driver.gpu_time_ns(self._gpu)
+        self._trace.flush()
+        self._residency.add(self._trace.read())
+        self._residency.settle(now)
+        used, self.returned_ns = self._residency.take()
+        self.early_turns, self.full_turns = self._residency.take_turns(now)
+        return used
+
+    @property
+    def n_lost(self) -> int:
+        """How many records of the trace were lost, ever."""
+        return self._residency.n_lost + self._trace.n_dropped
+
+
+def require_rights(proc: Path = Path("/proc")) -> None:
+    """Raise PermissionError where the trace would name no process, or no file could be borrowed.
+
+    Without CAP_SYS_ADMIN the trace has pid 0 for every process: nothing would be charged, and no
+    cap would hold.
+    """
+    status = (proc / "self/status").read_text()
+    effective = int(next(t for t in status.splitlines() if t.startswith("CapEff:")).split()[1], 16)
+    if not effective >> CAP_SYS_ADMIN & 1:
+        raise PermissionError("the governor has no CAP_SYS_ADMIN, so the trace names no process")
+    with tempfile.TemporaryFile() as file:
+        pidfd = os.pidfd_open(os.getpid())
+        try:
+            os.close(duplicate_descriptor(pidfd, file.fileno()))
+        except OSError as e:
+            raise PermissionError(f"the system call pidfd_getfd is refused: {e.strerror}") from e
+        finally:
+            os.close(pidfd)
+
+
+def revive(uuid: str, tokens: Sequence[Sequence[int]]) -> None:
+    """Switch on channels of a GPU, each by itself: some of their processes may have ended."""
+    with Driver(module_branch() or calls.FIRST_BRANCH) as driver:
+        gpu = driver.gpus()[uuid]
+        for client, channel in tokens:
+            with contextlib.suppress(DriverCallError):
+                driver.switch_channels(gpu, [(client, channel)], on=True)

@@ -1,0 +1,374 @@
+"""Which containers may use a GPU now, and for how long at a time: the policy for the hardware.
+
+Pure: no clock, no thread, no driver. The caller says what each container used and what time it is;
+`step` answers with the setting of each container and the time of the next step. A setting has two
+parts, which the GPU's own scheduler carries out. *On* says whether the container's channels are
+scheduled at all. The *slice* is how long a channel group runs before the GPU looks for another; the
+groups that are on and have work take turns in a circle, so their slices are their weights, and a
+group without work costs nothing.
+
+Containers stand in one of two ranks. *First* are those of class latency that have used less than
+their guarantee of the last second, and those of the other class that have used less than their
+guarantee for a while: they get long slices, in the ratio of their guarantees, and everything else
+gets short ones, so that their work waits for a fraction of a millisecond. Short slices waste time
+in switching where several containers keep the GPU busy, so of these only one at a time is on; they
+have turns. A container of the first rank whose work is shorter than what it takes to begin it uses
+up its guarantee by that, too: others keep theirs. With no container in the first rank all are on,
+with long slices in the ratio of their guarantees.
+
+A cap holds within each period: a container that has used its part of it is off until the next. That
+of a container of class latency holds within a second, so that it may use all of it at once; one
+that does is of the second rank, and capped in each period, until it has used less again.
+
+Times are nanoseconds, shares are parts of one GPU from 0 to 1.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+MS = 1_000_000
+NEVER = 1 << 63
+
+PERIOD = 100 * MS
+"""Caps hold within it, and turns go round in it. Switching costs 0.6 ms (H100, H200): at 100 ms
+three containers deliver 100.7 % of solo, at 20 ms 94 to 95."""
+WINDOW = 10
+"""Periods within which the cap of a container of class latency holds."""
+ROUNDS = {1: 3, 2: 3, 3: 2}
+"""How often all have their slices in a period, by how many are busy, where no container is in the
+first rank; once where there are more. A turn costs some 0.2 ms (H200). In a whole number of rounds
+each container has the same in every period, wherever it begins."""
+CREDIT = 3 * MS
+"""What a period's part of a cap may grow by, for what the container was short of in those before,
+or a whole turn where that is more: turns begin and end anywhere in a period, and calls of the
+driver end them early or late."""
+UNFOUND = 10
+"""Periods for which a container may work before it is found without a debt: a governor that starts
+finds those of the one before it, and one of 5 % would be off for 2 s for each period until then."""
+DEBT = 3 * PERIOD
+"""So much of what a container had too much is taken off later: what it did after a pause is known
+0.3 s later (activity.py)."""
+SHORT = 200_000
+"""The slice of containers that must not keep the first rank waiting."""
+LONG = 16 * MS
+"""The slices of the first rank together."""
+END = 70_000
+"""So long a turn lasts beyond its slice (H200: 0 to 100 us)."""
+GAP = 80_000
+"""And so long it is until the next one has begun (H100, H200)."""
+LEAST = 1 * MS
+"""No slice is shorter where all are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
+TURN_LEAST = 10 * MS
+LATER = 10 * MS
+"""Nor is it for the sake of a container that is idle."""
+SOON = 2 * MS
+"""No step is nearer: each takes calls of the driver. What is used too much in it is debt."""
+
+MANY = 4
+"""Channel groups with work, from which on steps come less often."""
+
+RISE = 150 * MS
+FALL = 10 * MS
+MOST = 400 * MS
+"""A container enters the first rank when it is owed RISE times its guarantee, and leaves it below
+FALL; it is owed MOST at most, and owes as much at most for what it took while others were owed."""
+AWAKE = 2000 * MS
+"""A container that has not used the GPU for so long keeps no slices short."""
+BUSY = 0.05
+"""Of the time that it could have had; a container below this takes no turn."""
+
+
+class Share(NamedTuple):
+    """What a container may have of a GPU: guarantee and limit, and whether its class is latency."""
+
+    guarantee: float
+    limit: float
+    latency: bool = False
+
+
+class Setting(NamedTuple):
+    """What holds for a container: whether it is on, and its slice in nanoseconds."""
+
+    on: bool
+    slice_ns: int
+
+
+class _Tenant:
+    def __init__(self, share: Share, now: int) -> None:
+        self.share = share
+        self.owed = 0.0  # GPU time below its guarantee, in ns of wall time at that rate
+        self.first = share.latency
+        self.spent = 0.0  # in this period
+        self.cost = 0.0  # and what changes of the context took that it caused
+        self.carried = 0.0  # of its cap, beyond what earlier periods allowed, or below it
+        self.turn = 0.0  # how long it has the GPU at a time
+        self.groups = 1  # that have turns of their own
+        self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # used in each of the last periods
+        self.costs: deque[float] = deque(maxlen=WINDOW - 1)
+        self.used_at = now  # when it last used the GPU
+        self.on_at = now  # and when it was last switched on
+        self.could_use = 0.0  # time that it was on and no other used, and what it used of that
+        self.did_use = 0.0
+        self.busy = True  # nothing is known of it yet
+        self.on = True
+        # It is steered from some time on within the period in which it is found, so what it has
+        # beyond its cap until then is no debt; nor what it had before, as far as UNFOUND allows.
+        self.is_found = False
+        self.n_unfound = 0  # periods in which it worked, and could not be switched off
+        self.fresh = True
+
+    @property
+    def had(self) -> float:
+        """What it used within the last second."""
+        return sum(self.recent) + self.spent
+
+    @property
+    def cost_others(self) -> float:
+        """What others could not use for its sake within the last second."""
+        return self.had + sum(self.costs) + self.cost
+
+    @property
+    def budget(self) -> float:
+        """What it may use in this period."""
+        own = self.share.limit * PERIOD - self.carried
+        if self.share.latency:
+            left = self.share.limit * WINDOW * PERIOD - sum(self.recent)
+            return left if self.first else min(own, left)
+        return max(0.0, own)
+
+    @property
+    def is_capped(self) -> bool:
+        return self.share.limit < 1.0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.is_capped and self.spent >= self.budget
+
+
+class Policy:
+    """The policy for one GPU. Containers are named by any number."""
+
+    def __init__(self, now: int) -> None:
+        self._tenants: dict[int, _Tenant] = {}
+        self._now = now
+        self._period_end = now + PERIOD
+        self._turn: int | None = None
+        self._turn_end = 0
+        self._early: Mapping[int, int] = {}
+        self._grain = SOON
+
+    def add(self, tenant: int, share: Share, now: int) -> None:
+        """Let a container share the GPU from now on, or change what it may have."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            self._tenants[tenant] = _Tenant(share, now)
+        else:
+            known.share = share
+
+    def remove(self, tenant: int) -> None:
+        """Forget a container."""
+        self._tenants.pop(tenant, None)
+        if self._turn == tenant:
+            self._turn = None
+
+    def is_first(self, tenant: int) -> bool:
+        """Return whether a container is in the first rank."""
+        return self._tenants[tenant].first
+
+    def step(
+        self,
+        now: int,
+        used: Mapping[int, int],
+        groups: Mapping[int, int] | None = None,
+        early: Mapping[int, int] | None = None,
+    ) -> tuple[dict[int, Setting], int]:
+        """Return every container's setting and when to step again; `used` since the last step.
+
+        `groups`: how many channel groups of a container have work, each with turns of its own;
+        one, where it is not said. A container's slice is for all of them. Where groups are given, a
+        container without any was not found yet, and cannot be switched off. `early`: how many of
+        its turns ended with its work since the last step.
+        """
+        self._early = early or {}
+        for number, tenant in self._tenants.items():
+            tenant.groups = max(1, (groups or {}).get(number, 1))
+            tenant.is_found = tenant.is_found or groups is None or number in groups
+        self._account(now, used)
+        self._rank()
+        settings = self._settings(now)
+        for number, tenant in self._tenants.items():
+            if settings[number].on and not tenant.on:
+                tenant.on_at = now
+            tenant.on = settings[number].on
+        return settings, self._next(now, settings)
+
+    # ---- what was used ----
+
+    def _account(self, now: int, used: Mapping[int, int]) -> None:
+        passed = max(0, now - self._now)
+        together = sum(used.get(number, 0) for number in self._tenants)
+        self._now = max(now, self._now)
+        for number, tenant in self._tenants.items():
+            ns = used.get(number, 0)
+            share = tenant.share
+            tenant.spent += ns
+            cost = self._early.get(number, 0) * 2 * GAP
+            tenant.cost += cost
+            # What it took while others were short is a debt; idle time is none.
+            is_owing = any(t.owed > FALL for t in self._tenants.values() if t is not tenant)
+            least = -MOST if is_owing else min(tenant.owed, -FALL)
+            tenant.owed = min(
+                max(tenant.owed + passed - (ns + cost) / share.guarantee, least), MOST
+            )
+            if tenant.is_spent:
+                tenant.owed = min(tenant.owed, 0.0)  # it had what its cap allows
+            if ns:
+                tenant.used_at = now
+            if tenant.on:
+                tenant.could_use += max(0, passed - (together - ns))
+                tenant.did_use += ns
+        self._forgive(now)
+        if now >= self._period_end:
+            self._end_period(now)
+
+    def _forgive(self, now: int) -> None:
+        """What all busy containers are short of is owed to none: switching cost it."""
+        busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD]
+        common = min((t.owed for t in busy), default=0.0)
+        if len(busy) > 1 and common > 0:
+            for tenant in busy:
+                tenant.owed -= common
+
+    def _end_period(self, now: int) -> None:
+        n = (now - self._period_end) // PERIOD + 1
+        self._period_end += n * PERIOD
+        for tenant in self._tenants.values():
+            over = tenant.spent - tenant.share.limit * PERIOD * n + tenant.carried
+            # Of class latency its last second says what it may have.
+            is_debt = not tenant.share.latency and not tenant.fresh
+            # What a container that sleeps does not use is not saved for later.
+            slept = now - tenant.used_at > PERIOD * 2
+            credit = CREDIT if slept else max(CREDIT, min(tenant.turn, tenant.share.limit * PERIOD))
+            tenant.carried = min(max(over, -credit), DEBT) if is_debt else 0.0
+            tenant.n_unfound += n if tenant.spent and not tenant.is_found else 0
+            is_known = tenant.is_found or tenant.n_unfound >= UNFOUND
+            tenant.fresh = tenant.fresh and not (tenant.spent and is_known)
+            tenant.recent.append(tenant.spent)
+            tenant.costs.append(tenant.cost)
+            for of in (tenant.recent, tenant.costs):
+                of.extend([0.0] * min(n - 1, WINDOW))
+            tenant.spent = tenant.cost = 0.0
+            if tenant.could_use >= TURN_LEAST:
+                tenant.busy = tenant.did_use > BUSY * tenant.could_use
+                tenant.could_use = tenant.did_use = 0.0
+
+    # ---- ranks ----
+
+    def _rank(self) -> None:
+        for tenant in self._tenants.values():
+            if tenant.share.latency:
+                whole = tenant.share.guarantee * WINDOW * PERIOD
+                tenant.first = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
+                tenant.busy = tenant.busy or not tenant.first
+            elif tenant.first:
+                tenant.first = tenant.owed >= FALL
+            else:
+                tenant.first = tenant.owed >= RISE
+
+    def _wakes(self, tenant: _Tenant, now: int) -> bool:
+        return tenant.share.latency or now - tenant.used_at < AWAKE
+
+    # ---- settings ----
+
+    def _settings(self, now: int) -> dict[int, Setting]:
+        first = {i: t for i, t in self._tenants.items() if t.first}
+        rest = {i: t for i, t in self._tenants.items() if not t.first}
+        waits = any(self._wakes(tenant, now) for tenant in first.values())
+        busy = [i for i, t in rest.items() if t.busy and not t.is_spent]
+        if not waits:
+            self._turn = None
+            # Whether one is off says nothing of slices: to set one takes a call of the driver.
+            working = {i for i, t in rest.items() if t.busy}
+            settings = self._by_weight({**first, **rest}, {*working, *first})
+        else:
+            self._grain = SOON
+            awake = sum(t.share.guarantee for t in first.values() if self._wakes(t, now))
+            settings = {
+                i: Setting(True, max(LEAST, min(LONG, int(LONG * t.share.guarantee / awake))))
+                for i, t in first.items()
+            }
+            holder = self._take_turn(busy, now)
+            for i in rest:
+                on = i == holder or i not in busy
+                settings[i] = Setting(on, SHORT)
+        for i, tenant in self._tenants.items():
+            if tenant.is_spent:
+                settings[i] = settings[i]._replace(on=False)
+        return settings
+
+    def _by_weight(self, tenants: Mapping[int, _Tenant], busy: set[int]) -> dict[int, Setting]:
+        n = sum(tenants[i].groups for i in busy)
+        length = PERIOD // ROUNDS.get(n, 1)
+        # Of many each has one turn in a round, so one that is over its cap is no hurry.
+        self._grain = SOON if n < MANY else length // 8
+        if sum(tenants[i].share.limit for i in busy) < 1.0:
+            # There is room for all caps, and they are reached in whole turns.
+            weights = {i: tenant.share.limit for i, tenant in tenants.items()}
+        else:
+            whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
+            # One that has been idle is not in the sum, and may wake up.
+            weights = {i: min(1.0, t.share.guarantee / whole) for i, t in tenants.items()}
+            length -= n * GAP
+        settings = {}
+        for i, tenant in tenants.items():
+            is_alone = len(busy) == 1 and i in busy
+            ns = int(length * weights[i]) - tenant.groups * END
+            ns = SHORT if is_alone else max(LEAST, ns)
+            settings[i] = Setting(True, ns)
+            tenant.turn = float(ns)
+        return settings
+
+    def _take_turn(self, busy: list[int], now: int) -> int | None:
+        """Return whose turn it is among containers that keep the GPU busy."""
+        if len(busy) < 2:
+            self._turn = busy[0] if busy else None
+            self._turn_end = NEVER
+            return self._turn
+        if self._turn in busy and now < self._turn_end < NEVER:
+            return self._turn
+        # What a container lost to those of the first rank it has back; of equals the next one.
+        last = -1 if self._turn is None else self._turn
+        self._turn = min(busy, key=lambda i: (-self._tenants[i].owed, i <= last, i))
+        whole = sum(self._tenants[i].share.guarantee for i in busy)
+        part = self._tenants[self._turn].share.guarantee / whole
+        self._turn_end = now + max(TURN_LEAST, int(PERIOD * part))
+        return self._turn
+
+    # ---- when to look again ----
+
+    def _next(self, now: int, settings: Mapping[int, Setting]) -> int:
+        at = [self._period_end]
+        if self._turn is not None and self._turn_end < NEVER:
+            at.append(self._turn_end)
+        on = [i for i, setting in settings.items() if setting.on]
+        slices = sum(settings[i].slice_ns for i in on if self._tenants[i].busy) or 1
+        for i in on:
+            tenant = self._tenants[i]
+            is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
+            if tenant.first and len(on) > 1 and self._wakes(tenant, now):
+                left = (
+                    tenant.share.guarantee * WINDOW * PERIOD - tenant.had
+                    if tenant.share.latency
+                    else (tenant.owed - FALL) * tenant.share.guarantee
+                )
+                at.append(now + max(LATER if is_idle else SOON, int(left)))
+            if is_idle:
+                continue  # what it may have too much until the period ends is taken off the next
+            if tenant.is_capped:
+                rate = settings[i].slice_ns / slices if tenant.busy else 1.0
+                left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
+                at.append(now + max(self._grain, int(left)))
+        return max(now + MS // 2, min(at))

@@ -1,0 +1,228 @@
+"""Which process was on a GPU, and when: the driver's trace of context switches.
+
+The GPU's front end writes a record when it begins and when it ends a context's turn. The kernel
+module hands them on some 30 times a second, with the process's pid in the host's namespace and the
+time on the GPU's clock; a flush (0.1 to 0.2 ms) hands on what there is. A context that no other
+interrupts is there without a record, whether it works or not. Nothing of this comes from a
+container. Only graphics and compute are traced, copies are not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from governor.hardware import calls
+from governor.hardware.activity import Full
+from governor.hardware.driver import Driver, DriverCallError, Gpu
+
+EARLY = 0.9
+"""A turn that is shorter than so much of its slice ended with the work."""
+LATE = 1.3
+"""And one that is longer than so much of it had no other waiting when the slice ended. Turns last
+0.1 ms longer than their slices (H200)."""
+USUAL_SLICE = 2 * 1024 * 1024
+"""What libcuda asks for, ns."""
+MANY = 1024
+"""Processes and contexts of which something is kept."""
+N_RECORDS = 32768
+"""At slices of 0.1 ms there are 8,000 records a second (H100)."""
+_RECORD = calls.RECORD_HEADER_SIZE + calls.SWITCH_RECORD.size
+_PAGE = 4096
+
+_REASONS = {
+    1: "the GPU is too old for it",
+    2: "it is not enabled on this GPU",
+    3: "it is not enabled",
+    4: "it needs root",
+    5: "it needs a capability",
+}
+
+
+class Switch(NamedTuple):
+    """A context's turn begins or ends; `at_ns` is the GPU's clock."""
+
+    begins: bool
+    pid: int
+    context: int
+    at_ns: int
+    sequence: int
+
+
+class Trace:
+    """The trace of one GPU, from now on until the driver's client is closed."""
+
+    def __init__(self, driver: Driver, gpu: Gpu, n_records: int = N_RECORDS) -> None:
+        self._driver, self._n = driver, n_records
+        header, self._header = driver.map_memory(_PAGE)
+        records, self._records = driver.map_memory(n_records * _RECORD)
+        self._buffer = driver.allocate(
+            driver.client,
+            calls.BUFFER,
+            calls.BUFFER_ALLOC,
+            {
+                "recordSize": _RECORD,
+                "recordCount": n_records,
+                "hSubDevice": gpu.subdevice,
+                "hBufferHeader": header,
+                "hRecordBuffer": records,
+            },
+        )
+        values = {
+            "hEventBuffer": self._buffer,
+            "recordSize": calls.SWITCH_RECORD.size,
+            "levelOfDetail": calls.DETAIL_SIMPLE,
+            "bAllUsers": 1,
+        }
+        status, answer = driver.ask(calls.BIND_TRACE, gpu.subdevice, values)
+        if status:
+            assert calls.BIND_TRACE.parameters  # noqa: S101
+            reason = _REASONS.get(calls.BIND_TRACE.parameters.get(answer, "reasonCode"), "")
+            what = f"the trace of context switches{': ' + reason if reason else ''}"
+            raise DriverCallError(what, status)
+        values = {"enable": 1, "flags": calls.KEEP_OLDEST.value}
+        driver.control(calls.ENABLE_TRACE, self._buffer, values)
+        self._get = 0
+
+    @property
+    def n_dropped(self) -> int:
+        """Records that found no room, ever."""
+        return calls.BUFFER_HEADER.get(self._header, "recordDropcount")
+
+    def flush(self) -> None:
+        """Have the kernel module hand on what the GPU has written until now."""
+        self._driver.control(calls.FLUSH_TRACE, self._buffer, {})
+
+    def read(self) -> list[Switch]:
+        """Return the records since the last time, in order."""
+        put = calls.BUFFER_HEADER.get(self._header, "recordPut")
+        found = []
+        get = self._get
+        while get != put and put < self._n:
+            at = get * _RECORD + calls.RECORD_HEADER_SIZE
+            record = bytes(self._records[at : at + calls.SWITCH_RECORD.size])
+            tag = record[0]
+            if tag in (calls.TAG_BEGIN.value, calls.TAG_END.value):
+                found.append(
+                    Switch(
+                        begins=tag == calls.TAG_BEGIN.value,
+                        pid=calls.SWITCH_RECORD.get(record, "pid"),
+                        context=calls.SWITCH_RECORD.get(record, "context_id"),
+                        at_ns=calls.SWITCH_RECORD.get(record, "timestamp"),
+                        sequence=int.from_bytes(record[2:4], "little"),
+                    )
+                )
+            get = (get + 1) % self._n
+        if get != self._get:
+            self._get = get
+            self._driver.control(calls.MOVE_GET, self._buffer, {"recordBufferGet": get})
+        return found
+
+
+class Residency:
+    """GPU time by process, added up from a trace; pure.
+
+    A turn whose begin was lost is not counted, and one whose end was lost ends where the next turn
+    of any context begins: the GPU has one at a time. A context that is switched off while no other
+    has work need not get a record of its end, nor one when it is on again, so it is told when.
+    """
+
+    def __init__(self) -> None:
+        self.ns: dict[int, int] = defaultdict(int)
+        self.n_lost = 0
+        self.resident: Switch | None = None
+        self._since = self._began = 0
+        self._sequence: int | None = None
+        self._changes: deque[tuple[int, frozenset[int], bool]] = deque()
+        self._off: set[int] = set()
+        self._back: set[int] = set()  # these began a turn since they were switched off
+        self.returned: dict[int, int] = defaultdict(int)
+        self._slices: dict[int, int] = {}  # by pid
+        # By context the turns that ended before their slice, for whatever reason: pid, begin, end.
+        self._ended: dict[int, tuple[int, int, int]] = {}
+        self._fills: set[int] = set()  # processes whose last turn ended with its slice
+        self._early: dict[int, int] = defaultdict(int)
+        self._full: list[tuple[int, int, int]] = []  # pid, begin and end
+
+    def switched(self, pids: Iterable[int], at_ns: int, *, on: bool) -> None:
+        """Hear that processes are off from now on, or on; records from before may yet come."""
+        self._changes.append((at_ns, frozenset(pids), on))
+
+    def add(self, switches: Iterable[Switch]) -> None:
+        """Count records, in their order."""
+        for switch in switches:
+            if self._sequence is not None:
+                self.n_lost += (switch.sequence - self._sequence - 1) & 0xFFFF
+            self._sequence = switch.sequence
+            self.settle(switch.at_ns)
+            if switch.begins:
+                self.resident, self._since = switch, switch.at_ns
+                self._began = switch.at_ns
+                # It had another turn without being switched off and on in between.
+                if self._ended.pop(switch.context, (0,))[0] == switch.pid:
+                    self._early[switch.pid] += 1
+                    self._fills.discard(switch.pid)
+                if switch.pid in self._off:  # it was switched on, by whatever
+                    self._off.remove(switch.pid)
+                    self._back.add(switch.pid)
+            elif self.resident and self.resident.context == switch.context:
+                self._end_turn(switch)
+                self.resident = None
+
+    def sliced(self, pid: int, ns: int) -> None:
+        """Hear how long a process's turns are where it always has work."""
+        self._slices[pid] = ns
+
+    def _end_turn(self, switch: Switch) -> None:
+        part = (switch.at_ns - self._began) / self._slices.get(switch.pid, USUAL_SLICE)
+        if part < EARLY:
+            self._ended[switch.context] = (switch.pid, self._began, switch.at_ns)
+        elif part < LATE:
+            self._full.append((switch.pid, self._began, switch.at_ns))
+            self._fills.add(switch.pid)
+
+    def take_turns(self, now_ns: int) -> tuple[dict[int, int], list[Full]]:
+        """Return how many turns of a process ended early since the last call, and the full ones.
+
+        Early are those that it gave away with its work, and had another one later. One that ended
+        as the process was switched off counts as full where the one before was.
+        """
+        early, full = self._early, self._full
+        self._early, self._full = defaultdict(int), []
+        for kept in (self._ended, self._fills):
+            if len(kept) > MANY:
+                kept.clear()
+        self._slices = dict(list(self._slices.items())[-MANY:])
+        return dict(early), [Full(pid, now_ns - began, now_ns - end) for pid, began, end in full]
+
+    def take(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the times since the last call; processes come and go, so none is kept.
+
+        The second is the part of the first that began when the process was off.
+        """
+        taken = self.ns, self.returned
+        self.ns, self.returned = defaultdict(int), defaultdict(int)
+        return taken
+
+    def settle(self, now_ns: int) -> None:
+        """Count what the context that is on the GPU has had until now, on the GPU's clock."""
+        while self._changes and self._changes[0][0] <= now_ns:
+            at_ns, pids, on = self._changes.popleft()
+            self._count(at_ns)
+            self._off = self._off - pids if on else self._off | pids
+            self._back -= pids
+            # A turn that this ends was not given away.
+            for context in [c for c, turn in self._ended.items() if turn[0] in pids]:
+                turn = self._ended.pop(context)
+                if turn[0] in self._fills:
+                    self._full.append(turn)
+        self._count(now_ns)
+
+    def _count(self, now_ns: int) -> None:
+        if self.resident and now_ns > self._since:
+            if self.resident.pid not in self._off:
+                self.ns[self.resident.pid] += now_ns - self._since
+            if self.resident.pid in self._back:
+                self.returned[self.resident.pid] += now_ns - self._since
+            self._since = now_ns

@@ -1,0 +1,172 @@
+"""Containers whose GPU time the (simulated) GPU's own scheduler divides: `scheduling: hardware`.
+
+GPU time is read from the device file, not asked of anybody. What is compared are parts of what was delivered, or of the
+time on the GPU's clock, over seconds: a busy machine changes them by little, as the GPU decides and not a process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.machine import Simulated
+from bench.node import Node, Running
+from simgpu import simgpu
+from tests.container.nodes import begin, clear, start_worker, wait_for
+
+
+@pytest.fixture(scope="module")
+def node(require, build_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    require("runc")
+    machine = Simulated(tmp_path_factory.mktemp("hardware"), build_dir)
+    with Node(machine, settings={"scheduling": "hardware"}) as node:
+        yield node
+
+
+@pytest.fixture(autouse=True)
+def tidy(node: Node) -> Iterator[None]:
+    yield
+    clear(node)
+
+
+WINDOWS = 5
+
+numbers = itertools.count()
+
+
+def work(node: Node, compute: int, limit: int, *options: str) -> Running:
+    quota = {"compute": str(compute), "compute-limit": str(limit)}
+    return start_worker(node, f"worker-{next(numbers)}", *options, **quota)
+
+
+def pid_of(node: Node, container: Running) -> int:
+    (pid,) = node.look()[container.identifier]["processes"]
+    return int(pid)
+
+
+def busy(node: Node) -> tuple[int, dict[int, int]]:
+    status = simgpu.status(node.machine.directory / "gpu0")
+    return status.now, {context.pid: context.busy for context in status.contexts}
+
+
+def shares(node: Node, seconds: float, *containers: Running) -> list[float]:
+    """Percent of the GPU's time that each worked, meanwhile."""
+    pids = [pid_of(node, container) for container in containers]
+    begun, before = busy(node)
+    time.sleep(seconds)
+    ended, after = busy(node)
+    return [100 * (after[pid] - before[pid]) / (ended - begun) for pid in pids]
+
+
+def expect(node: Node, seconds: float, *wanted: tuple[Running, float], most: float = 1.5) -> None:
+    """In one of some windows all have as much as is wanted.
+
+    A steering thread that a busy machine keeps waiting switches late, and what was had too much is
+    taken off what follows: in other windows there may be more or less.
+    """
+    wants = [want for _, want in wanted]
+    for _ in range(WINDOWS):
+        measured = shares(node, seconds, *(container for container, _ in wanted))
+        if measured == pytest.approx(wants, abs=most):
+            return
+    pytest.fail(f"{measured} is not {wants}, in any of {WINDOWS} windows")
+
+
+def test_caps_hold_and_no_launch_waits(node: Node) -> None:
+    one, two = work(node, 60, 60), work(node, 30, 30)
+    begin(one, two)
+    time.sleep(0.5)
+    before = node.look()
+    expect(node, 2, (one, 60), (two, 30))
+    after = node.look()
+    for container in (one, two):
+        first, last = (look[container.identifier]["devices"][0] for look in (before, after))
+        assert first["waits"] == last["waits"]
+    # What the governor says is what the GPU says, and nothing that a container says.
+    charged = [
+        after[c.identifier]["devices"][0]["charged_ns"]
+        - before[c.identifier]["devices"][0]["charged_ns"]
+        for c in (one, two)
+    ]
+    assert charged[0] / sum(charged) == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_idle_time_is_lent_in_the_ratio_of_the_guarantees(node: Node) -> None:
+    one, two = work(node, 40, 100), work(node, 20, 100)
+    begin(one, two)
+    time.sleep(0.5)
+    measured = shares(node, 3, one, two)
+    assert sum(measured) >= 95
+    assert measured[0] / sum(measured) == pytest.approx(2 / 3, abs=0.02)
+
+
+def test_a_quota_that_is_set_anew_counts(node: Node) -> None:
+    from governor.client import ask
+
+    one = work(node, 50, 50)
+    begin(one)
+    ask(node.config, "set", id=one.identifier, compute=20, compute_limit=20)
+    time.sleep(0.5)
+    expect(node, 2, (one, 20))
+
+
+def test_kernels_of_any_length_are_interrupted(node: Node) -> None:
+    """Units of 50 ms: at the launch a tenth of a second could not be divided at all."""
+    long = work(node, 30, 30, "--unit-us", "50000")
+    short = work(node, 60, 60)
+    begin(long, short)
+    time.sleep(0.5)
+    expect(node, 2, (long, 30), (short, 60))
+
+
+def test_what_a_killed_governor_left_off_works_on_within_two_seconds(node: Node) -> None:
+    one = work(node, 5, 5)
+    begin(one)
+    pid = pid_of(node, one)
+
+    def is_off() -> bool:
+        """Nothing is done in 30 ms, of which it has 1.5 on average."""
+        before = busy(node)[1][pid]
+        time.sleep(0.03)
+        return busy(node)[1][pid] == before
+
+    for _ in range(3):
+        wait_for(is_off, "the container to be off")
+        node.stop_governor(signal.SIGKILL)
+        killed = time.monotonic()
+        before = busy(node)[1][pid]
+        wait_for(lambda b=before: busy(node)[1][pid] > b, "it to work again without a governor")
+        assert time.monotonic() < killed + 2.0
+        node.start_governor()
+        # And the next governor holds it to its share again, by whatever came of it before.
+        wait_for(lambda: one.identifier in node.look(), "it to be adopted")
+        time.sleep(1.0)
+        expect(node, 1, (one, 5))
+
+
+def test_a_governor_that_stops_in_order_leaves_nothing_off(node: Node) -> None:
+    one = work(node, 5, 5)
+    begin(one)
+    pid = pid_of(node, one)
+    node.stop_governor()
+    before = busy(node)[1][pid]
+    wait_for(lambda: busy(node)[1][pid] > before, "it to work on", 2)
+    node.start_governor()
+
+
+def test_a_container_that_is_killed_while_it_is_off_leaves_nothing(node: Node) -> None:
+    one = work(node, 5, 5)
+    begin(one)
+    pid = pid_of(node, one)
+    os.kill(pid, signal.SIGKILL)
+    node.wait(one, 20)
+    wait_for(lambda: pid not in busy(node)[1], "its contexts to be gone")
+    two = work(node, 50, 100)
+    begin(two)
+    assert shares(node, 1, two)[0] >= 95

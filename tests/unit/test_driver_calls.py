@@ -1,0 +1,494 @@
+"""The table of driver calls, and what is done with it on a stand-in for the kernel module (kernel_module.py)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from governor.hardware import calls
+from governor.hardware.activity import Full
+from governor.hardware.discovery import (
+    borrowed,
+    control_descriptors,
+    duplicate_descriptor,
+    find_holdings,
+    live_clients,
+)
+from governor.hardware.driver import Driver, DriverCallError, module_branch
+from governor.hardware.trace import Residency, Switch, Trace
+from tests.conftest import lack, need
+from tests.unit.kernel_module import GPU_ID, UUID, KernelModule
+from tools.check_driver_calls import assertions, branch_of, differences, layouts
+
+ROOT = Path(__file__).resolve().parents[2]
+# What Debian has of NVIDIA's source: version, and the SHA-256 of the package's .orig.tar.xz.
+SOURCES = {
+    "535.261.03": "14f64f53694d4a580ea68a561db02c2a8847790087a86f50fd2f40eac3eebb8f",
+    "555.58.02": "fc821323e924edbc636fa61b66edf5918abb8517c53e18c4bd883fa495b05da8",
+}
+POOL = "pool/contrib/n/nvidia-open-gpu-kernel-modules/nvidia-open-gpu-kernel-modules_{}.orig.tar.xz"
+
+
+@pytest.fixture
+def module():
+    return KernelModule()
+
+
+@pytest.fixture
+def device(tmp_path):
+    path = tmp_path / "nvidiactl"
+    path.touch()
+    return str(path)
+
+
+@pytest.fixture
+def driver(module, device):
+    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+        yield driver
+
+
+# ---- the table ----
+
+
+@pytest.mark.parametrize("branch", [515, 535, 545, 580])
+def test_fields_lie_within_their_structures(branch):
+    found = layouts(branch)
+    assert len({layout.name for layout in found}) == len(set(found))
+    for layout in found:
+        end = 0
+        for field in sorted(layout.fields, key=lambda field: field.offset):
+            assert field.offset >= end
+            assert field.offset % min(8, calls.SIZES[field.type]) == 0
+            end = field.offset + calls.SIZES[field.type] * field.n
+        assert end <= layout.size
+
+
+def test_a_list_that_is_too_long_is_refused():
+    layout = calls.DISABLE_CHANNELS.parameters
+    with pytest.raises(ValueError, match="holds 64, not 65"):
+        layout.pack({"hClientList": list(range(65))})
+    assert len(layout.pack({"hClientList": list(range(64))})) == 536
+
+
+def test_a_difference_to_the_source_is_found(tmp_path):
+    """A source that has nothing: each name is missing, and an altered number is an assertion that fails."""
+    need("gcc")
+    headers = tmp_path / "src/common/sdk/nvidia/inc"
+    for name in {
+        line.split("<")[1][:-1]
+        for line in assertions(580).splitlines()
+        if line.startswith("#include")
+    }:
+        (headers / name).parent.mkdir(parents=True, exist_ok=True)
+        (headers / name).write_text("#include <stdint.h>\n" if name == "stddef.h" else "")
+    (headers / "stddef.h").write_text("#define offsetof __builtin_offsetof\n")
+    (headers / "nvos.h").write_text("#define NV01_ROOT_CLIENT 0x42\n")
+    found = differences(tmp_path, 580)
+    assert "NV01_ROOT_CLIENT is 0x41" in found
+    assert any("NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS" in line for line in found)
+
+
+def _mirror():
+    targets = subprocess.run(
+        ["apt-get", "indextargets", "--format", "$(REPO_URI)"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    found = [
+        line.rstrip("/")
+        for line in targets.stdout.splitlines()
+        if line.rstrip("/").endswith("/debian")
+    ]
+    return found[0] if found else lack("needs Debian's package sources")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", SOURCES)
+def test_the_table_is_as_in_the_published_source(version, tmp_path):
+    need("gcc", "apt-get", "xz")
+    archive = ROOT / "build/driver-cache" / f"source-{version}.tar.xz"
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    if not archive.exists():
+        helper = [
+            "/usr/lib/apt/apt-helper",
+            "-qq",
+            "-o",
+            "APT::Sandbox::User=root",
+            "download-file",
+        ]
+        partial = tmp_path / "archive"
+        done = subprocess.run(
+            [*helper, f"{_mirror()}/{POOL.format(version)}", partial], check=False
+        )
+        if done.returncode:
+            lack(f"needs the source of {version} from Debian's mirror")
+        shutil.move(partial, archive)
+    assert hashlib.sha256(archive.read_bytes()).hexdigest() == SOURCES[version]
+    wanted = ["*/version.mk", "*/src/common/sdk/*", "*/src/nvidia/arch/nvalloc/unix/include/*"]
+    unpack = [
+        "tar",
+        "-xJf",
+        archive,
+        "-C",
+        tmp_path,
+        "--strip-components=1",
+        "--wildcards",
+        *wanted,
+    ]
+    subprocess.run(unpack, check=True)
+    assert branch_of(tmp_path) == int(version.partition(".")[0])
+    assert differences(tmp_path, branch_of(tmp_path)) == []
+
+
+# ---- calls ----
+
+
+@pytest.mark.parametrize(
+    ("text", "branch"),
+    [
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build", 580),
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Sat Aug 16", 535),
+        ("nothing that is known", None),
+    ],
+)
+def test_the_branch_is_the_kernel_modules(tmp_path, text, branch):
+    (tmp_path / "driver/nvidia").mkdir(parents=True)
+    (tmp_path / "driver/nvidia/version").write_text(text)
+    assert module_branch(tmp_path) == branch
+    assert module_branch(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("branch", [515, 530, 535, 545, 580])
+def test_gpus_are_opened_on_each_branch(branch, device):
+    module = KernelModule(branch)
+    with Driver(branch, path=device, ioctl=module.ioctl) as driver:
+        (gpu,) = driver.gpus().values()
+        Trace(driver, gpu, 16)
+    assert (gpu.gpu_id, gpu.uuid) == (GPU_ID, UUID)
+
+
+def test_an_older_branch_is_refused_before_anything_is_opened():
+    with pytest.raises(DriverCallError, match="branch 470, and its calls are known from 515 on"):
+        Driver(470, path="/nowhere")
+
+
+def test_a_driver_that_refuses_is_named_with_its_answer(driver, module):
+    module.refuse[calls.GET_TIME.name] = 0x56
+    (gpu,) = driver.gpus().values()
+    with pytest.raises(DriverCallError, match="TIMER_GET_TIME: NV_ERR_NOT_SUPPORTED") as e:
+        driver.gpu_time_ns(gpu)
+    assert e.value.status == 0x56
+
+
+def test_a_client_that_cannot_be_made_leaves_no_descriptor(device):
+    def fail(*_):
+        raise OSError(errno.ENODEV, "no such device")
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="no such device"):
+        Driver(580, path=device, ioctl=fail)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# ---- discovery ----
+
+
+@pytest.fixture
+def other(device):
+    """A process that has the control device open, as descriptor 9."""
+    process = subprocess.Popen(
+        ["sh", "-c", 'exec 9<>"$1"; echo ready; exec sleep 60', "sh", device],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.readline()
+    process.pidfd = os.pidfd_open(process.pid)
+    yield process
+    os.close(process.pidfd)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.fixture
+def found_by(monkeypatch, device):
+    """An ordinary file stands for the device node, so descriptors are told by it, and one stands for its duplicate."""
+    monkeypatch.setattr(
+        "governor.hardware.discovery.control_descriptors",
+        lambda pid, *_: [
+            int(entry.name)
+            for entry in Path(f"/proc/{pid}/fd").iterdir()
+            if os.path.realpath(entry) == device
+        ],
+    )
+
+    def standing_for(fd):
+        duplicates = []
+
+        def duplicate(pidfd, other):
+            copy = duplicate_descriptor(pidfd, other)
+            os.dup2(copy, fd)
+            os.close(copy)
+            duplicates.append(fd)
+            return fd
+
+        monkeypatch.setattr("governor.hardware.discovery.duplicate_descriptor", duplicate)
+        return duplicates
+
+    return standing_for
+
+
+def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
+    module, device, other, found_by
+):
+    client = module.process(600, n_contexts=2)
+    found_by(600)
+    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+        (holding,) = find_holdings(
+            driver, other.pid, other.pidfd, live_clients(driver), device=device
+        )
+    assert (holding.pid, holding.client) == (other.pid, client)
+    assert holding.descriptor == 9
+    assert [(len(group.channels), group.gpu_id) for group in holding.groups] == [(8, GPU_ID)] * 2
+    assert {g.handle for g in holding.groups} < set(module.objects(client, calls.GROUP.value))
+    # Handles that do not exist are asked for through our own client alone; through others only what exists.
+    assert {status for name, status in module.asked if name == calls.GET_HANDLE_INFO.name} == {0}
+
+
+def test_a_client_of_another_process_is_left_alone(module, device, other, found_by):
+    module.process(601)
+    found_by(600)
+    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+        assert (
+            find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
+        )
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(600)  # and its descriptor is given back
+
+
+def test_a_client_without_channels_is_none(module, device, other, found_by):
+    client = module.process(600)
+    for handle in list(module.objects(client, calls.GROUP.value)):
+        del module.clients[client][1][handle]
+    found_by(600)
+    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+        assert (
+            find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
+        )
+
+
+def test_only_clients_that_are_older_than_ours_are_seen(module, device):
+    first = module.process(600)
+    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+        later = module.process(601)
+        assert live_clients(driver) == [first]
+        assert later > driver.client
+
+
+def test_a_process_that_is_gone_is_an_error(driver, device):
+    ended = subprocess.Popen(["true"])
+    pidfd = os.pidfd_open(ended.pid)
+    ended.wait()
+    with pytest.raises(OSError, match="No such process"):
+        find_holdings(driver, ended.pid, pidfd, [], device=device)
+    os.close(pidfd)
+
+
+def test_a_descriptor_is_told_by_its_device_number():
+    with Path("/dev/null").open() as null, Path(os.devnull).open() as again:
+        found = control_descriptors(os.getpid(), "/dev/null")
+        assert {null.fileno(), again.fileno()} <= set(found)
+        assert null.fileno() not in control_descriptors(os.getpid(), "/dev/zero")
+
+
+# ---- steering ----
+
+
+def test_slices_and_switches_reach_the_groups(module, device, other, found_by):
+    client = module.process(600)
+    found_by(600)
+    with Driver(580, path=device, ioctl=module.ioctl) as driver:
+        (gpu,) = driver.gpus().values()
+        (holding,) = find_holdings(
+            driver, other.pid, other.pidfd, live_clients(driver), device=device
+        )
+        (group,) = holding.groups
+        with borrowed(other.pidfd, holding.descriptor, device) as fd:
+            driver.set_timeslice(client, group.handle, fd, 200)
+            assert driver.timeslice_us(client, group.handle, fd) == 200
+        pairs = [(client, channel) for channel in group.channels]
+        driver.switch_channels(gpu, pairs, on=False)
+        off = {handle for handle, item in module.objects(client, 0xC86F).items() if item.off}
+        assert off == set(group.channels)
+        driver.switch_channels(gpu, pairs, on=True)
+        assert not any(item.off for item in module.objects(client, 0xC86F).values())
+
+
+def test_more_channels_than_a_call_takes_are_switched_in_steps(driver, module):
+    client = module.process(600, n_contexts=12)
+    channels = [(client, handle) for handle in module.objects(client, 0xC86F)]
+    (gpu,) = driver.gpus().values()
+    driver.switch_channels(gpu, channels, on=False)
+    assert all(item.off for item in module.objects(client, 0xC86F).values())
+    assert (
+        [name for name, _ in module.asked].count(calls.DISABLE_CHANNELS.name)
+        == -(-len(channels) // 64)
+        == 3
+    )
+
+
+# ---- the trace ----
+
+
+@pytest.fixture
+def trace(driver):
+    (gpu,) = driver.gpus().values()
+    return Trace(driver, gpu, 8)
+
+
+def test_the_trace_is_read_in_order_and_once(trace, module):
+    module.turn(100, 7, 2_000_000)
+    module.turn(200, 9, 1_000_000)
+    found = trace.read()
+    assert [(s.begins, s.pid, s.context, s.sequence) for s in found] == [
+        (True, 100, 7, 0), (False, 100, 7, 1), (True, 200, 9, 2), (False, 200, 9, 3),
+    ]  # fmt: skip
+    assert found[1].at_ns - found[0].at_ns == 2_000_000
+    assert trace.read() == []
+
+
+def test_the_trace_goes_round_and_says_what_it_dropped(trace, module):
+    for pid in range(10):
+        module.turn(pid, pid, 1000)
+        assert [s.pid for s in trace.read()] == [pid, pid]
+    assert trace.n_dropped == 0
+    for pid in range(10):
+        module.turn(pid, pid, 1000)
+    assert len(trace.read()) == 7
+    assert trace.n_dropped == 13
+
+
+def test_a_trace_that_is_refused_says_why(driver, module):
+    (gpu,) = driver.gpus().values()
+    module.refuse[calls.BIND_TRACE.name] = 0x56
+    with pytest.raises(
+        DriverCallError, match="the trace of context switches: NV_ERR_NOT_SUPPORTED"
+    ):
+        Trace(driver, gpu, 8)
+
+
+def test_time_on_the_gpu_is_added_up_by_process(trace, module):
+    residency = Residency()
+    module.turn(100, 7, 2_000_000)
+    module.turn(200, 9, 1_000_000)
+    module.turn(100, 7, 500_000, ends=False)
+    residency.add(trace.read())
+    residency.settle(module.now_ns)
+    assert dict(residency.ns) == {100: 2_500_000, 200: 1_000_000}
+    module.now_ns += 100
+    residency.settle(module.now_ns)
+    residency.settle(module.now_ns - 50)  # a clock that was read earlier takes nothing back
+    assert residency.ns[100] == 2_500_100
+
+
+def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
+    """No other context follows, so none of its ends is written, and no begin when it is on again."""
+    residency = Residency()
+    residency.add([Switch(True, 1, 7, 100, 0)])
+    residency.switched([1], 150, on=False)
+    residency.switched([1], 400, on=True)
+    residency.settle(450)
+    assert residency.take() == ({1: 100}, {})
+    residency.switched([1, 2], 500, on=False)
+    residency.add([Switch(False, 1, 7, 480, 1)])  # this time it is, and is read late
+    residency.switched([1], 600, on=True)
+    residency.settle(700)
+    assert residency.take() == ({1: 30}, {})
+
+
+def test_who_is_on_again_by_itself_is_charged():
+    residency = Residency()
+    residency.add([Switch(True, 1, 7, 100, 0)])
+    residency.switched([1], 150, on=False)
+    residency.add([Switch(True, 1, 7, 300, 1)])
+    residency.settle(350)
+    assert residency.take() == ({1: 100}, {1: 50})
+    residency.switched([1], 400, on=False)  # and off again, which is the end of it
+    residency.settle(500)
+    assert residency.take() == ({1: 50}, {1: 50})
+
+
+def test_turns_that_end_with_the_work_and_with_the_slice_are_told_apart():
+    residency = Residency()
+    residency.sliced(1, 1000)
+    residency.sliced(2, 1000)
+    at, n = 0, itertools.count()
+    for pid, length in [(1, 500), (2, 1050), (1, 500), (2, 2000), (1, 400), (2, 100)]:
+        residency.add(
+            [Switch(True, pid, pid, at, next(n)), Switch(False, pid, pid, at + length, next(n))]
+        )
+        at += length
+    early, full = residency.take_turns(at)
+    assert early == {1: 2}  # the last one's end is known when it is there again
+    assert full == [Full(2, at - 500, at - 1550)]  # behind the one that was longer no other waited
+    residency.add([Switch(True, 2, 2, at, next(n))])
+    assert residency.take_turns(at) == ({2: 1}, [])
+
+
+def test_a_turn_that_switching_off_ended_was_not_given_away():
+    residency = Residency()
+    residency.sliced(1, 1000)
+    residency.add([Switch(True, 1, 7, 0, 0), Switch(False, 1, 7, 300, 1)])
+    residency.switched([1], 350, on=False)
+    residency.switched([1], 900, on=True)
+    residency.add([Switch(True, 1, 7, 950, 2)])
+    assert residency.take_turns(1000) == ({}, [])
+
+
+def test_a_turn_that_switching_off_ended_is_as_the_one_before():
+    residency = Residency()
+    residency.sliced(1, 1000)
+    for begin, end in ((0, 1000), (1500, 1900)):
+        residency.add([Switch(True, 1, 7, begin, 0), Switch(False, 1, 7, end, 1)])
+    residency.switched([1], 2000, on=False)
+    residency.settle(2000)
+    assert residency.take_turns(2000) == ({}, [Full(1, 2000, 1000), Full(1, 500, 100)])
+
+
+def test_lost_records_are_counted_and_time_is_charged_once(trace, module):
+    residency = Residency()
+    module.turn(100, 7, 1000, ends=False)  # its end and another's turn are lost
+    module.lose(3)
+    module.turn(300, 5, 400)
+    residency.add(trace.read())
+    assert residency.n_lost == 3
+    assert sum(residency.ns.values()) == 1400
+    assert residency.resident is None
+
+
+def test_an_end_of_somebody_else_ends_nothing():
+    residency = Residency()
+    residency.add([Switch(True, 1, 7, 100, 0), Switch(False, 2, 9, 150, 1)])
+    assert residency.resident is not None
+    assert residency.ns == {1: 50}
+
+
+def test_the_tool_says_how_it_is_used():
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.check_driver_calls"],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "SOURCE [TAG...]" in done.stderr

@@ -1,0 +1,172 @@
+"""Looks for what processes have on a GPU: when, how often, and what comes of lies and of errors."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from governor.hardware.driver import DriverCallError
+from governor.hardware.finder import BURST_S, COST, Finder
+
+
+class World:
+    """Processes by number; what they have is said by the test."""
+
+    def __init__(self):
+        self.has = {}
+        self.looks = []
+        self.told = []
+        self.takes_s = 0.0
+        self.fails = None
+
+    def find(self, pid, pidfd, *, thorough):
+        os.fstat(pidfd)
+        self.looks.append((pid, thorough))
+        time.sleep(self.takes_s)
+        if self.fails:
+            raise self.fails
+        return self.has.get(pid, [])
+
+
+@pytest.fixture
+def world():
+    world = World()
+    world.finder = Finder(world.find, world.told.append)
+    yield world
+    world.finder.close()
+
+
+def enter(world, pid, says=lambda: 1, *, tenant=1, slot=0):
+    pidfd = os.pidfd_open(os.getpid())
+    world.finder.enter(tenant, slot, pid, pidfd, says)
+    os.close(pidfd)
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_who_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
+    """A context that is gone before it is looked at: one look, and no search among all clients."""
+    enter(world, 11, lambda: 0)
+    world.finder.saw({11})
+    wait_for(lambda: world.looks)
+    time.sleep(0.4)
+    assert world.looks == [(11, False)]
+
+
+def test_who_is_there_again_and_again_is_looked_for_among_all_in_the_end(world):
+    enter(world, 11, lambda: 0)
+
+    def is_thorough():
+        world.finder.saw({11})
+        return (11, True) in world.looks
+
+    wait_for(is_thorough)
+    assert [thorough for _, thorough in world.looks][:2] == [False, False]
+
+
+def test_an_error_of_the_driver_ends_no_look(world):
+    world.fails = DriverCallError("a call", 0x51)
+    enter(world, 11)
+    wait_for(lambda: len(world.looks) > 1)
+    world.fails = None
+    world.has[12] = ["a context"]
+    enter(world, 12)
+    wait_for(lambda: any(found.held for found in world.told))
+    assert world.told[-1].pid == 12
+
+
+def test_who_registers_again_and_again_is_not_looked_at_more_often(world):
+    world.takes_s = 0.03
+    begin = time.monotonic()
+    while time.monotonic() < begin + 1.0:
+        enter(world, 11)
+        time.sleep(0.01)
+        world.finder.leave(1, 0)
+    assert 1 <= len(world.looks) <= 1 + 1.2 / (world.takes_s * COST)
+
+
+def test_a_look_that_ends_after_its_process_was_registered_anew_counts(world):
+    world.takes_s = 0.1
+    world.has[11] = ["a context"]
+    enter(world, 11)
+    wait_for(lambda: world.looks)
+    world.finder.leave(1, 0)
+    enter(world, 11)
+    wait_for(lambda: world.told)
+    assert world.told[0].held == ["a context"]
+
+
+def test_what_is_found_of_one_that_has_left_is_not_told(world):
+    world.takes_s = 0.1
+    world.has[11] = ["a context"]
+    enter(world, 11)
+    wait_for(lambda: world.looks)
+    assert world.finder.leave(1, 0) == 11
+    time.sleep(0.3)
+    assert world.told == []
+
+
+def test_a_look_that_does_not_end_keeps_nobody_from_ending(monkeypatch):
+    monkeypatch.setattr("governor.hardware.finder.CLOSE_S", 0.1)
+    world = World()
+    world.takes_s = 3.0
+    finder = world.finder = Finder(world.find, world.told.append)
+    enter(world, 11)
+    wait_for(lambda: world.looks)
+    begin = time.monotonic()
+    finder.close()
+    assert time.monotonic() < begin + 2
+    finder._thread.join()
+
+
+def test_a_container_that_has_itself_looked_at_all_the_time_delays_no_other(world):
+    """64 processes whose numbers of contexts change: a burst, and one part in COST afterwards."""
+    world.takes_s = 0.01
+    numbers = iter(range(1, 10**9))
+    for pid in range(100, 164):
+        enter(world, pid, lambda: next(numbers), slot=pid)
+    begin = time.monotonic()
+    wait_for(lambda: len(world.looks) >= BURST_S / world.takes_s * 0.5)
+    world.has[11] = ["a context"]
+    enter(world, 11, tenant=2)
+    n = len(world.looks)
+    wait_for(lambda: (11, False) in world.looks)
+    assert world.looks.index((11, False)) <= n + 1  # after the look that was under way
+    time.sleep(1.0)
+    took = len([pid for pid, _ in world.looks if pid != 11]) * world.takes_s
+    # A look takes a little longer than it sleeps, so this is the most.
+    assert took <= BURST_S + world.takes_s + (time.monotonic() - begin) / COST
+
+
+def test_a_container_whose_processes_start_together_has_them_all_found_at_once(world):
+    world.takes_s = 0.007
+    for pid in range(100, 108):
+        world.has[pid] = ["a context"]
+        enter(world, pid, slot=pid)
+    wait_for(lambda: {found.pid for found in world.told} == set(world.has))
+    assert len(world.looks) == 8
+
+
+def test_a_search_among_all_clients_is_rare_however_many_processes_there_are(world):
+    world.takes_s = 0.005
+    for pid in range(100, 116):
+        enter(world, pid, lambda: 0, slot=pid)
+
+    def thorough():
+        world.finder.saw(range(100, 116))
+        return [pid for pid, is_thorough in world.looks if is_thorough]
+
+    wait_for(thorough)
+    begin = time.monotonic()
+    while time.monotonic() < begin + 1.0:
+        thorough()
+        time.sleep(0.01)
+    most = 2 + (time.monotonic() - begin) / (world.takes_s * COST)
+    assert 1 <= len(thorough()) <= most

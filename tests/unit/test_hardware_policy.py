@@ -1,0 +1,507 @@
+"""The policy for the hardware's scheduler on a virtual clock, with a GPU that behaves as was measured (virtual_gpu.py)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from governor.hardware.policy import AWAKE, LONG, PERIOD, SHORT, UNFOUND, Policy, Setting, Share
+from tests.conftest import examples
+from tests.unit.virtual_gpu import MS, Context, Gpu
+
+S = 1000 * MS
+
+
+@dataclass
+class Run:
+    """What came of it: work done in percent of the GPU by container, over all and in each 100 ms and second; waits in ms."""
+
+    used: dict[int, float]
+    tenths: list[dict[int, float]]
+    seconds: list[dict[int, float]]
+    waits: dict[int, list[float]]
+    changes: int
+    settings: list[dict[int, Setting]] = field(default_factory=list)
+
+    def mean(self, i):
+        return sum(self.waits[i]) / len(self.waits[i])
+
+    def p99(self, i):
+        return sorted(self.waits[i])[int(len(self.waits[i]) * 0.99)]
+
+    def mean_error(self, i, wanted):
+        return sum(abs(window[i] - wanted) for window in self.tenths) / len(self.tenths)
+
+
+def endless():
+    return Context()
+
+
+def requests(mean_ms, length_ms=2.0, seed=5):
+    return Context(mean=int(mean_ms * MS), length=int(length_ms * MS), seed=seed)
+
+
+SWITCH_OFF, SWITCH_ON, SET_SLICE = 600_000, 360_000, 450_000
+
+
+def carry_out(gpu, before, settings, advance):
+    """Have settings hold, as `steering.py` does it; each call of the driver takes time."""
+
+    def was_on(i):
+        return i not in before or before[i].on
+
+    on = [i for i, one in settings.items() if one.on and not was_on(i)]
+    off = [i for i, one in settings.items() if not one.on and was_on(i)]
+    for changed, ns in ((on, SWITCH_ON), (off, SWITCH_OFF)):
+        if changed:
+            advance(gpu.now + ns)
+        for i in changed:
+            gpu.contexts[i].on = changed is on
+    for i, one in settings.items():
+        if i not in before or before[i].slice_ns != one.slice_ns:
+            gpu.contexts[i].slice_ns = one.slice_ns
+            advance(gpu.now + SET_SLICE)
+
+
+def run(shares, contexts, seconds=6, warm=2):
+    """Have the policy steer the GPU for `warm` seconds, and look at `seconds` after that."""
+    gpu, policy = Gpu(contexts), Policy(0)
+    for i, share in shares.items():
+        policy.add(i, share, 0)
+    used: dict[int, int] = {}
+    before, history, n = {}, [], {}
+    changes = 0
+    seen = []
+
+    def advance(until):
+        while gpu.now < until:
+            for i, ns in gpu.advance(min(until, (gpu.now // PERIOD + 1) * PERIOD)).items():
+                used[i] = used.get(i, 0) + ns
+            if gpu.now % PERIOD == 0:
+                history.append({i: c.done for i, c in contexts.items()})
+                if gpu.now == warm * S:
+                    n.update({i: len(c.waits) for i, c in contexts.items()})
+
+    while gpu.now < (warm + seconds) * S:
+        early = {i: c.early for i, c in contexts.items()}
+        setting, wake = policy.step(gpu.now, dict(used), early=early)
+        for c in contexts.values():
+            c.early = 0
+        assert wake > gpu.now
+        if gpu.now >= warm * S:
+            changes += sum(setting[i] != before.get(i) for i in setting)
+            seen.append(setting)
+        used.clear()
+        carry_out(gpu, before, setting, advance)
+        before = setting
+        advance(wake)
+    history = history[warm * S // PERIOD - 1 : (warm + seconds) * S // PERIOD]
+
+    def windows(length):
+        part = history[:: length // PERIOD]
+        return [{i: 100 * (b[i] - a[i]) / length for i in a} for a, b in itertools.pairwise(part)]
+
+    whole = {
+        i: 100 * (history[-1][i] - history[0][i]) / ((len(history) - 1) * PERIOD) for i in contexts
+    }
+    waits = {i: [w / MS for w in c.waits[n[i] :]] for i, c in contexts.items()}
+    return Run(whole, windows(PERIOD), windows(S), waits, changes, seen)
+
+
+# ---- guarantees and caps ----
+
+
+def test_guarantees_are_weights_and_nothing_is_left_idle():
+    r = run(
+        {1: Share(0.45, 1), 2: Share(0.3, 1), 3: Share(0.15, 1)},
+        {1: endless(), 2: endless(), 3: endless()},
+    )
+    total = sum(r.used.values())
+    assert total >= 98.5
+    assert [100 * r.used[i] / total for i in (1, 2, 3)] == pytest.approx([50, 33.3, 16.7], abs=0.5)
+    assert r.changes == 0  # and nothing has to be done for it
+
+
+@pytest.mark.parametrize("wanted", [(45, 30, 15), (60, 30), (30,), (5, 5)])
+def test_caps_hold_in_each_tenth_of_a_second(wanted):
+    shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
+    r = run(shares, {i: endless() for i in shares})
+    for i, w in enumerate(wanted):
+        assert r.used[i] == pytest.approx(w, abs=0.6)
+        assert r.mean_error(i, w) <= 3
+        assert max(window[i] for window in r.seconds) <= w + 0.6
+
+
+@pytest.mark.parametrize("wanted", [(70, 30), (25,) * 4, (10, 45, 45), (13,) * 4 + (12,) * 4])
+def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted):
+    """Nothing is switched for it: what calls of the driver cost is lost to all."""
+    shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
+    r = run(shares, {i: endless() for i in shares})
+    assert sum(r.used.values()) >= 98.5
+    for i, w in enumerate(wanted):
+        assert r.used[i] == pytest.approx(w, abs=0.7)
+        assert r.mean_error(i, w) <= 1
+    assert r.changes == 0
+
+
+def test_what_calls_of_the_driver_cut_off_a_cap_comes_later():
+    """A turn that ends some ms early or late is no loss and no gain over a second."""
+    shares = {1: Share(0.45, 0.45), 2: Share(0.3, 0.3), 3: Share(0.15, 0.15)}
+    r = run(shares, {i: endless() for i in shares})
+    for i, share in shares.items():
+        assert [window[i] for window in r.seconds] == pytest.approx(
+            [100 * share.limit] * len(r.seconds), abs=0.5
+        )
+
+
+def test_what_one_does_not_use_the_others_have():
+    r = run(
+        {1: Share(0.5, 1), 2: Share(0.3, 1), 3: Share(0.2, 1)},
+        {1: requests(1e6), 2: endless(), 3: endless()},
+    )
+    total = r.used[2] + r.used[3]
+    assert total >= 98
+    assert 100 * r.used[2] / total == pytest.approx(60, abs=1)
+
+
+def test_one_alone_is_never_switched_off():
+    r = run({1: Share(0.1, 1)}, {1: endless()})
+    assert r.used[1] == pytest.approx(100, abs=0.1)
+    assert r.changes == 0
+
+
+def test_a_cap_with_room_beside_it_is_filled_by_nobody_else():
+    r = run({1: Share(0.3, 0.3), 2: Share(0.2, 0.4)}, {1: endless(), 2: endless()})
+    assert r.used[1] == pytest.approx(30, abs=0.6)
+    assert r.used[2] == pytest.approx(40, abs=0.6)
+
+
+@settings(max_examples=examples(15))
+@given(
+    guarantees=st.lists(st.integers(2, 40), min_size=1, max_size=5).filter(lambda g: sum(g) <= 100),
+    extra=st.lists(st.sampled_from([0, 10, 30, 100]), min_size=5, max_size=5),
+)
+def test_nobody_gets_more_than_the_cap_or_less_than_the_guarantee(guarantees, extra):
+    shares = {
+        i: Share(g / 100, min(100, g + e) / 100)
+        for i, (g, e) in enumerate(zip(guarantees, extra, strict=False))
+    }
+    r = run(shares, {i: endless() for i in shares}, seconds=3, warm=1)
+    for i, share in shares.items():
+        assert r.used[i] <= 100 * share.limit + 1
+        # A change costs 80 us, which no container is charged; more than a twentieth of a share is not lost to it.
+        assert r.used[i] >= 95 * share.guarantee
+
+
+# ---- short requests ----
+
+
+def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecond():
+    """The same arrivals alone and beside endless work, without any setting; the classes differ in nothing here."""
+    alone = run({1: Share(0.5, 1)}, {1: requests(20)}, 20)
+    for share in (Share(0.5, 1), Share(0.2, 1), Share(0.2, 1, latency=True)):
+        r = run({1: share, 2: Share(1 - share.guarantee, 1)}, {1: requests(20), 2: endless()}, 20)
+        assert r.mean(1) <= 1.2 * alone.mean(1)
+        assert r.p99(1) <= 1.4 * alone.p99(1)
+        assert r.used[1] + r.used[2] >= 98.5
+
+
+def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_nothing():
+    shares = {1: Share(0.2, 1), 2: Share(0.3, 1), 3: Share(0.3, 1), 4: Share(0.2, 1)}
+    alone = run({1: Share(0.2, 1)}, {1: requests(20)}, 20)
+    r = run(shares, {1: requests(20), 2: endless(), 3: endless(), 4: endless()}, 20)
+    assert r.mean(1) <= 1.2 * alone.mean(1)
+    assert r.p99(1) <= 1.4 * alone.p99(1)
+    rest = sum(r.used[i] for i in (2, 3, 4))
+    assert (
+        rest + r.used[1] >= 97
+    )  # a hundred changes of the context a second, and those of the turns
+    assert [100 * r.used[i] / rest for i in (2, 3, 4)] == pytest.approx([37.5, 37.5, 25], abs=1.5)
+    # One of the three at a time is on, with a short slice.
+    for setting in r.settings:
+        assert sum(setting[i].on for i in (2, 3, 4)) == 1
+        assert {setting[i].slice_ns for i in (2, 3, 4)} == {SHORT}
+        assert setting[1] == Setting(True, LONG)
+
+
+def test_a_turn_that_began_alone_ends_when_another_comes():
+    policy = Policy(0)
+    policy.add(1, Share(0.2, 1, latency=True), 0)
+    policy.add(2, Share(0.4, 1), 0)
+    assert policy.step(0, {})[0][2].on
+    policy.add(3, Share(0.4, 1), PERIOD)
+    held, on = {2: 0, 3: 0}, [2, 3]
+    for i in range(1, 101):
+        setting, _ = policy.step(PERIOD + i * 10 * MS, {j: 10 * MS // len(on) for j in on})
+        on = [j for j in held if setting[j].on]
+        for j in on:
+            held[j] += 1
+    assert held == {2: pytest.approx(50, abs=6), 3: pytest.approx(50, abs=6)}
+
+
+def test_half_the_gpu_in_requests_is_served_before_what_borrows():
+    alone = run({1: Share(0.6, 1)}, {1: requests(4)}, 20)
+    r = run({1: Share(0.6, 1, latency=True), 2: Share(0.4, 1)}, {1: requests(4), 2: endless()}, 20)
+    assert r.mean(1) <= 1.6 * alone.mean(1)
+
+
+def test_a_latency_container_that_offers_more_than_its_cap_is_held_to_it():
+    shares = {1: Share(0.3, 0.3, latency=True), 2: Share(0.4, 1), 3: Share(0.3, 1)}
+    r = run(shares, {1: endless(), 2: endless(), 3: endless()}, 10)
+    assert [window[1] for window in r.seconds] == pytest.approx([30] * len(r.seconds), abs=1)
+    assert r.used[2] >= 39
+    assert r.used[3] >= 27
+
+
+def test_a_latency_container_that_slept_may_use_its_second_at_once():
+    policy = Policy(0)
+    policy.add(1, Share(0.3, 0.3, latency=True), 0)
+    policy.add(2, Share(0.6, 1), 0)
+    policy.step(0, {})
+    for i in (1, 2):
+        setting, _ = policy.step(i * PERIOD, {1: PERIOD})
+        assert setting[1].on
+        assert policy.is_first(1)
+    assert not policy.step(3 * PERIOD, {1: PERIOD})[0][1].on  # 300 ms: all of a second's cap
+    on = [policy.step(i * PERIOD, {2: PERIOD})[0][1].on for i in range(4, 13)]
+    assert on == [False] * 6 + [True] * 3
+
+
+def test_a_container_that_sleeps_keeps_nobodys_slices_short():
+    shares = {1: Share(0.4, 1), 2: Share(0.3, 1), 3: Share(0.3, 1)}
+    r = run(shares, {1: requests(1e7), 2: endless(), 3: endless()}, seconds=4, warm=AWAKE // S + 2)
+    assert r.changes == 0
+    assert r.used[2] + r.used[3] >= 99
+
+
+def test_a_container_that_always_has_work_is_not_first():
+    policy = Policy(0)
+    policy.add(1, Share(0.5, 1), 0)
+    policy.add(2, Share(0.5, 1), 0)
+    for i in range(1, 40):
+        policy.step(
+            i * PERIOD, {1: PERIOD * 48 // 100, 2: PERIOD * 48 // 100}
+        )  # 4 % go to switching
+    assert not policy.is_first(1)
+    assert not policy.is_first(2)
+
+
+# ---- coming and going ----
+
+
+def test_a_newcomer_is_on_from_its_first_step():
+    policy = Policy(0)
+    policy.add(1, Share(0.5, 0.5), 0)
+    policy.step(0, {})
+    policy.add(2, Share(0.5, 0.5), 10 * MS)
+    settings_, _ = policy.step(10 * MS, {1: 10 * MS})
+    assert settings_[2].on
+
+
+def test_no_slice_is_longer_than_a_period():
+    """A container with a large guarantee that wakes up beside a small one would have the GPU for most of a second."""
+    policy, now = Policy(0), 0
+    policy.add(1, Share(0.02, 1), 0)
+    policy.add(2, Share(0.9, 1), 0)
+    policy.add(3, Share(0.02, 1), 0)
+    for _ in range(40):
+        now += PERIOD
+        setting, _ = policy.step(now, {1: PERIOD // 2, 3: PERIOD // 2})
+        assert max(one.slice_ns for one in setting.values()) <= PERIOD
+
+
+def test_a_container_that_slept_has_saved_nothing():
+    policy = Policy(0)
+    policy.add(1, Share(0.3, 0.3), 0)
+    policy.add(2, Share(0.6, 0.6), 0)
+    now = 0
+    for _ in range(20):  # both work
+        now += PERIOD
+        policy.step(now, {1: PERIOD * 3 // 10, 2: PERIOD * 6 // 10})
+    for _ in range(20):  # and the first one sleeps
+        now += PERIOD
+        policy.step(now, {2: PERIOD * 6 // 10})
+    assert policy.step(now + 32 * MS, {1: 32 * MS})[0][1].on
+    assert not policy.step(now + 34 * MS, {1: 2 * MS})[0][1].on
+
+
+def test_who_holds_the_turn_may_go():
+    shares = {1: Share(0.2, 1, latency=True), 2: Share(0.4, 1), 3: Share(0.4, 1)}
+    policy = Policy(0)
+    for i, share in shares.items():
+        policy.add(i, share, 0)
+    now = 0
+    setting, _ = policy.step(now, {})
+    holder = next(i for i in (2, 3) if setting[i].on)
+    policy.remove(holder)
+    setting, _ = policy.step(now + MS, {5 - holder: MS})
+    assert set(setting) == {1, 5 - holder}
+    assert setting[5 - holder].on
+
+
+def test_a_changed_cap_holds_from_the_next_period_on():
+    policy = Policy(0)
+    policy.add(1, Share(0.2, 1), 0)
+    assert policy.step(0, {})[0][1].on
+    assert policy.step(PERIOD, {1: PERIOD})[0][1].on
+    policy.add(1, Share(0.2, 0.2), PERIOD)
+    assert not policy.step(PERIOD * 3 // 2, {1: PERIOD // 2})[0][1].on
+    # What it had beyond the cap in that period is taken off the next ones, and not more than a period's worth.
+    on = [policy.step(PERIOD * i, {})[0][1].on for i in range(2, 6)]
+    assert on == [False, True, True, True]
+
+
+def test_the_first_period_leaves_no_debt():
+    """It may have worked for a while before it was found."""
+    policy = Policy(0)
+    policy.add(1, Share(0.05, 0.05), 0)
+    policy.step(PERIOD, {})
+    assert not policy.step(PERIOD * 19 // 10, {1: PERIOD})[0][1].on
+    assert policy.step(PERIOD * 2, {})[0][1].on
+
+
+def test_what_it_had_until_it_was_found_is_no_debt():
+    """A governor that starts finds what its predecessor's containers have a while after they go on."""
+    policy = Policy(0)
+    policy.add(1, Share(0.05, 0.05), 0)
+    for i in range(1, 6):
+        policy.step(PERIOD * i, {1: PERIOD}, {})
+    assert not policy.step(PERIOD * 11 // 2, {1: PERIOD // 2}, {1: 1})[0][1].on
+    assert policy.step(PERIOD * 6, {1: 0}, {1: 1})[0][1].on
+    # From then on it is.
+    policy.step(PERIOD * 7, {1: PERIOD}, {1: 1})
+    assert not any(policy.step(PERIOD * i, {1: 0}, {1: 1})[0][1].on for i in range(8, 20))
+
+
+def test_who_is_never_found_is_not_free_for_ever():
+    policy = Policy(0)
+    policy.add(1, Share(0.05, 0.05), 0)
+    on = [policy.step(PERIOD * i, {1: PERIOD}, {})[0][1].on for i in range(1, UNFOUND + 3)]
+    assert on == [True] * UNFOUND + [False] * 2
+
+
+def test_a_clock_that_goes_back_takes_nothing_back():
+    policy = Policy(S)
+    policy.add(1, Share(0.3, 0.3), S)
+    policy.step(S + MS, {1: MS})
+    setting, wake = policy.step(S, {1: 0})
+    assert setting[1].on
+    assert wake > S
+
+
+@pytest.mark.parametrize("guarantee", [0.01, 0.1, 0.2])
+def test_a_latency_container_with_endless_work_leaves_its_neighbour_the_guarantee(guarantee):
+    """The class is its own annotation: it is first for what it is guaranteed, not for all that its cap allows."""
+    shares = {1: Share(guarantee, 1, latency=True), 2: Share(1 - guarantee, 1)}
+    result = run(shares, {1: endless(), 2: endless()})
+    assert result.used[2] == pytest.approx(100 * (1 - guarantee), abs=3)
+    assert min(second[2] for second in result.seconds) > 100 * (1 - guarantee) - 4
+
+
+def test_two_in_the_first_rank_share_as_they_are_guaranteed():
+    shares = {1: Share(0.1, 1, latency=True), 2: Share(0.45, 1), 3: Share(0.45, 1)}
+    result = run(shares, {i: endless() for i in shares})
+    assert result.used[1] == pytest.approx(10, abs=1)
+    assert min(result.used[2], result.used[3]) > 43
+
+
+class Bursts(Context):
+    """Work without end, for the last part of each cycle."""
+
+    def __init__(self, gpu_now, idle_ms, busy_ms):
+        super().__init__()
+        self.gpu_now, self.idle, self.cycle = gpu_now, idle_ms * MS, (idle_ms + busy_ms) * MS
+
+    def work(self):
+        return 1 << 62 if self.gpu_now() % self.cycle >= self.idle else 0
+
+
+@pytest.mark.parametrize(("idle", "busy"), [(200, 100), (170, 30), (160, 40), (150, 150)])
+@pytest.mark.parametrize("guarantees", [(0.01, 0.99), (0.01, 0.5, 0.49), (0.1, 0.9)])
+def test_who_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
+    """It is served first when it comes, and owes what it takes beyond its guarantee while others are short."""
+    contexts = {i: endless() for i in range(2, len(guarantees) + 1)}
+    gpu = Gpu({1: Bursts(lambda: gpu.now, idle, busy), **contexts})
+    policy = Policy(0)
+    for i, guarantee in enumerate(guarantees, 1):
+        policy.add(i, Share(guarantee, 1), 0)
+    used: dict[int, int] = {}
+    while gpu.now < 6 * S:
+        settings, wake = policy.step(gpu.now, used)
+        for i, item in settings.items():
+            gpu.contexts[i].on, gpu.contexts[i].slice_ns = item
+        used = dict.fromkeys(gpu.contexts, 0)
+        while gpu.now < wake:  # in small steps, so that bursts begin in time
+            for i, ns in gpu.advance(min(wake, gpu.now + MS)).items():
+                used[i] += ns
+    used_by = [100 * gpu.contexts[i].used / gpu.now for i in gpu.contexts]
+    assert sum(used_by) > 97
+    assert 0.5 < used_by[0] < 100 * guarantees[0] + 4
+
+
+class Pauses(Context):
+    """Units of work with a pause behind each, as a program makes them that waits for each."""
+
+    def __init__(self, unit_us, pause_us):
+        super().__init__()
+        self.unit, self.pause, self.todo, self.again_at = unit_us * 1000, pause_us * 1000, 0, 0
+
+    def arrive(self, now):
+        if not self.todo and now >= self.again_at:
+            self.todo = self.unit
+
+    def work(self):
+        return self.todo
+
+    def run(self, ns, now):
+        super().run(ns, now)
+        self.todo -= ns
+        self.again_at = now + self.pause
+
+
+@pytest.mark.parametrize("latency", [False, True])
+def test_work_that_is_shorter_than_what_it_takes_to_begin_it_is_not_done_for_others_guarantees(
+    latency,
+):
+    """Units of 50 us: each takes two changes of the context, and in the first rank it has them at once."""
+    shares = {1: Share(0.1, 1, latency=latency), 2: Share(0.45, 1), 3: Share(0.45, 1)}
+    result = run(shares, {1: Pauses(50, 300), 2: endless(), 3: endless()})
+    assert 1 < result.used[1] < 5
+    assert min(result.used[2], result.used[3]) > 42
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.1, 0.3])
+def test_a_container_that_does_nothing_costs_few_steps(limit):
+    """Each is some calls of the driver, which take locks of the whole host."""
+    policy, now, n = Policy(0), 0, 0
+    policy.add(1, Share(limit, limit), 0)
+    while now < 10 * S:
+        _, now = policy.step(now, {})
+        n += 1
+    assert n < 200
+
+
+def test_who_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
+    """A step that came late left it a whole period, and so a debt of two seconds; it did not idle meanwhile."""
+    contexts = {1: endless()}
+    gpu, policy, used = Gpu(contexts), Policy(0), {}
+    policy.add(1, Share(0.05, 0.05), 0)
+    most, is_late = 0, True
+    while gpu.now < 8 * S:
+        settings, wake = policy.step(gpu.now, used)
+        contexts[1].on, contexts[1].slice_ns = settings[1]
+        if is_late and gpu.now > S and contexts[1].on:
+            wake, is_late = wake + PERIOD, False
+        used = {1: 0}
+        while gpu.now < wake:
+            for ns in gpu.advance(min(wake, gpu.now + MS)).values():
+                used[1] += ns
+        if gpu.now > 1.5 * S:
+            most = max(most, used[1])
+    assert not is_late
+    assert most < 8 * MS
+    assert 100 * contexts[1].used / gpu.now == pytest.approx(5, abs=0.5)

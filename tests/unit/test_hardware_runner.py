@@ -1,0 +1,304 @@
+"""A GPU that its own scheduler divides: the arbiter's thread stands back, and is there again when steering fails."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import Counter
+from mmap import mmap
+from typing import ClassVar
+
+import pytest
+
+from governor.arbiter import WHOLE, load_library
+from governor.config import Config
+from governor.hardware.driver import DriverCallError
+from governor.hardware.runner import HardwareRunner
+from libcontrol import layout, pages
+
+MS = 1_000_000
+
+
+class Process:
+    def __init__(self, pid):
+        self.pid, self.key, self.n_groups = pid, pid, 1
+
+
+class PlayedGpu:
+    """Processes that always have work: those that are on share the time evenly, as it passes."""
+
+    n_lost = 0
+    returned_ns: ClassVar[dict[int, int]] = {}
+    early_turns: ClassVar[dict[int, int]] = {}
+    full_turns = ()
+    reviver = "tests.unit.test_hardware_runner:nothing", ()
+
+    def __init__(self):
+        self.contexts = set()
+        self.n_contexts = 1
+        self.hidden, self.old = set(), set()
+        self.thorough_s = 0.0
+        self.n_finds = self.n_thorough = 0
+        self.find_s = 0.0
+        self._off = Counter()  # switched off so many times more than on, as the driver counts
+        self.slices = {}
+        self.failure = None
+        self.closed = False
+        self._used = Counter()
+        self._at = time.monotonic_ns()
+
+    def _fail(self):
+        if self.failure:
+            raise self.failure
+
+    def find(self, pid, pidfd, *, thorough):
+        os.fstat(pidfd)  # it is open for as long as this takes
+        time.sleep(self.thorough_s if thorough else self.find_s)
+        self.n_finds += 1
+        self.n_thorough += thorough
+        if pid in self.old and not thorough:
+            return []
+        return [Process(pid)] if pid in self.contexts - self.hidden else []
+
+    def switch(self, held, *, on):
+        self._pass()
+        for one in held:
+            self._off[one.pid] = max(0, self._off[one.pid] - 1) if on else self._off[one.pid] + 1
+
+    @property
+    def off(self):
+        return {pid for pid, n in self._off.items() if n}
+
+    def set_slice(self, held, ns):
+        self._fail()
+        self.slices[held.pid] = ns
+
+    def _pass(self):
+        self._fail()
+        now = time.monotonic_ns()
+        running = self.contexts - self.off
+        for pid in running:
+            self._used[pid] += (now - self._at) // len(running)
+        self._at = now
+
+    def used_ns(self):
+        self._pass()
+        used, self._used = self._used, Counter()
+        return used
+
+    def tokens(self, held):
+        return [one.pid for one in held]
+
+    def close(self):
+        self.closed = True
+
+
+def nothing(_off):
+    """What the watchdog would call."""
+
+
+class Container:
+    def __init__(self, runner, share, limit):
+        self.grant, self.ledger = mmap(-1, layout.GRANT_FILE_SIZE), mmap(-1, layout.LEDGER_SIZE)
+        self.runner = runner
+        self.tenant = runner.add(
+            WHOLE * share // 100, WHOLE * limit // 100, self.grant, 0, self.ledger
+        )
+
+    def look(self, field):
+        return pages.read(self.grant, layout.grant_device(0), "grant_device", field)
+
+    def enter(self, gpu, pid, *, slot=0, says=None):
+        pidfd = os.pidfd_open(os.getpid())  # a stand-in: these processes are numbers
+        contexts = says or (lambda: gpu.n_contexts if pid in gpu.contexts else 0)
+        self.runner.enter(self.tenant, slot, pid, pidfd, contexts)
+        os.close(pidfd)
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def gpu():
+    return PlayedGpu()
+
+
+@pytest.fixture
+def runner(build_dir, gpu):
+    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), gpu, gpu=0)
+    yield runner
+    runner.close()
+    assert gpu.closed
+
+
+def test_every_container_has_an_open_grant_at_once(runner):
+    containers = [Container(runner, 30, 30) for _ in range(3)]
+    wait_for(lambda: all(c.look("deadline_ns") == layout.OPEN for c in containers))
+    assert all(c.look("contended") == 0 for c in containers)
+    before = pages.read(containers[0].grant, 0, "grant_header", "heartbeat_ns")
+    wait_for(lambda: pages.read(containers[0].grant, 0, "grant_header", "heartbeat_ns") > before)
+
+
+def test_a_process_is_looked_for_when_it_has_a_context(runner, gpu):
+    container = Container(runner, 60, 100)
+    container.enter(gpu, 11)
+    time.sleep(0.1)
+    assert gpu.slices == {}
+    gpu.contexts.add(11)
+    wait_for(lambda: 11 in gpu.slices)
+
+
+def test_it_is_looked_for_again_when_it_has_more_contexts_and_else_not(runner, gpu):
+    container = Container(runner, 60, 100)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: 11 in gpu.slices)
+    time.sleep(0.2)
+    assert gpu.n_finds == 1
+    gpu.n_contexts = 2
+    wait_for(lambda: gpu.n_finds == 2)
+    time.sleep(0.2)
+    assert gpu.n_finds == 2
+
+
+def test_what_it_had_is_what_the_gpu_says(runner, gpu):
+    container = Container(runner, 60, 100)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: runner.stats(container.tenant).charged_ns > 50 * MS)
+    stats = runner.stats(container.tenant)
+    assert (stats.since_ns, stats.open, stats.held_ns) == (0, 0, stats.charged_ns)
+
+
+def test_a_cap_switches_off_and_a_new_one_counts(runner, gpu):
+    container = Container(runner, 20, 20)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: 11 in gpu.off)
+    runner.set(container.tenant, WHOLE // 5, WHOLE)
+    wait_for(lambda: 11 not in gpu.off)
+    time.sleep(0.3)
+    assert 11 not in gpu.off
+
+
+def test_a_container_that_goes_is_left_on(runner, gpu):
+    container = Container(runner, 10, 10)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: 11 in gpu.off)
+    runner.remove(container.tenant)
+    wait_for(lambda: 11 not in gpu.off)
+
+
+def test_a_process_that_ends_before_it_was_found_is_not_looked_for(runner, gpu):
+    container = Container(runner, 10, 10)
+    container.enter(gpu, 11)
+    runner.leave(container.tenant, 0)
+    gpu.contexts.add(11)
+    time.sleep(0.1)
+    assert gpu.slices == {}
+
+
+def test_who_says_that_it_has_no_context_is_found_by_what_the_gpu_says(runner, gpu):
+    container = Container(runner, 10, 10)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11, says=lambda: 0)
+    wait_for(lambda: 11 in gpu.off)
+
+
+def test_who_says_that_it_has_contexts_and_has_none_costs_little(runner, gpu):
+    container = Container(runner, 10, 10)
+    container.enter(gpu, 11, says=lambda: 3)
+    time.sleep(1.5)
+    assert 1 < gpu.n_finds < 6
+    assert gpu.n_thorough == 0
+
+
+def test_a_process_that_takes_long_to_look_at_is_left_alone_afterwards(runner, gpu):
+    gpu.find_s = 0.05
+    says = itertools.count()
+    Container(runner, 10, 10).enter(gpu, 11, says=lambda: next(says))
+    time.sleep(1.2)
+    assert gpu.n_finds < 4  # each 0.05 s, and 20 times that in between
+
+
+def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
+    container = Container(runner, 10, 10)
+    gpu.contexts.add(11)
+    gpu.hidden.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: not runner.is_steered)
+    assert gpu.n_thorough
+    wait_for(lambda: container.look("deadline_ns") != layout.OPEN)
+    assert (
+        runner.stats(container.tenant).charged_ns > 400 * MS
+    )  # it was charged for it all the same
+
+
+def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu):
+    """Only the search among all clients finds it, and that takes longer than what hides may have."""
+    gpu.thorough_s = 1.0
+    gpu.old.add(11)
+    container = Container(runner, 10, 10)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: 11 in gpu.off)
+    assert runner.is_steered
+
+
+def test_a_process_in_two_slots_is_one_and_goes_with_the_last(runner, gpu):
+    container = Container(runner, 10, 10)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11, slot=0, says=lambda: 1)
+    container.enter(gpu, 11, slot=1, says=lambda: 1)
+    wait_for(lambda: 11 in gpu.off)
+    runner.leave(container.tenant, 0)
+    wait_for(lambda: 11 not in gpu.off)
+    wait_for(lambda: 11 in gpu.off)  # steered as before
+
+
+def test_a_number_that_is_another_container_s_now_begins_at_nothing(runner, gpu):
+    container = Container(runner, 10, 100)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: runner.stats(container.tenant).charged_ns > 20 * MS)
+    runner.remove(container.tenant)
+    other = Container(runner, 10, 100)
+    assert other.tenant == container.tenant
+    assert runner.stats(other.tenant).charged_ns == 0
+    time.sleep(0.25)
+    assert runner.stats(other.tenant).charged_ns == 0
+
+
+@pytest.mark.parametrize(
+    "failure", [DriverCallError("a call", 0x65), OSError("the device is gone")]
+)
+def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
+    containers = [Container(runner, 40, 40) for _ in range(2)]
+    wait_for(lambda: all(c.look("deadline_ns") == layout.OPEN for c in containers))
+    for container in containers:
+        pages.write(container.ledger, 0, "ledger_header", "n_slots", 1)
+        pages.write(container.ledger, layout.LEDGER_SLOTS, "ledger_slot", "state", 1)
+        pages.write(container.ledger, layout.ledger_device(0, 0), "ledger_device", "want", 1)
+    gpu.failure = failure
+    wait_for(lambda: not runner.is_steered)
+    # From then on at most one has a grant, and it ends.
+    wait_for(lambda: all(c.look("deadline_ns") != layout.OPEN for c in containers))
+    wait_for(lambda: any(c.look("deadline_ns") for c in containers))
+    assert sum(c.look("deadline_ns") > time.monotonic_ns() + 50 * MS for c in containers) == 0
+
+
+def test_the_end_switches_everything_on(build_dir, gpu):
+    runner = HardwareRunner(load_library(build_dir / "libcontrol"), Config(), gpu, gpu=0)
+    container = Container(runner, 10, 10)
+    gpu.contexts.add(11)
+    container.enter(gpu, 11)
+    wait_for(lambda: 11 in gpu.off)
+    runner.close()
+    assert gpu.off == set()
+    assert gpu.closed

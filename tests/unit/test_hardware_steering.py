@@ -1,0 +1,586 @@
+"""Steering: the policy's settings become driver calls, on a stand-in for the kernel module (kernel_module.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from governor.hardware import calls
+from governor.hardware.activity import Sample
+from governor.hardware.discovery import Group, Holding
+from governor.hardware.driver import DriverCallError
+from governor.hardware.nvidia import NvidiaHardware, require_rights
+from governor.hardware.policy import END, GAP, PERIOD, SHORT, Share
+from governor.hardware.steering import Steering
+from tests.unit.kernel_module import GPU_ID, UUID, KernelModule
+
+MS = 1_000_000
+FDS = {1: 601, 2: 602, 3: 603}
+
+
+@pytest.fixture
+def node(tmp_path, monkeypatch):
+    """A GPU with three processes, pids 1001 to 1003, and its steering on a clock that the test moves."""
+    path = tmp_path / "nvidiactl"
+    path.touch()
+    module, clock = KernelModule(), SimpleNamespace(now=0)
+    held = {}
+    for i, fd in FDS.items():
+        client = module.process(fd)
+        group = min(module.objects(client, calls.GROUP.value))
+        channels = [c for c, o in module.objects(client, 0xC86F).items() if o.parent == group]
+        held[i] = (client, Group(client, group, GPU_ID, tuple(channels)))
+
+    def find_holdings(_driver, pid, _pidfd, clients, **_):
+        """These processes are numbers; what finds real ones is test_driver_calls.py's."""
+        i = pid - 1000
+        if held[i][0] not in clients:
+            return []
+        return [Holding(pid, held[i][0], FDS[i], (held[i][1],))]
+
+    monkeypatch.setattr("governor.hardware.nvidia.find_holdings", find_holdings)
+    monkeypatch.setattr(
+        "governor.hardware.nvidia.borrowed_of", lambda _, fd, __: contextlib.nullcontext(fd)
+    )
+    hardware = NvidiaHardware(UUID, branch=580, path=str(path), ioctl=module.ioctl)
+    announced, samples = [], []
+    steering = Steering(
+        hardware,
+        clock=lambda: clock.now,
+        announce=lambda off: announced.append((off, len(module.asked))),
+        samples=lambda _: samples[0]() if samples else None,
+    )
+
+    def attach(i, to=None):
+        steering.enter(to or i, 1000 + i)
+        found = hardware.find(1000 + i, -1)
+        steering.take(to or i, 1000 + i, found)
+        return len(found)
+
+    def step(ms, **turns):
+        """Let so many ms pass, of which containers have some each; return how long until the next step."""
+        for name, part in turns.items():
+            i = int(name[1:])
+            module.turn(1000 + i, i, int(part * MS))
+        module.now_ns += int((ms - sum(turns.values())) * MS)
+        clock.now += int(ms * MS)
+        return steering.step() - clock.now
+
+    def state(i):
+        client, group = held[i]
+        on = {not module.clients[client][1][c].off for c in group.channels}
+        assert len(on) == 1
+        return on.pop(), module.clients[client][1][group.handle].timeslice_us
+
+    yield SimpleNamespace(
+        module=module,
+        steering=steering,
+        attach=attach,
+        step=step,
+        state=state,
+        clock=clock,
+        held=held,
+        hardware=hardware,
+        announced=announced,
+        samples=samples,
+        path=str(path),
+    )
+    for i in FDS:
+        steering.remove(i)
+    hardware.close()
+
+
+def us(ns):
+    """As the driver takes it: its microsecond is 1.024 of them."""
+    return int(ns) // 1024
+
+
+def n_calls(module, call):
+    return [name for name, _ in module.asked].count(call.name)
+
+
+def test_slices_are_set_once_and_not_again(node):
+    node.steering.add(1, Share(0.6, 1))
+    node.steering.add(2, Share(0.3, 1))
+    node.attach(1)
+    node.attach(2)
+    node.step(0)
+    # Of a third of a period, less two changes of the context, and until a turn has ended.
+    round_ns = PERIOD // 3 - 2 * GAP
+    assert node.state(1) == (True, us(round_ns * 2 / 3 - END))
+    assert node.state(2) == (True, us(round_ns / 3 - END))
+    before = n_calls(node.module, calls.SET_TIMESLICE)
+    for _ in range(5):
+        node.step(100, c1=66, c2=33)
+    assert n_calls(node.module, calls.SET_TIMESLICE) == before
+    assert (
+        n_calls(node.module, calls.DISABLE_CHANNELS) == 2
+    )  # each was switched on when it was found
+    assert dict(node.steering.used_ns) == {1: 330 * MS, 2: 165 * MS}
+
+
+def test_a_container_that_has_used_its_cap_is_off_until_the_period_ends(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    assert node.step(0) == 30 * MS
+    left = node.step(30, c1=30)
+    assert not node.state(1)[0]
+    assert left == PERIOD - 30 * MS
+    node.step(70)
+    assert node.state(1)[0]
+
+
+def test_those_that_are_switched_together_take_one_call(node):
+    for i in FDS:
+        node.steering.add(i, Share(0.3, 0.3))
+        node.attach(i)
+    node.step(0)
+    before = n_calls(node.module, calls.DISABLE_CHANNELS)
+    node.step(90, c1=30, c2=30, c3=30)
+    assert not any(node.state(i)[0] for i in FDS)
+    assert n_calls(node.module, calls.DISABLE_CHANNELS) == before + 1
+    node.step(10)
+    assert all(node.state(i)[0] for i in FDS)
+    assert n_calls(node.module, calls.DISABLE_CHANNELS) == before + 2
+
+
+def test_a_turn_begins_before_the_one_before_it_ends(node):
+    """In between both are on: the GPU is not idle for the time of a call."""
+    node.steering.add(1, Share(0.2, 1, latency=True))
+    node.steering.add(2, Share(0.4, 1))
+    node.steering.add(3, Share(0.4, 1))
+    for i in FDS:
+        node.attach(i)
+    node.step(0)
+    assert [node.state(i)[0] for i in FDS] == [True, True, False]
+    assert node.state(2)[1] == us(SHORT)
+    switched = []
+    real = node.hardware.switch
+    node.hardware.switch = lambda held, on: (switched.append(on), real(held, on=on))
+    node.step(50, c2=50)
+    assert [node.state(i)[0] for i in FDS] == [True, False, True]
+    assert switched == [True, False]
+
+
+def test_a_process_that_comes_to_a_container_that_is_off_is_off(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    node.attach(2, to=1)
+    assert not node.state(2)[0]
+    node.step(70)
+    assert node.state(1)[0]
+    assert node.state(2)[0]
+
+
+def test_processes_of_one_container_share_its_slice(node):
+    node.steering.add(1, Share(0.5, 1))
+    node.steering.add(3, Share(0.5, 1))
+    node.attach(1)
+    node.attach(3)
+    node.step(0)
+    whole = us((PERIOD // 3 - 2 * GAP) / 2 - END)
+    assert node.state(1)[1] == node.state(3)[1] == whole
+    node.attach(2, to=1)
+    node.step(10, c1=3, c3=3)
+    assert node.state(1)[1] == whole  # the second one has not worked yet
+    node.step(10, c1=3, c2=3, c3=3)
+    half = us(((PERIOD // 2 - 3 * GAP) / 2 - 2 * END) / 2)  # of fewer rounds: there are three turns
+    assert node.state(1)[1] == node.state(2)[1] == half
+    for _ in range(12):
+        node.step(100, c1=45, c3=45)
+    assert node.state(1)[1] == whole  # it has done nothing for a second
+    node.step(10, c1=3, c2=3, c3=3)
+    assert node.state(2)[1] == half
+    node.steering.forget(1, 1002)
+    node.step(10, c1=3, c3=3)
+    assert node.state(1)[1] == whole
+
+
+def test_what_is_removed_is_left_switched_on(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    assert not node.state(1)[0]
+    node.steering.remove(1)
+    assert node.state(1)[0]
+
+
+def test_the_next_container_of_that_number_begins_at_zero(node):
+    node.steering.add(1, Share(0.5, 1))
+    node.attach(1)
+    node.step(0)
+    node.step(100, c1=90)
+    node.steering.remove(1)
+    node.steering.add(1, Share(0.5, 1))
+    node.attach(2, to=1)
+    node.step(10, c2=3)
+    assert dict(node.steering.used_ns) == {1: 3 * MS}
+
+
+def test_all_on_ends_what_was_off(node):
+    for i in FDS:
+        node.steering.add(i, Share(0.3, 0.3))
+        node.attach(i)
+    node.step(0)
+    node.step(30, c1=30)
+    node.steering.all_on()
+    assert all(node.state(i)[0] for i in FDS)
+    assert node.steering.setting(1).on
+    node.step(1)  # and the policy still has it off: it is switched again
+    assert not node.state(1)[0]
+
+
+def test_a_process_that_ended_unheard_stops_nobody(node):
+    """Its client is gone before anybody says so: the others are switched all the same."""
+    for i in (1, 2):
+        node.steering.add(i, Share(0.3, 0.3))
+        node.attach(i)
+    node.step(0)
+    node.module.clients.pop(node.held[1][0])
+    node.step(60, c1=30, c2=30)
+    assert not node.state(2)[0]
+    node.steering.add(1, Share(0.6, 0.6))  # and its slice is no error
+    node.step(40)
+    assert node.state(2)[0]
+
+
+def test_what_is_found_as_it_was_known_costs_no_call(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    before = n_calls(node.module, calls.DISABLE_CHANNELS), n_calls(node.module, calls.SET_TIMESLICE)
+    node.attach(1)
+    assert before == (
+        n_calls(node.module, calls.DISABLE_CHANNELS),
+        n_calls(node.module, calls.SET_TIMESLICE),
+    )
+
+
+def test_what_a_failed_call_has_done_is_not_done_twice(node):
+    """The driver counts: a channel that was switched off before the one that is gone would stay off."""
+    for i in (1, 2):
+        node.steering.add(i, Share(0.3, 0.3))
+        node.attach(i)
+    node.step(0)
+    node.module.clients.pop(node.held[2][0])
+    node.step(60, c1=30, c2=30)
+    assert not node.state(1)[0]
+    node.step(40)
+    assert node.state(1)[0]
+
+
+def test_a_process_that_has_ended_is_not_asked_for_again(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.module.clients.pop(node.held[1][0])
+    node.steering.forget(1, 1001)
+    node.step(30, c2=30)
+    node.step(70)
+    assert {
+        status for name, status in node.module.asked if name == calls.DISABLE_CHANNELS.name
+    } <= {0}
+
+
+def test_a_refusal_is_the_callers_to_act_on(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.module.refuse[calls.DISABLE_CHANNELS.name] = 0x65
+    with pytest.raises(
+        DriverCallError, match="channels of 1 clients cannot be switched: NV_ERR_TIMEOUT"
+    ):
+        node.step(30, c1=30)
+    node.module.refuse.clear()
+
+
+def test_a_process_nobody_knows_is_charged_to_nobody(node):
+    node.steering.add(1, Share(0.5, 1))
+    node.attach(1)
+    node.step(0)
+    node.module.turn(4000, 9, 5 * MS)
+    node.step(10, c1=5)
+    assert dict(node.steering.used_ns) == {1: 5 * MS}
+
+
+def test_what_was_known_of_a_process_is_replaced(node):
+    node.steering.add(1, Share(0.5, 1))
+    assert node.attach(1) == 1
+    assert node.attach(1) == 1
+    node.step(0)
+    assert node.state(1)[1] == us(SHORT)  # one group has all of the container's slice
+
+
+def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node, tmp_path):
+    before = len(list(os.scandir("/proc/self/fd")))
+    with pytest.raises(DriverCallError, match="the driver has no GPU GPU-other"):
+        NvidiaHardware(
+            "GPU-other", branch=580, path=str(tmp_path / "nvidiactl"), ioctl=node.module.ioctl
+        )
+    assert len(list(os.scandir("/proc/self/fd"))) == before
+
+
+def test_what_is_switched_off_is_announced_before(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    assert node.announced == []
+    node.step(30, c1=30)
+    (off, n_asked) = node.announced[-1]
+    client, group = node.held[1]
+    assert off == [[client, channel] for channel in group.channels]
+    assert calls.DISABLE_CHANNELS.name in [name for name, _ in node.module.asked[n_asked:]]
+    node.step(10)  # and again in each step while it is off, so that silence means something
+    assert len(node.announced) == 2
+    node.step(60)
+    assert node.announced[-1][0] == []
+
+
+def test_a_process_that_somebody_left_switched_off_is_on_when_it_is_found(node):
+    client, group = node.held[1]
+    for channel in group.channels:
+        node.module.clients[client][1][channel].off = 1
+    node.steering.add(1, Share(0.5, 1))
+    node.attach(1)
+    assert node.state(1)[0]
+
+
+def test_what_is_off_and_not_found_again_is_not_forgotten(node, monkeypatch):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    assert not node.state(1)[0]
+    monkeypatch.setattr(node.hardware, "find", lambda *_: [])
+    assert node.attach(1) == 0
+    node.step(70)
+    assert node.state(1)[0]
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "is_right"), [("0000000000200000", True), ("00000000a80425fb", False)]
+)
+def test_without_the_right_to_see_pids_nothing_is_steered(tmp_path, capabilities, is_right):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    refused = pytest.raises(
+        PermissionError, match="no CAP_SYS_ADMIN, so the trace names no process"
+    )
+    with contextlib.nullcontext() if is_right else refused:
+        require_rights(tmp_path)
+
+
+def test_what_two_containers_have_is_steered_by_who_was_looked_at_last(node):
+    """The driver has just answered for it; a handle that came round is the newer process's."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.steering.add(2, Share(0.3, 1))
+    node.attach(1)
+    (found,) = node.hardware.find(1001, -1)
+    node.steering.enter(2, 1002)
+    node.steering.take(2, 1002, [found._replace(holding=found.holding._replace(pid=1002))])
+    node.step(0)
+    node.step(30, c1=30)
+    assert node.state(1)[0]  # the first one's cap says nothing of it any more
+    assert node.steering.strangers == {1001}
+    node.attach(1)
+    assert not node.state(1)[0]
+
+
+def test_who_is_on_although_it_is_off_is_looked_for_and_switched_off_again(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    assert node.steering.returned == set()
+    node.step(10, c1=10)
+    assert node.steering.returned == {1001}
+    client, group = node.held[1]
+    for channel in group.channels:
+        node.module.clients[client][1][channel].off = 0
+    node.attach(1)
+    assert not node.state(1)[0]
+
+
+def test_what_is_found_again_while_it_is_off_is_on_after_one_call(node):
+    """The driver counts how often a channel is switched off."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    for _ in range(3):
+        node.attach(1)
+        assert not node.state(1)[0]
+    node.step(70)
+    assert node.state(1)[0]
+
+
+def test_what_a_process_has_until_it_is_off_is_no_return(node, monkeypatch):
+    """Between the trace that was read and the call that follows it time may pass."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    switch = node.hardware.switch
+
+    def late(held, *, on):
+        if not on:
+            node.module.turn(1001, 1, 5 * MS)
+            node.clock.now += 5 * MS
+        switch(held, on=on)
+
+    monkeypatch.setattr(node.hardware, "switch", late)
+    node.step(30, c1=30)
+    assert not node.state(1)[0]
+    node.step(20)
+    assert node.steering.used_ns[1] == 35 * MS
+    assert node.steering.returned == set()
+    assert node.steering.hidden_ns == 0
+
+
+def test_who_was_looked_for_and_not_found_is_hidden(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.steering.enter(1, 1001)
+    node.step(10, c1=10)
+    assert (node.steering.strangers, node.steering.hidden_ns) == (
+        {1001},
+        0,
+    )  # nobody has looked yet
+    node.steering.miss(1001)
+    node.step(20, c1=20)
+    assert node.steering.hidden_ns == 20 * MS
+    node.attach(1)
+    assert node.steering.hidden_ns == 0
+
+
+def test_who_is_let_go_while_it_is_off_is_on(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.step(30, c1=30)
+    assert not node.state(1)[0]
+    node.steering.forget(1, 1001)
+    assert node.state(1)[0]
+
+
+def test_what_is_found_of_one_that_has_left_is_nobodys(node):
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    found = node.hardware.find(1001, -1)
+    node.steering.forget(1, 1001)
+    node.steering.take(1, 1001, found)
+    node.step(0)
+    node.step(30, c1=30)
+    assert node.state(1)[0]
+
+
+def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
+    """dup2 over the descriptor by which the client came: the driver refuses our call, and the slice stays."""
+    node.steering.add(1, Share(0.6, 1))
+    node.attach(1)
+    client, _ = node.held[1]
+    node.module.clients[client] = (999, node.module.clients[client][1])
+    node.steering.add(2, Share(0.3, 1))
+    node.attach(2)
+    node.step(0)
+    node.step(50, c1=20, c2=20)
+    assert node.state(2)[1] != 2048
+
+
+def test_who_is_alone_and_pauses_is_charged_its_work(node):
+    node.steering.add(1, Share(0.5, 1))
+    node.attach(1)
+    node.samples.append(lambda: [Sample(node.clock.now - 50 * MS, 0.1)])
+    for _ in range(60):
+        node.step(30, c1=30)  # longer than any slice: no other waits
+    before = node.steering.used_ns[1]
+    for _ in range(50):
+        node.step(30, c1=30)
+    assert node.steering.used_ns[1] - before == pytest.approx(150 * MS, abs=10 * MS)
+
+
+def test_who_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
+    """The last one on the GPU: no other comes after it, so the trace goes on having it there."""
+    node.steering.add(1, Share(0.3, 0.3))
+    node.attach(1)
+    node.step(0)
+    node.module.turn(1001, 1, 30 * MS, ends=False)
+    node.clock.now += 30 * MS
+    node.steering.step()
+    assert not node.state(1)[0]
+    node.step(70)
+    assert node.state(1)[0]
+    assert node.steering.used_ns[1] == pytest.approx(30 * MS, abs=MS)
+
+
+class KilledError(BaseException):
+    """SIGKILL, between two calls of the driver."""
+
+
+def play_and_die(node, n_calls, seed):
+    """Steer three containers with caps, and die before or after the n-th call; return what was announced."""
+    draw, module = random.Random(seed), node.module  # noqa: S311
+    real, left = module.ioctl, [-1]
+    announced = []
+
+    def ioctl(fd, request, data):
+        left[0] -= 1
+        if left[0] == 0 and seed % 2:
+            raise KilledError
+        real(fd, request, data)
+        if left[0] == 0:
+            raise KilledError
+
+    hardware = NvidiaHardware(UUID, branch=580, path=node.path, ioctl=ioctl)
+    left[0] = n_calls
+    steering = Steering(hardware, clock=lambda: node.clock.now, announce=announced.append)
+    try:
+        for i in FDS:
+            steering.add(i, Share(0.2, draw.choice([0.2, 0.3, 1]), latency=draw.random() < 0.3))
+            steering.enter(i, 1000 + i)
+            steering.take(i, 1000 + i, hardware.find(1000 + i, -1))
+        for _ in range(60):
+            for i in FDS:
+                if not module.clients[node.held[i][0]][1][node.held[i][1].channels[0]].off:
+                    module.turn(1000 + i, i, draw.randrange(15) * MS)
+            node.clock.now += 30 * MS
+            steering.step()
+    except KilledError:
+        return announced
+    finally:
+        left[0] = -1
+        hardware.close()  # its open files are closed with it
+    return announced
+
+
+@pytest.mark.parametrize("n_kills", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_governor_that_is_killed_anywhere_leaves_nobody_off(node, n_kills, monkeypatch):
+    """What is off was announced before, so the watchdog has it; and the next governor has it on before its first step."""
+    clients = [client for client, _ in node.held.values()]
+    monkeypatch.setattr("governor.hardware.nvidia.live_clients", lambda *_: clients)
+    was_off = 0
+    for n in range(n_kills):
+        announced = play_and_die(node, 1 + n * 7 % 500, n)
+        off = {
+            (client, channel)
+            for client, group in node.held.values()
+            for channel in group.channels
+            if node.module.clients[client][1][channel].off
+        }
+        if off:
+            assert off <= {tuple(pair) for pair in announced[-1]}
+            was_off += 1
+        hardware = NvidiaHardware(UUID, branch=580, path=node.path, ioctl=node.module.ioctl)
+        steering = Steering(hardware, clock=lambda: node.clock.now)
+        for i in FDS:
+            steering.add(i, Share(0.2, 0.2))
+            steering.enter(i, 1000 + i)
+            steering.take(i, 1000 + i, hardware.find(1000 + i, -1))
+            assert node.state(i)[0]
+        hardware.close()
+    assert was_off > n_kills // 10  # it was killed where it matters

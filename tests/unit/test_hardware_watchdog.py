@@ -1,0 +1,141 @@
+"""The process that switches on what a dead governor has left off; what it calls is played by this file's `revive`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from governor.hardware.watchdog import Watchdog
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def revive(path, off):
+    with Path(path).open("a") as file:
+        file.write(json.dumps(off) + "\n")
+
+
+def revived(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "revived"
+
+
+GOVERNOR = """
+import sys, time
+from governor.hardware.watchdog import Watchdog
+dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [sys.argv[1]])
+for off in ([1, 2], [2, 3]):
+    dog.tell(off)
+print(dog._process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_governor_left_off_is_switched_on(path):
+    with subprocess.Popen(
+        [sys.executable, "-c", GOVERNOR, path], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as governor:
+        dog = int(governor.stdout.readline())
+        governor.kill()
+        wait_for(lambda: revived(path))
+        assert revived(path) == [[2, 3]]  # what it said last
+        wait_for(
+            lambda: (
+                not Path(f"/proc/{dog}").exists()
+                or "Z" in Path(f"/proc/{dog}/stat").read_text().split()[2]
+            )
+        )
+
+
+def test_a_governor_that_stops_talking_while_something_is_off_is_not_waited_for(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog.tell([7])
+    wait_for(lambda: revived(path))
+    assert revived(path) == [[7]]
+    dog.tell([8])  # it lives, and is watched again
+    wait_for(lambda: len(revived(path)) == 2)
+    dog.close()
+
+
+def test_what_is_off_again_as_before_is_watched_as_before(path):
+    """The same is said by an empty line: it is not forgotten because it was switched on once."""
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog.tell([7])
+    wait_for(lambda: revived(path))
+    dog.tell([7])
+    dog.close()
+    assert revived(path) == [[7], [7]]
+
+
+def test_with_nothing_off_nothing_is_done(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog.tell([7])
+    dog.tell([])
+    time.sleep(1.5)
+    dog.close()
+    assert revived(path) == []
+
+
+def test_an_end_in_order_with_something_off_switches_it_on(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog.tell([7])
+    dog.close()
+    assert revived(path) == [[7]]
+
+
+def test_a_signal_to_it_changes_nothing(path):
+    """A service manager stops all processes of a unit at once."""
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog.tell([7])
+    wait_for(lambda: int(_status(dog, "SigIgn"), 16) >> (signal.SIGTERM - 1) & 1)
+    os.kill(dog._process.pid, signal.SIGTERM)
+    dog.close()
+    assert revived(path) == [[7]]
+
+
+def _status(dog, name):
+    text = Path(f"/proc/{dog._process.pid}/status").read_text()
+    return next(line.split()[1] for line in text.splitlines() if line.startswith(name))
+
+
+def test_without_it_nothing_may_be_switched_off(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    dog._process.kill()
+    dog._process.wait()
+    with pytest.raises(OSError, match="Broken pipe"):
+        dog.tell([7])
+    dog.close()
+
+
+def test_one_that_does_not_read_is_an_error_and_no_wait(path):
+    dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
+    os.kill(dog._process.pid, signal.SIGSTOP)
+
+    def talk():
+        for i in range(1000):
+            dog.tell(list(range(i, i + 1000)))
+
+    try:
+        with pytest.raises(BlockingIOError):
+            talk()
+    finally:
+        dog._process.kill()
+        dog.close()

@@ -1,0 +1,122 @@
+"""Compiles the table of driver calls against NVIDIA's published source of the kernel module.
+
+    python -m tools.check_driver_calls SOURCE [TAG...]
+
+SOURCE is a tree of https://github.com/NVIDIA/open-gpu-kernel-modules, or of a release's source
+package; with tags it is a git repository of that project, and each tag is checked. Every number,
+size and offset of governor/hardware/calls.py becomes an assertion that gcc evaluates. Prints a line
+for each tree, and for each difference; exits with 1 where there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from governor.hardware import calls
+
+INCLUDES = ("src/common/sdk/nvidia/inc", "src/nvidia/arch/nvalloc/unix/include")
+
+
+def _members() -> Iterator[calls.Call | calls.Constant | calls.Layout]:
+    for value in vars(calls).values():
+        if isinstance(value, (calls.Call, calls.Constant, calls.Layout)):
+            yield value
+    yield from calls.STATUSES
+
+
+def layouts(branch: int) -> list[calls.Layout]:
+    """Return the structures that hold for a branch, those of calls among them."""
+    found = [m for m in _members() if isinstance(m, calls.Layout)]
+    found += [m.parameters for m in _members() if isinstance(m, calls.Call) and m.parameters]
+    return [layout for layout in found if layout.since <= branch < layout.before]
+
+
+def assertions(branch: int) -> str:
+    """Return a C file that compiles where the table says what the headers say."""
+    headers, checks = {"stddef.h": None}, []
+
+    def check(expression: str, what: str) -> None:
+        checks.append(f'_Static_assert({expression}, "{what}");')
+
+    for member in _members():
+        if isinstance(member, calls.Layout):
+            continue
+        number = member.number if isinstance(member, calls.Call) else member.value
+        headers[member.header] = None
+        check(f"({member.name}) == {number:#x}u", f"{member.name} is {number:#x}")
+    for layout in layouts(branch):
+        headers[layout.header] = None
+        check(f"sizeof({layout.name}) == {layout.size}", f"{layout.name} has {layout.size} bytes")
+        for field in layout.fields:
+            name, size = f"{layout.name}.{field.name}", calls.SIZES[field.type] * field.n
+            where = f"offsetof({layout.name}, {field.name})"
+            check(f"{where} == {field.offset}", f"{name} is at {field.offset}")
+            of = f"sizeof((({layout.name} *)0)->{field.name})"
+            check(f"{of} >= {size}", f"{name} has {size} bytes")
+    lines = [f"#include <{header}>" for header in ("nvtypes.h", *headers)]
+    return "\n".join((*lines, *checks, ""))
+
+
+def differences(tree: Path, branch: int) -> list[str]:
+    """Return what the compiler has against the table; the source of one version lies in `tree`."""
+    command = ["gcc", "-fsyntax-only", "-w", "-x", "c", "-"]
+    for include in INCLUDES:
+        command += ["-I", str(tree / include)]
+    done = subprocess.run(
+        command, input=assertions(branch), capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return []
+    wrong = re.findall(r'static assertion failed: "(.*)"', done.stderr)
+    other = [line for line in done.stderr.splitlines() if "error:" in line and "static" not in line]
+    return wrong + other or [done.stderr.strip()]
+
+
+def branch_of(tree: Path) -> int:
+    """Return the branch of a tree, by the version that its makefiles say."""
+    text = (tree / "version.mk").read_text()
+    found = re.search(r"NVIDIA_VERSION\s*=\s*(\d+)\.", text)
+    if not found:
+        raise SystemExit(f"check_driver_calls: {tree}/version.mk names no version")
+    return int(found[1])
+
+
+def _unpack(repository: str, tag: str, into: Path) -> None:
+    archive = subprocess.run(
+        ["git", "-C", repository, "archive", tag, "version.mk", *INCLUDES],
+        check=True,
+        capture_output=True,
+    )
+    subprocess.run(["tar", "-x", "-C", str(into)], input=archive.stdout, check=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Check each tree that is named."""
+    if not arguments:
+        raise SystemExit((__doc__ or "").split("\n\n")[1])
+    source, tags = arguments[0], arguments[1:]
+    failed = False
+
+    def report(name: str, tree: Path) -> bool:
+        found = differences(tree, branch_of(tree))
+        print(f"{name}: {'as in the table' if not found else f'{len(found)} differences'}")
+        for line in found:
+            print(f"  {line}")
+        return bool(found)
+
+    if not tags:
+        failed = report(source, Path(source))
+    for tag in tags:
+        with tempfile.TemporaryDirectory() as directory:
+            _unpack(source, tag, Path(directory))
+            failed |= report(tag, Path(directory))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

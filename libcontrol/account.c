@@ -123,13 +123,25 @@ void account_note_peak(int device)
 /* ---- charges ---- */
 
 /* Never below zero: the sum belongs to a page that others can reset. */
-static void lower(uint64_t *sum, uint64_t size)
+static uint64_t lower(uint64_t *sum, uint64_t size)
 {
     uint64_t seen = atomic_load_relaxed(sum);
 
     while (!__atomic_compare_exchange_n(sum, &seen, seen > size ? seen - size : 0, true,
                                         __ATOMIC_SEQ_CST, __ATOMIC_RELAXED))
         ;
+    return seen < size ? size - seen : 0;
+}
+
+/* What was counted in books that were taken along may not be in the new ones yet: it is lowered
+ * where it is, and the next look at the old books takes the rest off the new. */
+static void lower_books(uint64_t *sum, uint64_t size)
+{
+    uint64_t rest = lower(sum, size);
+    uint64_t *before = rest ? pages_before(sum) : NULL;
+
+    if (before)
+        lower(before, rest);
 }
 
 /* `unseen` goes up first and down last: a look in between takes too much for the driver's. */
@@ -152,9 +164,9 @@ void account_give(int device, uint64_t size, bool unseen)
      * charged than was. */
     if (!unseen)
         atomic_add_seq_cst(&entry->returned, size);
-    lower(&entry->memory, size);
+    lower_books(&entry->memory, size);
     if (unseen)
-        lower(&entry->unseen, size);
+        lower_books(&entry->unseen, size);
 }
 
 /*
@@ -170,7 +182,7 @@ void account_moves(int device, uint64_t size, bool unseen)
 void account_landed(int device, uint64_t size, bool unseen)
 {
     if (!unseen && size)
-        lower(&pages_ledger_device((unsigned)device)->moving, size);
+        lower_books(&pages_ledger_device((unsigned)device)->moving, size);
 }
 
 /* All that is charged may go by the call that follows. Answers how much that is. */
@@ -193,7 +205,7 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
     if (more)
         atomic_add_seq_cst(&entry->pooled, more);
     if (less)
-        lower(&entry->pooled, less);
+        lower_books(&entry->pooled, less);
 }
 
 /* So much the driver may have taken off pools since they were asked before. When it is charged no
@@ -383,7 +395,7 @@ void account_driver_gives(int device, uint64_t size)
 static void account_taken(struct account_charge *charge)
 {
     if (charge->taking)
-        lower(&pages_ledger_device((unsigned)charge->device)->taking, charge->taking);
+        lower_books(&pages_ledger_device((unsigned)charge->device)->taking, charge->taking);
     charge->taking = 0;
 }
 

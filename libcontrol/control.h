@@ -170,6 +170,7 @@ void pages_poke(void);
 /* For a helper, some ten times a second: connects again when the governor was replaced. Never
  * blocks. */
 void pages_rejoin(void);
+uint64_t *pages_before(const uint64_t *sum);
 
 /* One bounded line on standard error, at most 16 in a process's life. */
 void control_log(const char *message) cold;

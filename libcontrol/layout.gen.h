@@ -79,7 +79,8 @@ struct grant_device {
     uint64_t unattributed_each; /* governor, relaxed: part of unattributed that a process brings */
     uint32_t together; /* governor, relaxed: granted with others of its GPUs: nothing is held */
     uint32_t beside; /* governor, relaxed: others' last work may run beside the first of this grant */
-    uint8_t pad[40];
+    uint32_t work_class; /* governor, relaxed: 0 throughput, 1 latency */
+    uint8_t pad[36];
 };
 _Static_assert(offsetof(struct grant_device, uuid) == 0, "grant_device.uuid");
 _Static_assert(offsetof(struct grant_device, memory_limit) == 16, "grant_device.memory_limit");
@@ -104,6 +105,7 @@ _Static_assert(offsetof(struct grant_device, overhead_last) == 128, "grant_devic
 _Static_assert(offsetof(struct grant_device, unattributed_each) == 136, "grant_device.unattributed_each");
 _Static_assert(offsetof(struct grant_device, together) == 144, "grant_device.together");
 _Static_assert(offsetof(struct grant_device, beside) == 148, "grant_device.beside");
+_Static_assert(offsetof(struct grant_device, work_class) == 152, "grant_device.work_class");
 _Static_assert(sizeof(struct grant_device) == 192, "grant_device");
 
 /* What the container's processes use, for NVML: behind the grant page, in the same file. */

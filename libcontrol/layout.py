@@ -99,6 +99,7 @@ GRANT_DEVICE = Struct(
         Field("unattributed_each", "u64", doc="part of unattributed that a process brings"),
         Field("together", "u32", doc="granted with others of its GPUs: nothing is held"),
         Field("beside", "u32", doc="others' last work may run beside the first of this grant"),
+        Field("work_class", "u32", doc="0 throughput, 1 latency"),
     ),
     "One GPU of the container.",
 )

@@ -356,6 +356,20 @@ static struct ledger_device *pages_device_of(struct ledger_slot *slot, unsigned 
     return (struct ledger_device *)((char *)slot + LEDGER_SLOT_DEVICES) + device;
 }
 
+/**
+ * pages_before() - where a sum of this process's books was counted before they were taken along
+ *
+ * NULL: it was not, or these are the old books themselves.
+ */
+uint64_t *pages_before(const uint64_t *sum)
+{
+    struct ledger_slot *old = atomic_load_acquire(&moved.old);
+    const struct ledger_slot *now = pages_slot();
+    size_t at = (size_t)((const char *)sum - (const char *)now);
+
+    return old && old != now && at < sizeof *old ? (uint64_t *)((char *)old + at) : NULL;
+}
+
 /* Counts in `to` what was counted in the old books since the last time. */
 static void pages_forward(struct ledger_slot *to)
 {
@@ -405,7 +419,7 @@ static bool pages_move_books(uint32_t index, int ledger_fd, const struct pages_f
     slot = (struct ledger_slot *)((char *)mapped + LEDGER_SLOTS) + index;
     slot->pid = (uint32_t)prim_pid();
     moved.ledger = pages_now.ledger;
-    moved.old = pages_now.slot;
+    atomic_store_release(&moved.old, pages_now.slot);
     moved.seen = seen;
     pages_forward(slot);
     for (unsigned device = 0; device < pages_now.n_devices; device++) {

@@ -39,8 +39,10 @@ struct runner_tenant {
     struct grant_device *grant;
     struct ledger_header *ledger;
     uint32_t device;
-    bool granted;  /* the page says that it holds a grant */
-    bool together; /* and that others of its GPUs are granted with this one */
+    bool granted;        /* the page says that it holds a grant */
+    bool together;       /* and that others of its GPUs are granted with this one */
+    uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */
+    struct runner_waits waits;
 };
 
 /* All GPUs of a node. */
@@ -64,6 +66,7 @@ struct runner {
     struct arbiter_view view;
     struct runner_tenant tenants[ARBITER_N_TENANTS];
     int32_t n_tenants;  /* highest index in use, plus one */
+    bool open;          /* all have an open grant: the GPU's own scheduler divides the time */
     uint64_t unused_at; /* when a grant that nobody uses is taken back */
 };
 
@@ -132,6 +135,19 @@ static void close_grant(struct runner_tenant *t)
     publish(t, 0);
 }
 
+static void count_wait(struct runner_waits *waits, uint64_t ns)
+{
+    uint64_t most = RUNNER_WAIT_LEAST_NS;
+    int i = 0;
+
+    while (i < RUNNER_N_WAITS - 1 && ns > most) {
+        most *= 2;
+        i++;
+    }
+    waits->counts[i]++;
+    waits->ns += ns;
+}
+
 /* Brings the pages in line with what the arbiter says. */
 static void apply(struct runner *runner, const struct arbiter_view *view)
 {
@@ -162,6 +178,10 @@ static void apply(struct runner *runner, const struct arbiter_view *view)
         t = &runner->tenants[view->holder];
         if (!t->granted || view->epoch != old->epoch) {
             t->granted = true;
+            if (t->waiting_ns)
+                count_wait(&t->waits,
+                           view->start_ns > t->waiting_ns ? view->start_ns - t->waiting_ns : 0);
+            t->waiting_ns = 0;
             runner->unused_at = view->start_ns + runner->config.unused_ns;
             atomic_store_relaxed(&t->grant->start_ns, view->start_ns);
             atomic_store_relaxed(&t->grant->contended, view->contended);
@@ -191,6 +211,10 @@ static void observe(struct runner *runner, uint64_t now)
         arbiter_busy(runner->arbiter, i, report.busy_ns);
         arbiter_sign(runner->arbiter, i, report.seen_ns < now ? report.seen_ns : 0);
         arbiter_want(runner->arbiter, i, report.want, now);
+        if (!report.want || t->granted)
+            t->waiting_ns = 0;
+        else if (!t->waiting_ns)
+            t->waiting_ns = now;
         if (i != runner->view.holder)
             continue;
         arbiter_alive(runner->arbiter, report.alive_ns < now ? report.alive_ns : 0);
@@ -203,6 +227,39 @@ static void observe(struct runner *runner, uint64_t now)
                    (runner->view.contended || now >= runner->view.deadline_ns)) {
             arbiter_released(runner->arbiter, now, 0, 0);
         }
+    }
+}
+
+/* Gives every container an open grant, and leaves it there: nothing is decided at the launch. */
+static void open_all(struct runner *runner, uint64_t now)
+{
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        struct runner_tenant *t = &runner->tenants[i];
+
+        if (!t->used || t->granted)
+            continue;
+        t->granted = true;
+        t->waiting_ns = 0;
+        atomic_store_relaxed(&t->grant->start_ns, now);
+        atomic_store_relaxed(&t->grant->contended, 0);
+        atomic_store_relaxed(&t->grant->beside, 0);
+        atomic_store_relaxed(&t->grant->standby_ns, 0);
+        atomic_store_release(&t->grant->epoch, atomic_load_relaxed(&t->grant->epoch) + 1);
+        publish(t, GRANT_OPEN);
+    }
+}
+
+/* The arbiter grants again, and no grant is left open; its numbers go on behind those that were.
+ */
+static void close_all(struct runner *runner)
+{
+    for (int32_t i = 0; i < runner->n_tenants; i++) {
+        struct runner_tenant *t = &runner->tenants[i];
+
+        if (!t->used || !t->granted)
+            continue;
+        arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
+        close_grant(t);
     }
 }
 
@@ -325,9 +382,15 @@ static void *run(void *argument)
 
         pthread_mutex_lock(&runner->mutex);
         now = prim_now();
-        observe(runner, now);
-        step(runner, now, &view);
-        apply(runner, &view);
+        if (runner->open) {
+            view = runner->view;
+            view.wake_ns = now + HEARTBEAT_NS;
+            open_all(runner, now);
+        } else {
+            observe(runner, now);
+            step(runner, now, &view);
+            apply(runner, &view);
+        }
         for (int32_t i = 0; i < runner->n_tenants; i++)
             if (runner->tenants[i].used)
                 atomic_store_relaxed(&runner->tenants[i].header->heartbeat_ns, now);
@@ -524,6 +587,29 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
 }
 
 /*
+ * Lets all containers start work whenever they like, from now on or no more: while the GPU's own
+ * scheduler divides the time between them. The heartbeat goes on. No container has a grant of the
+ * arbiter's while this holds.
+ */
+RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
+{
+    pthread_mutex_lock(&runner->mutex);
+    if (open && !runner->open) {
+        if (runner->view.holder != ARBITER_NOBODY) {
+            arbiter_take(runner->arbiter, prim_now());
+            runner->tenants[runner->view.holder].granted = false;
+        }
+        runner->view.holder = ARBITER_NOBODY;
+        runner->view.standby = ARBITER_NOBODY;
+    } else if (!open && runner->open) {
+        close_all(runner);
+    }
+    runner->open = open;
+    pthread_mutex_unlock(&runner->mutex);
+    poke(runner);
+}
+
+/*
  * Watches a process's socket: each byte on it wakes the thread, and those of the process's `n`
  * other GPUs. One thread reads for all: two that read would take each other's wake-ups. Takes the
  * descriptor over. Returns 0 or an errno.
@@ -577,5 +663,12 @@ RUNNER_EXPORT void runner_stats(struct runner *runner, int32_t tenant, struct ar
 {
     pthread_mutex_lock(&runner->mutex);
     arbiter_stats(runner->arbiter, tenant, statsp);
+    pthread_mutex_unlock(&runner->mutex);
+}
+
+RUNNER_EXPORT void runner_waits(struct runner *runner, int32_t tenant, struct runner_waits *waitsp)
+{
+    pthread_mutex_lock(&runner->mutex);
+    *waitsp = runner->tenants[tenant].waits;
     pthread_mutex_unlock(&runner->mutex);
 }

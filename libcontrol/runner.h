@@ -12,6 +12,17 @@ struct runner_config {
     uint64_t unused_ns;    /* a grant in which nobody started anything for so long is taken back */
 };
 
+/* How long a container waited for its grants, from when it was seen to want the GPU: the first
+ * count is of waits of at most RUNNER_WAIT_LEAST_NS, each further one of up to twice as long, and
+ * the last one of all longer ones. */
+#define RUNNER_WAIT_LEAST_NS 250000u
+#define RUNNER_N_WAITS       14
+
+struct runner_waits {
+    uint64_t counts[RUNNER_N_WAITS];
+    uint64_t ns; /* of all together */
+};
+
 struct runner;
 struct runners;
 
@@ -27,6 +38,8 @@ int32_t runner_add(struct runner *runner, uint32_t guarantee, uint32_t limit, vo
                    uint32_t device, void *ledger);
 void runner_set(struct runner *runner, int32_t tenant, uint32_t guarantee, uint32_t limit);
 void runner_remove(struct runner *runner, int32_t tenant);
+void runner_open(struct runner *runner, bool open);
 int runner_watch(struct runner *runner, int fd, struct runner *const *others, uint32_t n);
 bool runner_due(struct runner *runner);
 void runner_stats(struct runner *runner, int32_t tenant, struct arbiter_stats *statsp);
+void runner_waits(struct runner *runner, int32_t tenant, struct runner_waits *waitsp);

@@ -102,6 +102,14 @@ class Inside:
                     f"root.path {show(c.root)} is another directory in the container's namespace",
                     hint="the runtime has to mount the root file system before it runs hooks",
                 )
+            # Its name may lead elsewhere by now, where a user may write above it: to the same
+            # directory from both namespaces, but to none that a runtime has mounted.
+            if not kernel.is_mount_root(rootfd):
+                os.close(rootfd)
+                raise BundleError(  # noqa: TRY301
+                    f"root.path {show(c.root)} is no mount in the container's namespace",
+                    hint="the runtime has to mount the root file system before it runs hooks",
+                )
         except BaseException:
             self.__exit__()
             raise

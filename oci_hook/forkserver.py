@@ -63,6 +63,9 @@ N_DESCRIPTORS = 5  # standard input, output and error, the working directory, a 
 REQUEST_S = 1.0  # seconds; a caller sends what it has to send at once
 FINISH_S = 30  # seconds that children have to finish when the server is stopped
 PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
+# Children at work. The largest config.json takes 48 MiB in one, and a container of a cluster's has
+# 1 GiB for all; without memory it would end in the middle of all its starts.
+MOST = 16
 N_SPARE = 2  # children that wait for callers; of a crowd the others wait until more are forked
 PAUSE_S = 0.1  # seconds without memory or descriptors before the next caller is looked for
 BACKLOG = 512
@@ -222,6 +225,7 @@ class Server:
         self.sources = Sources()
         self.stopping = False
         self.spare: set[int] = set()
+        self.children: set[int] = set()  # the spare ones among them
         self.lock = os.open(
             f"{runtime_dir}/{LOCK}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
         )
@@ -257,7 +261,8 @@ class Server:
             waiting.register(fd, select.POLLIN)
         while not self.stopping:
             if not self._keep_spares():
-                self._decline()
+                if not self._has_room(waiting):
+                    self._decline()
                 continue
             waiting.poll()
             self._hear()  # first: what comes after it wakes the next wait
@@ -269,9 +274,18 @@ class Server:
 
     def _keep_spares(self) -> bool:
         """Fork what is missing; tell whether any child waits for a caller."""
-        while len(self.spare) < N_SPARE and self._fork():
+        while len(self.spare) < N_SPARE and len(self.children) < MOST and self._fork():
             pass
         return bool(self.spare)
+
+    def _has_room(self, waiting: select.poll) -> bool:
+        """Wait a little for a child to end where all are at work, as they do in some 20 ms."""
+        if len(self.children) < MOST:
+            return False
+        waiting.poll(PAUSE_S * 1000)
+        self._hear()
+        self._reap()
+        return len(self.children) < MOST
 
     def _decline(self) -> None:
         """Have callers execute the script, as there is no memory or no process for a child."""
@@ -286,6 +300,7 @@ class Server:
         try:
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 self.spare.discard(pid)
+                self.children.discard(pid)
         except ChildProcessError:
             return
 
@@ -308,6 +323,7 @@ class Server:
             return False
         if child:
             self.spare.add(child)
+            self.children.add(child)
             return True
         try:
             signal.set_wakeup_fd(-1)

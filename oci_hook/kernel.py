@@ -44,6 +44,7 @@ RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_NO_XDEV = 0x01
 SIGKILL = 9
 STATX_MNT_ID = 0x1000
+STATX_ATTR_MOUNT_ROOT = 0x2000
 TRIES = 1000  # of a walk that others disturb
 
 _MACHINE = os.uname().machine
@@ -74,11 +75,15 @@ class mount_attr(ctypes.Structure):  # noqa: N801
 
 
 class statx_result(ctypes.Structure):  # noqa: N801
-    """struct statx, as far as its mount id."""
+    """struct statx, as far as its attributes and its mount id."""
 
     _fields_ = (
         ("stx_mask", ctypes.c_uint32),
-        ("_before", ctypes.c_uint8 * 140),
+        ("stx_blksize", ctypes.c_uint32),
+        ("stx_attributes", ctypes.c_uint64),
+        ("_status", ctypes.c_uint8 * 40),
+        ("stx_attributes_mask", ctypes.c_uint64),
+        ("_times", ctypes.c_uint8 * 80),
         ("stx_mnt_id", ctypes.c_uint64),
         ("_after", ctypes.c_uint8 * 104),
     )
@@ -147,6 +152,17 @@ def open_in_root(
     """
     resolve = RESOLVE_IN_ROOT | (RESOLVE_NO_MAGICLINKS if links else RESOLVE_NO_SYMLINKS)
     return openat2(rootfd, path, flags, resolve | (RESOLVE_NO_XDEV if same_mount else 0))
+
+
+def open_straight(path: str) -> int:
+    """Open a directory of the host by a path without links: OSError, ELOOP, where it has one."""
+    resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
+    return openat2(AT_FDCWD, path, os.O_PATH | os.O_DIRECTORY, resolve)
+
+
+def path_of(procfd: int, fd: int) -> str:
+    """Give the path that `fd` was opened by, without links."""
+    return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 
 def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
@@ -292,6 +308,17 @@ def umount(procfd: int, fd: int) -> None:
 
 def mount_id(fd: int) -> int:
     """Give the id, as in mountinfo, of the mount that `fd` is on."""
+    return int(_statx(fd).stx_mnt_id)
+
+
+def is_mount_root(fd: int) -> bool:
+    """Tell whether `fd` is where its mount begins; true where the kernel does not tell (5.8)."""
+    found = _statx(fd)
+    tells = found.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT
+    return not tells or bool(found.stx_attributes & STATX_ATTR_MOUNT_ROOT)
+
+
+def _statx(fd: int) -> statx_result:
     result = statx_result()
     _check(
         _libc.syscall(
@@ -304,7 +331,7 @@ def mount_id(fd: int) -> int:
         ),
         f"descriptor {fd}",
     )
-    return int(result.stx_mnt_id)
+    return result
 
 
 def setns(fd: int, nstype: int, path: str) -> None:

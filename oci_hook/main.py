@@ -106,6 +106,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         traces.take_back(options.runtime_dir, state.id)
         # Until this process ends: others of this root meet all that it makes, or nothing.
         place = os.fstat(container.rootfd)
+        home = kernel.path_of(container.procfd, container.rootfd)
         traces.lock(options.runtime_dir, place.st_dev, place.st_ino)
         image = inspect_image(
             container.rootfd,
@@ -161,7 +162,7 @@ def prepare(options: Options, state: State, event: Event) -> str:
         event.phase("plan")
         skipped = [*plan.skipped, *apply_plan(plan, manifest.hold, container, undo)]
         try:
-            traces.remember(options.runtime_dir, state.id, state.pid, bundle.root, undo.traces())
+            traces.remember(options.runtime_dir, state.id, state.pid, home, undo.traces())
             noted = True
         except OSError as e:
             skipped.append(f"traces of this container will stay: {e.strerror}")

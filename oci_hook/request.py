@@ -17,6 +17,7 @@ else:
 
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 CAPABILITIES = ("compat32", "compute", "display", "graphics", "ngx", "utility", "video")
+CLASSES = ("throughput", "latency")
 STRATEGIES = ("auto", "timeslice", "mps", "passthrough")
 ALL_CAPABILITIES = "all"
 DEFAULT_CAPABILITIES = ("compute", "utility")
@@ -38,6 +39,7 @@ class Request(NamedTuple):
     strategy: str = "auto"
     capabilities: tuple[str, ...] = DEFAULT_CAPABILITIES
     optional: bool = False
+    work_class: str = "throughput"
 
 
 def _refuse(name: str, value: str, accepted: str, hint: str) -> AnnotationError:
@@ -120,6 +122,12 @@ def _parse_strategy(name: str, value: str) -> str:
     return value
 
 
+def _parse_class(name: str, value: str) -> str:
+    if value not in CLASSES:
+        raise _refuse(name, value, " or ".join(CLASSES), "leave it out for throughput")
+    return value
+
+
 def _parse_driver(name: str, value: str) -> bool:
     if value not in ("required", "optional"):
         raise _refuse(name, value, "required or optional", "leave it out for required")
@@ -130,6 +138,7 @@ PARSERS = {
     "memory": ("memory", _parse_memory),
     "compute": ("compute", _parse_percent),
     "compute-limit": ("compute_limit", _parse_percent),
+    "class": ("work_class", _parse_class),
     "count": ("gpus", _parse_count),
     "devices": ("devices", _parse_devices),
     "strategy": ("strategy", _parse_strategy),

@@ -21,7 +21,7 @@ from oci_hook.edits import (
     take_reservation,
 )
 from oci_hook.entry import PREFIX
-from oci_hook.errors import DriverError, HookError, UnservedImageError, show
+from oci_hook.errors import AnnotationError, DriverError, HookError, UnservedImageError, show
 from oci_hook.log import Event
 from oci_hook.notation import dump_json
 from oci_hook.request import Request, check_request, parse_annotations
@@ -40,6 +40,7 @@ VARIABLES = {
     "TIDEGATE_COUNT": "count",
     "TIDEGATE_DEVICES": "devices",
     "TIDEGATE_STRATEGY": "strategy",
+    "TIDEGATE_CLASS": "class",
     "TIDEGATE_CAPABILITIES": "capabilities",
     "TIDEGATE_DRIVER": "driver",
 }
@@ -71,6 +72,16 @@ def from_environment(document: dict[str, Any]) -> dict[str, str]:
         if name in VARIABLES:
             asked[PREFIX + VARIABLES[name]] = value
     return asked
+
+
+def name_variables(error: AnnotationError, asked: dict[str, str]) -> AnnotationError:
+    """Give an error of annotations that variables stand for, in the words of the variables."""
+    message = error.message
+    for variable, name in sorted(VARIABLES.items(), key=lambda pair: -len(pair[1])):
+        if PREFIX + name in asked:
+            message = message.replace(f"annotation {PREFIX}{name}", f"variable {variable}")
+            message = message.replace(PREFIX + name, variable)
+    return AnnotationError(message, hint=error.hint)
 
 
 def find_unserved(request: Request, root: str, settings: Settings) -> HookError | None:
@@ -118,13 +129,17 @@ def edit_config(
         return "no-request", None
     ours = {k: v for k, v in annotations.items() if k.startswith(PREFIX)}
     replaces = take_reservation(ours)
-    if settings.environment:
-        ours = from_environment(document) | ours
+    asked = from_environment(document) if settings.environment else {}
+    asked = {k: v for k, v in asked.items() if k not in ours}
+    ours = asked | ours
     if not ours:
         return "no-request", None
     refuse_foreign(document, show(name))
-    request = parse_annotations(ours)
-    check_request(request, ours)
+    try:
+        request = parse_annotations(ours)
+        check_request(request, ours)
+    except AnnotationError as e:
+        raise name_variables(e, asked) from e
     require_reachable(settings.runtime_dir)
     if request.optional:
         # Here, because a node that is written down is in the container, governed or not.

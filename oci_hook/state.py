@@ -241,12 +241,31 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
             f"{show(twice[0])} is given twice in {name}",
             hint="whatever wrote config.json has to write each name once",
         )
+    return document, annotations, _identity(annotations, asks=asks)
+
+
+def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
+    """Give whose container it is.
+
+    Each engine writes its own words over a user's, but not the other engine's, and CRI-O passes
+    all of a pod's annotations on. So words that disagree are a user's: a container that asks for a
+    GPU with them is refused, as it would be booked for another tenant.
+    """
     identity: dict[str, str] = {}
+    origins: dict[str, str] = {}
     for annotation, field in IDENTITY.items():
         value = annotations.get(annotation, "")
-        if value and len(value) <= ID_LIMIT and is_text(value):
-            identity.setdefault(field, value)
-    return document, annotations, identity
+        if not value or len(value) > ID_LIMIT or not is_text(value):
+            continue
+        first = origins.setdefault(field, annotation)
+        if identity.setdefault(field, value) != value and asks:
+            raise AnnotationError(
+                f"annotation {show(first)} is {show(identity[field])}, and {show(annotation)} is"
+                f" {show(value)}",
+                hint="whose container it is has one answer: take the annotation out that the engine"
+                " does not write",
+            )
+    return identity
 
 
 def our_annotations(state: State, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:

@@ -139,10 +139,16 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
 
 
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Trace]) -> None:
-    """Write down what was made for a container, be it nothing; OSError where that cannot be."""
+    """Write down what was made for a container, be it nothing; OSError where that cannot be.
+
+    `root` has no link in it, and is not followed where it has one later: a user with the right to
+    write above it could lead the end elsewhere.
+    """
     if not is_name(ident):
         raise OSError(errno.EINVAL, "its id is not taken for a file's name")
-    place = os.stat(root)
+    rootfd = kernel.open_straight(root)
+    place = os.fstat(rootfd)
+    os.close(rootfd)
     note = Note(root, pid, _began(pid), place.st_dev, place.st_ino, time.monotonic_ns())
     data = dump_json(note).encode() + b"\n" + dump_json(traces).encode()
     if len(data) > STORED_LIMIT:
@@ -280,7 +286,7 @@ def _take_from_root(runtime_dir: str, ident: str, own: Note) -> None:
     for name, note in sorted(shared, key=lambda item: (item[1].made, item[1].began), reverse=True):
         try:
             with suppress(OSError):  # it is gone, and all that was in it
-                rootfd = os.open(note.root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+                rootfd = kernel.open_straight(note.root)
                 here = os.fstat(rootfd)
                 if (here.st_dev, here.st_ino) in running:  # its name leads to another one by now
                     os.close(rootfd)

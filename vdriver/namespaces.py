@@ -240,7 +240,12 @@ def search(sought: Sought, *, seconds: float) -> Found:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.close(reader)
             with os.fdopen(writer, "w", encoding="ascii") as file:
-                _Search(sought, deadline, os.getppid(), file).run()
+                look = _Search(sought, deadline, os.getppid(), file)
+                try:
+                    look.run()
+                except Exception as e:
+                    look.fail(e)
+                    raise
         except BaseException:  # noqa: BLE001 - the parent's handlers and buffers are not ours
             os._exit(1)
         os._exit(0)
@@ -365,6 +370,10 @@ class _Search:
 
     def _at(self, what: str) -> None:
         self._say(at=what)
+
+    def fail(self, error: Exception) -> None:
+        """Say what ended the search."""
+        self._say(faults=[f"the search failed: {error!r}"])
 
     def _tell(self) -> None:
         mounted: dict[str, list[Any]] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from oci_hook.forkserver import N_SPARE
+from oci_hook.forkserver import MOST, N_SPARE
 from tests.container.bundles import HOOK, Runtime
 from tests.container.conftest import FORKSERVER, ForkServer, Node
 from tests.container.nodes import wait_for
@@ -399,6 +401,24 @@ def test_a_server_that_cannot_fork_goes_on(front: Node) -> None:
     for _ in range(3):
         assert ask(front) == interpreted(front)
     server.stop()
+
+
+def test_a_server_has_so_many_children_and_no_more(front: Node, forkserver: ForkServer) -> None:
+    """Each may need 48 MiB, and all together have a limit: further callers execute the script."""
+    front.bundle("true").write()
+    executed_it = False
+    for _ in range(10):  # on a busy machine the first may have ended before the last has come
+        with contextlib.ExitStack() as stack:
+            for _ in range(MOST):
+                client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                stack.enter_context(client).connect(str(forkserver.socket))  # and says nothing
+            executed_it = ask(front) == interpreted(front)
+            assert len(children(forkserver)) <= MOST
+        if executed_it:
+            break
+    assert executed_it
+    wait_for(lambda: len(children(forkserver)) == N_SPARE, "the children to be gone")
+    assert ask(front) == [str(front.program)]
 
 
 def test_a_server_without_descriptors_goes_on(front: Node, forkserver: ForkServer) -> None:

@@ -220,6 +220,39 @@ def test_the_environment_counts_only_where_the_node_says_so(
     assert node.governor.requests[0]["annotations"] == OURS
 
 
+@pytest.mark.parametrize(
+    ("variables", "annotations", "line"),
+    [
+        (["TIDEGATE_MEMORY=8GB"], {}, "tidegate: variable TIDEGATE_MEMORY is '8GB', accepted is"),
+        (
+            ["TIDEGATE_COMPUTE_LIMIT=20"],
+            {"tidegate.gpu/compute": "30", "tidegate.gpu/memory": "8Gi"},
+            "tidegate: variable TIDEGATE_COMPUTE_LIMIT is 20, below tidegate.gpu/compute, which is 30;",
+        ),
+        (
+            ["TIDEGATE_MEMORY=8Gi", "TIDEGATE_CLASS=fast"],
+            {},
+            "tidegate: variable TIDEGATE_CLASS is 'fast', accepted is",
+        ),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_environment_names_the_variable(
+    node: Node,
+    wrapped: Wrapped,
+    dev: Path,
+    *,
+    variables: list[str],
+    annotations: dict[str, str],
+    line: str,
+) -> None:
+    bundle = plain(node, "true", annotations=annotations)
+    bundle.config["process"]["env"] += variables
+    write_settings(wrapped.settings, node, dev, path_of(wrapped.name), "environment allow")
+    ran = wrapped.run(bundle)
+    assert ran.status == 64
+    assert line in ran.stderr
+
+
 def test_nvidia_s_own_injection_is_refused(node: Node, wrapped: Wrapped) -> None:
     """Both would bring a driver, and whose is found would be chance."""
     bundle = plain(node, "true")

@@ -268,7 +268,7 @@ def test_what_is_charged_is_what_the_model_says_and_what_the_gpu_says(node, step
 
 @pytest.mark.slow
 @settings(
-    max_examples=examples(600),
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

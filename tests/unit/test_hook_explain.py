@@ -80,6 +80,7 @@ def test_the_default_is_explained(node: Path, capsys: pytest.CaptureFixture[str]
         "  compute       30 % of each GPU's time, guaranteed",
         "  compute-limit 60 %: idle time is lent up to it",
         "  devices       1, chosen by the governor",
+        "  class         throughput",
         "  strategy      auto",
         "  capabilities  compute, utility",
         "  driver        required",

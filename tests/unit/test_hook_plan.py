@@ -866,6 +866,16 @@ def test_something_else_in_the_driver_s_place_is_refused(tmp_path: Path, kind: s
         inspect(tmp_path)
 
 
+def test_platform_is_each_that_a_loader_may_take_it_for() -> None:
+    """Which one it is, the node's processor says; a container is looked at for all of them."""
+    process = {"env": ["LD_LIBRARY_PATH=/opt/$PLATFORM/lib:/a/${PLATFORM}"]}
+    found = search_path(-1, -1, LIBDIR, {"process": process})
+    assert found == [
+        *(f"opt/{platform}/lib" for platform in ("x86_64", "haswell", "xeon_phi")),
+        *(f"a/{platform}" for platform in ("x86_64", "haswell", "xeon_phi")),
+    ]
+
+
 def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each directory is a walk in the image: its author does not choose how many there are."""
     limit = oci_hook.image.SEARCH_LIMIT

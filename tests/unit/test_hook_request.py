@@ -39,6 +39,8 @@ ACCEPTED: list[tuple[dict[str, str], Request]] = [
     ({"devices": "1,11"}, Request(devices=("1", "11"))),
     ({"devices": f"0,{UUID}"}, Request(devices=("0", UUID))),
     ({"strategy": "auto"}, Request()),
+    ({"class": "throughput"}, Request()),
+    ({"class": "latency"}, Request(work_class="latency")),
     ({"strategy": "passthrough"}, Request(strategy="passthrough")),
     ({"capabilities": "utility,compute"}, Request()),
     ({"capabilities": "video"}, Request(capabilities=("video",))),
@@ -99,6 +101,8 @@ REJECTED: list[dict[str, str]] = [
     {"devices": "0\n"},
     {"devices": "GPU-6d0b7ab0"},
     {"devices": UUID.upper()},
+    {"class": "Latency"},
+    {"class": ""},
     {"strategy": "Auto"},
     {"strategy": ""},
     {"capabilities": "all,compute"},
@@ -192,14 +196,14 @@ def test_every_annotation_of_the_schema_is_in_the_reference() -> None:
             {"memoryy": "8Gi"},
             (
                 "tidegate: annotation tidegate.gpu/memoryy is unknown, accepted below tidegate.gpu/ are memory, compute,"
-                " compute-limit, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?"
+                " compute-limit, class, count, devices, strategy, capabilities, driver; did you mean tidegate.gpu/memory?"
             ),
         ),
         (
             {"zzz": "8Gi"},
             (
                 "tidegate: annotation tidegate.gpu/zzz is unknown, accepted below tidegate.gpu/ are memory, compute,"
-                " compute-limit, count, devices, strategy, capabilities, driver; remove it"
+                " compute-limit, class, count, devices, strategy, capabilities, driver; remove it"
             ),
         ),
         (

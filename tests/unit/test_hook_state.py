@@ -133,6 +133,41 @@ def test_who_the_container_belongs_to_is_taken_from_the_nodes_annotations() -> N
     }
 
 
+CRI_O = {
+    "io.kubernetes.cri-o.Namespace": "mallory",
+    "io.kubernetes.pod.namespace": "mallory",
+    "io.kubernetes.pod.name": "evil",
+    "io.kubernetes.pod.uid": "0e",
+    "io.kubernetes.container.name": "main",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("io.kubernetes.cri.sandbox-namespace", "kube-system"),
+        ("io.kubernetes.cri.sandbox-name", "victim-0"),
+        ("io.kubernetes.cri.sandbox-uid", "0f"),
+        ("io.kubernetes.cri.container-name", "trainer"),
+        ("nerdctl/namespace", "kube-system"),
+    ],
+)
+def test_a_pod_of_cri_o_is_not_taken_for_another_tenants(name: str, value: str) -> None:
+    """CRI-O passes all annotations of a pod on, those that containerd writes among them."""
+
+    def config(**annotations: str) -> bytes:
+        return json.dumps({"root": {"path": "/r"}, "annotations": annotations}).encode()
+
+    asks = {**CRI_O, "tidegate.gpu/memory": "1Gi"}
+    with pytest.raises(AnnotationError, match=f"{name}.*{value}") as caught:
+        parse_config(config(**asks, **{name: value}), "/b")
+    assert "take the annotation out that the engine does not write" in caught.value.hint
+    expected = {"namespace": "mallory", "pod": "evil", "pod_uid": "0e", "container": "main"}
+    assert parse_config(config(**asks), "/b").identity == expected
+    # A container without a GPU is none of ours.
+    parse_config(config(**CRI_O, **{name: value}), "/b")
+
+
 def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> None:
     text = '{"root": {"path": "r"}, "x": 1, "x": 2, "annotations": {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/memory": "2Gi"}}'
     with pytest.raises(AnnotationError, match=r"tidegate.gpu/memory is given twice"):

@@ -149,7 +149,7 @@ def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Pa
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
             first = keep(tmp_path, root)
-            remember(str(tmp_path), "c2", process.pid, str(other), [])
+            remember(str(tmp_path), "c2", process.pid, str(other.resolve()), [])
             take_back(str(tmp_path), "c1")
             assert (root / "run/tidegate").exists()
             assert first.exists()
@@ -159,6 +159,28 @@ def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Pa
     assert not (root / "run/tidegate").exists()
     assert not (root / "usr/bin/nvidia-smi").exists()
     assert not list(first.parent.iterdir())
+
+
+@pytest.mark.parametrize("is_above", [False, True])
+def test_a_root_whose_name_becomes_a_link_loses_nothing(tmp_path: Path, *, is_above: bool) -> None:
+    """Its user may write above it, where the engine has a user's own directory for a root."""
+    own = tmp_path / "users" / "rootfs"
+    for tree in (own, tmp_path / "victim", tmp_path / "victim" / "rootfs"):
+        (tree / "run/tidegate").mkdir(parents=True)
+        (tree / "usr/bin").mkdir(parents=True)
+        (tree / "usr/bin/nvidia-smi").touch()
+    keep(tmp_path, own)
+    name = own.parent if is_above else own
+    name.rename(tmp_path / "moved")
+    name.symlink_to(tmp_path / "victim")
+    take_back(str(tmp_path), "c1")
+    for tree in (tmp_path / "victim", tmp_path / "victim" / "rootfs"):
+        assert (tree / "run/tidegate").exists()
+        assert (tree / "usr/bin/nvidia-smi").exists()
+    assert not list((tmp_path / traces.DIRECTORY).iterdir())
+    # Nor is anything written down of what is behind a link.
+    with pytest.raises(OSError, match="Too many levels"):
+        remember(str(tmp_path), "c2", PID, str(own), [])
 
 
 def test_notes_of_roots_that_are_gone_go(tmp_path: Path, root: Path) -> None:

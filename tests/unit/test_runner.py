@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from mmap import mmap
+from operator import mul
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from governor.arbiter import WHOLE, Runner, load_library
+from governor.arbiter import WAIT_BOUNDS_NS, WHOLE, Runner, load_library
 from governor.config import Config
 from libcontrol import layout, pages
 
@@ -100,7 +101,7 @@ def play(build_dir: Path) -> Iterator[SimpleNamespace]:
 
 
 def test_with_mps_what_ran_beside_is_charged_and_processes_once(play: SimpleNamespace) -> None:
-    for _ in range(3):
+    for _ in range(10):
         (one, charged_one), (two, charged_two) = play.run("mps", (1, 1.05), (2, 1.0))
         assert sum(one.beside) + sum(two.beside) > 0
         assert charged_one < 1.06
@@ -110,6 +111,48 @@ def test_with_mps_what_ran_beside_is_charged_and_processes_once(play: SimpleName
             break
     else:
         pytest.fail(f"{charged_one:.3f} of what it held is charged")
+
+
+def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Path) -> None:
+    """Waits are counted by the governor's clock, each in the count of its length."""
+    runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        runner.watch(ours.fileno())
+
+        def until(said: Callable[[], object]) -> None:
+            end = time.monotonic() + 20
+            while not said():
+                assert time.monotonic() < end
+                theirs.send(b"w")
+                time.sleep(0.0005)
+
+        one = Played(runner, 1, 1.0)
+        runner.set(one.tenant, SHARE, WHOLE)
+        until(
+            lambda: one.look("deadline_ns") == layout.OPEN
+        )  # which nothing ends while it is alone
+        assert sum(runner.waits(one.tenant).counts) >= 1
+        one.say(0, "active_epoch", one.look("epoch"))
+        two = Played(runner, 1, 1.0)
+        until(lambda: one.look("contended"))
+        time.sleep(0.003)
+        one.say(0, "release_ns", time.monotonic_ns())
+        one.say(0, "released_epoch", one.look("epoch"))
+        one.say(0, "want", 0)
+        until(lambda: two.look("deadline_ns"))
+        waits = runner.waits(two.tenant)
+        assert sum(waits.counts) >= 1
+        assert waits.ns > 2_000_000
+        least, most = (0, *WAIT_BOUNDS_NS), (*WAIT_BOUNDS_NS, 2**63)
+        assert sum(map(mul, waits.counts, least)) <= waits.ns <= sum(map(mul, waits.counts, most))
+        # A grant that is open to all is not waited for.
+        runner.open(is_open=True)
+        n = sum(runner.waits(two.tenant).counts)
+        theirs.send(b"w")
+        time.sleep(0.02)
+        assert sum(runner.waits(two.tenant).counts) == n
+    runner.close()
 
 
 def test_with_contexts_of_their_own_nothing_runs_beside(play: SimpleNamespace) -> None:

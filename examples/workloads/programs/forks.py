@@ -137,6 +137,13 @@ def time_return(program: Program, cuda: Cuda, ending: str) -> None:
     program.note(f"ms until the memory of a child that is {ending} is back", round(taken, 1))
 
 
+def is_steady(cuda: Cuda) -> bool:
+    """Return whether as much is free as 0.3 s ago."""
+    before = cuda.memory()[0]
+    time.sleep(0.3)
+    return cuda.memory()[0] == before
+
+
 def body(program: Program) -> None:
     wanted = {"sum": 7 * 1024, "burns": BURNS}
     answers = {"forked before cuInit": in_a_fork(use_gpu)}
@@ -149,6 +156,8 @@ def body(program: Program) -> None:
         program.check(f"a child {how} uses the GPU", answer == wanted, answer)
     # The driver lets a forked child do nothing after its parent's cuInit, and says so.
     program.value("a child forked after cuInit", str(in_a_fork(lambda: cuda.memory()[1] > 0)))
+    # What the children above had comes back some time after their end.
+    wait_until(lambda: is_steady(cuda), 10)
     used = cuda.memory()[1] - cuda.memory()[0]
     program.check("a child that does nothing ends", in_a_fork(lambda: 1) == 1)
     after = cuda.memory()[1] - cuda.memory()[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Self
@@ -64,6 +64,21 @@ class Stats(ctypes.Structure):
         ("handover_ns", ctypes.c_uint64),
         ("since_ns", ctypes.c_uint64),
         ("open", ctypes.c_uint64),
+    )
+
+
+WAIT_LEAST_NS = 250_000
+N_WAITS = 14
+WAIT_BOUNDS_NS = tuple(WAIT_LEAST_NS << i for i in range(N_WAITS - 1))
+"""The longest wait that each count has but the last, which has all longer ones."""
+
+
+class Waits(ctypes.Structure):
+    """struct runner_waits of one container: its grants by how long it waited for them."""
+
+    _fields_ = (
+        ("counts", ctypes.c_uint64 * N_WAITS),
+        ("ns", ctypes.c_uint64),
     )
 
 
@@ -145,12 +160,14 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
         "runner_add": (i32, (pointer, u32, u32, pointer, u32, pointer)),
         "runner_set": (None, (pointer, i32, u32, u32)),
         "runner_remove": (None, (pointer, i32)),
+        "runner_open": (None, (pointer, ctypes.c_bool)),
         "runner_watch": (
             ctypes.c_int,
             (pointer, ctypes.c_int, ctypes.POINTER(pointer), u32),
         ),
         "runner_due": (ctypes.c_bool, (pointer,)),
         "runner_stats": (None, (pointer, i32, ctypes.POINTER(Stats))),
+        "runner_waits": (None, (pointer, i32, ctypes.POINTER(Waits))),
     }
     for name, (result, arguments) in prototypes.items():
         function = getattr(library, name)
@@ -188,7 +205,7 @@ class Arbiter:
         """Tell the number of a grant of an arbiter before this one: those to come are beyond it."""
         self._library.arbiter_begin(self._self, epoch)
 
-    def set(self, tenant: int, guarantee: int, limit: int) -> None:
+    def set(self, tenant: int, guarantee: int, limit: int, *, latency: bool = False) -> None:  # noqa: ARG002
         """Change a tenant's shares."""
         self._library.arbiter_set(self._self, tenant, guarantee, limit)
 
@@ -354,7 +371,16 @@ class Runner:
             self._self = None
             self._pages.clear()
 
-    def add(self, guarantee: int, limit: int, grant: mmap, device: int, ledger: mmap) -> int:
+    def add(
+        self,
+        guarantee: int,
+        limit: int,
+        grant: mmap,
+        device: int,
+        ledger: mmap,
+        *,
+        latency: bool = False,  # noqa: ARG002
+    ) -> int:
         """Share the GPU with a container whose pages these are; `device` is its index in them."""
         views = (ctypes.c_char.from_buffer(grant), ctypes.c_char.from_buffer(ledger))
         tenant = int(
@@ -372,7 +398,7 @@ class Runner:
         self._pages[tenant] = views
         return tenant
 
-    def set(self, tenant: int, guarantee: int, limit: int) -> None:
+    def set(self, tenant: int, guarantee: int, limit: int, *, latency: bool = False) -> None:  # noqa: ARG002
         """Change a container's shares."""
         self._library.runner_set(self._self, tenant, guarantee, limit)
 
@@ -381,6 +407,26 @@ class Runner:
         if self._self:
             self._library.runner_remove(self._self, tenant)
         self._pages.pop(tenant, None)
+
+    not_steered = ""
+    """Why grants divide the time where the node wants the GPU's own scheduler to."""
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether the GPU's own scheduler divides its time; here grants do."""
+        return False
+
+    def enter(
+        self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
+    ) -> None:
+        """Hear of a container's process, and how many contexts it says that it has."""
+
+    def leave(self, tenant: int, slot: int) -> None:
+        """Hear that a container's process has ended."""
+
+    def open(self, *, is_open: bool) -> None:
+        """Let all containers start work at any time, or grant it to them in turn."""
+        self._library.runner_open(self._self, is_open)
 
     def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
         """Wake, and wake the threads of the process's other GPUs, when it writes to its socket.
@@ -406,3 +452,9 @@ class Runner:
         stats = Stats()
         self._library.runner_stats(self._self, tenant, ctypes.byref(stats))
         return stats
+
+    def waits(self, tenant: int) -> Waits:
+        """Return how long a container waited for its grants."""
+        waits = Waits()
+        self._library.runner_waits(self._self, tenant, ctypes.byref(waits))
+        return waits

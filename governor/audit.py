@@ -2,9 +2,10 @@
 
 Three things are violations (governor/violations.py says when): more memory than the quota, a
 process that computes without having registered, and work without a grant. What is done is the
-node's `on_violation`: say so; freeze the container for a time that doubles while it goes on; or
-kill its first process. A container that is frozen is thawed in time whatever becomes of NVML, when
-the governor stops and, after one that died, when the next one starts.
+node's `on_violation`: say so; have the GPU's own scheduler hold the process to the container's
+quota; freeze the container for a time that doubles while it goes on; or kill its first process. A
+container that is frozen is thawed in time whatever becomes of NVML, when the governor stops and,
+after one that died, when the next one starts.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ class _Watched:
     timer: asyncio.TimerHandle | None = None
     excused: str = ""
     """Why it could not be frozen, as it was said last."""
+    limited: dict[int, bool] = field(default_factory=dict)
+    """GPUs on which processes without a registration are to be held to its quota: are they?"""
 
     @property
     def accused(self) -> bool:
@@ -169,6 +172,8 @@ class Auditor:
             )
             for episode, began in watched.devices[device.uuid].judge.look(facts):
                 self._tell(watched, i, episode, began=began)
+            strangers = [pid for pid, one in own.items() if pid not in known and one.computes]
+            self._limit(watched, i, frozenset(strangers))
             self._act(watched)
 
     def _keep_up(self) -> None:
@@ -277,6 +282,25 @@ class Auditor:
             kind=episode.kind,
             pid=container.pid,
         )
+
+    def _limit(self, watched: _Watched, i: int, pids: frozenset[int]) -> None:
+        """Hold processes that have not registered to their container's quota, or no more."""
+        container = watched.container
+        wanted = pids if self._policy == "limit" else frozenset()
+        if not wanted and i not in watched.limited:
+            return
+        is_held = container.hold(i, wanted, lambda pid: _find_owner(pid, [watched]) is container)
+        if wanted and not is_held and watched.limited.get(i, True):
+            log.warning(
+                "violation-limit-failed",
+                container=container.identifier,
+                error=f"grants divide the time of GPU {container.devices[i].index}",
+                hint="set scheduling: hardware, or another on_violation",
+            )
+        if wanted:
+            watched.limited[i] = is_held
+        else:
+            del watched.limited[i]
 
     def _act(self, watched: _Watched) -> None:
         """Freeze who is accused, and again if he still is when he has been looked at."""

@@ -113,7 +113,7 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
             else config.defaults.compute_limit
         )
         compute = min(config.defaults.compute, limit)
-    return Quota(memory, compute, limit)
+    return Quota(memory, compute, limit, request.work_class)
 
 
 class Books:

@@ -21,17 +21,22 @@ VERSION = "0.5.0"
 HOOK = "/usr/bin/tidegate-hook"
 
 
+SIMULATED = "/dev/tidegate-simgpu"
+"""Where a container has the directory of simulated GPUs."""
+
+
 def make_spec(
     devices: Sequence[Device],
     *,
     hook: str = HOOK,
     arguments: Sequence[str] = (),
     dev_dir: str = "/dev",
+    simulated: str | None = None,
 ) -> dict[str, Any]:
     """Return the specification of these GPUs, as the CDI specification says.
 
-    A GPU without a device node, which is a simulated one, has none in it. DeviceError for a node
-    that the host does not have.
+    A GPU without a device node, which is a simulated one, has none in it; the directory `simulated`
+    is mounted in its place. DeviceError for a node that the host does not have.
     """
     minors = tuple(device.minor for device in devices if device.minor is not None)
     found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
@@ -50,6 +55,9 @@ def make_spec(
     }
     if control:
         edits["deviceNodes"] = control
+    if simulated is not None:
+        options = ["rbind", "rw"]
+        edits["mounts"] = [{"hostPath": simulated, "containerPath": SIMULATED, "options": options}]
     return {
         "cdiVersion": VERSION,
         "kind": KIND,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from governor.errors import RefusedError, RequestError
-from governor.quota import MIB, Quota
+from governor.quota import LATENCY, MIB, THROUGHPUT, Quota
 from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"
@@ -74,6 +74,7 @@ class Claim:
                     "compute": share.quota.compute,
                     "compute_limit": share.quota.compute_limit,
                     "strategy": share.strategy,
+                    **({"class": LATENCY} if share.quota.is_latency else {}),
                 }
                 for share in self.shares
             ],
@@ -93,7 +94,12 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
         Share(
             one["name"],
             one["device"],
-            Quota(one["memory"], one["compute"], one.get("compute_limit", one["compute"])),
+            Quota(
+                one["memory"],
+                one["compute"],
+                one.get("compute_limit", one["compute"]),
+                one.get("class", THROUGHPUT),
+            ),
             one.get("strategy", "auto"),
         )
         for one in document["shares"]
@@ -122,15 +128,18 @@ def check_claim(claim: Claim) -> None:
 def merge(shares: Sequence[tuple[Claim, Share]]) -> dict[str, Quota]:
     """Return the quota on each GPU, by its UUID, of a container that has these shares.
 
-    Several of one GPU are added up. RefusedError where the GPUs' are not equal.
+    Several of one GPU are added up, and are of class latency if each is. RefusedError where the
+    GPUs' are not equal.
     """
     quotas: dict[str, Quota] = {}
     for _, share in shares:
-        before = quotas.get(share.device, Quota(0, 0, 0))
+        before = quotas.get(share.device, Quota(0, 0, 0, share.quota.work_class))
+        is_latency = before.is_latency and share.quota.is_latency
         quotas[share.device] = Quota(
             before.memory + share.quota.memory,
             before.compute + share.quota.compute,
             min(100, before.compute_limit + share.quota.compute_limit),
+            LATENCY if is_latency else THROUGHPUT,
         )
     if len(quotas) > N_DEVICES:
         raise RefusedError(
@@ -159,7 +168,8 @@ def _name(shares: Iterable[tuple[Claim, Share]]) -> str:
 def words(quota: Quota) -> str:
     """Return a quota for people."""
     limit = "" if quota.compute_limit == quota.compute else f" (at most {quota.compute_limit} %)"
-    return f"{quota.memory // MIB} MiB and {quota.compute} %{limit}"
+    at_once = ", class latency" if quota.is_latency else ""
+    return f"{quota.memory // MIB} MiB and {quota.compute} %{limit}{at_once}"
 
 
 Use = tuple[str, str]

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 from governor import VERSION
 from governor.errors import one_line
+from governor.options import Parser
 
 VERBS = (
     *(
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     # The verb stands first, so its module alone is imported: `ps` does not wait for pyelftools.
     verbs = (args[0],) if args and args[0] in VERBS else VERBS
-    options = parser(verbs).parse_args(args)
+    options = parser(verbs).parse_verb(args)
     try:
         status = load(options.verb).run(options)
         sys.stdout.flush()
@@ -66,6 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `tidegate ps | head`: the reader has left, and flushing at exit would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except PermissionError as e:
+        if not os.geteuid():
+            raise
+        what = f"{e.filename}: {e.strerror}" if e.filename else str(e)
+        sys.stderr.write(f"tidegate: {one_line(what)}; run it as root\n")
+        return os.EX_NOPERM
     except Exception as e:
         known = _as_line(e)
         if known is None:
@@ -75,11 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
+def parser(verbs: Sequence[str] = VERBS) -> Parser:
     """Return the parser of these verbs; of all of them for --help, the man page and completion."""
-    top = argparse.ArgumentParser(
-        prog="tidegate", description="Shares a GPU among containers by quota."
-    )
+    top = Parser(prog="tidegate", description="Shares a GPU among containers by quota.")
     top.add_argument("--version", action="version", version=f"tidegate {VERSION}")
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name in verbs:

@@ -24,13 +24,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from governor.arbiter import NOBODY, WHOLE, Runner, Stats
+from governor.arbiter import NOBODY, WHOLE, Runner, Stats, Waits
 from governor.cgroups import Membership, find_membership, read_cgroups
 from governor.claims import Claim, Share, Use, uses_key
 from governor.config import Config
@@ -265,6 +266,7 @@ class Container:
         self._state = state or State()
         self._mps = mps
         self._runners = [runners[device.uuid] for device in devices]
+        self._held: dict[int, dict[int, int]] = {}  # by GPU: pidfds of processes without a slot
         self._tenants: list[int] = []
         self._gang = NOBODY
         self._processes: dict[int, Process] = {}  # by slot
@@ -316,7 +318,10 @@ class Container:
                 self._take_over(remains, config)
             shares = (quota.compute * WHOLE // 100, quota.compute_limit * WHOLE // 100)
             for i, runner in enumerate(self._runners):
-                self._tenants.append(runner.add(*shares, self.grant, i, self.ledger))
+                tenant = runner.add(*shares, self.grant, i, self.ledger, latency=quota.is_latency)
+                self._tenants.append(tenant)
+            for slot in self._processes:  # of one that runs already
+                self._tell_runners(slot)
             together = self._runners[0].together if self._runners else None
             if together is not None and len(self._tenants) > 1:
                 self._gang = together.add(self._runners, self._tenants)
@@ -604,6 +609,18 @@ class Container:
             pages.write(self.ledger, 0, "ledger_header", "n_slots", slot + 1)
         self._processes[slot] = process
         self._loop.add_reader(process.pidfd, self._end_process, slot)
+        self._tell_runners(slot)
+
+    def _tell_runners(self, slot: int) -> None:
+        """Tell each GPU's scheduler of a process, which has a context there sooner or later."""
+        process = self._processes[slot]
+        for device, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=False)):
+            contexts = partial(self._contexts, layout.ledger_device(slot, device))
+            runner.enter(tenant, slot, process.pid, process.pidfd, contexts)
+
+    def _contexts(self, base: int) -> int:
+        """Return how many contexts a process says that it has; it may say anything."""
+        return pages.read(self.ledger, base, "ledger_device", "contexts")
 
     def _answer(self, process: Process, own: socket.socket) -> None:
         self._runners[0].watch(own.fileno(), self._runners[1:])
@@ -611,6 +628,8 @@ class Container:
 
     def _forget_process(self, slot: int) -> Process:
         process = self._processes.pop(slot)
+        for runner, tenant in zip(self._runners, self._tenants, strict=False):
+            runner.leave(tenant, slot)
         self._loop.remove_reader(process.pidfd)
         os.close(process.pidfd)
         self._counters.process_ended(self.ledger, slot)
@@ -628,6 +647,44 @@ class Container:
             self._publish_memory(device)
         self._publish_usage()
         log.info("process-ended", container=self.identifier, pid=process.pid, slot=slot)
+
+    def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
+        """Have the GPU's scheduler hold these processes to the quota, and no others of this kind.
+
+        They are the container's and have not registered; `owns` tells that of a number. Returns
+        whether its scheduler is steered: nothing else could hold them.
+        """
+        runner, tenant = self._runners[device], self._tenants[device]
+        if not runner.is_steered:
+            return False
+        held = self._held.setdefault(device, {})
+        for pid in held.keys() - pids:
+            self._let_go(device, pid)
+        for pid in pids - held.keys():
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            # From here on the number is nobody else's as long as the process lives.
+            if not owns(pid):
+                os.close(pidfd)
+                continue
+            # Slots count from 0, and an unregistered process has none; it has a context.
+            try:
+                runner.enter(tenant, -pid, pid, pidfd, lambda: 1)
+            except OSError:  # no descriptor is left: at the next look
+                os.close(pidfd)
+                continue
+            held[pid] = pidfd
+            self._loop.add_reader(pidfd, self._let_go, device, pid)
+            log.info("process-held", container=self.identifier, pid=pid)
+        return True
+
+    def _let_go(self, device: int, pid: int) -> None:
+        pidfd = self._held[device].pop(pid)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        self._runners[device].leave(self._tenants[device], -pid)
 
     @property
     def strategy(self) -> str:
@@ -717,7 +774,8 @@ class Container:
         self, device: int, now_ns: int, charges: Mapping[Process, Charge], look: Look | None
     ) -> None:
         sampled = None
-        if self.is_open(device) and look is not None:
+        is_alone = self.is_open(device) and not self._runners[device].is_steered
+        if is_alone and look is not None:
             by_pid = sampled_percent(look.samples, self.pids())
             sampled = {process: by_pid.get(process.pid, 0) for process in charges}
         self._rate(device)
@@ -844,6 +902,10 @@ class Container:
         """Return what the arbiter says of GPU `device`."""
         return self._runners[device].stats(self._tenants[device])
 
+    def waits(self, device: int) -> Waits:
+        """Return how long it waited for its grants of GPU `device`."""
+        return self._runners[device].waits(self._tenants[device])
+
     def set_quota(self, quota: Quota) -> None:
         """Hold the container to another quota from now on, on each of its GPUs."""
         self.quota = quota
@@ -855,9 +917,10 @@ class Container:
                 ("memory_limit", quota.memory),
                 ("compute", shares[0]),
                 ("compute_limit", shares[1]),
+                ("work_class", int(quota.is_latency)),
             ):
                 pages.write(self.grant, base, "grant_device", name, value)
-            runner.set(tenant, *shares)
+            runner.set(tenant, *shares, latency=quota.is_latency)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts.
@@ -866,7 +929,7 @@ class Container:
         """
         devices = []
         for i, device in enumerate(self.devices):
-            stats = self._runners[i].stats(self._tenants[i])
+            stats, waits = self.stats(i), self.waits(i)
             counters = {
                 name: pages.device_sum(self.ledger, name, i)
                 for name in (
@@ -899,6 +962,8 @@ class Container:
                     "lent_ns": int(stats.lent_ns),
                     "held_ns": int(stats.held_ns),
                     "overdue": int(stats.overdue),
+                    "grant_waits": list(waits.counts),
+                    "grant_wait_ns": int(waits.ns),
                     **counters,
                 }
             )
@@ -916,6 +981,7 @@ class Container:
             "together": len(self.members),
             "compute": self.quota.compute,
             "compute_limit": self.quota.compute_limit,
+            "class": self.quota.work_class,
             "strategy": self.strategy,
             "mps": None if self._mps is None else self._mps.describe(),
             "lookups": lookups,
@@ -983,6 +1049,9 @@ class Container:
             self._gang = NOBODY
         if self._mps is not None:
             self._mps.unlink(self.directory)
+        for device, held in self._held.items():
+            for pid in list(held):
+                self._let_go(device, pid)
         for runner, tenant in zip(self._runners, self._tenants, strict=False):
             runner.remove(tenant)
         self._tenants = []

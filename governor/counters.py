@@ -8,13 +8,15 @@ be nonsense, and go back; here they are bounded, and the highest stands.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from mmap import mmap
 from typing import Protocol
 
-from governor.arbiter import Stats
+from governor.arbiter import WAIT_BOUNDS_NS, Stats
 from governor.violations import Episode
 from libcontrol import layout, pages
 
@@ -57,6 +59,18 @@ def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
         grants=int(stats.grants),
         overdue=int(stats.overdue),
     )
+
+
+def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
+    """Return the bound that this part of a container's waits for grants keep, in milliseconds.
+
+    `waits` are counts as Runner.waits() has them. None: there are none; inf: it is beyond the
+    longest bound.
+    """
+    whole = sum(waits)
+    bounds = (*(ns / 1e6 for ns in WAIT_BOUNDS_NS), math.inf)
+    counted = zip(bounds, itertools.accumulate(waits), strict=True)
+    return next((bound for bound, n in counted if n >= part * whole), None) if whole else None
 
 
 class Counters:

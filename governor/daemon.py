@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -27,9 +29,12 @@ from governor.audit import Auditor
 from governor.books import Books
 from governor.config import Config, Loaded, load_config
 from governor.errors import GovernorError, TidegateError
+from governor.hardware.driver import DriverCallError
+from governor.hardware.runner import HardwareRunner, open_hardware
 from governor.history import History
 from governor.httpd import Offer
 from governor.mps import Mps, find_tools
+from governor.options import Parser
 from governor.quota import Device
 from governor.reconcile import reconcile
 from governor.recover import CONTAINERS
@@ -53,10 +58,11 @@ SIMULATED = ("SIMGPU_DIR", Path("/dev/tidegate-simgpu"))
 """Where the simulated driver finds its GPUs: what a variable names, or a directory."""
 
 
-def require_simulated(driver_dir: str) -> None:
-    """Refuse a mirror of the simulated GPU's driver where this process does not say where that is.
+def require_simulated(driver_dir: str) -> str | None:
+    """Return the directory of simulated GPUs where the mirror is of their driver, else None.
 
-    NVML alone would ask for a kernel module, of which there is none.
+    It is refused where this process does not say where they are: NVML alone would ask for a kernel
+    module, of which there is none.
     """
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
@@ -67,6 +73,15 @@ def require_simulated(driver_dir: str) -> None:
             " set",
             hint=f"set {variable} to the directory that `python -m simgpu create` made",
         )
+    if manifest.kind != "simulated":
+        return None
+    named = Path(os.environ.get(variable) or directory)
+    if not any(named.glob("gpu[0-9]*")):
+        raise GovernorError(
+            f"{named} has no simulated GPU",
+            hint=f"set {variable} to the directory that `python -m simgpu create` made",
+        )
+    return str(named.absolute())
 
 
 def original_nvml(driver_dir: str) -> Path:
@@ -126,16 +141,52 @@ def _notify(state: str) -> None:
         s.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
+LOCK = "governor.lock"
+"""In the runtime directory, mode 0600. The directory itself can be opened, and so locked, by any
+user of the host, which would keep every governor from starting."""
+SOCKET = "governor.sock"
+
+
+def _open_lock(directory: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        fd = os.open(directory / LOCK, flags, 0o600)
+        os.fchmod(fd, 0o600)  # whatever made it
+    except OSError as e:
+        raise GovernorError(
+            f"{directory / LOCK}: {e.strerror}", hint="run as root; a link there is removed by hand"
+        ) from e
+    return fd
+
+
+def _take_lock(lock: int, directory: Path) -> None:
+    """Take the place in a directory; BlockingIOError where a governor runs there.
+
+    One that answers has the place without the lock, too: older ones locked the directory.
+    """
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(directory / SOCKET))
+        except BlockingIOError:
+            pass  # its queue is full, so it is listened to
+        except OSError:
+            return
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    raise BlockingIOError
+
+
 async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
     """Wait for another governor in `directory` to end; return a descriptor that `listening` takes.
 
     None where `stop` came first.
     """
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    lock = _open_lock(directory)
     said = False
     while not stop.is_set():
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take_lock(lock, directory)
         except BlockingIOError:
             if not said:
                 log.info("waits-for-another-governor", runtime_dir=str(directory))
@@ -152,16 +203,16 @@ async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
 def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
     """Listen at `path`; refuse to take the place of a governor that runs there.
 
-    Its directory is locked, because two that start at once would each find no other one that
-    answers, and one whose socket was removed does not answer. `lock` is a descriptor of the
-    directory that is locked already; it is closed at the end.
+    A file beside it is locked, because two that start at once would each find no other one that
+    answers, and one whose socket was removed does not answer. `lock` is a descriptor of that file
+    which is locked already; it is closed at the end.
     """
     with contextlib.ExitStack() as stack:
         if lock is None:
-            lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            lock = _open_lock(path.parent)
             stack.callback(os.close, lock)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take_lock(lock, path.parent)
             except BlockingIOError as e:
                 raise GovernorError(
                     f"another governor runs in {path.parent}",
@@ -248,7 +299,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
     require_simulated(config.driver_dir)
     with (
         Nvml(original_nvml(config.driver_dir)) as nvml,
-        listening(runtime / "governor.sock", lock) as listener,
+        listening(runtime / SOCKET, lock) as listener,
         contextlib.closing(Offer(lambda: metrics.listening(config))) as scraped,
         contextlib.closing(Offer(lambda: web.listening(config))) as shown,
         contextlib.ExitStack() as stack,
@@ -260,8 +311,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         stack.callback(together.close)
         runners: dict[str, Runner] = {}
         for device in devices:
-            strategy = config.strategy_of(device.index, device.uuid)
-            runners[device.uuid] = Runner(library, config, strategy, together)
+            runners[device.uuid] = _make_runner(library, config, nvml, device, together=together)
             stack.callback(runners[device.uuid].close)
         topology = nvml.topology([device.uuid for device in devices])
         state = State(Path(config.state_dir) / NAME)
@@ -323,7 +373,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of its command line."""
-    made = argparse.ArgumentParser(prog="tidegate-governor", description=SUMMARY + ".")
+    made = Parser(prog="tidegate-governor", description=SUMMARY + ".")
     made.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
     )
@@ -343,6 +393,41 @@ def load_overridden(args: argparse.Namespace) -> Loaded:
     loaded = load_config(args.config)
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}
     return replace(loaded, config=replace(loaded.config, **given))
+
+
+def _make_runner(
+    library: ctypes.CDLL,
+    config: Config,
+    nvml: Nvml,
+    device: Device,
+    *,
+    together: Runners,
+) -> Runner:
+    """Return what divides a GPU's time: its own scheduler where the node wants that and it can."""
+    strategy = config.strategy_of(device.index, device.uuid)
+    why = ""
+    if config.scheduling == "hardware" and strategy != "timeslice":
+        why = f"it is shared by {strategy}"
+    elif config.scheduling == "hardware":
+        try:
+            hardware = open_hardware(nvml, device.uuid)
+            runner = HardwareRunner(
+                library,
+                config,
+                hardware,
+                gpu=device.index,
+                busy=partial(nvml.busy, device.uuid),
+            )
+        except (OSError, DriverCallError) as e:
+            hint = "grants divide its time, as with `scheduling: gate`"
+            why = str(e)
+            log.warning("gpu-not-steered", gpu=device.index, error=why, hint=hint)
+        else:
+            log.info("gpu-steered", gpu=device.index, uuid=device.uuid)
+            return runner
+    gate = Runner(library, config, strategy, together)
+    gate.not_steered = why
+    return gate
 
 
 def main(argv: list[str] | None = None) -> int:

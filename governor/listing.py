@@ -15,6 +15,7 @@ from governor.client import ask
 from governor.config import Config
 from governor.errors import RequestError
 from governor.names import Name, find_name
+from governor.quota import THROUGHPUT
 
 MIB = 1 << 20
 SHORT = 12
@@ -22,10 +23,10 @@ SHORT = 12
 
 HEAD = (
     *("CONTAINER", "NAME", "POD", "CLAIM", "GPU"),
-    *("MEMORY USED/LIMIT", "COMPUTE NOW/GUARANTEED/LIMIT", "WAITING", "STRATEGY", "STATE"),
+    *("MEMORY USED/LIMIT", "COMPUTE NOW/GUARANTEED/LIMIT", "WAITING", "CLASS", "STRATEGY", "STATE"),
 )
-ID, NAME, POD, CLAIM, STRATEGY = 0, 1, 2, 3, 8
-OPTIONAL = (NAME, POD, CLAIM)
+ID, NAME, POD, CLAIM, CLASS, STRATEGY = 0, 1, 2, 3, 8, 9
+OPTIONAL = (NAME, POD, CLAIM, CLASS)
 """Columns that are left out where nobody has anything in them."""
 
 
@@ -158,6 +159,7 @@ def _rows(container: dict[str, Any], short: str) -> list[tuple[str, ...]]:
             f"{_mebibytes(device['memory_used'])}/{_mebibytes(device['memory_limit'])} MiB",
             f"{percent(device['delivered'])}/{shares}",
             waiting(device),
+            "" if container.get("class") == THROUGHPUT else str(container.get("class", "")),
             str(container["strategy"]),
             state(container, device["uuid"]),
         )

@@ -7,6 +7,7 @@ the same numbers, so whoever asks all the time costs the governor little.
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,11 +17,17 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.registry import Collector
 
 from governor import VERSION, httpd
+from governor.arbiter import WAIT_BOUNDS_NS, Waits
 from governor.claims import Claim
 from governor.config import Config
 from governor.container import Container
@@ -48,8 +55,15 @@ class Described:
 
     @property
     def shown(self) -> str:
-        """The name of its samples."""
+        """The name that a question has."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The names of its samples as they are served."""
+        if self.kind == "histogram":
+            return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
+        return (self.shown,)
 
 
 def _gauge(name: str, labels: tuple[str, ...], doc: str) -> Described:
@@ -58,6 +72,10 @@ def _gauge(name: str, labels: tuple[str, ...], doc: str) -> Described:
 
 def _counter(name: str, labels: tuple[str, ...], doc: str) -> Described:
     return Described(f"tidegate_{name}", "counter", labels, doc)
+
+
+def _histogram(name: str, labels: tuple[str, ...], doc: str) -> Described:
+    return Described(f"tidegate_{name}", "histogram", labels, doc)
 
 
 NODE_METRICS = (
@@ -75,6 +93,7 @@ GPU_METRICS = (
     _gauge("gpu_memory_bytes", GPU, "Memory of the GPU"),
     _gauge("gpu_memory_grantable_bytes", GPU, "Memory that is left to grant"),
     _gauge("gpu_time_grantable_ratio", GPU, "Part of the GPU's time that is left to guarantee"),
+    _gauge("gpu_steered", GPU, "1 while its own scheduler divides its time, 0 while grants do"),
     _gauge("gpu_lost", GPU, "1 while the GPU does not answer and nothing of it is granted"),
     _counter("gpu_held_seconds", GPU, "Time for which containers held the GPU"),
     _counter("gpu_charged_seconds", GPU, "GPU time that was delivered to them and charged"),
@@ -105,6 +124,7 @@ CONTAINER_METRICS = (
     _gauge("container_frozen", ("container", *WHOSE), "1 while it is frozen for a violation"),
     _gauge("container_compute_guarantee_ratio", CONTAINER, "Guaranteed part of the GPU's time"),
     _gauge("container_compute_limit_ratio", CONTAINER, "Part of the GPU's time that is the cap"),
+    _gauge("container_latency", CONTAINER, "1 where its class is latency"),
     _counter("container_held_seconds", CONTAINER, "Time for which it held the GPU"),
     _counter("container_charged_seconds", CONTAINER, "GPU time that was delivered and charged"),
     _counter(
@@ -118,6 +138,11 @@ CONTAINER_METRICS = (
         "Time that was held and not delivered, of grants that are settled",
     ),
     _counter("container_grants", CONTAINER, "Grants of GPU time"),
+    _histogram(
+        "container_grant_wait_seconds",
+        CONTAINER,
+        "Waits for grants, from when the governor sees that it wants the GPU",
+    ),
     _counter("container_grants_overdue", CONTAINER, "Grants that had to be taken from it"),
     _counter("container_launches", CONTAINER, "Calls that started work, by its own count"),
     _counter("container_waits", CONTAINER, "Of those, calls that had to wait for GPU time"),
@@ -150,6 +175,13 @@ CODES = ("annotation", "refused", "request")
 """Codes of refusals that are there from the start, so that the first one shows as an increase."""
 
 
+_FAMILIES = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
 class _Families:
     """The families of one scrape, in the order of the description."""
 
@@ -157,7 +189,7 @@ class _Families:
         self._known = {metric.name: metric for metric in METRICS}
         self._made: dict[str, Metric] = {}
         for metric in METRICS:
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            kind: Any = _FAMILIES[metric.kind]
             self._made[metric.name] = kind(metric.name, metric.doc, labels=metric.labels)
 
     def add(self, labels: Sequence[str], **values: float) -> None:
@@ -165,6 +197,13 @@ class _Families:
         for name, value in values.items():
             family: Any = self._made[f"tidegate_{name}"]
             family.add_metric(labels[: len(self._known[family.name].labels)], value)
+
+    def add_waits(self, labels: Sequence[str], waits: Waits) -> None:
+        """Add the histogram of a container's waits for its grants."""
+        bounds = [*(f"{ns * S:g}" for ns in WAIT_BOUNDS_NS), "+Inf"]
+        buckets = list(zip(bounds, itertools.accumulate(waits.counts), strict=True))
+        family: Any = self._made["tidegate_container_grant_wait_seconds"]
+        family.add_metric(labels, buckets, waits.ns * S)
 
     def all(self) -> list[Metric]:
         """Return them."""
@@ -221,6 +260,7 @@ def _add_gpus(families: _Families, server: Server, times: Mapping[str, GpuTime])
             gpu_memory_bytes=device.memory,
             gpu_memory_grantable_bytes=0 if lost else room["memory_left"],
             gpu_time_grantable_ratio=0 if lost else room["compute_left"] / 100,
+            gpu_steered=server.scheduling(device.uuid)["scheduling"] == "hardware",
             gpu_lost=lost,
             gpu_looks=looks.made,
             gpu_looks_failed=looks.failed,
@@ -269,6 +309,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
             labels,
             container_compute_guarantee_ratio=quota.compute / 100,
             container_compute_limit_ratio=quota.compute_limit / 100,
+            container_latency=quota.is_latency,
             container_held_seconds=time_of.held_ns * S,
             container_charged_seconds=time_of.charged_ns * S,
             container_lent_seconds=time_of.lent_ns * S,
@@ -286,6 +327,7 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
             container_memory_seen_bytes=findings.seen[i],
             container_memory_peak_bytes=memory.peak,
         )
+        families.add_waits(labels, container.waits(i))
         for kind in KINDS:
             families.add(
                 (*labels, kind),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 MIB = 1 << 20
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -20,13 +21,32 @@ def show_memory(amount: int) -> str:
     return f"{amount * 10 // size / 10:.1f} {unit}B"
 
 
+THROUGHPUT, LATENCY = CLASSES = ("throughput", "latency")
+"""Of work: that which shall get done, and that which shall be done at once."""
+
+
 @dataclass(frozen=True)
 class Quota:
-    """What one container may use of each of its GPUs: bytes, percent."""
+    """What one container may use of each of its GPUs: bytes, percent; and the class of its work."""
 
     memory: int
     compute: int
     compute_limit: int
+    work_class: str = THROUGHPUT
+
+    @property
+    def is_latency(self) -> bool:
+        """Whether it may use its guarantee at any instant."""
+        return self.work_class == LATENCY
+
+    def describe(self) -> dict[str, Any]:
+        """Return it as answers and the log have it."""
+        return {
+            "memory": self.memory,
+            "compute": self.compute,
+            "compute_limit": self.compute_limit,
+            "class": self.work_class,
+        }
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from governor.arbiter import WHOLE
 from governor.config import Config
 from governor.processes import FileIdentity, Identity, mapped, start_time
-from governor.quota import Device, Quota
+from governor.quota import LATENCY, THROUGHPUT, Device, Quota
 from libcontrol import layout, pages
 
 LEDGER = "tidegate-ledger"
@@ -86,6 +86,7 @@ def make_grant(
             "compute": quota.compute * WHOLE // 100,
             "compute_limit": quota.compute_limit * WHOLE // 100,
             "strategy": int(strategy == "mps"),
+            "work_class": int(quota.is_latency),
         }
         for device in devices
     ]
@@ -158,7 +159,9 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
             pages.read(page, base, "grant_device", name)
             for name in ("memory_limit", "compute", "compute_limit")
         )
-        quotas.add(Quota(memory, compute * 100 // WHOLE, limit * 100 // WHOLE))
+        latency = pages.read(page, base, "grant_device", "work_class")
+        shares = (compute * 100 // WHOLE, limit * 100 // WHOLE)
+        quotas.add(Quota(memory, *shares, LATENCY if latency else THROUGHPUT))
     quota = quotas.pop()
     if quotas or not 1 <= quota.compute <= quota.compute_limit <= 100 or not quota.memory:
         raise PageError("the quota in it is none")

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ class Server:
             container=found.identifier,
             key=key,
             processes=sorted(container.pids()),
-            **asdict(found.quota),
+            **found.quota.describe(),
         )
 
     async def keep_state(self) -> None:
@@ -327,6 +327,7 @@ class Server:
                         gpu["containers"] += self._claimants(gpu["uuid"])
                         mps = self.mps.get(gpu["uuid"])
                         gpu["mps"] = None if mps is None else mps.describe()
+                        gpu.update(self.scheduling(gpu["uuid"]))
                     return {"ok": True, **answer, **self.versions}
                 case "config" if self.settings is not None:
                     return {"ok": True, **await self.settings.describe()}
@@ -461,9 +462,18 @@ class Server:
             compute=quota.compute,
             compute_limit=quota.compute_limit,
             strategy=container.strategy,
+            **{"class": quota.work_class},
             **({"claims": claims} if claims else {}),
             **_pod(request["identity"]),
         )
+
+    def scheduling(self, uuid: str) -> dict[str, str]:
+        """Return what divides a GPU's time, and why where that is not what the node wants."""
+        runner = self._runners[uuid]
+        return {
+            "scheduling": "hardware" if runner.is_steered else "gate",
+            "not_steered": runner.not_steered,
+        }
 
     def _named_claims(self, uses: Sequence[Use]) -> list[str]:
         """Return what claims are called, their uids where they are not known."""
@@ -707,7 +717,7 @@ class Server:
             "key": container.key,
             "directory": str(container.directory),
             "devices": _describe(container.devices),
-            **asdict(container.quota),
+            **container.quota.describe(),
             "strategy": container.strategy,
         }
 
@@ -730,7 +740,7 @@ class Server:
             "reservation": token,
             "expires_s": RESERVED_S,
             "devices": _describe(devices),
-            **asdict(quota),
+            **quota.describe(),
         }
 
     def _strike(self, token: str) -> tuple[Device, ...]:
@@ -806,13 +816,17 @@ class Server:
             request.get("memory", old.memory),
             request.get("compute", old.compute),
             request.get("compute_limit", _limit_after(request, old)),
+            request.get("class", old.work_class),
         )
         used = max(container.used(i) for i in range(len(container.devices)))
         if quota.memory < min(used, old.memory):
+            whole = quota.memory >= MIB
+            asked = f"{quota.memory // MIB} MiB" if whole else f"{quota.memory} bytes"
             raise RefusedError(
-                f"the container uses {-(-used // MIB)} MiB, "
-                f"{quota.memory // MIB} MiB were asked for",
-                hint="ask for more, or wait until it has given memory back",
+                f"the container uses {-(-used // MIB)} MiB, {asked} were asked for",
+                hint="ask for more, or wait until it has given memory back"
+                if whole
+                else f"write it like {-(-used // MIB)}Mi",
             )
         self._books.change(container.key, quota)
         try:
@@ -822,8 +836,8 @@ class Server:
             self._books.change(container.key, old)
             raise
         container.set_quota(quota)
-        log.info("quota-changed", container=container.identifier, **asdict(quota))
-        return {"ok": True, **asdict(quota)}
+        log.info("quota-changed", container=container.identifier, **quota.describe())
+        return {"ok": True, **quota.describe()}
 
     def mps_event(self, mps: Mps, event: Event) -> None:
         """Take in what happened to a GPU's MPS server, and tell the containers whose it is."""

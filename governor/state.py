@@ -28,7 +28,7 @@ from governor.cgroups import Membership
 from governor.claims import Claim, Use, parse_claim
 from governor.errors import GovernorError, StateError, TidegateError
 from governor.processes import FileIdentity, Identity, boot_id
-from governor.quota import Quota
+from governor.quota import THROUGHPUT, Quota
 
 log = structlog.get_logger()
 
@@ -398,7 +398,7 @@ class State:
                 "identifier": row.identifier,
                 "boot": self._boot,
                 "process": row.process,
-                "quota": [row.quota.memory, row.quota.compute, row.quota.compute_limit],
+                "quota": _quota_values(row.quota),
                 "devices": row.devices,
                 "ledger": row.ledger,
                 "confirmed": row.confirmed,
@@ -501,6 +501,12 @@ class State:
         if not self._failing:
             log.error("database-unwritable", path=str(self._path), error=str(e))
         self._failing = True
+
+
+def _quota_values(quota: Quota) -> list[int | str]:
+    """Return what `Quota` is made of; a governor that knows no classes reads what has none."""
+    values: list[int | str] = [quota.memory, quota.compute, quota.compute_limit]
+    return values if quota.work_class == THROUGHPUT else [*values, quota.work_class]
 
 
 @contextlib.contextmanager

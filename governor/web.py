@@ -13,6 +13,7 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import re
 import socket
 import time
@@ -27,6 +28,7 @@ import structlog
 from governor import VERSION, httpd
 from governor.config import Config
 from governor.container import Container
+from governor.counters import wait_bound_ms
 from governor.history import STEP_NS, STEP_S, STEPS, History, Use
 from governor.names import find_name
 from governor.server import Server
@@ -189,7 +191,10 @@ def describe(server: Server) -> dict[str, Any]:
     tally = server.tally
     return {
         "policy": server.config.on_violation,
-        "gpus": [{name: gpu[name] for name in shown} for gpu in books["gpus"]],
+        "gpus": [
+            {name: gpu[name] for name in shown} | server.scheduling(gpu["uuid"])
+            for gpu in books["gpus"]
+        ],
         "left_out": books["left_out"],
         "containers": [_describe(container) for container in server.containers.values()],
         "admitted": tally.admitted,
@@ -215,6 +220,7 @@ def _describe(container: Container) -> dict[str, Any]:
     devices = []
     for i, device in enumerate(container.devices):
         memory, counted = container.memory(i), container.counted(i)
+        waits = container.waits(i).counts
         devices.append(
             {
                 "gpu": device.uuid,
@@ -223,6 +229,7 @@ def _describe(container: Container) -> dict[str, Any]:
                 "memory_limit": container.quota.memory,
                 "refused": counted["refused"],
                 "wait_s": round(counted["wait_ns"] / 1e9, 3),
+                "grant_wait_ms": [_finite(wait_bound_ms(waits, part)) for part in (0.5, 0.99)],
             }
         )
     return {
@@ -231,10 +238,16 @@ def _describe(container: Container) -> dict[str, Any]:
         "name": _name(container),
         "guarantee": container.quota.compute,
         "limit": container.quota.compute_limit,
+        "class": container.quota.work_class,
         "processes": len(container.pids()),
         "frozen": container.findings.frozen,
         "devices": devices,
     }
+
+
+def _finite(ms: float | None) -> float | None:
+    """JSON has no infinity: a wait beyond the last bound is -1."""
+    return -1 if ms == math.inf else ms
 
 
 def reason_of(episode: Episode) -> str:

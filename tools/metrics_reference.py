@@ -46,6 +46,10 @@ number on the node, `container` the id that the runtime gave. Under Kubernetes `
 say whose it is, and `claim` (NAMESPACE/NAME) from which claim it has its quota; elsewhere they are
 empty. Containers that use the same shares of a claim are one series, by the one that came first.
 
+A wait for a grant begins when the governor sees that a container wants the GPU and ends with its
+grant, by the governor's clock. On a GPU that is steered (`tidegate_gpu_steered`) there are none:
+work waits on the GPU, where nothing counts it.
+
 What a container counts itself (launches, waits, refused allocations, peak) is as true as its
 program is honest. GPU time, what NVML sees and violations are the governor's own.
 
@@ -73,6 +77,9 @@ rate(tidegate_gpu_handover_seconds_total[5m]) / rate(tidegate_gpu_grants_total[5
 rate(tidegate_container_charged_seconds_total[5m])
     < 0.9 * tidegate_container_compute_guarantee_ratio
   and rate(tidegate_container_wait_seconds_total[5m]) > 0
+
+# How long 99 % of a container's waits for a grant were at most, seconds
+histogram_quantile(0.99, rate(tidegate_container_grant_wait_seconds_bucket[5m]))
 
 # Containers near their memory quota
 tidegate_container_memory_used_bytes / tidegate_container_memory_limit_bytes > 0.95

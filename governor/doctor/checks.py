@@ -44,6 +44,7 @@ CHECKS: dict[str, Check] = {
     "governor.answers": service.answers,
     "governor.in-force": service.in_force,
     "governor.gpus": service.gpus,
+    "governor.scheduling": service.scheduling,
     "governor.membership": service.membership,
     "governor.database": service.database,
     "forkserver.serves": forkserver.serves,

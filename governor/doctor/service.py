@@ -149,6 +149,40 @@ def gpus(node: Node) -> Iterator[Finding]:
         yield wrong("no GPU takes containers", "see the lines above; nvidia-smi -L lists the GPUs")
 
 
+def scheduling(node: Node) -> Iterator[Finding]:
+    """Whether GPUs are scheduled as the node wants, and classes without an effect."""
+    try:
+        gpus = _ask(node, "gpus")["gpus"]
+        containers = _ask(node, "list")["containers"]
+    except TidegateError:
+        yield note("the governor does not answer, so its scheduling is not known")
+        return
+    by_grants = {gpu["uuid"]: gpu for gpu in gpus if gpu.get("scheduling") != "hardware"}
+    for gpu in by_grants.values():
+        if gpu.get("not_steered"):
+            yield warning(
+                f"GPU {gpu['index']} is shared by grants although scheduling is hardware: "
+                f"{gpu['not_steered']}",
+                "give it what it lacks (docs/howto/configure.md), or set scheduling: gate",
+            )
+    at_once = [
+        one
+        for one in containers
+        if one.get("class") == "latency" and any(d["uuid"] in by_grants for d in one["devices"])
+    ]
+    if at_once:
+        yield note(
+            f"{len(at_once)} containers ({str(at_once[0]['id'])[:64]}) are of class latency, which"
+            " has no effect on a GPU that is shared by grants",
+            "set scheduling: hardware, then systemctl restart tidegate-governor",
+        )
+    steered = [str(gpu["index"]) for gpu in gpus if gpu["uuid"] not in by_grants]
+    if steered:
+        yield ok(f"the own scheduler of GPU {', '.join(steered)} divides its time")
+    elif not at_once and not any(gpu.get("not_steered") for gpu in gpus):
+        yield ok("grants divide the GPUs' time")
+
+
 def membership(node: Node) -> Iterator[Finding]:
     """Whether the governor can tell each container's processes from others'."""
     try:

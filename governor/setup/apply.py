@@ -127,6 +127,8 @@ def undo(root: Root, engine: str, changes: list[Edit]) -> None:
         for change in changes:
             _put(root, change.path, change.after)
         journal = journals.read(root)
+        for entry in journal.engines[engine]:
+            root.sweep(entry.path)
         del journal.engines[engine]
         journals.write(root, journal)
         for directory in sorted(journal.directories, key=len, reverse=True):

@@ -46,6 +46,7 @@ BASE_SPEC = "tidegate-base-spec.json"
 PLUGIN2 = "io.containerd.grpc.v1.cri"
 PLUGIN3 = "io.containerd.cri.v1.runtime"
 RUNC = "io.containerd.runc.v2"
+FORMER = "default_runtime"
 COMMENT = WRITTEN.format("containerd")
 RUNC_COMMENT = "# Without it containerd 1 would know no other handler than tidegate."
 # What the default handler says of these is not so of ours.
@@ -86,10 +87,16 @@ class Node:
         found: dict[str, Any] = {}
         for document in self.files.values():
             found = tomltext.merged(found, table(self.cri(document), "runtimes"))
+            # containerd 1 had a table for the default one, which became the handler `default`.
+            former = table(self.cri(document), FORMER)
+            if former.get("runtime_type"):
+                found["default"] = former
         return found
 
     def default(self) -> str:
         """Return the name of the default handler."""
+        if any(table(self.cri(d), FORMER).get("runtime_type") for d in self.files.values()):
+            return "default"
         names = [self.cri(d).get("default_runtime_name") for d in (*self.files.values(), self.dump)]
         return str(next((n for n in reversed(names) if n), "runc"))
 
@@ -187,7 +194,7 @@ def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, 
     files = {main: document}
     todo = _patterns(main, document)
     while todo and len(files) < 100:
-        for path in _matching(root, todo.pop(0)):
+        for path in root.matching(todo.pop(0)):
             if path not in files:
                 files[path] = read_toml(root, path)
                 todo += _patterns(path, files[path])
@@ -214,19 +221,11 @@ def _patterns(path: str, document: dict[str, Any]) -> list[str]:
     return [posixpath.normpath(p if p.startswith("/") else f"{directory}/{p}") for p in imports]
 
 
-def _matching(root: Root, pattern: str) -> list[str]:
-    """Return the files that a pattern names; its directories are taken literally."""
-    directory, _, name = pattern.rpartition("/")
-    if "*" not in name:
-        return [pattern] if root.read(pattern) is not None else []
-    return [f"{directory}/{n}" for n in root.names(directory) if fnmatch.fnmatchcase(n, name)]
-
-
 def _imports(node: Node, path: str) -> bool:
     """Return whether a file below the main one's directory is imported."""
     return any(
-        pattern.rpartition("/")[0] == path.rpartition("/")[0]
-        and fnmatch.fnmatchcase(path.rpartition("/")[2], pattern.rpartition("/")[2])
+        pattern.count("/") == path.count("/")
+        and all(map(fnmatch.fnmatchcase, path.split("/"), pattern.split("/")))
         for name, document in node.files.items()
         for pattern in _patterns(name, document)
     )
@@ -301,8 +300,13 @@ def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
     inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}
     inner |= {k: v for k, v in given.items() if k != "BinaryName"}
     dumped = table(node.cri(node.dump), "runtimes", default, "options")
-    # The kubelet's driver of cgroups counts: a handler with another one starts no pod.
-    if dumped.get("SystemdCgroup") is True:
+    # The kubelet's driver of cgroups counts: a handler with another one starts no pod. It is the
+    # same for all handlers, so where nothing is taken from the default another one says it.
+    others = [] if like else list(table(node.cri(node.dump), "runtimes").values())
+    others += [] if like else list(node.handlers().values())
+    if any(
+        table(o, "options").get("SystemdCgroup") is True for o in ({"options": dumped}, *others)
+    ):
         inner["SystemdCgroup"] = True
     binary = given.get("BinaryName")
     if binary and spec is None and "nvidia" not in str(binary):

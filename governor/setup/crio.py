@@ -10,7 +10,7 @@ from typing import Any
 
 from governor.errors import SetupError
 from governor.setup import crio_config
-from governor.setup.crio_config import DROP_INS, MAIN, Configuration
+from governor.setup.crio_config import DROP_INS, MAIN, Configuration, search
 from governor.setup.files import Root
 from governor.setup.journal import Journal
 from governor.setup.plan import (
@@ -74,6 +74,8 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
     if real is not None:
         _name_runtime(root, journal, config.text("runtime_root", HANDLER), real, result)
     result.look_at_wrapper(root, options)
+    if search("crio", root.runs) is None:
+        result.notes.append("CRI-O is not installed: nothing has checked what it makes of this")
     result.todo = [
         "systemctl restart crio    # containers go on",
         "tidegate setup crio --runtime-class | kubectl apply -f -    # once a cluster",

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from governor.errors import SetupError
 from governor.setup import jsontext
 from governor.setup.files import Root
 from governor.setup.journal import Journal, Part
 from governor.setup.plan import HANDLER, Change, Options, Plan, Validation, output, version
+from governor.setup.services import processes
 
 CONFIG = "/etc/docker/daemon.json"
 UNDONE = (
     "systemctl restart docker    # a reload forgets no runtime; containers end, "
     "unless live-restore is on"
 )
-# Where dockerd's options are, when its own file does not have them.
-STARTERS = (
-    "/etc/systemd/system/docker.service",
-    "/etc/systemd/system/docker.service.d",
-    "/usr/lib/systemd/system/docker.service",
-    "/usr/lib/systemd/system/docker.service.d",
-    "/etc/default/docker",
-    "/etc/sysconfig/docker",
+# Where dockerd's options are, when its own file does not have them: systemd.unit(5), and the files
+# of its packages.
+UNITS = (
+    "/etc/systemd/system.control",
+    "/run/systemd/system.control",
+    "/run/systemd/transient",
+    "/run/systemd/generator.early",
+    "/etc/systemd/system",
+    "/run/systemd/system",
+    "/run/systemd/generator",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+    "/run/systemd/generator.late",
 )
+STARTERS = ("/etc/default/docker", "/etc/sysconfig/docker", "/etc/conf.d/docker")
 
 
 def plan(root: Root, _journal: Journal, options: Options) -> Plan:
@@ -96,13 +105,37 @@ def _look_at_flags(root: Root, config: str) -> None:
     flag = "--default-runtime"
     if config != CONFIG:
         return
-    for starter in STARTERS:
-        inside = [f"{starter}/{name}" for name in root.names(starter) if name.endswith(".conf")]
-        for path in inside or [starter]:
-            lines = root.peek(path).splitlines()
-            if any(flag in line for line in lines if not line.lstrip().startswith(("#", ";"))):
-                raise SetupError(
-                    f"{root.shown(path)} starts dockerd with {flag}, and it does not start "
-                    "with that and the same in daemon.json",
-                    hint=f"move what {flag} says to {root.shown(config)} first",
-                )
+    where = [root.shown(path) for path in _starters(root) if flag in _active(root.peek(path))]
+    where += [
+        f"process {pid}"
+        for pid, words in processes(root.root, "dockerd")
+        if any(word.split("=")[0] == flag for word in words)
+    ]
+    if where:
+        raise SetupError(
+            f"{where[0]} starts dockerd with {flag}, and it does not start "
+            "with that and the same in daemon.json",
+            hint=f"move what {flag} says to {root.shown(config)} first",
+        )
+
+
+def _active(text: str) -> str:
+    """Return a unit's or an environment's lines without comments."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", ";"))]
+    return "\n".join(lines)
+
+
+def _starters(root: Root) -> Iterator[str]:
+    """Yield the files that may have dockerd's command line, or a part of it."""
+    yield from STARTERS
+    for directory in UNITS:
+        unit = f"{directory}/docker.service"
+        drop_ins = (f"{unit}.d", f"{directory}/service.d")
+        inside = [f"{d}/{n}" for d in drop_ins for n in root.names(d) if n.endswith(".conf")]
+        for path in (unit, *inside):
+            yield path
+            for line in _active(root.peek(path)).splitlines():
+                key, _, value = line.partition("=")
+                if key.strip() == "EnvironmentFile":
+                    named = value.strip().removeprefix("-").strip('"')
+                    yield from root.matching(named) if "*" in named else [named]

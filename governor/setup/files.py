@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import os
 import stat
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from governor.errors import SetupError
 from vdriver.tree import Tree
 
 LIMIT = 4 << 20  # bytes of a configuration file
-TEMPORARY = ".tidegate-tmp"  # a suffix that no engine takes for a configuration file of its own
+TEMPORARY = ".tidegate-tmp"  # the suffix of a file that is being written
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,20 @@ class Root:
         """Return the sorted names in a directory, none if it is not one."""
         return Tree(self.root).names(directory)
 
+    def matching(self, pattern: str) -> list[str]:
+        """Return the files that a pattern names; a star stands for any part of one name."""
+        if "*" not in pattern:
+            return [pattern] if self.read(pattern) is not None else []
+        found = [""]
+        for part in pattern.strip("/").split("/"):
+            found = [
+                f"{above}/{name}"
+                for above in found
+                for name in self.names(above or "/")
+                if fnmatch.fnmatchcase(name, part)
+            ]
+        return found
+
     def runs(self, path: str) -> bool:
         """Return whether there is a program at `path`."""
         real = Tree(self.root).regular(path)
@@ -176,8 +191,9 @@ class Root:
         if real is None:
             raise SetupError(f"{shown}: its directory is missing", hint="make it, and run it again")
         host = self._host(real)
-        temporary = f"{host}.{os.getpid()}{TEMPORARY}"
         with explained(shown):
+            _sweep(host)
+            temporary = f"{_beside(host)}.{os.getpid()}{TEMPORARY}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = os.open(temporary, flags, 0o600)
             try:
@@ -196,11 +212,19 @@ class Root:
                 raise
             _sync(os.path.dirname(host))  # noqa: PTH120
 
+    def sweep(self, path: str) -> None:
+        """Remove what runs that were killed left of a file, which need not be there."""
+        real = self.find(path)
+        if real is not None:
+            with explained(self.shown(path)):
+                _sweep(self._host(real))
+
     def remove(self, path: str) -> None:
         """Remove a file; one that is gone is no failure."""
         real = self.find(path)
         if real is None:
             return
+        self.sweep(path)
         with explained(self.shown(path)), contextlib.suppress(FileNotFoundError):
             os.unlink(self._host(real))  # noqa: PTH108
             _sync(os.path.dirname(self._host(real)))  # noqa: PTH120
@@ -215,6 +239,30 @@ class Root:
 
     def _host(self, path: str) -> str:
         return os.path.join(self.root, path.lstrip("/"))  # noqa: PTH118
+
+
+def _beside(host: str) -> str:
+    """Return where a file is written before it takes its place.
+
+    CRI-O reads every file in its directory, whatever its name, so nothing half written is ever in a
+    directory of drop-ins; unless that is a file system of its own.
+    """
+    directory, name = os.path.split(host)
+    above = os.path.dirname(directory)  # noqa: PTH120
+    if directory.endswith(".d") and os.stat(above).st_dev == os.stat(directory).st_dev:  # noqa: PTH116
+        return f"{above}/.{os.path.basename(directory)}.{name}"  # noqa: PTH119
+    return host
+
+
+def _sweep(host: str) -> None:
+    """Remove what runs that were killed left of this file; there is one at a time."""
+    if not os.path.isdir(os.path.dirname(host)):  # noqa: PTH112, PTH120
+        return
+    for start in {host, _beside(host)}:
+        directory, name = os.path.split(start)
+        for other in os.listdir(directory):  # noqa: PTH208
+            if other.startswith(f"{name}.") and other.endswith(TEMPORARY):
+                os.unlink(f"{directory}/{other}")  # noqa: PTH108
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def running(root: str) -> list[Service]:
     A service of another user's cannot reach the governor, with or without hooks.
     """
     found = []
-    for pid, words in _processes(root, "podman"):
+    for pid, words in processes(root, "podman"):
         if ("system", "service") not in itertools.pairwise(words):
             continue
         directory = f"{root}/proc/{pid}"
@@ -70,7 +70,7 @@ def unaware(root: str, directory: str) -> list[str]:
     database says.
     """
     found = []
-    for _, words in _processes(root, "conmon"):
+    for _, words in processes(root, "conmon"):
         options = dict(itertools.pairwise(words))
         given = [w for o, w in itertools.pairwise(words) if o == "--exit-command-arg"]
         hooks = [d.rstrip("/") for o, d in itertools.pairwise(given) if o == "--hooks-dir"]
@@ -85,7 +85,7 @@ def unaware(root: str, directory: str) -> list[str]:
     return sorted(found)
 
 
-def _processes(root: str, program: str) -> Iterator[tuple[int, list[str]]]:
+def processes(root: str, program: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the processes with this root directory that run a program, with their arguments."""
     try:
         pids = sorted(int(name) for name in os.listdir(f"{root}/proc") if name.isdecimal())  # noqa: PTH208

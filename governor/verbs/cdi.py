@@ -56,14 +56,20 @@ def run(args: argparse.Namespace) -> int:
     from governor.daemon import find_devices, original_nvml, require_simulated
     from vdriver.nvml import Nvml
 
-    require_simulated(args.driver_dir)
+    simulated = require_simulated(args.driver_dir)
     with Nvml(original_nvml(args.driver_dir)) as nvml:
         devices, _ = find_devices(nvml)
     if args.action == "list":
         for device in devices:
             print(f"{KIND}={device.index}  {KIND}={device.uuid}  {device.name}")
         return 0
-    spec = make_spec(devices, hook=args.hook, arguments=args.hook_argument, dev_dir=args.dev_dir)
+    spec = make_spec(
+        devices,
+        hook=args.hook,
+        arguments=args.hook_argument,
+        dev_dir=args.dev_dir,
+        simulated=simulated,
+    )
     if args.output:
         write(Path(args.output), spec)
     else:

@@ -159,7 +159,19 @@ def _lines(answer: dict[str, Any]) -> list[str]:
     """Return a table of the GPUs with what is left of them, and how near they are to each other."""
     gpus = answer["gpus"]
     columns = [f"GPU{gpu['index']}" for gpu in gpus] if len(gpus) > 1 else []
-    rows = [["GPU", "NAME", "MEMORY LEFT", "TIME LEFT", "STRATEGY", "CONTAINERS", "NUMA", *columns]]
+    rows = [
+        [
+            "GPU",
+            "NAME",
+            "MEMORY LEFT",
+            "TIME LEFT",
+            "STRATEGY",
+            "SCHEDULING",
+            "CONTAINERS",
+            "NUMA",
+            *columns,
+        ]
+    ]
     for gpu in gpus:
         ways = {route["to"]: _way(route) for route in gpu["routes"]}
         rows.append(
@@ -169,6 +181,7 @@ def _lines(answer: dict[str, Any]) -> list[str]:
                 f"{gpu['memory_left'] // MIB} of {gpu['memory'] // MIB} MiB",
                 f"{gpu['compute_left']} %" if gpu["lost"] is None else "lost",
                 gpu["strategy"],
+                gpu.get("scheduling", "gate"),
                 str(gpu["containers"]),
                 "?" if gpu["numa_node"] is None else str(gpu["numa_node"]),
                 *(

@@ -207,6 +207,7 @@ def _request(request: Request, defaults: Defaults) -> Iterator[str]:
         yield f"devices       {', '.join(request.devices)}"
     else:
         yield f"devices       {request.gpus or 1}, chosen by the governor"
+    yield f"class         {request.work_class}"
     yield f"strategy      {request.strategy}"
     yield f"capabilities  {', '.join(request.capabilities)}"
     yield f"driver        {'optional' if request.optional else 'required'}"

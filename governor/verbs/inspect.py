@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from governor.client import ask, node_config
+from governor.counters import wait_bound_ms
 from governor.errors import RequestError
 from governor.listing import (
     Listing,
@@ -125,6 +127,7 @@ def _fields(one: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if not one["control_group"]:
         yield "control group", "none that the governor sees: whoever reaches its socket registers"
     yield "strategy", one["strategy"]
+    yield "class", one["class"]
     memory = one["devices"][0]["memory_limit"] // MIB
     shares = f"{one['compute']} % of the time guaranteed, {one['compute_limit']} % at most"
     yield "quota", f"{memory} MiB of memory, {shares}"
@@ -154,7 +157,14 @@ def _device_fields(device: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{device[n] / 1e9:.1f} s" for n in ("charged_ns", "lent_ns", "wait_ns")
     )
     yield "  in all", f"{charged} delivered, {lent} of it lent; calls waited {waited}"
+    half, most = (wait_bound_ms(device["grant_waits"], part) for part in (0.5, 0.99))
+    if half is not None and most is not None:
+        yield "  for a grant", f"waited {_bound(half)} half the times, 99 % {_bound(most)}"
     yield "  counted", ", ".join(f"{name} {device[name]}" for name in COUNTED)
+
+
+def _bound(ms: float) -> str:
+    return "longer than 1 s" if ms == math.inf else f"at most {ms:g} ms"
 
 
 def _when(seconds: float) -> str:

@@ -9,6 +9,7 @@ from governor.client import ask, node_config
 from governor.config import parse_quantity
 from governor.errors import RequestError
 from governor.listing import Listing, find, safe
+from governor.quota import CLASSES
 
 SUMMARY = "Change the quota of a container while it runs"
 
@@ -39,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what it may use at most where others leave it",
     )
     parser.add_argument(
+        "--class", choices=CLASSES, dest="work_class", help="of its work, as tidegate.gpu/class"
+    )
+    parser.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
     )
     parser.add_argument(
@@ -56,12 +60,15 @@ def run(args: argparse.Namespace) -> int:
         wanted["compute"] = args.compute
     if args.compute_limit is not None:
         wanted["compute_limit"] = args.compute_limit
+    if args.work_class is not None:
+        wanted["class"] = args.work_class
     if not wanted:
-        raise RequestError("nothing to change", hint="give --memory, --compute or --compute-limit")
+        options = "--memory, --compute, --compute-limit or --class"
+        raise RequestError("nothing to change", hint=f"give {options}")
     identifier = str(find(args.container, Listing(config).containers())["id"])
     quota = ask(config, "set", id=identifier, **wanted)
     print(
         f"{safe(identifier)}: compute {quota['compute']} %, limit {quota['compute_limit']} %, "
-        f"memory {quota['memory'] / MIB:.0f} MiB"
+        f"memory {quota['memory'] / MIB:.0f} MiB, class {quota['class']}"
     )
     return 0

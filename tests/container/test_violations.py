@@ -27,6 +27,7 @@ from bench.node import Node, Running
 from governor import cgroups
 from governor.client import ask
 from governor.metrics import WHOSE
+from simgpu import simgpu
 from tests.container.bundles import compile_c
 from tests.container.nodes import WAIT_S, events, show_output, units, wait_for
 
@@ -362,6 +363,52 @@ def test_stopping_kills_the_container(place: Place) -> None:
         assert time.time() - since < SOON_S + 2
         wait_for(lambda: len(ask(node.config, "list")["containers"]) == 1, "its end")
         assert neighbour.process.poll() is None
+
+
+def on_the_gpu(node: Node, pids: list[int], seconds: float) -> float:
+    """Percent of the simulated GPU's time that processes worked, meanwhile."""
+    looks = []
+    for pause in (seconds, 0):
+        status = simgpu.status(node.machine.directory / "gpu0")
+        busy = sum(context.busy for context in status.contexts if context.pid in pids)
+        looks.append((status.now, busy))
+        time.sleep(pause)
+    (begun, before), (ended, after) = looks
+    return 100 * (after - before) / (ended - begun)
+
+
+def test_limit_holds_who_goes_around_the_library_to_the_quota(place: Place) -> None:
+    """It has a driver of its own, kernels without end and a neighbour that leaves it room, and goes on working."""
+    with place(on_violation="limit", scheduling="hardware") as node:
+        neighbour = burner(node, "neighbour", compute="40")
+        culprit = start(node, "culprit", "own", "began", "burn:60000", compute="20")
+        began(culprit)
+        [held] = wait_for(lambda: events(node, "process-held"), "it to be held")
+        assert held["pid"] in pids_of(culprit, node)
+        time.sleep(1)
+        shares = [on_the_gpu(node, [held["pid"]], 1) for _ in range(3)]
+        assert max(shares) < 23
+        assert max(shares) > 15  # it is not frozen, nor killed
+        (listed,) = [
+            c for c in ask(node.config, "list")["containers"] if c["id"] == culprit.identifier
+        ]
+        assert listed["devices"][0]["charged_ns"] > 0.15e9
+        assert violations(node, culprit)["unregistered"]["ended"] is None
+        assert violations(node, neighbour) == {}
+        culprit_processes = pids_of(culprit, node)
+        node.delete(culprit)
+        wait_for(lambda: len(ask(node.config, "list")["containers"]) == 1, "its end")
+        assert not [pid for pid in culprit_processes if Path(f"/proc/{pid}").exists()]
+
+
+def test_limit_says_so_where_grants_divide_the_time(place: Place) -> None:
+    with place(on_violation="limit") as node:
+        culprit = start(node, "culprit", "own", "began", "sleep:60000")
+        began(culprit)
+        [failed] = wait_for(lambda: events(node, "violation-limit-failed"), "the line")
+        assert failed["error"] == "grants divide the time of GPU 0"
+        time.sleep(1)
+        assert len(events(node, "violation-limit-failed")) == 1
 
 
 def test_a_process_is_known_by_its_control_group_and_by_its_namespace(place: Place) -> None:

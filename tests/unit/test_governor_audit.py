@@ -22,7 +22,7 @@ from structlog.testing import capture_logs
 
 from governor import audit, cgroups
 from governor.arbiter import Stats
-from governor.audit import Auditor
+from governor.audit import Auditor, _Watched
 from governor.cgroups import CannotFreezeError, Membership
 from governor.config import Config
 from governor.container import Container, Look
@@ -609,3 +609,53 @@ def test_a_container_of_the_same_name_is_another_one(world: Callable[..., World]
         assert len(second.findings.episodes) == 1
 
     made.play(scene())
+
+
+class Holds(Made):
+    """A container with two GPUs whose schedulers are steered, or not."""
+
+    def __init__(self) -> None:
+        super().__init__("one")
+        self.devices = (DEVICE, Device(1, "GPU-1", "made up", 16 * GIB))
+        self.is_steered = True
+        self.held: dict[int, set[int]] = {}
+
+    def hold(self, i: int, pids: frozenset[int], owns: object) -> bool:  # noqa: ARG002
+        self.held[i] = set(pids)
+        return self.is_steered
+
+
+@pytest.fixture
+def limiting(tmp_path: Path) -> tuple[Auditor, Holds, _Watched]:
+    config = replace(Config(), runtime_dir=str(tmp_path), on_violation="limit")
+    container = Holds()
+    return Auditor({}, Tally(), config), container, _Watched(container)  # type: ignore[arg-type]
+
+
+def test_who_is_held_on_one_gpu_is_let_go_there(limiting: Any) -> None:
+    auditor, container, watched = limiting
+    auditor._limit(watched, 0, frozenset({5}))
+    auditor._limit(watched, 1, frozenset())
+    assert container.held == {0: {5}}
+    auditor.configure(replace(Config(), on_violation="report"))
+    auditor._limit(watched, 1, frozenset())
+    auditor._limit(watched, 0, frozenset({5}))
+    assert container.held == {0: set()}
+
+
+def test_that_nothing_holds_it_is_said_once_and_when_it_begins(
+    limiting: Any,
+) -> None:
+    auditor, container, watched = limiting
+
+    def n_said() -> int:
+        with capture_logs() as logs:
+            for _ in range(3):
+                auditor._limit(watched, 0, frozenset({5}))
+                auditor._limit(watched, 1, frozenset())
+        return [line["event"] for line in logs].count("violation-limit-failed")
+
+    assert n_said() == 0
+    container.is_steered = False
+    assert n_said() == 1
+    assert n_said() == 0

@@ -24,12 +24,13 @@ import jsonschema
 import pytest
 
 from governor import cli
+from governor.arbiter import N_WAITS
 from governor.container import container_key
 from governor.counters import MOST_RATE, RATE_NS, Rates
 from governor.errors import RequestError
 from governor.listing import Listing, find, short_ids, table, violation_lines
 from governor.names import LIMIT, MOST, Name, find_name
-from governor.verbs import top
+from governor.verbs import inspect, top
 from governor.violations import Episode
 from tests.unit.governor_process import ROOT, Node, Tenant, gpus, wait_for
 from tests.unit.test_governor_protocol import UUID, Client, Governor, governor, pidfd, sleeper
@@ -476,6 +477,29 @@ def test_inspect_shows_all_that_is_known(node: Node) -> None:
     assert fields["quota"] == "4096 MiB of memory, 40 % of the time guaranteed, 40 % at most"
     assert fields["first process"] == f"{document['pid']} sleep 120"
     assert fields["GPU 0"].startswith("Tidegate Simulated GPU, GPU-")
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ([0] * N_WAITS, None),
+        (
+            [9, 0, 1, *[0] * (N_WAITS - 3)],
+            "waited at most 0.25 ms half the times, 99 % at most 1 ms",
+        ),
+        (
+            [1, *[0] * (N_WAITS - 2), 2],
+            "waited longer than 1 s half the times, 99 % longer than 1 s",
+        ),
+    ],
+)
+def test_inspect_says_how_long_it_waited_for_its_grants(
+    node: Node, counts: list[int], said: str | None
+) -> None:
+    document = json.loads(tidegate(node, "inspect", "train-0", "--json"))
+    device = {**document["devices"][0], "grant_waits": counts}
+    fields = {name.strip(): value for name, value in inspect._device_fields(device)}
+    assert fields.get("for a grant") == said
 
 
 # ---- top ----

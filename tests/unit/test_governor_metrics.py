@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import gzip
+import math
 import os
 import socket
 import time
@@ -18,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics import parser as openmetrics
 
-from governor.arbiter import Stats
+from governor.arbiter import N_WAITS, Stats, Waits
 from governor.config import Config, Metrics, parse_config
 from governor.container import Container
-from governor.counters import Counters, GpuTime, Tally, gpu_time
+from governor.counters import Counters, GpuTime, Tally, gpu_time, wait_bound_ms
 from governor.errors import ConfigError, GovernorError
 from governor.httpd import HEAD_LIMIT, MOST_CONNECTIONS, Offer
 from governor.metrics import CLAIM_METRICS, METRICS, WHOSE, Endpoint, collect, listening
@@ -141,8 +142,26 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(lost, "gpu_memory_grantable_bytes", **gpu) == 0
         assert of(lost, "gpu_time_grantable_ratio", **gpu) == 0
         # Each metric that is described is there, and no other.
-        shown = {metric.shown for metric in METRICS if metric not in CLAIM_METRICS}
+        shown = {
+            name for metric in METRICS if metric not in CLAIM_METRICS for name in metric.samples
+        }
         assert {name for name, _ in found} == shown
+
+    play(scene)
+
+
+def test_waits_for_grants_are_a_histogram(play: Callable[[Scene], None]) -> None:
+    async def scene(world: World) -> None:
+        one = await world.admit("one")
+        waits = Waits((3, 0, 1, *[0] * (N_WAITS - 4), 2), 5 * S)
+        one.waits = lambda _: waits  # type: ignore[method-assign]
+        found = await world.scrape()
+        own = {"container": "one", "gpu": UUID}
+        name = "container_grant_wait_seconds"
+        bounds = ("0.00025", "0.0005", "0.001", "0.002", "1.024", "+Inf")
+        assert [of(found, f"{name}_bucket", **own, le=le) for le in bounds] == [3, 3, 4, 4, 4, 6]
+        assert of(found, f"{name}_count", **own) == 6
+        assert of(found, f"{name}_sum", **own) == 5
 
     play(scene)
 
@@ -509,3 +528,12 @@ def test_names_follow_the_conventions() -> None:
             "share",
         }
     assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_half_of_the_waits_and_nearly_all_keep_a_bound() -> None:
+    none = [0] * N_WAITS
+    assert wait_bound_ms(none, 0.5) is None
+    waits = [50, 48, *none[2:-1], 2]
+    assert (wait_bound_ms(waits, 0.5), wait_bound_ms(waits, 0.98)) == (0.25, 0.5)
+    assert wait_bound_ms(waits, 0.99) == math.inf
+    assert wait_bound_ms([*none[:-2], 1, 0], 0.5) == 1024

@@ -213,6 +213,7 @@ def listed(governor: Governor) -> list[str]:
         {"v": 1, "op": "release", "id": "x" * 1024},
         {"v": 1, "op": "set", "id": "one", "compute": 100},
         {"v": 1, "op": "set", "id": "one", "memory": 1, "compute": 1, "compute_limit": 1},
+        {"v": 1, "op": "set", "id": "one", "class": "latency"},
     ],
 )
 def test_requests(request_: dict[str, Any]) -> None:
@@ -329,6 +330,7 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
             "memory": 4 * GIB,
             "compute": 60,
             "compute_limit": 60,
+            "class": "throughput",
             "strategy": "timeslice",
         }
         names = {path.name for path in directory.iterdir()}
@@ -648,20 +650,21 @@ def test_a_new_quota_holds_from_now_on(governor: Governor, pidfd: int) -> None:
     with Client(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
-        new = {"memory": 8 * GIB, "compute": 20, "compute_limit": 90}
+        new = {"memory": 8 * GIB, "compute": 20, "compute_limit": 90, "class": "latency"}
         assert client.ask({"v": 1, "op": "set", "id": "one", **new}) == {"ok": True, **new}
         (one,) = client.ask({"v": 1, "op": "list"})["containers"]
-        assert (one["compute"], one["compute_limit"]) == (20, 90)
+        assert (one["compute"], one["compute_limit"], one["class"]) == (20, 90, "latency")
         assert one["devices"][0]["memory_limit"] == 8 * GIB
         grant = governor.directory / "containers" / container_key("one") / "grant"
         with grant.open("rb") as file, mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ) as page:
             base = layout.grant_device(0)
             found = {
                 name: pages.read(page, base, "grant_device", name)
-                for name in ("memory_limit", "compute", "compute_limit")
+                for name in ("memory_limit", "compute", "compute_limit", "work_class")
             }
         assert found == {
-            "memory_limit": 8 * GIB, "compute": WHOLE // 5, "compute_limit": WHOLE * 9 // 10
+            "memory_limit": 8 * GIB, "compute": WHOLE // 5, "compute_limit": WHOLE * 9 // 10,
+            "work_class": 1,
         }  # fmt: skip
 
 
@@ -711,6 +714,10 @@ def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int)
         assert (code, message) == (
             "refused", "the container uses 3072 MiB, 2048 MiB were asked for"
         )  # fmt: skip
+        # A number alone is bytes, which is not what was meant.
+        answer = client.ask({**change, "memory": 100})["error"]
+        assert answer["message"] == "the container uses 3072 MiB, 100 bytes were asked for"
+        assert answer["hint"] == "write it like 3072Mi"
         assert client.ask({**change, "memory": 3 * GIB})["memory"] == 3 * GIB
         # What the driver took has it over its quota: that may still grow.
         container.used = lambda _: 5 * GIB  # type: ignore[method-assign]
@@ -737,7 +744,7 @@ def test_the_command_names_a_container_by_its_beginning(
         small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
         assert other.ask({**ADMIT, "id": "abxyz", "annotations": small}, pidfd)["ok"]
         assert tidegate("abc", "--compute", "40", "--memory", "12Gi") == (
-            0, "abcdef: compute 40 %, limit 40 %, memory 12288 MiB"
+            0, "abcdef: compute 40 %, limit 40 %, memory 12288 MiB, class throughput"
         )  # fmt: skip
         assert tidegate("ab", "--compute", "40") == (
             65, "tidegate: 2 containers begin with 'ab'; tidegate ps lists them"
@@ -745,7 +752,7 @@ def test_the_command_names_a_container_by_its_beginning(
         assert tidegate("zz", "--compute", "40")[0] == 65
         assert tidegate("abc", "--compute", "95")[0] == 77
         assert tidegate("abc") == (
-            65, "tidegate: nothing to change; give --memory, --compute or --compute-limit"
+            65, "tidegate: nothing to change; give --memory, --compute, --compute-limit or --class"
         )  # fmt: skip
 
 
@@ -769,6 +776,8 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
                     "containers": 1,
                     "claims": 0,
                     "strategy": "timeslice",
+                    "scheduling": "gate",
+                    "not_steered": "",
                     "mps": None,
                     "numa_node": None,
                     "pci": None,

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 import governor.reconcile
-from governor.arbiter import Runner, RunnerConfig, Stats, load_library
+from governor.arbiter import Runner, RunnerConfig, Stats, Waits, load_library
 from governor.audit import Auditor
 from governor.config import Config
 from governor.container import Container, Look, namespace_pid
@@ -74,6 +74,9 @@ class StubRunner(Runner):
 
     def stats(self, _: int) -> Stats:
         return Stats(held_ns=self.held_ns)
+
+    def waits(self, _: int) -> Waits:
+        return Waits()
 
 
 class StubNvml:

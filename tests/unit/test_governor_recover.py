@@ -27,7 +27,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from governor import cgroups, metrics, processes
-from governor.arbiter import Runner, Stats
+from governor.arbiter import Runner, Stats, Waits
 from governor.audit import Auditor
 from governor.books import Books
 from governor.config import Config
@@ -93,18 +93,27 @@ class StubRunner:
     """The arbiter's thread: nothing at all."""
 
     together = None
+    is_steered = False
+    not_steered = ""
 
-    def add(self, *_: object) -> int:
+    def add(self, *_: object, **__: object) -> int:
         return 0
+
+    def enter(self, *_: object) -> None: ...
+
+    def leave(self, *_: object) -> None: ...
 
     def remove(self, tenant: int) -> None: ...
 
-    def set(self, tenant: int, guarantee: int, limit: int) -> None: ...
+    def set(self, *_: object, **__: object) -> None: ...
 
     def watch(self, *_: object) -> None: ...
 
     def stats(self, _: int) -> Stats:
         return Stats()
+
+    def waits(self, _: int) -> Waits:
+        return Waits()
 
 
 class Child:
@@ -461,6 +470,9 @@ def test_the_page_says_the_quota_that_counts(play: Play) -> None:
         container = await world.admit()
         world.server._set({"id": "one", "memory": 5 * GIB, "compute": 20, "compute_limit": 70})
         quota = Quota(5 * GIB, 20, 70)
+        assert world.state.containers[container.key].quota == quota
+        world.server._set({"id": "one", "class": "latency"})
+        quota = Quota(5 * GIB, 20, 70, "latency")
         assert world.state.containers[container.key].quota == quota
         await world.restart()
         assert world.one().quota == quota

@@ -31,7 +31,7 @@ from governor.errors import GovernorError, StateError
 from governor.processes import FileIdentity, Identity
 from governor.quota import Quota
 from governor.state import NAME, ContainerRow, ProcessRow, State
-from tests.conftest import examples
+from tests.conftest import examples, need
 
 GIB = 1 << 30
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
@@ -533,6 +533,66 @@ def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
         assert first.fileno() >= 0
     with listening(path), socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))  # one that was killed left its lock to nobody
+
+
+def test_a_user_of_the_host_cannot_keep_the_place(tmp_path: Path) -> None:
+    """Any user may open the runtime directory, and lock it; nothing that one may open is the place."""
+    need("setpriv")
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(0o755)
+    script = (
+        "import fcntl, os, sys, time\n"
+        "held = []\n"
+        "for name in ('.', 'governor.lock', 'governor.sock'):\n"
+        "    try:\n"
+        "        held.append(os.open(f'{sys.argv[1]}/{name}', os.O_RDONLY))\n"
+        "        fcntl.flock(held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
+        "    except OSError as e:\n"
+        "        print(name, e.strerror)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    path = tmp_path / "governor.sock"
+    with listening(path):
+        pass
+    nobody = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+    with subprocess.Popen(
+        [*nobody, "/usr/bin/python3", "-c", script, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout
+            said = [process.stdout.readline().strip() for _ in range(3)]
+            assert said == [
+                "governor.lock Permission denied",
+                "governor.sock No such file or directory",
+                "ready",
+            ]
+            with listening(path):
+                pass
+        finally:
+            process.kill()
+
+
+def test_a_governor_that_answers_has_the_place_whatever_is_locked(tmp_path: Path) -> None:
+    path = tmp_path / "governor.sock"
+    with socket.socket(socket.AF_UNIX) as old:
+        old.bind(str(path))
+        old.listen(0)
+        for _ in range(3):  # the last one finds its queue full
+            with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
+                pass
+        assert path.exists()
+    with listening(path):  # what it left does not answer
+        pass
+
+
+def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "governor.lock").symlink_to(tmp_path / "elsewhere")
+    path = tmp_path / "governor.sock"
+    with pytest.raises(GovernorError, match=r"governor\.lock: Too many levels"), listening(path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_governor_that_waits_takes_the_place_when_it_is_free(tmp_path: Path) -> None:

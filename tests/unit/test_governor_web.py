@@ -106,16 +106,17 @@ def test_the_state_says_what_the_governor_knows(play: Callable[[Scene], None]) -
                 "uuid": UUID, "index": 0, "name": 'a "GPU" \\ of ours', "strategy": "timeslice",
                 "memory": 16 * GIB - 512 * MIB, "memory_left": 12 * GIB - 512 * MIB,
                 "compute_left": 60, "lost": None, "closed": None,
+                "scheduling": "gate", "not_steered": "",
             }
         ]  # fmt: skip
         assert found["containers"] == [
             {
-                "key": one.key, "id": "one", "name": "", "guarantee": 40, "limit": 70,
+                "key": one.key, "id": "one", "name": "", "guarantee": 40, "limit": 70, "class": "throughput",
                 "processes": 1, "frozen": True,
                 "devices": [
                     {
                         "gpu": UUID, "memory_used": GIB, "memory_peak": 0, "memory_limit": 4 * GIB,
-                        "refused": 5, "wait_s": 2.0,
+                        "refused": 5, "wait_s": 2.0, "grant_wait_ms": [None, None],
                     }
                 ],
             }

@@ -216,7 +216,12 @@ def test_the_default_handlers_base_spec_is_named_where_it_has_one(root, capsys, 
 
 @pytest.mark.parametrize(
     "imports",
-    ["/etc/containerd/conf.d/*.toml", "conf.d/*.toml", "./conf.d/../conf.d/tidegate.toml"],
+    [
+        "/etc/containerd/conf.d/*.toml",
+        "conf.d/*.toml",
+        "./conf.d/../conf.d/tidegate.toml",
+        "/etc/containerd/*/*.toml",
+    ],
 )
 def test_a_directory_that_is_imported_needs_no_import(root, imports):
     content = f'version = 3\nimports = ["{imports}"]\n'
@@ -313,6 +318,43 @@ def test_an_import_that_replaces_the_section_is_refused_with_containerd_1(root, 
     assert setup(root, "containerd") == 73
     assert "99-nvidia.toml has a section of CRI" in capsys.readouterr().err
     assert setup(root, "containerd", "--containerd-version", "2.0") == 0
+
+
+def test_an_import_by_a_pattern_in_its_directory_is_read_as_containerd_reads_it(root, capsys):
+    put(root, CONFIG, 'imports = ["/etc/containerd/*/site.toml"]\n' + NODE2)
+    put(root, "/etc/containerd/extra/site.toml", f'version = 2\n[plugins."{V2}"]\n')
+    assert setup(root, "containerd", "--containerd-version", "1.7") == 73
+    assert "/extra/site.toml has a section of CRI" in capsys.readouterr().err
+
+
+KATA = """\
+      [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.kata]
+        runtime_type = "io.containerd.kata.v2"
+"""
+
+
+@pytest.mark.parametrize("systemd", [True, False])
+def test_the_driver_of_control_groups_is_that_of_another_handler_where_the_default_has_none(
+    root, capsys, systemd
+):
+    content = NODE2.replace('default_runtime_name = "runc"', 'default_runtime_name = "kata"')
+    content = content.replace("\n# The end.", f"\n{KATA}")
+    if not systemd:
+        content = content.replace("SystemdCgroup = true", "SystemdCgroup = false")
+    put(root, CONFIG, content)
+    assert setup(root, "containerd") == 0
+    assert "nothing is taken from it" in capsys.readouterr().out
+    ours = handlers(text(root, CONFIG), V2)["tidegate"]["options"]
+    assert ours.get("SystemdCgroup", False) is systemd
+
+
+def test_the_table_of_containerd_1_for_its_default_counts(root):
+    content = NODE2.replace('    default_runtime_name = "runc"\n', "").replace(
+        "containerd.runtimes.runc", "containerd.default_runtime"
+    )
+    put(root, CONFIG, content)
+    assert setup(root, "containerd") == 0
+    assert handlers(text(root, CONFIG), V2)["tidegate"]["options"]["SystemdCgroup"] is True
 
 
 def test_a_disabled_cri_is_said(root, capsys):

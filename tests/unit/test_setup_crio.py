@@ -6,7 +6,11 @@ them is in `governor/setup/crio_config.py`. tests/container has the real program
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,7 @@ def packaged(tmp_path: Path) -> Path:
     put_programs(tmp_path)
     put_crio_programs(tmp_path, LIBEXEC)
     put(tmp_path, f"{LIBEXEC}/runc", "#!/bin/sh\n", 0o755)
+    put(tmp_path, "/usr/bin/crio", "#!/bin/sh\n", 0o755)
     put(tmp_path, f"{CONF_D}/10-crio.conf", packages())
     return tmp_path
 
@@ -103,6 +108,64 @@ def test_the_handler_has_the_monitor_and_the_runtime_of_the_packages(packaged, c
     assert snapshot(packaged) == second
     assert setup(packaged, "crio", "--undo") == 0
     assert snapshot(packaged) == before
+
+
+def test_a_node_without_cri_o_is_told_so(packaged, capsys):
+    note = "note: CRI-O is not installed: nothing has checked what it makes of this"
+    assert setup(packaged, "crio", "--dry-run") == 0
+    assert note not in capsys.readouterr().out
+    (packaged / "usr/bin/crio").unlink()
+    assert setup(packaged, "crio") == 0
+    assert note in capsys.readouterr().out
+
+
+def killed(root: Path, at: int, *words: str) -> bool:
+    """Run it in a child that is gone at the `at`th file that is written, or put in its place.
+
+    Returns whether it came so far.
+    """
+    pid = os.fork()
+    if not pid:
+        left = iter(range(at, -1, -1))
+
+        def then(call: Callable[..., Any]) -> Callable[..., Any]:
+            def counted(*arguments: Any, **more: Any) -> Any:
+                if not next(left):
+                    os._exit(9)
+                return call(*arguments, **more)
+
+            return counted
+
+        status = 1
+        with contextlib.suppress(BaseException), open(os.devnull, "w") as null:  # noqa: PTH123
+            sys.stdout = sys.stderr = null
+            os.fchmod, os.rename, os.unlink = then(os.fchmod), then(os.rename), then(os.unlink)
+            status = setup(root, *words)
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+@pytest.mark.parametrize("words", [("crio",), ("crio", "--undo")])
+def test_a_setup_that_is_killed_leaves_no_file_that_cri_o_reads_half(packaged, words):
+    """CRI-O reads each file in its directory. What is left is swept up by the next run."""
+    (packaged / "var/lib/tidegate").mkdir(parents=True)
+    (packaged / "var/lib/tidegate/setup").mkdir(0o700)
+    before = snapshot(packaged)
+    for at in range(100):
+        if words != ("crio",):
+            assert setup(packaged, "crio") == 0
+        came = killed(packaged, at, *words)
+        assert {path.name for path in (packaged / CONF_D.lstrip("/")).iterdir()} <= {
+            "10-crio.conf",
+            Path(DROP_IN).name,
+        }
+        assert setup(packaged, "crio") == 0
+        loaded(packaged)
+        assert setup(packaged, "crio", "--undo") == 0
+        assert snapshot(packaged) == before
+        if not came:
+            break
+    assert 2 < at < 99
 
 
 def test_the_handler_follows_the_default_that_an_administrator_names(packaged, capsys):

@@ -12,7 +12,15 @@ from governor.errors import SetupError
 from governor.setup import apply
 from governor.setup.files import Root
 from tests.conftest import lack
-from tests.unit.setup_tree import put, put_crio_programs, put_programs, setup, snapshot, text
+from tests.unit.setup_tree import (
+    put,
+    put_crio_programs,
+    put_process,
+    put_programs,
+    setup,
+    snapshot,
+    text,
+)
 
 CONFIG = "/etc/docker/daemon.json"
 JOURNAL = "/var/lib/tidegate/setup/journal.json"
@@ -306,6 +314,49 @@ def test_dockerd_is_not_given_its_default_twice(root, capsys):
     assert snapshot(root) == before
     assert setup(root, "docker") == 0
     unit.write_text("# ExecStart=/usr/bin/dockerd --default-runtime=kata\n")
+    assert setup(root, "docker", "--default") == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "where"),
+    [
+        (
+            {
+                "/run/systemd/system/docker.service": "[Service]\nExecStart=dockerd --default-runtime runc\n"
+            },
+            "/run/systemd/system/docker.service",
+        ),
+        (
+            {
+                "/run/systemd/system/docker.service.d/e.conf": "[Service]\nEnvironmentFile=-/etc/docker/opts\n",
+                "/etc/docker/opts": "OPTIONS='--default-runtime=runc'\n",
+            },
+            "/etc/docker/opts",
+        ),
+        (
+            {
+                "/usr/local/lib/systemd/system/docker.service": "[Service]\nEnvironmentFile=/etc/opts/*.env\n",
+                "/etc/opts/a.env": "#--default-runtime=runc\n",
+                "/etc/opts/b.env": "O=--default-runtime=runc\n",
+            },
+            "/etc/opts/b.env",
+        ),
+        ({"/etc/conf.d/docker": 'DOCKER_OPTS="--default-runtime=runc"\n'}, "/etc/conf.d/docker"),
+    ],
+)
+def test_a_default_is_found_wherever_dockerd_has_it_from(root, capsys, files, where):
+    for path, content in files.items():
+        put(root, path, content)
+    assert setup(root, "docker", "--default") == 73
+    assert f"{root}{where} starts dockerd with --default-runtime" in capsys.readouterr().err
+
+
+def test_a_dockerd_that_runs_with_a_default_of_its_own_is_found(root, capsys):
+    put_process(root, 4711, "/usr/bin/dockerd", "--host=fd://", "--default-runtime=runc")
+    assert setup(root, "docker", "--default") == 73
+    assert "process 4711 starts dockerd with --default-runtime" in capsys.readouterr().err
+    put_process(root, 4712, "/usr/bin/dockerd", "--host=fd://")
+    (root / "proc/4711/cmdline").write_text("/usr/bin/other\0--default-runtime=runc\0")
     assert setup(root, "docker", "--default") == 0
 
 

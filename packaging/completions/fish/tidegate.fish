@@ -43,6 +43,7 @@ complete -c tidegate -n '__fish_seen_subcommand_from set' -a '(tidegate ps 2>/de
 complete -c tidegate -n '__fish_seen_subcommand_from set' -l memory -x -d 'device memory on each of its GPUs, like 12Gi'
 complete -c tidegate -n '__fish_seen_subcommand_from set' -l compute -x -d 'guaranteed share of each GPU, percent'
 complete -c tidegate -n '__fish_seen_subcommand_from set' -l compute-limit -x -d 'what it may use at most where others leave it'
+complete -c tidegate -n '__fish_seen_subcommand_from set' -l class -x -a 'throughput latency' -d 'of its work, as tidegate.gpu/class'
 complete -c tidegate -n '__fish_seen_subcommand_from set' -l config -r -F -d 'configuration file (/etc/tidegate/config.yaml)'
 complete -c tidegate -n '__fish_seen_subcommand_from set' -l runtime-dir -x -a '(__fish_complete_directories)' -d 'the governor\'s directory (/run/tidegate)'
 complete -c tidegate -n '__fish_seen_subcommand_from events' -s h -l help -d 'show this help message and exit'

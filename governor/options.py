@@ -1,0 +1,26 @@
+"""Command lines: what is mistyped is one line on stderr."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from governor.errors import one_line
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors say in one line what was found, and what tells what is accepted."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2, as argparse does."""
+        self.exit(2, f"{self.prog}: {one_line(message)}; {self.prog} --help tells more\n")
+
+    def parse_verb(self, args: Sequence[str]) -> argparse.Namespace:
+        """Parse arguments that begin with a verb: what is too much is an error of the verb's."""
+        options, rest = self.parse_known_args(args)
+        if rest:
+            name = f"{self.prog} {options.verb}"
+            words = " ".join(rest)
+            self.exit(2, f"{name}: {one_line(words)} is not accepted; {name} --help tells more\n")
+        return options

@@ -1,0 +1,55 @@
+"""What is mistyped on a command line is one line, which names what tells more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from governor import cli, daemon
+from kube import main as dra
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "line"),
+    [
+        (cli.main, ["ps", "--jsn"], "tidegate ps: --jsn is not accepted; tidegate ps --help tells more"),
+        (cli.main, ["ps", "one\nmore"], "tidegate ps: one more is not accepted; tidegate ps --help tells more"),
+        (
+            cli.main,
+            ["set"],
+            "tidegate set: the following arguments are required: container; tidegate set --help tells more",
+        ),
+        (cli.main, [], "tidegate: the following arguments are required: VERB; tidegate --help tells more"),
+        (
+            daemon.main,
+            ["--confg", "x"],
+            "tidegate-governor: unrecognized arguments: --confg x; tidegate-governor --help tells more",
+        ),
+        (
+            dra.main,
+            ["--look-every", "soon"],
+            "tidegate-dra: argument --look-every: invalid float value: 'soon'; tidegate-dra --help tells more",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_mistyped_is_one_line(
+    run: Callable[[list[str]], int],
+    arguments: list[str],
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+def test_a_verb_that_is_none_is_one_line_with_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["sett"])
+    [line] = capsys.readouterr().err.splitlines()
+    assert "'sett'" in line
+    assert all(verb in line for verb in cli.VERBS)

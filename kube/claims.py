@@ -58,6 +58,7 @@ class Share:
     compute: int
     compute_limit: int
     strategy: str
+    work_class: str = "throughput"
     share_id: str | None = None
     """What the scheduler calls this part of the device."""
 
@@ -96,6 +97,8 @@ class Claim:
                     "compute": share.compute,
                     "compute_limit": share.compute_limit,
                     "strategy": share.strategy,
+                    # A governor of an older version knows no classes.
+                    **({"class": share.work_class} if share.work_class == "latency" else {}),
                 }
                 for share in self.shares
             ],
@@ -228,6 +231,7 @@ def _share(
         compute=compute,
         compute_limit=limit,
         strategy=parameters.strategy,
+        work_class=parameters.work_class,
         share_id=str(result["shareID"]) if result.get("shareID") else None,
     )
 

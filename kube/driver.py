@@ -141,6 +141,8 @@ class Driver:
         """Claims that a kubelet has asked this process for, and was given."""
         self._prepared: dict[str, Reference] = {}
         """What the kubelet was answered, and so what the governor has to know: by uid."""
+        self.entered: frozenset[str] = frozenset()
+        """Claims that the governor had when `differs` asked last, less those that leave: uids."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
@@ -358,7 +360,8 @@ class Driver:
         """
         with self._guard:
             calls, idle = self._calls, not self._locks
-        known = {str(claim["uid"]) for claim in self._governor.claims() if not _leaves(claim)}
+        claims = self._governor.claims()
+        known = self.entered = frozenset(str(one["uid"]) for one in claims if not _leaves(one))
         files = self._directory.uids()
         with self._guard:
             if not idle or calls != self._calls:

@@ -26,6 +26,7 @@ import structlog
 
 from governor import logs
 from governor.errors import ConfigError, TidegateError
+from governor.options import Parser
 from kube.announce import Announcer, pods_of
 from kube.cdi import Directory
 from kube.cluster import Cluster
@@ -39,6 +40,7 @@ from kube.options import add_node_options
 from kube.pci import find_roots
 from kube.publish import Publisher, Watcher
 from kube.quantity import whole
+from kube.recheck import ANNOTATION, Recheck, has_room
 from kube.resync import Resync
 from kube.service import Alone, Endpoints, Health, directories
 from kube.slices import Defaults, make_slice, slice_name
@@ -87,6 +89,7 @@ class Loop:
         driver: Driver,
         publisher: Publisher,
         health: Health,
+        recheck: Recheck | None = None,
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         """`leads` says whether this driver publishes and reconciles (`kube.instances`)."""
@@ -97,6 +100,7 @@ class Loop:
         self._driver = driver
         self._publisher = publisher
         self._health = health
+        self._recheck = recheck or Recheck()
         self._damper = Damper()
         self._backoffs = {"publish": Backoff(), "reconcile": Backoff()}
         self._reconcile = threading.Event()
@@ -153,6 +157,7 @@ class Loop:
         log.info("leads" if leading else "another-leads")
         # What the other one has changed meanwhile is looked at.
         self._publisher.forget()
+        self._recheck.forget()
         self._reconcile.set()
 
     def _try(self, what: str, now: float, function: Callable[[], None]) -> bool:
@@ -220,19 +225,28 @@ class Loop:
             metadata = self._cluster.node(self._args.node_name).get("metadata") or {}
             self._node_uid = str(metadata["uid"])
         addresses = [gpu.get("pci") for gpu in answer["gpus"]]
+        taints = self._damper.settle(self._conditions, now)
         wanted = make_slice(
             self._args.node_name,
             self._node_uid,
             answer,
-            self._damper.settle(self._conditions, now),
+            taints,
             defaults=Defaults(self._args.default_memory, self._args.default_compute),
             roots=find_roots(addresses),
         )
-        self._publisher.publish(wanted)
+        claims = self._driver.entered
+        if self._publisher.current:  # else the mark of what is stored is read first
+            closed = {uuid for uuid, found in taints.items() if found}
+            room = self._away_since is None and has_room(answer, closed)
+            mark = self._recheck.next_mark(claims, self._publisher.mark, now, room=room)
+            if mark is not None:
+                wanted["metadata"]["annotations"] = {ANNOTATION: mark}
+        if self._publisher.publish(wanted):
+            self._recheck.updated(claims, now)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tidegate-dra", description="Offers the node's GPUs to a Kubernetes cluster."
     )
     parser.add_argument(
@@ -258,7 +272,8 @@ def _parser() -> argparse.ArgumentParser:
         default=PERIOD_S,
         metavar="SECONDS",
         help="how often the governor is asked about its GPUs (%(default)g); what changes is written"
-        " to the API server after that, and not more often than every third time",
+        " to the API server after that, and not more often than every third time; pods that wait"
+        " are looked at again every fifth time at most",
     )
     parser.add_argument(
         "--instance",
@@ -344,6 +359,7 @@ def serve(args: argparse.Namespace) -> None:
         driver=driver,
         publisher=publisher,
         health=health,
+        recheck=Recheck(delay=2.5 * args.look_every, interval=5 * args.look_every),
         leads=instance.leads,
     )
     watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)

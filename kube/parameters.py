@@ -31,6 +31,7 @@ class Parameters:
 
     compute_limit: int | None = None
     strategy: str = "auto"
+    work_class: str = "throughput"
 
 
 @functools.cache
@@ -63,6 +64,8 @@ def merge(before: Parameters, document: object, where: str) -> Parameters:
         after = replace(after, compute_limit=after.compute_limit or 100)
     if "strategy" in document:
         after = replace(after, strategy=document["strategy"])
+    if "class" in document:
+        after = replace(after, work_class=document["class"])
     return after
 
 

@@ -29,6 +29,7 @@ from governor import logs
 from governor.cdi import HOOK
 from governor.config import STRATEGIES
 from governor.errors import GovernorError, RefusedError, TidegateError
+from governor.options import Parser
 from kube.api import deviceplugin_v1beta1_pb2 as messages
 from kube.api import deviceplugin_v1beta1_pb2_grpc as services
 from kube.cdi import Directory, make_spec
@@ -419,7 +420,7 @@ class Loop:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tidegate-device-plugin",
         description=f"Offers the node's GPU memory to a kubelet, as {PLUGIN_RESOURCE}.",
     )

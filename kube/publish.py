@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from kube.errors import ClusterError, GateError
+from kube.recheck import ANNOTATION
 from kube.slices import normalised
 
 log = structlog.get_logger()
@@ -76,6 +77,8 @@ class Publisher:
         self._own: deque[str] = deque(maxlen=OWN)
         self.version = ""
         """The resource version of what is stored, as far as we know."""
+        self.mark = ""
+        """The mark of what is stored, as far as we know (`kube.recheck`)."""
 
     @property
     def current(self) -> bool:
@@ -97,13 +100,14 @@ class Publisher:
     def publish(self, wanted: dict[str, Any]) -> bool:
         """Have the API server store this slice; return whether anything was written.
 
-        ClusterError where it does not answer or somebody was faster: ask again. GateError where
+        Where it names no mark (`kube.recheck`) the stored one stays. ClusterError where the API
+        server does not answer or another write came first: ask again. GateError where
         the cluster cannot share devices; then there is no slice.
         """
         body = self._shape(wanted)
         shown = self._comparable(body)
         if not self._stale.is_set():
-            if shown == self._shown:
+            if shown == self._shown and _mark(body) in (None, self.mark):
                 return False
             if self._written is not None and self._clock() - self._written < self._interval:
                 return False
@@ -120,10 +124,14 @@ class Publisher:
         stored = self._cluster.slice(name)
         if stored is not None:
             self._check(stored, name)
-            if self._comparable(stored) == shown:
+            mark = _mark(body)
+            if self._comparable(stored) != shown:
+                body = _succeed(body, stored)
+            elif mark in (None, _mark(stored)):
                 self._note(stored, shown)
                 return False
-            body = _succeed(body, stored)
+            else:  # what the scheduler allocates from stays as it is, and so its generation
+                body = _with_mark(stored, mark)
         write = self._cluster.create_slice if stored is None else self._cluster.replace_slice
         if not self._probed:
             # What it would store: a scheduler never sees a slice that cannot be shared.
@@ -147,6 +155,7 @@ class Publisher:
             "slice-written",
             slice=name,
             generation=result["spec"]["pool"]["generation"],
+            mark=self.mark,
             devices=len(result["spec"].get("devices") or ()),
             taints=_taints(result),
         )
@@ -168,6 +177,7 @@ class Publisher:
     def _note(self, stored: Mapping[str, Any], shown: dict[str, Any]) -> None:
         self.version = str((stored.get("metadata") or {}).get("resourceVersion") or "")
         self._own.append(self.version)
+        self.mark = _mark(stored) or ""
         self._shown = shown
 
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
@@ -187,12 +197,30 @@ def _taints(body: Mapping[str, Any]) -> int:
     return sum(len(device.get("taints") or ()) for device in devices)
 
 
+def _mark(body: Mapping[str, Any]) -> str | None:
+    annotations = (body.get("metadata") or {}).get("annotations") or {}
+    mark = annotations.get(ANNOTATION)
+    return None if mark is None else str(mark)
+
+
+def _with_mark(body: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    after = copy.deepcopy(dict(body))
+    after["metadata"]["annotations"] = {
+        **(after["metadata"].get("annotations") or {}),
+        ANNOTATION: mark,
+    }
+    return after
+
+
 def _succeed(body: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the body that takes the place of what is stored: the next generation.
 
-    A taint that stays keeps the time at which it came.
+    A taint that stays keeps the time at which it came, and a slice its mark.
     """
     after = copy.deepcopy(body)
+    kept = _mark(stored)
+    if kept is not None and _mark(body) is None:
+        after = _with_mark(after, kept)
     after["metadata"]["resourceVersion"] = stored["metadata"]["resourceVersion"]
     pool = (stored.get("spec") or {}).get("pool") or {}
     after["spec"]["pool"]["generation"] = int(pool.get("generation") or 0) + 1

@@ -92,6 +92,8 @@ def test_the_policies_know_what_the_schemas_know() -> None:
     assert _list_after(parameters, "!(key in") == set(schema()["properties"])
     strategies = set(schema()["properties"]["strategy"]["enum"])
     assert _list_after(parameters, "document.strategy in") == strategies
+    classes = set(schema()["properties"]["class"]["enum"])
+    assert _list_after(parameters, 'document["class"] in') == classes
     hook = json.loads((ROOT / "oci_hook/annotations.schema.json").read_text())["properties"]
     annotations = _expressions("tidegate-annotations")
     assert _list_after(annotations, "(key.substring(13) in") == {

@@ -89,15 +89,17 @@ def test_an_allocation_becomes_what_the_governor_is_asked() -> None:
 def test_the_claims_parameters_win_over_the_classs_option_by_option() -> None:
     configs = (
         config("FromClaim", ("gpu",), strategy="mps"),
-        config("FromClass", computeLimit=80, strategy="timeslice"),
+        config("FromClass", computeLimit=80, strategy="timeslice", **{"class": "latency"}),
         {
             "source": "FromClaim",
             "opaque": {"driver": "nic.example.com", "parameters": {"what": "ever"}},
         },
         config("FromClaim", ("another",), computeLimit=3),
     )
-    share = read(claim("a", "b", result(), configs=configs)).shares[0]
-    assert (share.compute_limit, share.strategy) == (80, "mps")
+    found = read(claim("a", "b", result(), configs=configs))
+    (share,) = found.shares
+    assert (share.compute_limit, share.strategy, share.work_class) == (80, "mps", "latency")
+    assert found.describe()["shares"][0]["class"] == "latency"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ class Tenant:
     """What a unit is (bench/burner.c); empty: one kernel."""
     duty: int = 70
     """Percent of the time in which it works, where it works in bursts."""
+    processes: int = 1
+    """So many do the same at the same time, in one container."""
     memory: str = "1Gi"
     program: str = ""
     """What it runs instead of the burner."""
@@ -47,6 +49,8 @@ class Tenant:
             options += ["--gap-us", str(self.gap_us)]
         if self.bursts:
             options += ["--bursts", str(self.bursts), "--duty", str(self.duty)]
+        if self.processes > 1:
+            options += ["--processes", str(self.processes)]
         return options
 
 
@@ -130,6 +134,8 @@ def _arms() -> dict[str, Arm]:
             tuple(Tenant(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30, native=False
         ),
         "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
+        # Units that are shorter than a turn of the GPU's own scheduler, and pauses behind each.
+        "short": Arm((Tenant(10, 50, gap_us=300), Tenant(45), Tenant(45))),
         "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
         "many": strict(*[3] * 32),
         "sixty-four": Arm((Tenant(1, memory="640Mi"),) * 64, 12, native=False),
@@ -165,6 +171,8 @@ def _arms() -> dict[str, Arm]:
     for unit_us in (50, 500):
         arms[f"two-{unit_us}us"] = strict(50, 50, unit_us=unit_us, seconds=10)
         arms[f"eight-{unit_us}us"] = strict(*[13] * 4, *[12] * 4, unit_us=unit_us, seconds=10)
+    for n in (1, 2, 4, 8):
+        arms[f"processes-{n}"] = Arm((Tenant(40, processes=n, memory="8Gi"), Tenant(60)), 10)
     for kind, neighbour in NEIGHBOURS.items():
         for n in range(1, 5):
             arms[f"beside-{n}-{kind}"] = _beside(n, neighbour)
@@ -177,11 +185,18 @@ def _arms() -> dict[str, Arm]:
 
 
 ARMS = _arms()
+# The same by the GPU's own scheduler: these too are run when they are named.
+HARDWARE = {
+    f"hardware-{name}": replace(arm, settings={**arm.settings, "scheduling": "hardware"})
+    for name, arm in ARMS.items()
+}
 # MPS is NVIDIA's, and no part of every node: these are run when they are named.
 ARMS |= {
     f"mps-{name}": replace(ARMS[name], settings={"strategies": ["mps"]})
     for name in ("thirds", "tight", "four-50us", "four-500us")
 }
+
+ARMS |= HARDWARE
 
 SUITES: dict[str, tuple[str, ...]] = {
     "table7": ("thirds",),

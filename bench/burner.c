@@ -3,7 +3,8 @@
  *
  *   burner --unit-us U --seconds S --out FILE [--form FORM] [--iterations N] [--depth D]
  *          [--gap-us G] [--bursts SEED] [--duty PERCENT] [--wait-file F] [--block BYTES]
- *          [--allocate BYTES] [--stream own|null]
+ *          [--allocate BYTES] [--stream own|null] [--requests MEAN_US] [--units N] [--seed S]
+ *          [--processes N]
  *
  * A unit is work of one of these forms, and a one-thread kernel behind it that writes %globaltimer
  * into pinned host memory:
@@ -23,11 +24,23 @@
  * rests, in turn; it works for --duty percent of the time (70); the last line says with which unit
  * each burst began and ended. FILE gets records of two little-endian u64: the time of the
  * stamp, and 0. The last line on standard output is JSON; "clock_ns" is how far the GPU's clock is
- * before CLOCK_MONOTONIC. It speaks the driver API through dlopen, needs no CUDA toolkit, and knows
+ * before CLOCK_MONOTONIC.
+ *
+ * With --requests it is a service: requests of --units units (20) arrive by chance, one every
+ * MEAN_US microseconds on average, in an order that --seed (1) fixes, whether the ones before are
+ * done or not. Each is launched at its arrival or when the one before it has ended, and the host
+ * waits for its end. FILE gets records of two u64: how long after the beginning the request
+ * arrived, and how long after its arrival it had ended, ns.
+ *
+ * It speaks the driver API through dlopen, needs no CUDA toolkit, and knows
  * nothing of Tidegate.
  */
+#include "processes.h"
+
 #include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <math.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -408,8 +421,46 @@ static void write_stamps(FILE *file, uint64_t unit)
     }
 }
 
+/* ---- requests ---- */
+
+static void sleep_until(int64_t at)
+{
+    struct timespec until = {.tv_sec = (time_t)(at / 1000000000), .tv_nsec = at % 1000000000};
+
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL) == EINTR && !stop)
+        continue;
+}
+
+/* Returns how many requests were served. */
+static uint64_t serve(double mean_us, unsigned long units, unsigned short seed, double seconds,
+                      uint64_t iterations, FILE *file)
+{
+    unsigned short state[3] = {0x330e, seed, 0};
+    int64_t begin = host_ns(), arrival = begin;
+    uint64_t served = 0;
+
+    while (!stop) {
+        uint64_t record[2];
+
+        arrival += (int64_t)(-log(1 - erand48(state)) * mean_us * 1000) + 1;
+        if (arrival > begin + (int64_t)(seconds * 1e9))
+            break;
+        sleep_until(arrival);
+        for (unsigned long i = 0; i < units; i++)
+            launch_unit(iterations, i);
+        check(cuStreamSynchronize(stream), "cuStreamSynchronize");
+        record[0] = (uint64_t)(arrival - begin);
+        record[1] = (uint64_t)(host_ns() - arrival);
+        if (file)
+            fwrite(record, sizeof record, 1, file);
+        served++;
+    }
+    return served;
+}
+
 int main(int argc, char **argv)
 {
+    double requests_us = atof(option(argc, argv, "--requests", "0"));
     double unit_us = atof(option(argc, argv, "--unit-us", "500"));
     double seconds = atof(option(argc, argv, "--seconds", "5"));
     uint64_t iterations = strtoull(option(argc, argv, "--iterations", "0"), NULL, 10);
@@ -418,6 +469,8 @@ int main(int argc, char **argv)
     const char *wait_file = option(argc, argv, "--wait-file", NULL);
     unsigned seed = (unsigned)strtoul(option(argc, argv, "--bursts", "0"), NULL, 10);
     size_t allocate = strtoull(option(argc, argv, "--allocate", "0"), NULL, 10);
+    struct processes all =
+        processes_fork((unsigned)strtoul(option(argc, argv, "--processes", "1"), NULL, 10));
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     const char *kernels[N_FORMS] = {
         [COOPERATIVE] = "together", [PERSISTENT] = "persist", [SWEEP] = "sweep"};
@@ -502,14 +555,22 @@ int main(int argc, char **argv)
         iterations = calibrate(unit_us);
     prepare(iterations);
     clock_ns = compare_clocks();
-    file = out ? fopen(out, "wb") : NULL;
+    file = out ? fopen(processes_path(&all, out), "wb") : NULL;
     if (wait_file) {
-        char ready[4096];
-
-        snprintf(ready, sizeof ready, "%s.ready", wait_file);
-        close(open(ready, O_CREAT | O_WRONLY, 0644));
+        processes_ready(&all, wait_file);
         while (access(wait_file, F_OK) && !stop)
             usleep(1000);
+    }
+    if (requests_us > 0) {
+        unsigned long units = strtoul(option(argc, argv, "--units", "20"), NULL, 10);
+        unsigned short order = (unsigned short)atoi(option(argc, argv, "--seed", "1"));
+        uint64_t served = serve(requests_us, units, order, seconds, iterations, file);
+
+        if (file)
+            fclose(file);
+        printf("{\"requests\": %llu, \"iterations\": %llu, \"result\": \"CUDA_SUCCESS\"}\n",
+               (unsigned long long)served, (unsigned long long)iterations);
+        return 0;
     }
     end = now() + seconds;
     draw = seed;
@@ -552,5 +613,5 @@ int main(int argc, char **argv)
         printf("%s[%llu, %llu]", i ? ", " : "", (unsigned long long)bursts[i][0],
                (unsigned long long)bursts[i][1]);
     printf("], \"result\": \"CUDA_SUCCESS\"}\n");
-    return 0;
+    return processes_wait(&all);
 }

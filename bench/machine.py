@@ -212,7 +212,8 @@ class Nvidia(Machine):
     def make_rootfs(self, directory: Path) -> None:
         """Lay an overlay over this machine's root; leave out what is mounted, like the driver."""
         directory.mkdir(parents=True)
-        layers = self._layers / directory.parent.name
+        # Containers of several arms have the same names.
+        layers = self._layers / f"{len(self._mounted)}-{directory.parent.name}"
         for name in ("upper", "scratch"):
             (layers / name).mkdir(parents=True)
         options = f"lowerdir=/,upperdir={layers}/upper,workdir={layers}/scratch"

@@ -240,6 +240,17 @@ class Node:
                 container.memory_peak = max(container.memory_peak, peak)
         return known
 
+    def check_scheduling(self) -> None:
+        """Raise MachineError where grants divided a GPU's time although its scheduler should have.
+
+        An arm of the GPU's own scheduler would have the gate's figures, and not say so.
+        """
+        for gpu in ask(self.config, "gpus")["gpus"]:
+            if self.settings.get("scheduling") == "hardware" != gpu["scheduling"]:
+                raise MachineError(
+                    f"grants divided the time of GPU {gpu['index']}: {gpu['not_steered']}"
+                )
+
     def wait(self, container: Running, timeout: float) -> int:
         """Wait for a container's end and return its exit status."""
         try:

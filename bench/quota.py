@@ -181,6 +181,7 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
     passed = time.monotonic() - began
     processors = {key: (value - processors[key]) / passed for key, value in clock.read().items()}
     node.look()
+    node.check_scheduling()
     after = {one.name: one.seen for one in containers}
     if arm.script:
         for one in containers:
@@ -223,7 +224,9 @@ class Told:
 
     def __init__(self, path: Path, output: str) -> None:
         answer = last_json(output)
-        self.stamps = read_stamps(path)
+        # One file for each process of a container (bench/processes.h).
+        paths = [path, *sorted(path.parent.glob(f"{path.name}.*"))]
+        self.stamps = tuple(sorted(stamp for one in paths for stamp in read_stamps(one)))
         self.bursts = answer.get("bursts", [])
         # The simulated GPU's clock is this machine's.
         self.ahead_ns = int(answer.get("clock_ns", 0))

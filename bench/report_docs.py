@@ -96,6 +96,19 @@ the native start of the same round, with their standard error. The aims are 5 ms
 that asks for nothing and 30 ms for one that asks for a share.
 """
 
+LATENCY = """\
+## Requests beside work that never ends
+
+`python -m bench.latency` has a service whose requests come by chance (Poisson, the same in every
+arm; each is 20 kernels of 0.1 ms) beside jobs that always have work, in units of 0.5 ms. `alone` is
+the service alone and `native` both, without Tidegate. `governed` is the service alone under
+Tidegate, with a cap of 70 % and the class latency. `gate`: grants at the launch divide the time;
+`hardware`: the GPU's own scheduler does. The service is guaranteed ten percent more than its
+requests take (20 % with one every 20 ms), the jobs share the rest, and all may use what is idle.
+`latency` is `hardware` with that class and the cap. What jobs do is in percent of what one of them
+does alone.
+"""
+
 PROGRAMS = """\
 ## Programs, alone and governed
 
@@ -463,6 +476,35 @@ def add_gangs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
         page.add(where(result))
 
 
+def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
+    """A row for each arm of each run; where an arm without Tidegate is better, it says so."""
+    page.add(LATENCY)
+    for stem, result in results.items():
+        page.add(f"### {stem}")
+        arms = list(zip(result["raw"]["arms"], result["summary"].values(), strict=True))
+        alone = {arm["mean_us"]: one for arm, one in arms if arm["arm"] == "alone"}
+        rows = [
+            (
+                f"{arm['mean_us'] / 1000:g} ms",
+                str(arm["jobs"]),
+                arm["arm"],
+                *(
+                    f"{one[key]:.2f} ({one[key] / alone[arm['mean_us']][key]:.2f})"
+                    for key in ("mean_ms", "p99_ms")
+                ),
+                " ".join(f"{job:.1f}" for job in one["jobs"]),
+                f"{sum(one['jobs']):.1f}" if arm["jobs"] else "",
+            )
+            for arm, one in arms
+        ]
+        head = (
+            *("a request every", "jobs", "arm", "mean, ms (of alone)", "p99, ms (of alone)"),
+            *("each job, %", "together"),
+        )
+        page.table(head, rows, "rrlrrrr")
+        page.add(where(result))
+
+
 SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "shares": add_shares,
     "quota": add_quota,
@@ -473,6 +515,7 @@ SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
     "starts": add_starts,
     "step": add_step,
     "memory": add_memory,
+    "latency": add_latency,
     "judge": add_judge,
     "programs": add_programs,
 }

@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.gang_figures import summarise as summarise_gangs
 from bench.hook import summarise as summarise_starts
+from bench.latency import summarise as summarise_requests
 from bench.memory import judge as judge_memory
 from bench.memory import longest_stretch
 from bench.mirror import faults
@@ -330,10 +331,28 @@ def gangs(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def latency(options: argparse.Namespace) -> dict[str, Any]:
+    """Requests beside work that never ends, from the directory of a run of bench.latency."""
+    report, run = read_run(options.source / "latency.json", "bench.latency")
+    gpu, claimed = report.pop("gpu"), report.pop("summary")
+    name_commit(run, options.commit)
+    if claimed != summarise_requests(report):
+        raise ResultError("the requests do not give the figures that the report claims")
+    return {
+        "suite": "latency",
+        **run,
+        "gpu": gpu,
+        "configuration": {key: report[key] for key in ("unit_us", "units")},
+        "raw": report,
+        "summary": claimed,
+    }
+
+
 SUITES: dict[str, Suite] = {
     "gangs": gangs,
     "hook": hook,
     "judge": judge,
+    "latency": latency,
     "memory": memory,
     "mirror": mirror,
     "overhead": overhead,

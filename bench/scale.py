@@ -11,6 +11,7 @@ publisher and driver run for each of many nodes, against an API server that stor
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import logging
 import sys
@@ -27,7 +28,7 @@ from kube.simulate import ARMS, GPUS, Arm, Outcome, Scenario, simulate
 
 RESULTS = ROOT / "bench/results/scale"
 SIMULATED = RESULTS / "2026-11-22-cluster.json"
-COUNTED = RESULTS / "2026-11-22-requests.json"
+COUNTED = RESULTS / "2026-11-23-requests.json"
 PAGE = ROOT / "docs/explanation/scale.md"
 FIGURES = ROOT / "docs/figures"
 LOADS = (0.7, 0.8, 0.9, 1.0, 1.1)
@@ -223,7 +224,10 @@ def claim_of(name: str, node: str, device: str) -> dict[str, Any]:
 
 
 def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
-    """Run the driver of so many nodes for an hour, with a GPU of each node lost and found once."""
+    """Run the driver of so many nodes for an hour, with a GPU of each node lost and found once.
+
+    Claims come one by one and GPUs always have room, so each claim has an update of the slice.
+    """
     import structlog
 
     from kube.cdi import Directory
@@ -232,6 +236,7 @@ def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
     from kube.health import Taint
     from kube.names import TAINT_LOST
     from kube.publish import Publisher
+    from kube.recheck import ANNOTATION, Recheck
     from kube.slices import device_name, make_slice
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -246,15 +251,23 @@ def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
         well = make_slice(node, "node-uid", governor.answer, {})
         ill = make_slice(node, "node-uid", governor.answer, lost)
         device = device_name(governor.answer["gpus"][0]["uuid"])  # type: ignore[index]
+        recheck, reference = Recheck(), None
         for step in range(STEPS):
             clock[0] += 60.0
-            publisher.publish(ill if 30 <= step < 40 else well)
+            driver.differs()
+            wanted = copy.deepcopy(ill if 30 <= step < 40 else well)
+            mark = recheck.next_mark(driver.entered, publisher.mark, clock[0], room=True)
+            if mark is not None:
+                wanted["metadata"]["annotations"] = {ANNOTATION: mark}
+            if publisher.publish(wanted):
+                recheck.updated(driver.entered, clock[0])
             if step % (STEPS // CLAIMS) == 0:
+                if reference is not None:
+                    driver.unprepare(reference)
                 name = f"{node}-{step}"
                 server.claims[name] = claim_of(name, node, device)
                 reference = Reference("default", name, f"uid-{name}")
                 driver.prepare(reference)
-                driver.unprepare(reference)
         size = len(json.dumps(well, separators=(",", ":")))
     return {
         "nodes": nodes,

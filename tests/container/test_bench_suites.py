@@ -151,11 +151,13 @@ def test_changes_are_followed_on_the_time_of_the_samples(
             assert event["until_ns"] < samples + 500_000_000
     # It is lent the GPU again when the neighbour has ended, whatever else this machine does.
     work = arms["settle-neighbour"]["tenants"][0]["work_us"]
-    beside, alone = (
-        sum(work[event["at_ns"] // 10_000_000 + 30 :][:40]) / 4000
+    # Of all stretches of 0.4 s: a busy machine may start and end the neighbour late.
+    stretches = [
+        [sum(work[i : i + 40]) / 4000 for i in range(begin, end - 40)]
         for event in arms["settle-neighbour"]["events"][:2]
-    )
-    assert beside < 60 < alone
+        for begin, end in [(event["at_ns"] // 10_000_000, event["until_ns"] // 10_000_000)]
+    ]
+    assert min(stretches[0]) < 60 < max(stretches[1])
 
 
 def test_who_is_killed_or_stopped_is_followed_by_somebody(

@@ -15,7 +15,8 @@ import pytest
 from bench import report_docs, run
 from bench.arms import ARMS, SUITES, Tenant, strict
 from bench.events import SAMPLE_NS
-from bench.machine import burner_command
+from bench.machine import MachineError, burner_command
+from bench.node import Node
 from bench.progress import Profile, Progress, Stamp
 from bench.provenance import describe_run
 from bench.quota import (
@@ -29,6 +30,7 @@ from bench.quota import (
     work,
 )
 from bench.report_quota import describe_arm, row_of
+from governor.config import Config
 
 MS = 1_000_000
 
@@ -197,3 +199,18 @@ def test_a_result_whose_figures_do_not_follow_from_its_samples_is_not_kept(tmp_p
     assert run.main(keep) == 0
     page = report_docs.build_page({"one": json.loads((tmp_path / "kept.json").read_text())})
     assert "| alone-40 | 40 %, 0.5 ms | 40.00 |" in page.text
+
+
+def test_an_arm_of_the_gpus_own_scheduler_says_when_grants_divided_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = object.__new__(Node)
+    node.settings, node.config = {"scheduling": "hardware"}, Config()
+    gpu: dict[str, object] = {"index": 0, "scheduling": "hardware", "not_steered": ""}
+    monkeypatch.setattr("bench.node.ask", lambda *_: {"gpus": [gpu]})
+    node.check_scheduling()
+    gpu |= {"scheduling": "gate", "not_steered": "the trace of context switches: NV_ERR_TIMEOUT"}
+    with pytest.raises(MachineError, match="grants divided the time of GPU 0: the trace of con"):
+        node.check_scheduling()
+    node.settings = {}
+    node.check_scheduling()

@@ -1,0 +1,97 @@
+/*
+ * One workload as several processes of one container, which do the same and begin together.
+ *
+ * processes_fork() comes first, before anything of CUDA. The first process is the one that was
+ * started: its files are those that were named, the k-th one's have ".k" behind their names. Only
+ * the first one's last line is printed, and it ends last.
+ */
+#ifndef BENCH_PROCESSES_H
+#define BENCH_PROCESSES_H
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define PROCESSES_MOST 64
+
+struct processes {
+    unsigned n;     /* of them all */
+    unsigned index; /* of this one; 0: the first */
+};
+
+static struct processes processes_fork(unsigned n)
+{
+    struct processes all = {n, 0};
+
+    if (n > PROCESSES_MOST) {
+        fprintf(stderr, "--processes: %u are more than %d\n", n, PROCESSES_MOST);
+        exit(1);
+    }
+    for (unsigned k = 1; k < n; k++) {
+        pid_t pid = fork();
+
+        if (pid < 0) {
+            perror("fork");
+            exit(1);
+        }
+        if (!pid) {
+            int null = open("/dev/null", O_WRONLY | O_CLOEXEC);
+
+            if (null < 0 || dup2(null, STDOUT_FILENO) < 0)
+                exit(1);
+            all.index = k;
+            break;
+        }
+    }
+    return all;
+}
+
+/* Returns the name of a process's own file; it is never freed. */
+static const char *processes_path(const struct processes *all, const char *path)
+{
+    char *own;
+
+    if (!path || !all->index)
+        return path;
+    if (asprintf(&own, "%s.%u", path, all->index) < 0)
+        exit(1);
+    return own;
+}
+
+/* Says that this process is set up; the first one says so when all others have. */
+static void processes_ready(const struct processes *all, const char *wait_file)
+{
+    char ready[4096];
+    int fd;
+
+    for (unsigned k = 1; k < all->n && !all->index; k++) {
+        snprintf(ready, sizeof ready, "%s.%u.ready", wait_file, k);
+        while (access(ready, F_OK)) {
+            if (waitpid(-1, NULL, WNOHANG) > 0)
+                exit(1); /* one has failed, and has said so */
+            usleep(1000);
+        }
+    }
+    snprintf(ready, sizeof ready, "%s.ready", processes_path(all, wait_file));
+    fd = open(ready, O_CREAT | O_WRONLY | O_CLOEXEC, 0644);
+    if (fd < 0) {
+        perror(ready);
+        exit(1);
+    }
+    close(fd);
+}
+
+/* Returns 0 when all others have ended well; for the first one's end. */
+static int processes_wait(const struct processes *all)
+{
+    int failed = 0, status;
+
+    for (unsigned k = 1; k < all->n && !all->index; k++)
+        if (wait(&status) > 0 && status)
+            failed = 1;
+    return failed;
+}
+
+#endif

@@ -1,0 +1,37 @@
+"""`python -m bench.latency` on the simulated GPU, shortened: every arm serves the same requests. How fast is no test's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from bench import latency, run
+
+
+def test_every_arm_serves_the_same_requests(
+    require, build_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    require("runc")
+    options = ["--simulated", "--seconds", "1", "--mean-us", "20000", "--jobs", "2"]
+    assert (
+        latency.main([*options, "--build", str(build_dir), "--output", str(tmp_path / "out")]) == 0
+    )
+    report = json.loads((tmp_path / "out/latency.json").read_text())
+    assert [arm["arm"] for arm in report["arms"]] == [
+        way.name for way in (*latency.ALONE, *latency.BESIDE)
+    ]
+    assert len({len(arm["requests_ms"]) for arm in report["arms"]}) == 1
+    for arm in report["arms"]:
+        assert min(arm["requests_ms"]) >= 1.9  # 20 kernels of 0.1 ms
+        assert all(units > 0 for units in arm["units_per_s"])
+    kept = tmp_path / "kept.json"
+    assert (
+        run.main(["--suite", "latency", "--from", str(tmp_path / "out"), "--out", str(kept)]) == 0
+    )
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 7  # and where it was kept
+    assert "= " in rows[2]
+    assert not list(Path("/dev/shm").glob(f"tidegate-simgpu-{os.getpid()}"))

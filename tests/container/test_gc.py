@@ -233,8 +233,12 @@ def test_a_dry_run_says_the_same_and_removes_nothing(
     assert would[0].startswith(f"{driver.old.name}  would be removed: not in use, ")
     assert would[1] == f"{driver.new.name}  kept: in force"
     assert driver.old.exists()
-    assert cli.main(arguments) == 0
-    done = capsys.readouterr().out.splitlines()
+    for _ in range(3):
+        assert cli.main(arguments) == 0
+        done = capsys.readouterr().out.splitlines()
+        # A process of another test that ends while it is looked at keeps the generation this time.
+        if "the search did not come to its end" not in done[0]:
+            break
     assert done == [line.replace("would be removed", "removed") for line in would]
     assert not driver.old.exists()
 
@@ -606,13 +610,15 @@ def test_a_tenants_covered_pin_does_not_stop_the_removal(
     """Where the kernel has no list, it is said who keeps the generations."""
     need("setpriv")
     script = (
-        "mount -t tmpfs x /mnt && touch /mnt/p; for try in $(seq 100); do unshare -m sleep 60 & c=$!; "
+        "set -e; mount -t tmpfs x /mnt; touch /mnt/p; unshare -m sleep 60 & c=$!; "
         'until [ "$(readlink /proc/$c/ns/mnt)" != "$(readlink /proc/$$/ns/mnt)" ]; do sleep 0.02; done; '
-        # See pinned().
-        "mount --bind /proc/$c/ns/mnt /mnt/p 2>/dev/null && break; kill $c; done; "
-        "mount --bind /etc/hostname /mnt/p && kill $c; wait $c; echo ready; exec sleep 60"
+        # See pinned() for what may fail here.
+        "mount --bind /proc/$c/ns/mnt /mnt/p; mount --bind /etc/hostname /mnt/p; kill $c; "
+        "wait $c || true; echo ready; exec sleep 60"
     )
-    with running(*TENANT, *shell(script)):
+    # On one processor, whose numbers only grow: both namespaces take theirs from one batch.
+    on = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    with running(*on, *TENANT, *shell(script)):
         reason = driver.gc(capsys)[driver.old.name]
         if request.node.callspec.params["driver"] == "proc":
             assert reason.startswith("may be in use: mount namespace ")

@@ -247,7 +247,7 @@ def test_who_moves_to_groups_below_its_own_stays_of_the_container(node: Node) ->
         edit=with_control_groups,
     )  # fmt: skip
     wait_for((container.out / "nested").exists, "it to register")
-    assert show_output(container) == "slot 0, a ledger\n"
+    wait_for(lambda: show_output(container) == "slot 0, a ledger\n", "what it says")
     pid = inside(node, container)
     moved = read_cgroups(pid)
     assert {path.rpartition("/")[2] for path in moved.values()} <= {"init.scope", ""}, moved
@@ -309,8 +309,13 @@ def test_who_enters_a_container_past_its_engine_is_told_how(node: Node) -> None:
         [*enter, *knock], capture_output=True, text=True, timeout=WAIT_S, check=True
     )
     assert done.stdout == "slot -1, no ledger\n"
-    [refused] = events(node, "process-refused")[-1:]
-    assert refused["container"] == victim.identifier
+    # Of what the tests before it have refused the log may tell late.
+    [refused] = wait_for(
+        lambda: [
+            one for one in events(node, "process-refused") if one["container"] == victim.identifier
+        ],
+        "the refusal in the log",
+    )
     assert refused["error"].endswith("; enter with the engine's exec, not nsenter")
     assert execute(node, victim, *knock) == "slot 1, a ledger\n"
 

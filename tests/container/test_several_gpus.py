@@ -316,11 +316,11 @@ def test_the_table_of_gpus_shows_what_is_left_and_how_near_they_are(
     cli.main(["check", "--config", str(config)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[lines.index("placement: topology") + 1 :] == [
-        "GPU  NAME                    MEMORY LEFT         TIME LEFT  STRATEGY   CONTAINERS  NUMA  GPU0  GPU1  GPU2  GPU3",
-        "0    Tidegate Simulated GPU  11776 of 15872 MiB  70 %       timeslice  1           0     -     SYS   SYS   NV4",
-        "1    Tidegate Simulated GPU  15872 of 15872 MiB  100 %      timeslice  0           1     SYS   -     NV4   SYS",
-        "2    Tidegate Simulated GPU  15872 of 15872 MiB  100 %      timeslice  0           1     SYS   NV4   -     SYS",
-        "3    Tidegate Simulated GPU  11776 of 15872 MiB  70 %       timeslice  1           0     NV4   SYS   SYS   -",
+        "GPU  NAME                    MEMORY LEFT         TIME LEFT  STRATEGY   SCHEDULING  CONTAINERS  NUMA  GPU0  GPU1  GPU2  GPU3",
+        "0    Tidegate Simulated GPU  11776 of 15872 MiB  70 %       timeslice  gate        1           0     -     SYS   SYS   NV4",
+        "1    Tidegate Simulated GPU  15872 of 15872 MiB  100 %      timeslice  gate        0           1     SYS   -     NV4   SYS",
+        "2    Tidegate Simulated GPU  15872 of 15872 MiB  100 %      timeslice  gate        0           1     SYS   NV4   -     SYS",
+        "3    Tidegate Simulated GPU  11776 of 15872 MiB  70 %       timeslice  gate        1           0     NV4   SYS   SYS   -",
     ]
     cli.main(["check", "--config", str(config), "--json"])
     shown = json.loads(capsys.readouterr().out)

@@ -173,7 +173,10 @@ def test_a_fresh_system_is_installed_runs_is_upgraded_and_has_nothing_left_of_it
 def test_the_lintian_of_the_release_has_no_error_for_it(node: Node, deb: Path) -> None:
     """That of a newer release knows rules that the one which builds the package does not."""
     node.apt("install", "lintian")
-    ran = node.host.run("lintian", "--fail-on", "error", node.bring(deb), timeout=600)
+    # The C programs are linked statically on purpose. Older releases take them for libraries, and mind an override of
+    # a tag that they do not find.
+    but = ("--suppress-tags", "statically-linked-binary")
+    ran = node.host.run("lintian", "--fail-on", "error", *but, node.bring(deb), timeout=600)
     assert ran.status == 0, ran.text
 
 

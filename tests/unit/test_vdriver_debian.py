@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "driver-cache"
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 COMPONENTS = "contrib non-free"
-SMALL = {"large": [], "large32": [], "components": COMPONENTS}
+SMALL = {"large": [], "large32": [], "components": COMPONENTS, "components32": "non-free"}
 # What a stanza has to have, with an example, and the packages whose files the tests look for.
 KEYS_OF_A_BRANCH = {
     "version": '"550.163.01"',
@@ -70,7 +70,7 @@ def refuse(branch, what):
     pytest.fail(f"vdriver/libraries.toml: [[branch]] {version} {what}", pytrace=False)
 
 
-def debian_sources(suite, components):
+def debian_sources(suite, components, components32):
     """Another suite on the mirrors that the system's own apt uses, as deb822."""
     targets = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI)"],
@@ -82,13 +82,17 @@ def debian_sources(suite, components):
     mirror = min((m for m in mirrors if m.endswith("/debian")), default=None)
     if mirror is None or not KEYS.exists():
         lack("needs Debian's package sources and debian-archive-keyring")
-    wanted = [(mirror, suite.removesuffix("-security"), components)]
+    wanted = [(mirror, suite.removesuffix("-security"), components, "amd64")]
+    # An index that is not needed is not asked for: a mirror that is being updated can lack it.
+    wanted.append((*wanted[0][:2], components32, "i386"))
     if suite.endswith("-security"):
         others = (m for m in mirrors if m.endswith("/debian-security"))
-        wanted.append((min(others, default=f"{mirror}-security"), suite, "non-free"))
+        uri = min(others, default=f"{mirror}-security")
+        wanted.append((uri, suite, "non-free", "amd64 i386"))
     return "\n".join(
-        f"Types: deb\nURIs: {uri}\nSuites: {name}\nComponents: {parts}\nSigned-By: {KEYS}\n"
-        for uri, name, parts in wanted
+        f"Types: deb\nURIs: {uri}\nSuites: {name}\nComponents: {parts}\n"
+        f"Architectures: {architectures}\nSigned-By: {KEYS}\n"
+        for uri, name, parts, architectures in wanted
     )
 
 
@@ -98,7 +102,8 @@ def download(branch, directory):
     for name in ("lists/partial", "archives/partial"):
         (state / name).mkdir(parents=True, exist_ok=True)
     suite, components = branch["suite"], branch["components"]
-    (state / "debian.sources").write_text(debian_sources(suite, components))
+    components32 = branch.get("components32", components)
+    (state / "debian.sources").write_text(debian_sources(suite, components, components32))
     options = {
         "Dir::Etc::sourcelist": state / "debian.sources",
         "Dir::Etc::sourceparts": "/dev/null",

@@ -66,6 +66,7 @@ PLACES = ("ns/mnt", "ns/pid", "ns/user", "root")  # in /proc/PID
 # Children at work. The largest config.json takes 48 MiB in one, and a container of a cluster's has
 # 1 GiB for all; without memory it would end in the middle of all its starts.
 MOST = 16
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 N_SPARE = 2  # children that wait for callers; of a crowd the others wait until more are forked
 PAUSE_S = 0.1  # seconds without memory or descriptors before the next caller is looked for
 BACKLOG = 512
@@ -327,8 +328,11 @@ class Server:
             return True
         try:
             signal.set_wakeup_fd(-1)
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            # One that comes between the kernel's change and Python's would be told as an error.
+            signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+            for number in HANDLED:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
             for fd in (self.lock, self.end, self.news, self.signals, self.signalled):
                 os.close(fd)
             caller = self._accept()
@@ -365,7 +369,6 @@ class Server:
         self.listener.close()
         os.close(self.end)
         _remove(self.path)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.alarm(FINISH_S)
         try:
             while True:

@@ -24,7 +24,7 @@
 #include <stdint.h>
 
 #define SIMGPU_MAGIC          0x5550474d49534754ull /* "TGSIMGPU" in memory */
-#define SIMGPU_LAYOUT_VERSION 3
+#define SIMGPU_LAYOUT_VERSION 4
 
 #define GPU_NVLINKS  18   /* of each GPU, as an H200 has */
 #define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for one */
@@ -80,6 +80,7 @@ struct gpu_lane {
     uint64_t early;    /* times that it gave the GPU to another, as it had no more work */
     uint64_t before;   /* what `resident` was when its last turn began */
     uint64_t full;     /* ns of turns that ended with their slice, as another waited */
+    uint64_t ended;    /* ns: when the last of those ended */
     uint64_t fills;    /* its last turn was one of those */
 };
 
@@ -167,7 +168,7 @@ GPU_OFFSET(shared.virtual_now, 0x1010);
 GPU_OFFSET(shared.n_contexts, 0x1028);
 GPU_OFFSET(shared.slots, 0x1058);
 GPU_OFFSET(shared.timelines, 0x5058);
-GPU_OFFSET(contexts, 0xf000);
+GPU_OFFSET(contexts, 0x10000);
 _Static_assert(sizeof(struct gpu_slot) == 64, "simgpu.py has this size, too");
-_Static_assert(sizeof(struct gpu_timeline) == 56 + 72 * GPU_CONTEXTS, "simgpu.py has it, too");
+_Static_assert(sizeof(struct gpu_timeline) == 56 + 80 * GPU_CONTEXTS, "simgpu.py has it, too");
 _Static_assert(sizeof(struct gpu_context) == 64 + 16384, "simgpu.py has this size, too");

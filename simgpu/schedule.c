@@ -73,6 +73,12 @@ static void pass(const struct gpu *gpu, struct gpu_timeline *line, uint64_t unti
     line->now = until;
 }
 
+static void count_full(const struct gpu_timeline *line, struct gpu_lane *lane, uint64_t length)
+{
+    lane->full += length;
+    lane->ended = line->now;
+}
+
 /* Another context takes the GPU from the one that has it. */
 static void end_turn(const struct gpu *gpu, struct gpu_timeline *line)
 {
@@ -83,12 +89,13 @@ static void end_turn(const struct gpu *gpu, struct gpu_timeline *line)
     if (gpu->contexts[index].serial != line->resident)
         return;
     if (atomic_load_explicit(&gpu->contexts[index].off, memory_order_relaxed)) {
-        lane->full += lane->fills ? length : 0; /* it was not given away */
+        if (lane->fills) /* it was not given away */
+            count_full(line, lane, length);
     } else if (line->now < line->slice_end) {
         lane->early++;
         lane->fills = 0;
     } else if (length <= slice_of(gpu, index) * 13 / 10) {
-        lane->full += length;
+        count_full(line, lane, length);
         lane->fills = 1;
     }
 }

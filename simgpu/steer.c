@@ -70,15 +70,22 @@ ENTRY(nvmlSimgpuSwitch, struct device *device, int pid, int on)
     return steer(device, pid, NULL, &is_on);
 }
 
+/* What a context had of the GPU since it was made; simgpu/steering.py has the same. */
+struct simgpu_residency {
+    uint64_t pid;
+    uint64_t ns;    /* on the GPU, with work or without */
+    uint64_t early; /* turns that ended with its work */
+    uint64_t full;  /* ns of turns that ended with their slice */
+    uint64_t ended; /* when the last of those did, on the GPU's clock */
+};
+
 /**
- * nvmlSimgpuResidency() - how long contexts have been on the GPU, ns, until `*nowp` on its clock
+ * nvmlSimgpuResidency() - how long contexts have been on the GPU, until `*nowp` on its clock
  *
- * A row for each context that exists: its owner's pid, its time, how many of its turns ended with
- * its work, and the time of those that ended with their slice. Returns how many rows, `most` at
- * most.
+ * A row for each context that exists. Returns how many rows, `most` at most.
  */
-ENTRY(nvmlSimgpuResidency, struct device *device, uint64_t *nowp, int pids[], uint64_t ns[],
-      uint64_t early[], uint64_t full[], int most)
+ENTRY(nvmlSimgpuResidency, struct device *device, uint64_t *nowp, struct simgpu_residency rows[],
+      int most)
 {
     const struct gpu *gpu = device->gpu;
     const struct gpu_timeline *line;
@@ -91,13 +98,17 @@ ENTRY(nvmlSimgpuResidency, struct device *device, uint64_t *nowp, int pids[], ui
     *nowp = line->now;
     for (uint32_t i = 0; i < gpu->shared.n_contexts && n < most; i++) {
         int pid = gpu->contexts[i].serial ? device_slot_pid(device, gpu->contexts[i].slot) : 0;
+        const struct gpu_lane *lane = &line->lanes[i];
 
         if (pid <= 0)
             continue;
-        pids[n] = pid;
-        early[n] = line->lanes[i].early;
-        full[n] = line->lanes[i].full;
-        ns[n++] = line->lanes[i].resident;
+        rows[n++] = (struct simgpu_residency){
+            .pid = (uint64_t)pid,
+            .ns = lane->resident,
+            .early = lane->early,
+            .full = lane->full,
+            .ended = lane->ended,
+        };
     }
     device_leave(device);
     return n;

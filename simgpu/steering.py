@@ -29,13 +29,31 @@ class Process(NamedTuple):
         return self.pid
 
 
-class Row(NamedTuple):
-    """A context: its process, its time on the GPU, turns that it gave away, time of full ones."""
+class Row(ctypes.Structure):
+    """A context: its process, its time on the GPU, turns that it gave away, and its full turns.
+
+    `struct simgpu_residency` of steer.c.
+    """
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("pid", "ns", "early", "full", "full_ended")
+    )
 
     pid: int
     ns: int
     early: int
     full: int
+    full_ended: int
+
+
+class Counts(NamedTuple):
+    """What processes have had of the GPU until a moment on its clock, by pid."""
+
+    now: int
+    ns: Counter[int]
+    early: Counter[int]
+    full: Counter[int]
+    full_ended: dict[int, int]
 
 
 class SimulatedHardware:
@@ -48,14 +66,11 @@ class SimulatedHardware:
         nvml.nvmlSimgpuResidency.argtypes = (
             ctypes.c_void_p,
             ctypes.POINTER(ctypes.c_uint64),
-            ctypes.POINTER(ctypes.c_int),
-            ctypes.POINTER(ctypes.c_uint64),
-            ctypes.POINTER(ctypes.c_uint64),
-            ctypes.POINTER(ctypes.c_uint64),
+            ctypes.POINTER(Row),
             ctypes.c_int,
         )
         # As the trace of a real GPU, it tells nothing of what was before.
-        self._last, self._early, self._full = self._counted()
+        self._last = self._count()
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
         self._off: set[int] = set()
@@ -70,31 +85,26 @@ class SimulatedHardware:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _rows(self) -> list[Row]:
-        now = ctypes.c_uint64()
-        pids = (ctypes.c_int * MOST)()
-        ns, early, full = ((ctypes.c_uint64 * MOST)() for _ in range(3))
-        n = self._nvml.nvmlSimgpuResidency(
-            self._handle, ctypes.byref(now), pids, ns, early, full, MOST
-        )
+    def _rows(self) -> tuple[int, list[Row]]:
+        now, rows = ctypes.c_uint64(), (Row * MOST)()
+        n = self._nvml.nvmlSimgpuResidency(self._handle, ctypes.byref(now), rows, MOST)
         if n < 0:
             raise OSError("the simulated GPU is lost")
-        return [Row(*row) for row in zip(pids[:n], ns[:n], early[:n], full[:n], strict=True)]
+        return now.value, rows[:n]
 
-    def _counted(self) -> tuple[Counter[int], Counter[int], Counter[int]]:
-        """Return time on the GPU, turns given away and time of full turns ever, by pid."""
-        now: Counter[int] = Counter()
-        early: Counter[int] = Counter()
-        full: Counter[int] = Counter()
-        for row in self._rows():
-            now[row.pid] += row.ns
-            early[row.pid] += row.early
-            full[row.pid] += row.full
-        return now, early, full
+    def _count(self) -> Counts:
+        now, rows = self._rows()
+        counts = Counts(now, Counter(), Counter(), Counter(), {})
+        for row in rows:
+            counts.ns[row.pid] += row.ns
+            counts.early[row.pid] += row.early
+            counts.full[row.pid] += row.full
+            counts.full_ended[row.pid] = max(counts.full_ended.get(row.pid, 0), row.full_ended)
+        return counts
 
     def find(self, pid: int, pidfd: int = -1, *, thorough: bool = False) -> Sequence[Process]:  # noqa: ARG002
         """Return what a process has on the GPU."""
-        n = sum(row.pid == pid for row in self._rows())
+        n = sum(row.pid == pid for row in self._rows()[1])
         return [Process(pid, n)] if n else []
 
     def switch(self, held: Sequence[Process], *, on: bool) -> None:
@@ -105,9 +115,9 @@ class SimulatedHardware:
         if on:
             self._off -= pids
         elif pids:
-            rows = self._rows()
+            ns = self._count().ns
             for pid in pids:
-                self._at_off[pid] = sum(row.ns for row in rows if row.pid == pid)
+                self._at_off[pid] = ns[pid]
             self._off |= pids
 
     def set_slice(self, held: Process, ns: int) -> None:
@@ -128,16 +138,20 @@ class SimulatedHardware:
 
         What a context has had is gone with it; at most that of the time since the last call.
         """
-        now, early, full = self._counted()
-        self.early_turns = early - self._early
-        # When they were is not told: one after the other until now.
-        self.full_turns = [Full(pid, ns, 0) for pid, ns in (full - self._full).items()]
-        self._early, self._full = early, full
-        used = now - self._last
-        self._off &= now.keys()
-        self._at_off = {pid: self._at_off[pid] for pid in self._off}
-        self.returned_ns = {pid: min(used[pid], now[pid] - ns) for pid, ns in self._at_off.items()}
+        last, now = self._last, self._count()
         self._last = now
+        self.early_turns = now.early - last.early
+        # Several are told as one, which ended with the last of them.
+        self.full_turns = [
+            Full(pid, now.now - now.full_ended[pid] + ns, now.now - now.full_ended[pid])
+            for pid, ns in (now.full - last.full).items()
+        ]
+        used = now.ns - last.ns
+        self._off &= now.ns.keys()
+        self._at_off = {pid: self._at_off[pid] for pid in self._off}
+        self.returned_ns = {
+            pid: min(used[pid], now.ns[pid] - ns) for pid, ns in self._at_off.items()
+        }
         return used
 
 

@@ -350,6 +350,7 @@ def beside(
     for one in running:
         (one.out / "begin").touch()
     time.sleep(SETTLE_S)
+    bench.node.check_scheduling()
     bench.node.look()
     before = {one.name: one.seen for one in running}
     began = time.monotonic()
@@ -607,7 +608,9 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
     """Run the parts."""
     end = time.monotonic() + args.limit
     machine = find_machine(args)
-    with Node(machine, settings={"placement": "topology"}) as node:
+    settings = {"placement": "topology", "scheduling": args.scheduling}
+    report["scheduling"] = args.scheduling
+    with Node(machine, settings=settings) as node:
         gpus = ask(node.config, "gpus")["gpus"]
         if len(gpus) < GPUS:
             raise MachineError(f"there are {len(gpus)} GPUs; this needs {GPUS}")
@@ -634,6 +637,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="PART", choices=[*PARTS, []], default=[])
     parser.add_argument("--seconds", type=float, help="how long each arm runs (its own time)")
     parser.add_argument("--limit", type=float, default=480, help="seconds for all parts (480)")
+    parser.add_argument("--scheduling", choices=("gate", "hardware"), default="gate")
     parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/gangs")
     parser.add_argument("--build", type=Path, default=ROOT / "build/meson")

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from mmap import mmap
 from pathlib import Path
-from typing import Self
+from typing import Any, Protocol, Self
 
 from governor.config import Config
 from governor.errors import GovernorError
@@ -333,6 +333,16 @@ class Runners:
             self._library.runners_remove(self._self, gang)
 
 
+class Together(Protocol):
+    """What has containers on several GPUs at once."""
+
+    def add(self, runners: Sequence[Any], tenants: Sequence[int], /) -> int:
+        """Have a container on all of them at once; return its number here, or NOBODY."""
+
+    def remove(self, gang: int, /) -> None:
+        """Forget it, before its tenants are removed."""
+
+
 class Runner:
     """The thread that shares one GPU among containers, by a strategy."""
 
@@ -344,7 +354,7 @@ class Runner:
         together: Runners | None = None,
     ) -> None:
         self._library = library
-        self.together = together
+        self.together: Together | None = together
         self._pages: dict[int, tuple[object, object]] = {}
         settings = runner_config(config, strategy)
         self._self = library.runner_new(

@@ -31,7 +31,7 @@ from typing import Any
 
 import structlog
 
-from governor.arbiter import NOBODY, WHOLE, Runner, Stats, Waits
+from governor.arbiter import NOBODY, WHOLE, Runner, Stats, Together, Waits
 from governor.cgroups import Membership, find_membership, read_cgroups
 from governor.claims import Claim, Share, Use, uses_key
 from governor.config import Config
@@ -322,7 +322,7 @@ class Container:
                 self._tenants.append(tenant)
             for slot in self._processes:  # of one that runs already
                 self._tell_runners(slot)
-            together = self._runners[0].together if self._runners else None
+            together = self._together
             if together is not None and len(self._tenants) > 1:
                 self._gang = together.add(self._runners, self._tenants)
         except BaseException:
@@ -1042,8 +1042,14 @@ class Container:
             self._end_process(slot)
         self._forget(keep=keep)
 
+    @property
+    def _together(self) -> Together | None:
+        """What has it on all its GPUs at once; None where they are divided in different ways."""
+        ways = {id(runner.together): runner.together for runner in self._runners}
+        return ways.popitem()[1] if len(ways) == 1 else None
+
     def _forget(self, *, keep: bool = False) -> None:
-        together = self._runners[0].together if self._runners else None
+        together = self._together
         if together is not None and self._gang != NOBODY:
             together.remove(self._gang)
             self._gang = NOBODY

@@ -30,6 +30,7 @@ from governor.books import Books
 from governor.config import Config, Loaded, load_config
 from governor.errors import GovernorError, TidegateError
 from governor.hardware.driver import DriverCallError
+from governor.hardware.gangs import Board
 from governor.hardware.runner import HardwareRunner, open_hardware
 from governor.history import History
 from governor.httpd import Offer
@@ -307,11 +308,13 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         devices, left_out = find_devices(nvml)
         for index, reason in left_out.items():
             log.warning("gpu-left-out", gpu=index, reason=reason)
-        together = Runners(library, config)
+        together, board = Runners(library, config), Board()
         stack.callback(together.close)
         runners: dict[str, Runner] = {}
         for device in devices:
-            runners[device.uuid] = _make_runner(library, config, nvml, device, together=together)
+            runners[device.uuid] = _make_runner(
+                library, config, nvml, device, together=together, board=board
+            )
             stack.callback(runners[device.uuid].close)
         topology = nvml.topology([device.uuid for device in devices])
         state = State(Path(config.state_dir) / NAME)
@@ -402,6 +405,7 @@ def _make_runner(
     device: Device,
     *,
     together: Runners,
+    board: Board,
 ) -> Runner:
     """Return what divides a GPU's time: its own scheduler where the node wants that and it can."""
     strategy = config.strategy_of(device.index, device.uuid)
@@ -416,6 +420,7 @@ def _make_runner(
                 config,
                 hardware,
                 gpu=device.index,
+                board=board,
                 busy=partial(nvml.busy, device.uuid),
             )
         except (OSError, DriverCallError) as e:

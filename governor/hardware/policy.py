@@ -16,6 +16,10 @@ have turns. A container of the first rank whose work is shorter than what it tak
 up its guarantee by that, too: others keep theirs. With no container in the first rank all are on,
 with long slices in the ratio of their guarantees.
 
+A container that works on several GPUs at once may have a window in each period: a part of it in
+which no container that keeps the GPU busy is on beside it, and outside of which it is off. The
+caller says where windows are (gangs.py); the others share what is left of the period.
+
 A cap holds within each period: a container that has used its part of it is off until the next. That
 of a container of class latency holds within a second, so that it may use all of it at once; one
 that does is of the second rank, and capped in each period, until it has used less again.
@@ -67,6 +71,8 @@ LATER = 10 * MS
 SOON = 2 * MS
 """No step is nearer: each takes calls of the driver. What is used too much in it is debt."""
 
+LIVELY = 3 * PERIOD
+"""A container that was on the GPU so lately works; those with windows are off most of the time."""
 MANY = 4
 """Channel groups with work, from which on steps come less often."""
 
@@ -94,6 +100,30 @@ class Setting(NamedTuple):
 
     on: bool
     slice_ns: int
+
+
+class Window(NamedTuple):
+    """A part of a period, from its beginning on, in nanoseconds."""
+
+    begin: int
+    end: int
+    more: int = 0
+    """Of that, what is for windows before it that were too short."""
+
+
+class Load(NamedTuple):
+    """What one container and the others do with a GPU, as windows depend on it."""
+
+    guarantee: float
+    limit: float
+    is_busy: bool
+    """It was on the GPU in the last periods."""
+    others: float
+    """Guarantees of the other containers that keep the GPU busy."""
+    others_limit: float
+    """And their limits."""
+    had: int
+    """GPU time in the last period."""
 
 
 class _Tenant:
@@ -154,7 +184,9 @@ class Policy:
     def __init__(self, now: int) -> None:
         self._tenants: dict[int, _Tenant] = {}
         self._now = now
-        self._period_end = now + PERIOD
+        # Of all GPUs they begin at the same time.
+        self._period_end = (now // PERIOD + 1) * PERIOD
+        self._windows: Mapping[int, Window] = {}
         self._turn: int | None = None
         self._turn_end = 0
         self._early: Mapping[int, int] = {}
@@ -184,26 +216,45 @@ class Policy:
         used: Mapping[int, int],
         groups: Mapping[int, int] | None = None,
         early: Mapping[int, int] | None = None,
+        windows: Mapping[int, Window] | None = None,
     ) -> tuple[dict[int, Setting], int]:
         """Return every container's setting and when to step again; `used` since the last step.
 
         `groups`: how many channel groups of a container have work, each with turns of its own;
         one, where it is not said. A container's slice is for all of them. Where groups are given, a
         container without any was not found yet, and cannot be switched off. `early`: how many of
-        its turns ended with its work since the last step.
+        its turns ended with its work since the last step. `windows`: when containers that have
+        several GPUs are on.
         """
+        self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
         self._early = early or {}
         for number, tenant in self._tenants.items():
             tenant.groups = max(1, (groups or {}).get(number, 1))
             tenant.is_found = tenant.is_found or groups is None or number in groups
         self._account(now, used)
         self._rank()
-        settings = self._settings(now)
+        settings = self._with_windows(now, self._settings(now))
         for number, tenant in self._tenants.items():
             if settings[number].on and not tenant.on:
                 tenant.on_at = now
             tenant.on = settings[number].on
         return settings, self._next(now, settings)
+
+    def load(self, tenant: int, now: int) -> Load:
+        """Return what a container and the others do."""
+        own = self._tenants[tenant]
+        others = [t for t in self._tenants.values() if t is not own and self._is_lively(t, now)]
+        return Load(
+            own.share.guarantee,
+            own.share.limit,
+            is_busy=now - own.used_at < LIVELY,
+            others=sum(t.share.guarantee for t in others),
+            others_limit=min(1.0, sum(t.share.limit for t in others)),
+            had=int(own.recent[-1]) if own.recent else 0,
+        )
+
+    def _is_lively(self, tenant: _Tenant, now: int) -> bool:
+        return tenant.busy and now - tenant.used_at < LIVELY
 
     # ---- what was used ----
 
@@ -268,8 +319,10 @@ class Policy:
     # ---- ranks ----
 
     def _rank(self) -> None:
-        for tenant in self._tenants.values():
-            if tenant.share.latency:
+        for number, tenant in self._tenants.items():
+            if number in self._windows:
+                tenant.first, tenant.owed = False, 0.0  # it has its part by them
+            elif tenant.share.latency:
                 whole = tenant.share.guarantee * WINDOW * PERIOD
                 tenant.first = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
                 tenant.busy = tenant.busy or not tenant.first
@@ -284,8 +337,9 @@ class Policy:
     # ---- settings ----
 
     def _settings(self, now: int) -> dict[int, Setting]:
-        first = {i: t for i, t in self._tenants.items() if t.first}
-        rest = {i: t for i, t in self._tenants.items() if not t.first}
+        others = {i: t for i, t in self._tenants.items() if i not in self._windows}
+        first = {i: t for i, t in others.items() if t.first}
+        rest = {i: t for i, t in others.items() if not t.first}
         waits = any(self._wakes(tenant, now) for tenant in first.values())
         busy = [i for i, t in rest.items() if t.busy and not t.is_spent]
         if not waits:
@@ -304,18 +358,40 @@ class Policy:
             for i in rest:
                 on = i == holder or i not in busy
                 settings[i] = Setting(on, SHORT)
-        for i, tenant in self._tenants.items():
+        for i, tenant in others.items():
             if tenant.is_spent:
                 settings[i] = settings[i]._replace(on=False)
         return settings
 
+    def _with_windows(self, now: int, settings: dict[int, Setting]) -> dict[int, Setting]:
+        """Return the settings of all containers, where those of the ones without a window are."""
+        at = now - self._period_begin
+        inside = {i for i, window in self._windows.items() if window.begin <= at < window.end}
+        for i, tenant in self._tenants.items():
+            if i in self._windows:
+                settings[i] = Setting(i in inside, SHORT)
+            elif tenant.busy and not tenant.first and self._uses_its_window(inside, now):
+                settings[i] = settings[i]._replace(on=False)
+        return settings
+
+    def _uses_its_window(self, inside: set[int], now: int) -> bool:
+        return any(now - self._tenants[i].used_at < LIVELY for i in inside)
+
+    @property
+    def _period_begin(self) -> int:
+        return self._period_end - PERIOD
+
     def _by_weight(self, tenants: Mapping[int, _Tenant], busy: set[int]) -> dict[int, Setting]:
         n = sum(tenants[i].groups for i in busy)
-        length = PERIOD // ROUNDS.get(n, 1)
+        # What windows have beyond their parts changes each time; slices do not, for that.
+        free = PERIOD - sum(w.end - w.begin - w.more for w in self._windows.values())
+        rounds = ROUNDS.get(n, 1)
+        length = max(0, free) // rounds
         # Of many each has one turn in a round, so one that is over its cap is no hurry.
         self._grain = SOON if n < MANY else length // 8
-        if sum(tenants[i].share.limit for i in busy) < 1.0:
+        if sum(tenants[i].share.limit for i in busy) * PERIOD < free:
             # There is room for all caps, and they are reached in whole turns.
+            length = PERIOD // rounds
             weights = {i: tenant.share.limit for i, tenant in tenants.items()}
         else:
             whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
@@ -351,6 +427,9 @@ class Policy:
 
     def _next(self, now: int, settings: Mapping[int, Setting]) -> int:
         at = [self._period_end]
+        for window in self._windows.values():
+            edges = (self._period_begin + edge for edge in (window.begin, window.end))
+            at += [edge for edge in edges if edge > now]
         if self._turn is not None and self._turn_end < NEVER:
             at.append(self._turn_end)
         on = [i for i, setting in settings.items() if setting.on]

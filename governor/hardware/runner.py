@@ -23,6 +23,7 @@ from governor.arbiter import WHOLE, Runner, Stats
 from governor.config import Config
 from governor.hardware.activity import Sample
 from governor.hardware.finder import Finder, Found
+from governor.hardware.gangs import Board
 from governor.hardware.nvidia import NvidiaHardware, require_rights
 from governor.hardware.policy import Share
 from governor.hardware.steering import Hardware, Steering
@@ -78,12 +79,18 @@ class HardwareRunner(Runner):
         hardware: Closeable,
         *,
         gpu: int,
+        board: Board | None = None,
         busy: Callable[[int], Sequence[DeviceUse]] | None = None,
     ) -> None:
-        """`busy` returns NVML's samples of the GPU since a time, in us since 1970."""
+        """`busy` returns NVML's samples of the GPU since a time, in us since 1970.
+
+        `board` is what the GPUs of the node share.
+        """
         # First: without it nothing may be switched off, and nothing is begun that had to end.
         self._watchdog = Watchdog(*hardware.reviver)
         super().__init__(library, config)
+        self._board = board or Board()
+        self.together = self._board
         self._hardware, self._gpu, self._busy = hardware, gpu, busy
         self._told: queue.SimpleQueue[Callable[[Steering[Any]], None] | None] = queue.SimpleQueue()
         # A container's number is another one's as soon as it is free; the steering's never is.
@@ -120,6 +127,11 @@ class HardwareRunner(Runner):
         share = Share(guarantee / WHOLE, limit / WHOLE, latency)
         self._tell(lambda steering: steering.add(number, share))
         return tenant
+
+    def join(self, tenant: int, gang: int) -> None:
+        """Have a container on this GPU when it is on its others."""
+        number = self._number[tenant]
+        self._tell(lambda steering: steering.join(number, gang))
 
     def set(self, tenant: int, guarantee: int, limit: int, *, latency: bool = False) -> None:
         """Change a container's shares."""
@@ -181,7 +193,13 @@ class HardwareRunner(Runner):
     # ---- the steering's thread ----
 
     def _run(self) -> None:
-        steering = Steering(self._hardware, announce=self._watchdog.tell, samples=self._samples)
+        steering = Steering(
+            self._hardware,
+            announce=self._watchdog.tell,
+            samples=self._samples,
+            board=self._board,
+            gpu=self._gpu,
+        )
         try:
             while self._step(steering):
                 pass

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from governor.hardware.activity import Activity, Full, Sample
+from governor.hardware.gangs import Board
 from governor.hardware.policy import Policy, Setting, Share
 
 BLIP = 2_000_000
@@ -92,8 +93,12 @@ class Steering(Generic[H]):
         clock: Callable[[], int] = time.monotonic_ns,
         announce: Callable[[list[Any]], None] = lambda _: None,
         samples: Callable[[int], Iterable[Sample] | None] = lambda _: None,
+        board: Board | None = None,
+        gpu: int = 0,
     ) -> None:
         """`announce` is told what will be off, before it is, and in each step while anything is.
+
+        By the board GPUs agree when containers with several of them are on; this is its number.
 
         `samples` returns NVML's since a time, both on the clock; None where it does not tell.
         """
@@ -101,6 +106,8 @@ class Steering(Generic[H]):
         self._hardware, self._clock = hardware, clock
         self._policy = Policy(clock())
         self._samples, self._activity = samples, Activity(clock())
+        self._board, self._gpu = board or Board(), gpu
+        self._gangs: dict[int, int] = {}  # by container, of those with several GPUs
         self._held: dict[int, list[H]] = {}
         self._tenants: dict[int, int] = {}  # by pid
         self._settings: dict[int, Setting] = {}
@@ -118,6 +125,11 @@ class Steering(Generic[H]):
         self._policy.add(tenant, share, self._clock())
         self._held.setdefault(tenant, [])
 
+    def join(self, tenant: int, gang: int) -> None:
+        """Have a container on this GPU when it is on its others: `gang` is its number there."""
+        if tenant in self._held:
+            self._gangs[tenant] = gang
+
     def remove(self, tenant: int) -> None:
         """Forget a container, and leave what it still has on the GPU switched on."""
         setting = self._settings.get(tenant)
@@ -130,6 +142,7 @@ class Steering(Generic[H]):
         self._held.pop(tenant, None)
         self._settings.pop(tenant, None)
         self._groups.pop(tenant, None)
+        self._gangs.pop(tenant, None)
         self.used_ns.pop(tenant, None)  # the number is another container's next
         self._policy.remove(tenant)
 
@@ -201,7 +214,12 @@ class Steering(Generic[H]):
         for pid, n in self._hardware.early_turns.items():
             if pid in self._tenants:
                 early[self._tenants[pid]] += n
-        settings, wake = self._policy.step(now, used, groups, early)
+        windows = self._board.windows(now) if self._gangs else {}
+        own = {i: windows[gang] for i, gang in self._gangs.items() if gang in windows}
+        settings, wake = self._policy.step(now, used, groups, early, own)
+        if self._gangs:
+            loads = {gang: self._policy.load(i, now) for i, gang in self._gangs.items()}
+            self._board.say(self._gpu, now, loads)
         changed = {i for i in settings if groups.get(i) != self._groups.get(i)}
         self._groups = groups
         self._apply(settings, changed)

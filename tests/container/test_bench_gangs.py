@@ -59,6 +59,25 @@ def test_all_parts(
     assert (tmp_path / "out/logs/governor.log").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.alone
+def test_by_the_gpus_own_schedulers_a_job_has_its_share_of_both_at_once(
+    build_dir: Path, tmp_path: Path, require: Callable[..., None]
+) -> None:
+    """Its units wait for those of the other GPU, so a share that it had at different times would not be delivered."""
+    require("runc")
+    parts = ("native", "hogs", "rivals")
+    options = ("--scheduling", "hardware", "--seconds", "4")
+    status, report = run(build_dir, tmp_path / "out", *options, *parts)
+    assert (status, report["scheduling"]) == (0, "hardware")
+    for part in parts[1:]:
+        for arm in report["summary"][part]["arms"].values():
+            for job in arm["jobs"]:
+                assert (job["status"], job["wrong"]) == (0, 0), part
+            for tenant in arm["tenants"]:
+                assert tenant["delivered"] == pytest.approx(tenant["compute"], abs=2.5), part
+
+
 def hangs(bench: Bench, keep: Keep) -> None:
     container = bench.start_hog(0, 50, 60)
     bench.node.wait_ready([container.out / "begin.ready"], 30)

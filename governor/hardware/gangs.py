@@ -1,0 +1,130 @@
+"""When containers with several GPUs have all of them at once.
+
+A job whose processes wait for each other goes on only while it is on all of its GPUs, and on each
+it spins meanwhile; by turns that know nothing of each other, of 30 % of two GPUs some 9 % is work.
+So such a container has a *window* in each period, at the same time on all its GPUs, and no
+container that keeps a GPU busy is on there with it. Outside of its window it is off. It has one
+while it works and, on any of its GPUs, another container does.
+
+The board is what the GPUs' threads share. Each says in each step what its containers do; where the
+windows are is decided once for each period, from what was said until then, so they are the same on
+all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a GPU
+follow one another. Times are nanoseconds, shares are parts of one GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from governor.hardware.policy import MS, PERIOD, Load, Window
+
+MORE = 3 * MS
+"""A window is longer by so much at most, for what was missing in those before: calls of the driver
+that begin and end it take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
+RECENT = 3 * PERIOD
+"""What a GPU said before that counts no more: its thread has ended, or hangs."""
+
+
+class Joins(Protocol):
+    """A GPU of the board."""
+
+    def join(self, tenant: int, gang: int) -> None:
+        """Have a container on this GPU when it is on its others."""
+
+
+@dataclass
+class _Gang:
+    said: dict[int, tuple[int, Load]] = field(default_factory=dict)  # by GPU: when, and what
+    missing: float = 0.0  # of its windows, in ns
+
+
+class Board:
+    """Where the threads of all GPUs meet; methods are called from any of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._gangs: dict[int, _Gang] = {}
+        self._period = -1
+        self._windows: dict[int, Window] = {}
+
+    def add(self, gpus: Sequence[Joins], tenants: Sequence[int]) -> int:
+        """Let a container be on several GPUs at once; return its number.
+
+        Each GPU, where it has this number of `tenants`, says from now on what the container does.
+        """
+        with self._lock:
+            number = next(self._numbers)
+            self._gangs[number] = _Gang()
+        for gpu, tenant in zip(gpus, tenants, strict=True):
+            gpu.join(tenant, number)
+        return number
+
+    def remove(self, gang: int) -> None:
+        """Forget a container: it has no window from now on."""
+        with self._lock:
+            self._gangs.pop(gang, None)
+            self._windows.pop(gang, None)
+
+    def say(self, gpu: int, now: int, loads: Mapping[int, Load]) -> None:
+        """Hear what containers with several GPUs do on one of them, by gang."""
+        with self._lock:
+            for number, load in loads.items():
+                if number in self._gangs:
+                    self._gangs[number].said[gpu] = now, load
+
+    def windows(self, now: int) -> dict[int, Window]:
+        """Return who has a window in the period of this time, by gang."""
+        with self._lock:
+            period = now // PERIOD
+            if period > self._period:
+                self._period = period
+                self._windows = self._place(now)
+            return dict(self._windows)
+
+    def _place(self, now: int) -> dict[int, Window]:
+        ends: dict[int, float] = {}
+        begins: dict[int, float] = {}
+        gpus: dict[int, set[int]] = {}
+        for number, gang in self._gangs.items():
+            loads = {gpu: load for gpu, (at, load) in gang.said.items() if now - at < RECENT}
+            part = _part(loads)
+            if part is None:
+                gang.missing = 0.0
+                continue
+            if number in self._windows:
+                had = min(load.had for load in loads.values() if load.is_busy)
+                # By half, as it is heard of a period later.
+                gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
+            gpus[number] = set(loads)
+            before = [ends[other] for other in ends if gpus[other] & gpus[number]]
+            begins[number] = max(before, default=0.0)
+            ends[number] = begins[number] + part * PERIOD + gang.missing
+        # Where containers have GPUs in a ring their windows may not all fit into a period.
+        scale = min(1.0, PERIOD / max(ends.values(), default=PERIOD))
+        return {
+            i: Window(*(int(ns * scale) for ns in (begins[i], end, self._gangs[i].missing)))
+            for i, end in ends.items()
+        }
+
+
+def _part(loads: Mapping[int, Load]) -> float | None:
+    """Return which part of a period a container has of all its GPUs; None where it needs no window.
+
+    As on one GPU: its guarantee, its part of what none is guaranteed, and what the others may not
+    have. The GPU where that is least decides.
+    """
+    is_shared = any(load.others > 0 for load in loads.values())
+    if len(loads) < 2 or not is_shared or not any(load.is_busy for load in loads.values()):
+        return None
+    return min(
+        min(
+            load.limit,
+            max(load.guarantee / (load.guarantee + load.others), 1.0 - load.others_limit),
+        )
+        for load in loads.values()
+    )

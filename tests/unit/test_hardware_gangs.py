@@ -1,0 +1,340 @@
+"""Containers with several GPUs on the board and on a virtual clock: on at the same time, and for as long as they may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+
+from governor.hardware.gangs import MORE, RECENT, Board
+from governor.hardware.policy import PERIOD, Load, Policy, Setting, Share, Window
+from tests.unit.test_hardware_policy import SET_SLICE, SWITCH_OFF, SWITCH_ON
+from tests.unit.virtual_gpu import MS, Context, Gpu
+
+S = 1000 * MS
+QUANTUM = MS // 10
+
+
+def load(guarantee, others=0.0, *, limit=None, others_limit=None, busy=True, had=None):
+    limit = guarantee if limit is None else limit
+    others_limit = others if others_limit is None else others_limit
+    had = int(guarantee * PERIOD) if had is None else had
+    return Load(guarantee, limit, busy, others, others_limit, had)
+
+
+class Joined:
+    """A GPU of the board."""
+
+    def __init__(self):
+        self.joined = []
+
+    def join(self, tenant, gang):
+        self.joined.append((tenant, gang))
+
+
+def add(board, n_gpus=2):
+    return board.add([Joined() for _ in range(n_gpus)], range(n_gpus))
+
+
+def say(board, now, *gangs):
+    """Each is its number, and its load by GPU."""
+    for gang, loads in gangs:
+        for gpu, one in loads.items():
+            board.say(gpu, now, {gang: one})
+
+
+# ---- the board ----
+
+
+def test_it_tells_each_gpu_who_joined():
+    board, gpus = Board(), [Joined(), Joined()]
+    assert board.add(gpus, [7, 4]) == 0
+    assert [gpu.joined for gpu in gpus] == [[(7, 0)], [(4, 0)]]
+    assert board.add(gpus, [1, 2]) == 1
+
+
+def test_beside_work_on_any_gpu_it_has_its_part_of_all():
+    board = Board()
+    gang = add(board)
+    say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3)}))
+    assert board.windows(PERIOD) == {gang: Window(0, 30 * MS)}
+
+
+def test_alone_or_asleep_it_has_no_window():
+    board = Board()
+    gang = add(board)
+    say(board, 0, (gang, {0: load(0.3), 1: load(0.3)}))
+    assert board.windows(PERIOD) == {}
+    say(board, PERIOD, (gang, {gpu: load(0.3, 0.6, busy=False) for gpu in (0, 1)}))
+    assert board.windows(2 * PERIOD) == {}
+
+
+def test_one_of_its_gpus_is_enough_to_be_at_work():
+    board = Board()
+    gang = add(board)
+    say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
+    assert board.windows(PERIOD) == {gang: Window(0, 30 * MS)}
+    say(board, PERIOD, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
+    # The other one is not short of anything.
+    assert board.windows(2 * PERIOD) == {gang: Window(0, 30 * MS)}
+
+
+def test_rivals_follow_one_another():
+    board = Board()
+    one, two = add(board), add(board)
+    loads = {gpu: load(0.45, 0.45) for gpu in (0, 1)}
+    say(board, 0, (one, loads), (two, loads))
+    assert board.windows(PERIOD) == {one: Window(0, 45 * MS), two: Window(45 * MS, 90 * MS)}
+
+
+def test_those_without_a_common_gpu_are_on_at_once():
+    board = Board()
+    one, two = add(board), add(board)
+    say(board, 0, (one, {0: load(0.5, 0.4), 1: load(0.5, 0.4)}))
+    say(board, 0, (two, {2: load(0.4, 0.4), 3: load(0.4, 0.4)}))
+    assert board.windows(PERIOD) == {one: Window(0, 50 * MS), two: Window(0, 40 * MS)}
+
+
+def test_a_ring_of_gpus_is_made_to_fit():
+    board = Board()
+    gangs = [add(board) for _ in range(3)]
+    for i, gang in enumerate(gangs):
+        say(board, 0, (gang, {i: load(0.5, 0.5), (i + 1) % 3: load(0.5, 0.5)}))
+    windows = board.windows(PERIOD)
+    assert max(window.end for window in windows.values()) <= PERIOD
+    assert all(window.end - window.begin >= PERIOD // 3 for window in windows.values())
+
+
+def test_what_others_may_not_have_is_lent_to_it():
+    board = Board()
+    gang = add(board)
+    strict = load(0.3, 0.5, limit=1.0, others_limit=0.5)
+    say(board, 0, (gang, {0: strict, 1: strict}))
+    assert board.windows(PERIOD) == {gang: Window(0, 50 * MS)}
+    borrows = load(0.3, 0.3, limit=1.0, others_limit=1.0)
+    say(board, PERIOD, (gang, {0: strict, 1: borrows}))
+    assert board.windows(2 * PERIOD)[gang].end in range(50 * MS, 50 * MS + MORE + 1)
+    capped = load(0.3, 0.3, limit=0.4, others_limit=0.3)
+    say(board, 2 * PERIOD, (gang, {0: capped, 1: capped}))
+    assert board.windows(3 * PERIOD)[gang].end <= 40 * MS + MORE
+
+
+def test_what_calls_took_of_it_comes_back_and_no_more():
+    board = Board()
+    gang = add(board)
+    lengths = []
+    for i in range(20):
+        say(board, i * PERIOD, (gang, {gpu: load(0.3, 0.6, had=29 * MS) for gpu in (0, 1)}))
+        window = board.windows((i + 1) * PERIOD)[gang]
+        lengths.append(window.end - window.begin)
+    assert lengths[0] == 30 * MS
+    assert lengths[-1] == 30 * MS + MORE
+    for i in range(20, 40):
+        say(board, i * PERIOD, (gang, {gpu: load(0.3, 0.6, had=31 * MS) for gpu in (0, 1)}))
+        window = board.windows((i + 1) * PERIOD)[gang]
+    assert window.end - window.begin == 30 * MS
+
+
+def test_within_a_period_windows_stay_where_they_are():
+    board = Board()
+    one = add(board)
+    say(board, 0, (one, {gpu: load(0.3, 0.6) for gpu in (0, 1)}))
+    assert board.windows(PERIOD) == {one: Window(0, 30 * MS)}
+    say(board, PERIOD + MS, (one, {gpu: load(0.3) for gpu in (0, 1)}))
+    assert board.windows(PERIOD + 2 * MS) == {one: Window(0, 30 * MS)}
+    assert board.windows(2 * PERIOD) == {}
+
+
+def test_a_gpu_that_says_nothing_any_more_counts_no_more():
+    """Its thread has ended: grants divide it, and know of no windows."""
+    board = Board()
+    gang = add(board)
+    say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6)}))
+    say(board, RECENT, (gang, {0: load(0.3, 0.6)}))
+    assert board.windows(RECENT + PERIOD) == {}
+
+
+def test_one_that_is_removed_has_none_at_once():
+    board = Board()
+    gang = add(board)
+    say(board, 0, (gang, {gpu: load(0.3, 0.6) for gpu in (0, 1)}))
+    assert board.windows(PERIOD)
+    board.remove(gang)
+    board.remove(gang)
+    assert board.windows(PERIOD) == {}
+    say(board, PERIOD, (gang, {0: load(0.3, 0.6)}))
+    assert board.windows(2 * PERIOD) == {}
+
+
+# ---- with the policies of two GPUs ----
+
+
+def switch(contexts, on):
+    for one in contexts:
+        one.on = on
+
+
+def set_slice(context, ns):
+    context.slice_ns = ns
+
+
+@dataclass
+class Node:
+    """Two GPUs; a container's number is the same on both."""
+
+    shares: list[dict[int, Share]]
+    gangs: set[int]
+    contexts: list[dict[int, Context]] = field(init=False)
+
+    def __post_init__(self):
+        self.contexts = [{i: Context() for i in shares} for shares in self.shares]
+        self.gpus = [Gpu(contexts) for contexts in self.contexts]
+        self.policies = [Policy(0) for _ in self.gpus]
+        self.before: list[dict[int, Setting]] = [{} for _ in self.gpus]
+        self.wakes = [0 for _ in self.gpus]
+        # A thread makes one call of the driver after the other: when each returns, and what it does.
+        self.calls: list[list[tuple[int, Callable[[], None]]]] = [[] for _ in self.gpus]
+        self.board = Board()
+        self.numbers = {i: add(self.board) for i in sorted(self.gangs)}
+        for policy, shares in zip(self.policies, self.shares, strict=True):
+            for i, share in shares.items():
+                policy.add(i, share, 0)
+        self.used: list[dict[int, int]] = [{}, {}]
+        self.worked = dict.fromkeys(self.gangs, 0)  # for how long all GPUs of a gang worked on it
+        self.now = 0
+
+    def _advance(self, n, until):
+        for i, ns in self.gpus[n].advance(until).items():
+            self.used[n][i] = self.used[n].get(i, 0) + ns
+
+    def _step(self, n):
+        windows = self.board.windows(self.now)
+        own = {i: windows[gang] for i, gang in self.numbers.items() if gang in windows}
+        used, self.used[n] = self.used[n], {}
+        settings, self.wakes[n] = self.policies[n].step(self.now, used, windows=own)
+        loads = {gang: self.policies[n].load(i, self.now) for i, gang in self.numbers.items()}
+        self.board.say(n, self.now, loads)
+        self._call(n, self.before[n], settings)
+        self.before[n] = settings
+
+    def _call(self, n, before, settings):
+        contexts, at = self.contexts[n], self.now
+        was = {i: i not in before or before[i].on for i in settings}
+        for on, ns in ((True, SWITCH_ON), (False, SWITCH_OFF)):
+            changed = [i for i, one in settings.items() if one.on is on and was[i] is not on]
+            if changed:
+                at += ns
+                self.calls[n].append((at, partial(switch, [contexts[i] for i in changed], on)))
+        for i, one in settings.items():
+            if i not in before or before[i].slice_ns != one.slice_ns:
+                at += SET_SLICE
+                self.calls[n].append((at, partial(set_slice, contexts[i], one.slice_ns)))
+
+    def _finish_calls(self, n):
+        while self.calls[n] and self.calls[n][0][0] <= self.now:
+            self.calls[n].pop(0)[1]()
+
+    def run(self, seconds):
+        end = self.now + int(seconds * S)
+        while self.now < end:
+            for n in range(2):
+                self._finish_calls(n)
+                if self.now >= self.wakes[n] and not self.calls[n]:
+                    self._step(n)
+            self.now += QUANTUM
+            done = [{i: c.done for i, c in contexts.items()} for contexts in self.contexts]
+            for n in range(2):
+                self._advance(n, self.now)
+            for i in self.gangs:
+                self.worked[i] += min(
+                    contexts[i].done - before[i]
+                    for contexts, before in zip(self.contexts, done, strict=True)
+                )
+
+
+def measure(node, seconds=5, warm=2):
+    """Return the percent that each worked on each GPU, and for which percent the gangs did on both at once."""
+    node.run(warm)
+    begun = [{i: c.done for i, c in contexts.items()} for contexts in node.contexts]
+    worked = dict(node.worked)
+    node.run(seconds)
+    had = [
+        {i: 100 * (c.done - before[i]) / (seconds * S) for i, c in contexts.items()}
+        for contexts, before in zip(node.contexts, begun, strict=True)
+    ]
+    return had, {i: 100 * (node.worked[i] - worked[i]) / (seconds * S) for i in node.gangs}
+
+
+@pytest.mark.parametrize("limit", [0.3, 1.0])
+def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
+    """Without windows it would be on both for some 9 percent of the time."""
+    hogs = {1: Share(0.3, limit), 2: Share(0.6, 0.6)}
+    had, worked = measure(Node([hogs, dict(hogs)], {1}))
+    wanted = 30 if limit == 0.3 else 40  # of which the hogs may not have more
+    assert worked[1] == pytest.approx(wanted, abs=1)
+    for one in had:
+        assert one[2] == pytest.approx(60, abs=1) if limit == 0.3 else one[2] > 57
+
+
+def test_a_hog_on_one_of_its_gpus_is_enough():
+    had, worked = measure(Node([{1: Share(0.3, 0.3), 2: Share(0.6, 1)}, {1: Share(0.3, 0.3)}], {1}))
+    assert worked[1] == pytest.approx(30, abs=1)
+    assert had[0][2] > 66
+
+
+def test_rivals_have_their_halves_at_once_on_both():
+    shares = {1: Share(0.45, 0.45), 2: Share(0.45, 0.45)}
+    _, worked = measure(Node([shares, dict(shares)], {1, 2}))
+    assert worked == {i: pytest.approx(45, abs=1) for i in (1, 2)}
+
+
+def test_several_others_share_what_is_left():
+    shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
+    had, worked = measure(Node([shares, dict(shares)], {1}))
+    assert worked[1] == pytest.approx(30, abs=1)
+    for one in had:
+        assert one[2] / one[3] == pytest.approx(2, rel=0.05)
+        assert sum(one.values()) > 96
+
+
+def test_what_windows_make_up_for_changes_no_slices():
+    """Each is a call of the driver that takes locks of the whole host."""
+    shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
+    node = Node([shares, dict(shares)], {1})
+    node.run(2)
+    seen = set()
+    for _ in range(20):
+        node.run(0.1)
+        seen.add((node.before[0][2].slice_ns, node.before[0][3].slice_ns))
+    assert len(seen) == 1
+
+
+def test_alone_it_is_held_to_its_cap_as_any_other():
+    _, worked = measure(Node([{1: Share(0.3, 0.3)}, {1: Share(0.3, 0.3)}], {1}))
+    assert worked[1] == pytest.approx(30, abs=1)
+
+
+def test_a_service_is_not_kept_waiting_by_a_window():
+    """Class latency: it is first wherever it has work."""
+    shares = {1: Share(0.5, 0.5), 2: Share(0.2, 1, latency=True)}
+    node = Node([shares, {1: Share(0.5, 0.5)}], {1})
+    node.contexts[0][2].mean, node.contexts[0][2].length = 20 * MS, 2 * MS
+    node.contexts[0][2]._draw(0)
+    measure(node)
+    waits = node.contexts[0][2].waits[50:]
+    assert sum(waits) / len(waits) < 4 * MS
+
+
+def test_when_the_hog_ends_it_goes_on_by_itself():
+    shares = {1: Share(0.3, 1), 2: Share(0.6, 0.6)}
+    node = Node([shares, dict(shares)], {1})
+    node.run(2)
+    for contexts in node.contexts:  # it has no work any more
+        contexts[2].mean = 1 << 60
+        contexts[2].length = 1
+        contexts[2].next_at = 1 << 62
+    before = node.worked[1]
+    node.run(3)
+    assert 100 * (node.worked[1] - before) / (3 * S) > 85

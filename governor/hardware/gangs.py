@@ -4,7 +4,8 @@ A job whose processes wait for each other goes on only while it is on all of its
 it spins meanwhile; by turns that know nothing of each other, of 30 % of two GPUs some 9 % is work.
 So such a container has a *window* in each period, at the same time on all its GPUs, and no
 container that keeps a GPU busy is on there with it. Outside of its window it is off. It has one
-while it works and, on any of its GPUs, another container does.
+while it uses most of its part and, on any of its GPUs, another container works. One that has work
+now and then would wait for its window for nothing, and keep others from the GPU in it.
 
 The board is what the GPUs' threads share. Each says in each step what its containers do; where the
 windows are is decided once for each period, from what was said until then, so they are the same on
@@ -25,6 +26,8 @@ from governor.hardware.policy import MS, PERIOD, Load, Window
 MORE = 3 * MS
 """A window is longer by so much at most, for what was missing in those before: calls of the driver
 that begin and end it take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
+ENTER, LEAVE = 0.6, 0.4
+"""Of its part a container uses so much at least when it gets a window, and as long as it has one."""
 RECENT = 3 * PERIOD
 """What a GPU said before that counts no more: its thread has ended, or hangs."""
 
@@ -40,6 +43,7 @@ class Joins(Protocol):
 class _Gang:
     said: dict[int, tuple[int, Load]] = field(default_factory=dict)  # by GPU: when, and what
     missing: float = 0.0  # of its windows, in ns
+    used: float = 0.0  # in a period, where it used most, over the last ones
 
 
 class Board:
@@ -93,13 +97,15 @@ class Board:
         for number, gang in self._gangs.items():
             loads = {gpu: load for gpu, (at, load) in gang.said.items() if now - at < RECENT}
             part = _part(loads)
-            if part is None:
+            had = [load.had for load in loads.values() if load.is_busy]
+            gang.used = (gang.used + max(had, default=0)) / 2
+            least = LEAVE if number in self._windows else ENTER
+            if part is None or gang.used < least * part * PERIOD:
                 gang.missing = 0.0
                 continue
             if number in self._windows:
-                had = min(load.had for load in loads.values() if load.is_busy)
                 # By half, as it is heard of a period later.
-                gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
+                gang.missing = min(max(gang.missing + (part * PERIOD - min(had)) / 2, 0.0), MORE)
             gpus[number] = set(loads)
             before = [ends[other] for other in ends if gpus[other] & gpus[number]]
             begins[number] = max(before, default=0.0)

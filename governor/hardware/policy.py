@@ -247,7 +247,8 @@ class Policy:
         return Load(
             own.share.guarantee,
             own.share.limit,
-            is_busy=now - own.used_at < LIVELY,
+            # One of class latency is first on each of its GPUs whenever it has work.
+            is_busy=now - own.used_at < LIVELY and not own.share.latency,
             others=sum(t.share.guarantee for t in others),
             others_limit=min(1.0, sum(t.share.limit for t in others)),
             had=int(own.recent[-1]) if own.recent else 0,

@@ -39,8 +39,10 @@ def add(board, n_gpus=2):
 
 
 def say(board, now, *gangs):
-    """Each is its number, and its load by GPU."""
+    """Each is its number, and its load by GPU; as for some periods before."""
     for gang, loads in gangs:
+        if gang in board._gangs:
+            board._gangs[gang].used = max(one.had for one in loads.values())
         for gpu, one in loads.items():
             board.say(gpu, now, {gang: one})
 
@@ -79,6 +81,19 @@ def test_one_of_its_gpus_is_enough_to_be_at_work():
     say(board, PERIOD, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
     # The other one is not short of anything.
     assert board.windows(2 * PERIOD) == {gang: Window(0, 30 * MS)}
+
+
+def test_one_that_has_work_now_and_then_has_no_window():
+    """It would wait for it."""
+    board = Board()
+    gang = add(board)
+    has = {}
+    for i, had in enumerate([10, 10, 15, 17, 20, 25, 20, 14, 13, 10, 10, 10, 25, 30, 30]):
+        loads = {gpu: load(0.3, 0.6, had=had * MS) for gpu in (0, 1)}
+        for gpu, one in loads.items():
+            board.say(gpu, i * PERIOD, {gang: one})
+        has[i] = gang in board.windows((i + 1) * PERIOD)
+    assert [i for i in has if has[i]] == [5, 6, 7, 8, 9, 13, 14]
 
 
 def test_rivals_follow_one_another():
@@ -325,6 +340,18 @@ def test_a_service_is_not_kept_waiting_by_a_window():
     measure(node)
     waits = node.contexts[0][2].waits[50:]
     assert sum(waits) / len(waits) < 4 * MS
+
+
+def test_a_job_of_two_gpus_that_is_a_service_is_served_at_once():
+    shares = {1: Share(0.3, 1, latency=True), 2: Share(0.6, 1)}
+    node = Node([shares, dict(shares)], {1})
+    for contexts in node.contexts:
+        contexts[1].mean, contexts[1].length = 20 * MS, 2 * MS
+        contexts[1]._draw(0)
+    measure(node)
+    for contexts in node.contexts:
+        waits = contexts[1].waits[50:]
+        assert sum(waits) / len(waits) < 4 * MS
 
 
 def test_when_the_hog_ends_it_goes_on_by_itself():

@@ -27,7 +27,7 @@ MORE = 3 * MS
 """A window is longer by so much at most, for what was missing in those before: calls of the driver
 that begin and end it take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
 ENTER, LEAVE = 0.6, 0.4
-"""Of its part a container uses so much at least when it gets a window, and as long as it has one."""
+"""Of its part a container uses so much at least when it gets a window, and while it has one."""
 RECENT = 3 * PERIOD
 """What a GPU said before that counts no more: its thread has ended, or hangs."""
 

@@ -14,7 +14,8 @@ gets short ones, so that their work waits for a fraction of a millisecond. Short
 in switching where several containers keep the GPU busy, so of these only one at a time is on; they
 have turns. A container of the first rank whose work is shorter than what it takes to begin it uses
 up its guarantee by that, too: others keep theirs. With no container in the first rank all are on,
-with long slices in the ratio of their guarantees.
+with long slices in the ratio of their guarantees; and where none has work all the time there is
+nothing to keep others from, and all have the driver's own slices.
 
 A container that works on several GPUs at once may have a window in each period: a part of it in
 which no container that keeps the GPU busy is on beside it, and outside of which it is off. The
@@ -57,6 +58,8 @@ DEBT = 3 * PERIOD
 0.3 s later (activity.py)."""
 SHORT = 200_000
 """The slice of containers that must not keep the first rank waiting."""
+EVEN = 2 * MS
+"""That of all where none has work all the time: the driver's own."""
 LONG = 16 * MS
 """The slices of the first rank together."""
 END = 70_000
@@ -67,7 +70,10 @@ LEAST = 1 * MS
 """No slice is shorter where all are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
 TURN_LEAST = 10 * MS
 LATER = 10 * MS
-"""Nor is it for the sake of a container that is idle."""
+"""For the sake of a container that is idle no step is nearer, and to look whether one that has
+reached its cap has more, as it should not, none is farther."""
+LITTLE = 1 * MS
+"""So much beyond its cap a container may have before it is switched off."""
 SOON = 2 * MS
 """No step is nearer: each takes calls of the driver. What is used too much in it is debt."""
 
@@ -84,7 +90,9 @@ FALL; it is owed MOST at most, and owes as much at most for what it took while o
 AWAKE = 2000 * MS
 """A container that has not used the GPU for so long keeps no slices short."""
 BUSY = 0.05
-"""Of the time that it could have had; a container below this takes no turn."""
+"""Of the time that it could have had; a container below this counts for no weights."""
+ENDLESS = 0.5
+"""And one below this takes no turn: its work comes now and then."""
 
 
 class Share(NamedTuple):
@@ -143,6 +151,7 @@ class _Tenant:
         self.could_use = 0.0  # time that it was on and no other used, and what it used of that
         self.did_use = 0.0
         self.busy = True  # nothing is known of it yet
+        self.load = 1.0  # what it used of the time that it could have had, over the last periods
         self.on = True
         # It is steered from some time on within the period in which it is found, so what it has
         # beyond its cap until then is no debt; nor what it had before, as far as UNFOUND allows.
@@ -170,6 +179,16 @@ class _Tenant:
         return max(0.0, own)
 
     @property
+    def is_endless(self) -> bool:
+        """Whether it has work all the time; one of class latency that is not first counts so."""
+        return self.load > ENDLESS or (self.share.latency and not self.first)
+
+    @property
+    def left(self) -> float:
+        """What it has not used of that."""
+        return self.budget - self.spent
+
+    @property
     def is_capped(self) -> bool:
         return self.share.limit < 1.0
 
@@ -191,6 +210,10 @@ class Policy:
         self._turn_end = 0
         self._early: Mapping[int, int] = {}
         self._grain = SOON
+        self._round_left: float = (
+            NEVER  # until all have reached their caps, where one is waited for
+        )
+        self._is_even = False  # all have the same slices, whatever their ranks
 
     def add(self, tenant: int, share: Share, now: int) -> None:
         """Let a container share the GPU from now on, or change what it may have."""
@@ -315,6 +338,7 @@ class Policy:
             tenant.spent = tenant.cost = 0.0
             if tenant.could_use >= TURN_LEAST:
                 tenant.busy = tenant.did_use > BUSY * tenant.could_use
+                tenant.load = (tenant.load + tenant.did_use / tenant.could_use) / 2
                 tenant.could_use = tenant.did_use = 0.0
 
     # ---- ranks ----
@@ -332,6 +356,10 @@ class Policy:
             else:
                 tenant.first = tenant.owed >= RISE
 
+    def _keeps_waiting(self, tenant: _Tenant, now: int) -> bool:
+        is_lively = now - tenant.used_at < LIVELY
+        return is_lively and (tenant.is_endless or tenant.share.latency)
+
     def _wakes(self, tenant: _Tenant, now: int) -> bool:
         return tenant.share.latency or now - tenant.used_at < AWAKE
 
@@ -342,12 +370,16 @@ class Policy:
         first = {i: t for i, t in others.items() if t.first}
         rest = {i: t for i, t in others.items() if not t.first}
         waits = any(self._wakes(tenant, now) for tenant in first.values())
-        busy = [i for i, t in rest.items() if t.busy and not t.is_spent]
+        self._is_even = False
+        endless = [i for i, t in rest.items() if t.is_endless and not t.is_spent]
         if not waits:
             self._turn = None
             # Whether one is off says nothing of slices: to set one takes a call of the driver.
             working = {i for i, t in rest.items() if t.busy}
             settings = self._by_weight({**first, **rest}, {*working, *first})
+        elif not any(self._keeps_waiting(t, now) for t in others.values()):
+            self._turn, self._grain, self._is_even = None, SOON, True
+            settings = dict.fromkeys(others, Setting(True, EVEN))
         else:
             self._grain = SOON
             awake = sum(t.share.guarantee for t in first.values() if self._wakes(t, now))
@@ -355,12 +387,23 @@ class Policy:
                 i: Setting(True, max(LEAST, min(LONG, int(LONG * t.share.guarantee / awake))))
                 for i, t in first.items()
             }
-            holder = self._take_turn(busy, now)
+            holder = self._take_turn(endless, now)
             for i in rest:
-                on = i == holder or i not in busy
+                on = i == holder or i not in endless
                 settings[i] = Setting(on, SHORT)
+        lively = [t for t in others.values() if self._is_lively(t, now)]
+        is_batched = not waits and all(t.is_capped and not t.first for t in lively)
+        left = sum(max(0.0, t.left) for t in lively)
+        is_going_on = is_batched and left > LITTLE
+        self._round_left = left if is_going_on else NEVER
         for i, tenant in others.items():
-            if tenant.is_spent:
+            if is_going_on and tenant.spent > tenant.turn / 2:
+                # Its next turn comes after those of all others. As long as these go on to their own
+                # caps it takes none of their time, and one call serves all.
+                is_over = tenant.left <= -LITTLE
+            else:
+                is_over = tenant.is_spent or (is_batched and tenant.left <= LITTLE)
+            if tenant.is_capped and is_over:
                 settings[i] = settings[i]._replace(on=False)
         return settings
 
@@ -438,7 +481,7 @@ class Policy:
         for i in on:
             tenant = self._tenants[i]
             is_idle = now - max(tenant.used_at, tenant.on_at) > PERIOD
-            if tenant.first and len(on) > 1 and self._wakes(tenant, now):
+            if tenant.first and len(on) > 1 and self._wakes(tenant, now) and not self._is_even:
                 left = (
                     tenant.share.guarantee * WINDOW * PERIOD - tenant.had
                     if tenant.share.latency
@@ -447,7 +490,9 @@ class Policy:
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
             if is_idle:
                 continue  # what it may have too much until the period ends is taken off the next
-            if tenant.is_capped:
+            if tenant.is_spent:  # it waits for the others to reach their caps
+                at.append(now + min(LATER, max(SOON, int(self._round_left))))
+            elif tenant.is_capped:
                 rate = settings[i].slice_ns / slices if tenant.busy else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))

@@ -136,6 +136,34 @@ def test_caps_hold_in_each_tenth_of_a_second(wanted):
         assert max(window[i] for window in r.seconds) <= w + 0.6
 
 
+@pytest.mark.parametrize(("wanted", "most"), [((45, 30, 15), 1.1), ((10,) * 8, 1.5)])
+def test_those_who_reach_their_caps_are_switched_off_together(wanted, most):
+    """Each call takes locks of the whole host, and there are ten periods a second."""
+    shares = {i: Share(w / 100, w / 100) for i, w in enumerate(wanted)}
+    r = run(shares, {i: endless() for i in shares})
+    n = sum(
+        any(before[i].on and not after[i].on for i in after)
+        for before, after in itertools.pairwise(r.settings)
+    )
+    assert n <= most * len(r.tenths)
+    for i, w in enumerate(wanted):
+        assert r.used[i] == pytest.approx(w, abs=0.6)
+        assert r.mean_error(i, w) <= 1
+
+
+def test_who_works_on_beyond_its_cap_is_not_waited_for():
+    """The others have not used theirs: it may be that they have no work any more."""
+    policy = Policy(0)
+    for i in (1, 2):
+        policy.add(i, Share(0.3, 0.3), 0)
+    policy.step(0, {}, {1: 1, 2: 1})
+    settings, wake = policy.step(30 * MS, {1: 30 * MS})
+    assert settings[1].on
+    assert wake <= 40 * MS
+    settings, _ = policy.step(wake, {1: wake - 30 * MS})
+    assert not settings[1].on
+
+
 @pytest.mark.parametrize("wanted", [(70, 30), (25,) * 4, (10, 45, 45), (13,) * 4 + (12,) * 4])
 def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted):
     """Nothing is switched for it: what calls of the driver cost is lost to all."""
@@ -208,6 +236,24 @@ def test_requests_of_one_below_its_guarantee_wait_for_a_fraction_of_a_millisecon
         assert r.mean(1) <= 1.2 * alone.mean(1)
         assert r.p99(1) <= 1.4 * alone.p99(1)
         assert r.used[1] + r.used[2] >= 98.5
+
+
+@pytest.mark.parametrize(
+    ("n", "mean_ms", "guarantee"), [(4, 8, 0.2), (8, 25, 0.1), (32, 100, 0.03)]
+)
+def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
+    """None keeps the GPU busy, so there is nothing to keep the others from: nor to switch for."""
+
+    def contexts():
+        length = 1.0 if n == 4 else 2.0
+        return {i: requests(mean_ms, length, seed=i) for i in range(n)}
+
+    native = contexts()
+    Gpu(native).advance(8 * S)
+    r = run({i: Share(guarantee, 1) for i in native}, contexts())
+    mean = sum(r.mean(i) for i in native) / n
+    assert mean <= 1.1 * sum(sum(c.waits) / len(c.waits) / MS for c in native.values()) / n
+    assert r.changes == 0
 
 
 def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_nothing():

@@ -229,7 +229,8 @@ def test_all_on_ends_what_was_off(node):
         node.steering.add(i, Share(0.3, 0.3))
         node.attach(i)
     node.step(0)
-    node.step(30, c1=30)
+    node.step(90, c1=30, c2=30, c3=30)
+    assert not any(node.state(i)[0] for i in FDS)
     node.steering.all_on()
     assert all(node.state(i)[0] for i in FDS)
     assert node.steering.setting(1).on

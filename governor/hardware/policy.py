@@ -397,12 +397,11 @@ class Policy:
         is_going_on = is_batched and left > LITTLE
         self._round_left = left if is_going_on else NEVER
         for i, tenant in others.items():
-            if is_going_on and tenant.spent > tenant.turn / 2:
+            is_over = tenant.is_spent
+            if is_batched and tenant.spent > tenant.turn / 2:
                 # Its next turn comes after those of all others. As long as these go on to their own
                 # caps it takes none of their time, and one call serves all.
-                is_over = tenant.left <= -LITTLE
-            else:
-                is_over = tenant.is_spent or (is_batched and tenant.left <= LITTLE)
+                is_over = tenant.left <= (-LITTLE if is_going_on else LITTLE)
             if tenant.is_capped and is_over:
                 settings[i] = settings[i]._replace(on=False)
         return settings

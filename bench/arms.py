@@ -40,6 +40,11 @@ class Tenant:
         return self.program or f"burner-{self.unit_us}{'-' if self.form else ''}{self.form}"
 
     @property
+    def is_endless(self) -> bool:
+        """Whether it always has work, in one process: it waits for nothing but the GPU."""
+        return not (self.gap_us or self.bursts or self.processes > 1)
+
+    @property
     def options(self) -> list[str]:
         """Its command line beyond the job's."""
         if self.program:

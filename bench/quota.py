@@ -14,6 +14,7 @@ A suite is a row of arms with a file of its own, SUITE/quota.json. Without a nam
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import importlib.util
 import itertools
@@ -54,6 +55,8 @@ NATIVE_STEP_NS = 100 * NS_PER_MS
 NATIVE_S = 4.0
 """How long an arm without Tidegate runs at most: there is a sum to be compared, and no window."""
 
+WAIT_NS = 500_000
+"""Shorter waits are changes of the context, and what units take more or less."""
 LONGEST_NS = 100 * NS_PER_MS
 """What a unit may take alone."""
 
@@ -250,6 +253,7 @@ def measure_work(
             **asdict(tenant),
             "unit_ns": round(profile.largest[1]),
             "work_us": work(run, begin, end, step_ns),
+            "waits": waits(one.stamps, profile, begin, end) if tenant.is_endless else None,
             "busy_ns": within(spans_of(one.stamps, one.bursts, profile.largest[1]), begin, end),
         }
         for tenant, profile, run, one in zip(arm.tenants, used, runs, told, strict=True)
@@ -292,7 +296,7 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
         told.append(Told(root / str(i) / "progress.bin", text))
     _, step, tenants = measure_work(arm, told, profiles, seconds, NATIVE_STEP_NS)
     shutil.rmtree(root, ignore_errors=True)
-    kept = ("compute", "work_us", "busy_ns")
+    kept = ("compute", "work_us", "waits", "busy_ns")
     return {"step_ns": step, "tenants": [{key: one[key] for key in kept} for one in tenants]}
 
 
@@ -307,6 +311,27 @@ def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
         if time.monotonic() > deadline:
             raise MachineError("a workload was not ready within 240 s")
         time.sleep(0.02)
+
+
+def waits(
+    stamps: Sequence[Stamp], profile: Profile, begin: int, end: int
+) -> dict[str, float | int]:
+    """Return how long the GPU did not work for a program that always has work, each time.
+
+    Times between two ends of units, less what the later unit takes alone, of WAIT_NS or more.
+    """
+    found = sorted(
+        after.time - before.time - profile.duration(after.kind)
+        for before, after in itertools.pairwise(stamps)
+        if begin <= before.time and after.time <= end
+    )
+    found = found[bisect.bisect_left(found, WAIT_NS) :]
+
+    def percentile(n: int) -> int:
+        return round(found[max(0, -(-n * len(found) // 100) - 1)] / 1000) if found else 0
+
+    names = {"p50_us": 50, "p99_us": 99, "most_us": 100}
+    return {"n": len(found), **{name: percentile(n) for name, n in names.items()}}
 
 
 def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[int]]:
@@ -364,6 +389,10 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
                 "mean": round(statistics.fmean(errors), 3),
                 "p95": round(errors[min(len(errors) - 1, int(0.95 * len(errors)))], 3),
             }
+    # Results of earlier runs do not have it.
+    waited = [one.get("waits") for one in arm["tenants"]]
+    if any(waited):
+        summary["wait_p99_ms"] = [one and round(one["p99_us"] / 1000, 2) for one in waited]
     if any(one["busy_ns"] for one in arm["tenants"]):
         summary |= elasticity(arm)
     if arm.get("events"):

@@ -46,6 +46,9 @@ ROUNDS = {1: 3, 2: 3, 3: 2}
 """How often all have their slices in a period, by how many are busy, where no container is in the
 first rank; once where there are more. A turn costs some 0.2 ms (H200). In a whole number of rounds
 each container has the same in every period, wherever it begins."""
+LONGER_WAITS = 9 * MS
+"""Of two containers the larger one waits for the other for so long at most in three rounds; where
+it would be longer there are four."""
 CREDIT = 3 * MS
 """What a period's part of a cap may grow by, for what the container was short of in those before,
 or a whole turn where that is more: turns begin and end anywhere in a period, and calls of the
@@ -429,6 +432,10 @@ class Policy:
         # What windows have beyond their parts changes each time; slices do not, for that.
         free = PERIOD - sum(w.end - w.begin - w.more for w in self._windows.values())
         rounds = ROUNDS.get(n, 1)
+        whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
+        least = min((tenants[i].share.guarantee / whole for i in busy), default=0.0)
+        if n == 2 == len(busy) and least * free > rounds * LONGER_WAITS:
+            rounds += 1
         length = max(0, free) // rounds
         # Of many each has one turn in a round, so one that is over its cap is no hurry.
         self._grain = SOON if n < MANY else length // 8
@@ -437,7 +444,6 @@ class Policy:
             length = PERIOD // rounds
             weights = {i: tenant.share.limit for i, tenant in tenants.items()}
         else:
-            whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
             # One that has been idle is not in the sum, and may wake up.
             weights = {i: min(1.0, t.share.guarantee / whole) for i, t in tenants.items()}
             length -= n * GAP

@@ -26,6 +26,7 @@ from bench.quota import (
     processor_time,
     spans_of,
     summarise,
+    waits,
     windows,
     work,
 )
@@ -199,6 +200,21 @@ def test_a_result_whose_figures_do_not_follow_from_its_samples_is_not_kept(tmp_p
     assert run.main(keep) == 0
     page = report_docs.build_page({"one": json.loads((tmp_path / "kept.json").read_text())})
     assert "| alone-40 | 40 %, 0.5 ms | 40.00 |" in page.text
+
+
+def test_waits_are_what_is_between_units_beyond_their_own_time() -> None:
+    profile = Profile({0: MS, 1: 3 * MS}, 1.0, 10)
+    times, now = [(5 * MS, 0)], 5 * MS
+    for wait, kind in [(0, 0), (10, 1), (0.4, 0), (20, 0), (0, 1)]:
+        now += round(wait * MS) + (3 if kind else 1) * MS
+        times.append((now, kind))
+    stamps = [Stamp(*one) for one in times]
+    found = waits(stamps, profile, 0, now)
+    assert found == {"n": 2, "p50_us": 10_000, "p99_us": 20_000, "most_us": 20_000}
+    # What begins or ends outside of the time that is looked at does not count.
+    assert waits(stamps, profile, 6 * MS, now)["n"] == 2
+    assert waits(stamps, profile, 7 * MS, now)["n"] == 1
+    assert waits(stamps, profile, 0, 0) == {"n": 0, "p50_us": 0, "p99_us": 0, "most_us": 0}
 
 
 def test_an_arm_of_the_gpus_own_scheduler_says_when_grants_divided_the_time(

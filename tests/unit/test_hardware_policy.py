@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from governor.hardware.policy import AWAKE, LONG, PERIOD, SHORT, UNFOUND, Policy, Setting, Share
+from governor.hardware.policy import (
+    AWAKE,
+    END,
+    GAP,
+    LONG,
+    PERIOD,
+    SHORT,
+    UNFOUND,
+    Policy,
+    Setting,
+    Share,
+)
 from tests.conftest import examples
 from tests.unit.virtual_gpu import MS, Context, Gpu
 
@@ -171,9 +182,19 @@ def test_where_all_is_promised_changes_of_the_context_are_what_they_lack(wanted)
     r = run(shares, {i: endless() for i in shares})
     assert sum(r.used.values()) >= 98.5
     for i, w in enumerate(wanted):
-        assert r.used[i] == pytest.approx(w, abs=0.7)
+        assert r.used[i] == pytest.approx(w, abs=0.8)  # 70 and 30 change eight times in a period
         assert r.mean_error(i, w) <= 1
     assert r.changes == 0
+
+
+@pytest.mark.parametrize("wanted", [(70, 30), (80, 20), (90, 10), (40, 30)])
+def test_the_larger_of_two_waits_for_less_than_10_ms(wanted):
+    """What of it comes now and then is behind one turn of the other, whatever that one launches."""
+    policy = Policy(0)
+    for i, w in enumerate(wanted):
+        policy.add(i, Share(w / 100, w / 100), 0)
+    settings, _ = policy.step(MS, {0: 0, 1: 0})
+    assert settings[1].slice_ns + END + GAP < 10 * MS
 
 
 def test_what_calls_of_the_driver_cut_off_a_cap_comes_later():

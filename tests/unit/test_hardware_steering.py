@@ -110,7 +110,7 @@ def test_slices_are_set_once_and_not_again(node):
     node.attach(2)
     node.step(0)
     # Of a third of a period, less two changes of the context, and until a turn has ended.
-    round_ns = PERIOD // 3 - 2 * GAP
+    round_ns = PERIOD // 4 - 2 * GAP
     assert node.state(1) == (True, us(round_ns * 2 / 3 - END))
     assert node.state(2) == (True, us(round_ns / 3 - END))
     before = n_calls(node.module, calls.SET_TIMESLICE)
@@ -184,7 +184,7 @@ def test_processes_of_one_container_share_its_slice(node):
     node.attach(1)
     node.attach(3)
     node.step(0)
-    whole = us((PERIOD // 3 - 2 * GAP) / 2 - END)
+    whole = us((PERIOD // 4 - 2 * GAP) / 2 - END)
     assert node.state(1)[1] == node.state(3)[1] == whole
     node.attach(2, to=1)
     node.step(10, c1=3, c3=3)

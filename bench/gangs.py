@@ -27,15 +27,15 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from bench.demo import SETTLE_S, driver_answers, name_gpu, run_solo, say
 from bench.events import SAMPLE_NS, pid_of
 from bench.gang_figures import own_topology, read_topology, summarise
+from bench.limits import time_limit
 from bench.machine import ROOT, MachineError
 from bench.node import Node, Running, last_json
 from bench.programs import INSIDE, NvidiaImage, SimulatedImage, bind
@@ -63,10 +63,6 @@ TAIL = 40
 """Lines of a log that are kept of a part that failed."""
 
 NVLINK_OFF = ("NCCL_NVLS_ENABLE=0", "NCCL_MNNVL_ENABLE=0")
-
-
-class PartError(Exception):
-    """A part came to its time limit."""
 
 
 class GangNvidia(NvidiaImage):
@@ -191,19 +187,7 @@ class Bench:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(10)
         self.started.clear()
-        left = [*self.node.running]
-        # Whatever becomes of them, the next part waits for its own containers alone.
-        self.node.running.clear()
-        for container in left:
-            self.node.delete(container)
-            self.machine.remove_bundle(container.bundle)
-        try:
-            deadline = time.monotonic() + 10
-            while ask(self.node.config, "list")["containers"] and time.monotonic() < deadline:
-                time.sleep(0.05)
-        except TidegateError:
-            self.node.stop_governor(signal.SIGKILL)
-            self.node.start_governor()
+        self.node.clear()
 
     def native(self, job: Job, seconds: float, out: Path) -> dict[str, Any]:
         """Run a job without Tidegate and return its answer."""
@@ -534,23 +518,6 @@ PARTS = {
 
 
 # ---- all of them ----
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise PartError in this thread when the time is over."""
-
-    def over(number: int, frame: FrameType | None) -> None:
-        del number, frame
-        raise PartError(f"{what} took more than {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.1))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def outputs(bench: Bench) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ import yaml
 from bench.machine import ROOT, Machine, MachineError, make_bundle
 from governor.client import ask
 from governor.config import Config
-from governor.errors import GovernorError
+from governor.errors import GovernorError, TidegateError
 
 READY_S = 20.0
 
@@ -288,6 +288,22 @@ class Node:
             )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 container.process.wait(10)
+
+    def clear(self) -> None:
+        """End all containers, and see to it that there is a governor which has none."""
+        left = [*self.running]
+        # Whatever becomes of them, what follows waits for its own containers alone.
+        self.running.clear()
+        for container in left:
+            self.delete(container)
+            self.machine.remove_bundle(container.bundle)
+        try:
+            deadline = time.monotonic() + 10
+            while ask(self.config, "list")["containers"] and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except TidegateError:
+            self.stop_governor(signal.SIGKILL)
+            self.start_governor()
 
     def wait_ready(self, paths: Sequence[Path], timeout: float) -> None:
         """Wait until each workload has said that it is set up."""

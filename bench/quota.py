@@ -34,6 +34,7 @@ from typing import Any
 from bench.arms import ARMS, SUITES, Arm, Tenant
 from bench.demo import SETTLE_S, find_machine, name_gpu, run_solo, say
 from bench.events import SAMPLE_NS, SCRIPTS, Event, pid_of, place_events, summarise_events
+from bench.limits import PartError, time_limit
 from bench.machine import ROOT, Machine, MachineError
 from bench.node import Node, Running, last_json
 from bench.progress import (
@@ -55,6 +56,8 @@ NATIVE_STEP_NS = 100 * NS_PER_MS
 NATIVE_S = 4.0
 """How long an arm without Tidegate runs at most: there is a sum to be compared, and no window."""
 
+LEAST_S = 40.0
+"""In which what an arm left is ended."""
 WAIT_NS = 500_000
 """Shorter waits are changes of the context, and what units take more or less."""
 LONGEST_NS = 100 * NS_PER_MS
@@ -468,8 +471,34 @@ def shorten(arm: Arm, args: argparse.Namespace) -> Arm:
     )
 
 
-def measure(args: argparse.Namespace, machine: Machine) -> dict[str, dict[str, Any]]:
-    """Run the arms; return the result of each suite."""
+def try_arm(
+    node: Node, name: str, arm: Arm, profiles: Mapping[str, Profile], args: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Run an arm, also without Tidegate if that is asked for; None where it could not be measured.
+
+    Without a limit of time what cannot be measured ends all.
+    """
+    try:
+        with time_limit(args.limit, name) if args.limit else contextlib.nullcontext():
+            told = run_arm(node, arm, profiles)
+            if args.native and arm.native:
+                told["native"] = run_native(node.machine, arm, profiles)
+    except (PartError, MachineError, ProgressError, TidegateError) as e:
+        if not args.limit:
+            raise
+        say(f"{name:16} {type(e).__name__}: {e}")
+        with time_limit(LEAST_S, "the end of an arm"):
+            node.clear()
+        return None
+    say(f"{name:16} {json.dumps(summarise(told))}")
+    return told
+
+
+def measure(
+    args: argparse.Namespace, machine: Machine
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Run the arms; return the result of each suite, and which could not be measured."""
+    failed: list[str] = []
     chosen = choose_arms(args, machine)
     arms = {name: shorten(ARMS[name], args) for names in chosen.values() for name in names}
     results: dict[str, dict[str, Any]] = {suite: {"arms": {}} for suite in chosen}
@@ -479,17 +508,17 @@ def measure(args: argparse.Namespace, machine: Machine) -> dict[str, dict[str, A
             gpu = name_gpu(node)
             generation = read_manifest((node.driver_dir / "current").resolve()).generation
             for name in names:
-                told = run_arm(node, arms[name], profiles)
-                if args.native and arms[name].native:
-                    told["native"] = run_native(machine, arms[name], profiles)
-                say(f"{name:16} {json.dumps(summarise(told))}")
+                told = try_arm(node, name, arms[name], profiles, args)
+                if told is None:
+                    failed.append(name)
+                    continue
                 for suite in (one for one, its in chosen.items() if name in its):
                     result = results[suite]
                     result |= {"gpu": asdict(gpu), "generation": generation, "suite": suite}
                     result["quantum_ms"] = Config(**settings).quantum_ms
                     result["arms"][name] = told
                     write(args.output / suite, result)
-    return results
+    return results, failed
 
 
 def group(arms: Mapping[str, Arm]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -521,6 +550,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--native", action="store_true", help="also without Tidegate")
     parser.add_argument("--seconds", type=float, help="how long each arm runs (its own time)")
     parser.add_argument("--times", type=int, help="events of each script, at most")
+    parser.add_argument(
+        "--limit", type=float, default=0.0, metavar="SECONDS",
+        help="of each arm: one that takes longer, or fails, does not end the others",
+    )  # fmt: skip
     parser.add_argument("--solo", type=float, default=4.0, help="seconds of each job alone (4)")
     parser.add_argument("--simulated", action="store_true", help="even where there is a real GPU")
     parser.add_argument("--output", type=Path, default=ROOT / "build/quota")
@@ -541,7 +574,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         machine = find_machine(args, args.output, args.build)
         try:
-            results = measure(args, machine)
+            results, failed = measure(args, machine)
         finally:
             machine.close()
     except (MachineError, ProgressError, TidegateError, VdriverError) as e:
@@ -555,7 +588,9 @@ def main(argv: list[str] | None = None) -> int:
             summary = {name: summarise(arm) for name, arm in result["arms"].items()}
             picture = draw(suite, {**result, "raw": result, "summary": summary})
             (args.output / suite / "quota.svg").write_text(picture)
-    return 0
+    if failed:
+        print(f"quota: {len(failed)} arms were not measured: {' '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from bench.quota import (
     processor_time,
     spans_of,
     summarise,
+    try_arm,
     waits,
     windows,
     work,
@@ -200,6 +204,45 @@ def test_a_result_whose_figures_do_not_follow_from_its_samples_is_not_kept(tmp_p
     assert run.main(keep) == 0
     page = report_docs.build_page({"one": json.loads((tmp_path / "kept.json").read_text())})
     assert "| alone-40 | 40 %, 0.5 ms | 40.00 |" in page.text
+
+
+class LeftNode(Node):
+    def __init__(self) -> None:
+        self.n_cleared = 0
+
+    def clear(self) -> None:
+        self.n_cleared += 1
+
+
+@pytest.mark.parametrize(
+    ("left_by", "said"),
+    [
+        (lambda: time.sleep(30), "PartError: alone-40 took more than 0 s"),
+        (lambda: one_fails("it is broken"), "MachineError: it is broken"),
+    ],
+)
+def test_an_arm_that_hangs_or_fails_leaves_the_others_to_be_measured(
+    left_by: Callable[[], object],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("bench.quota.run_arm", lambda *_: left_by())
+    node = LeftNode()
+    arguments = Namespace(limit=0.2, native=False)
+    assert try_arm(node, "alone-40", ARMS["alone-40"], {}, arguments) is None
+    assert node.n_cleared == 1
+    assert said in capsys.readouterr().out
+
+
+def test_without_a_limit_what_cannot_be_measured_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.quota.run_arm", lambda *_: one_fails("it is broken"))
+    with pytest.raises(MachineError, match="it is broken"):
+        try_arm(LeftNode(), "alone-40", ARMS["alone-40"], {}, Namespace(limit=0.0, native=False))
+
+
+def one_fails(why: str) -> None:
+    raise MachineError(why)
 
 
 def test_waits_are_what_is_between_units_beyond_their_own_time() -> None:

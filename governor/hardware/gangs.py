@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -91,31 +91,73 @@ class Board:
             return dict(self._windows)
 
     def _place(self, now: int) -> dict[int, Window]:
-        ends: dict[int, float] = {}
-        begins: dict[int, float] = {}
+        lengths: dict[int, int] = {}
         gpus: dict[int, set[int]] = {}
+        spare: dict[int, float] = {}  # of a period, on each GPU: what none is guaranteed
         for number, gang in self._gangs.items():
             loads = {gpu: load for gpu, (at, load) in gang.said.items() if now - at < RECENT}
             part = _part(loads)
-            had = [load.had for load in loads.values() if load.is_busy]
-            gang.used = (gang.used + max(had, default=0)) / 2
+            # Where it uses most: a job may do little on one of its GPUs.
+            had = max((load.had for load in loads.values() if load.is_busy), default=0)
+            gang.used = (gang.used + had) / 2
             least = LEAVE if number in self._windows else ENTER
             if part is None or gang.used < least * part * PERIOD:
                 gang.missing = 0.0
                 continue
             if number in self._windows:
                 # By half, as it is heard of a period later.
-                gang.missing = min(max(gang.missing + (part * PERIOD - min(had)) / 2, 0.0), MORE)
+                gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
+            lengths[number] = int(part * PERIOD)
             gpus[number] = set(loads)
-            before = [ends[other] for other in ends if gpus[other] & gpus[number]]
-            begins[number] = max(before, default=0.0)
-            ends[number] = begins[number] + part * PERIOD + gang.missing
-        # Where containers have GPUs in a ring their windows may not all fit into a period.
-        scale = min(1.0, PERIOD / max(ends.values(), default=PERIOD))
-        return {
-            i: Window(*(int(ns * scale) for ns in (begins[i], end, self._gangs[i].missing)))
-            for i, end in ends.items()
-        }
+            for gpu, load in loads.items():
+                spare[gpu] = max(0.0, 1.0 - load.guarantee - load.others) * PERIOD
+        windows = _arrange(lengths, gpus)
+        for number, window in windows.items():
+            # Of what is guaranteed to others nothing is taken, nor of another window.
+            own = gpus[number]
+            n = max(sum(gpu in gpus[other] for other in lengths) for gpu in own)
+            free = min(spare[gpu] for gpu in own) / n
+            after = [w.begin for i, w in windows.items() if i != number and gpus[i] & own]
+            until = min([begin for begin in after if begin >= window.end], default=PERIOD)
+            more = int(min(self._gangs[number].missing, free, until - window.end))
+            windows[number] = Window(window.begin, window.end + more, more)
+        return windows
+
+
+def _arrange(lengths: Mapping[int, int], gpus: Mapping[int, set[int]]) -> dict[int, Window]:
+    """Return windows of these lengths in a period; those on a common GPU follow one another.
+
+    Each begins as early as it can. Where that is not possible, as with GPUs in a ring, those
+    that have to do with each other are shortened until they fit.
+    """
+    placed: dict[int, Window] = {}
+    for number, length in lengths.items():
+        taken = sorted(placed[i] for i in placed if gpus[i] & gpus[number])
+        begin = 0
+        for window in taken:
+            if window.begin - begin >= length:
+                break
+            begin = max(begin, window.end)
+        placed[number] = Window(begin, begin + length)
+    for group in _connected(lengths, gpus):
+        end = max(placed[i].end for i in group)
+        if end > PERIOD:
+            for i in group:
+                window = placed[i]
+                placed[i] = Window(window.begin * PERIOD // end, window.end * PERIOD // end)
+    return placed
+
+
+def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[list[int]]:
+    """Return the containers that have to do with each other by their GPUs, in groups."""
+    groups: list[tuple[list[int], set[int]]] = []
+    for number in numbers:
+        members, own = [number], set(gpus[number])
+        for group in [group for group in groups if group[1] & own]:
+            groups.remove(group)
+            members, own = group[0] + members, group[1] | own
+        groups.append((members, own))
+    return [members for members, _ in groups]
 
 
 def _part(loads: Mapping[int, Load]) -> float | None:

@@ -9,13 +9,14 @@ group without work costs nothing.
 
 Containers stand in one of two ranks. *First* are those of class latency that have used less than
 their guarantee of the last second, and those of the other class that have used less than their
-guarantee for a while: they get long slices, in the ratio of their guarantees, and everything else
-gets short ones, so that their work waits for a fraction of a millisecond. Short slices waste time
-in switching where several containers keep the GPU busy, so of these only one at a time is on; they
-have turns. A container of the first rank whose work is shorter than what it takes to begin it uses
-up its guarantee by that, too: others keep theirs. With no container in the first rank all are on,
-with long slices in the ratio of their guarantees; and where none has work all the time there is
-nothing to keep others from, and all have the driver's own slices.
+guarantee for a while: they get long slices, and what goes on beside them gets short ones, so that
+their work waits for a fraction of a millisecond. A container *goes on* whose turns seldom end with
+its work. Short slices waste time in switching where several go on, so of these only one at a time
+is on; they have turns. A container of the first rank whose work is shorter than what it takes to
+begin it uses up its guarantee by that, too: others keep theirs. With no container in the first rank
+all are on, with long slices in the ratio of their guarantees. Where none goes on, or the GPU has
+time left, there is nothing to keep the first rank from, and all have the driver's own slices; but
+for class latency, which is first in any case.
 
 A container that works on several GPUs at once may have a window in each period: a part of it in
 which no container that keeps the GPU busy is on beside it, and outside of which it is off. The
@@ -46,6 +47,8 @@ ROUNDS = {1: 3, 2: 3, 3: 2}
 """How often all have their slices in a period, by how many are busy, where no container is in the
 first rank; once where there are more. A turn costs some 0.2 ms (H200). In a whole number of rounds
 each container has the same in every period, wherever it begins."""
+SHORTEST = 3 * MS
+"""In fewer where turns would be shorter than this: their ends would cost too much of them."""
 LONGER_WAITS = 9 * MS
 """Of two containers the larger one waits for the other for so long at most in three rounds; where
 it would be longer there are four."""
@@ -92,10 +95,17 @@ MOST = 400 * MS
 FALL; it is owed MOST at most, and owes as much at most for what it took while others were owed."""
 AWAKE = 2000 * MS
 """A container that has not used the GPU for so long keeps no slices short."""
-BUSY = 0.05
-"""Of the time that it could have had; a container below this counts for no weights."""
-ENDLESS = 0.5
-"""And one below this takes no turn: its work comes now and then."""
+BUSY = 0.05, 0.02
+"""Of the time that it could have had a container uses more than the first to count for weights, and
+more than the second to go on so."""
+FULL, NOT_FULL = 0.98, 0.92
+"""The GPU has more work than it can do when it had so much in each of N_FULL periods, until it has
+less than the second on average."""
+N_FULL = 4
+BURST = 0.5
+"""A container that used more than this in one of the last periods takes turns."""
+ENDING = 5 * MS
+"""A container goes on that has so much of the GPU for each turn that ends with its work."""
 
 
 class Share(NamedTuple):
@@ -153,9 +163,13 @@ class _Tenant:
         self.on_at = now  # and when it was last switched on
         self.could_use = 0.0  # time that it was on and no other used, and what it used of that
         self.did_use = 0.0
-        self.busy = True  # nothing is known of it yet
-        self.load = 1.0  # what it used of the time that it could have had, over the last periods
-        self.on = True
+        # What it used of the time that it could have had, over the last periods and of late: as
+        # nothing is known of it yet, all.
+        self.load = self.burst = 1.0
+        self.busy = True
+        self.n_early = 0  # turns in this period that ended with its work
+        self.goes_on = False  # few of its turns do; what is not known ends its turns by itself
+        self.on, self.slice = True, EVEN
         # It is steered from some time on within the period in which it is found, so what it has
         # beyond its cap until then is no debt; nor what it had before, as far as UNFOUND allows.
         self.is_found = False
@@ -182,9 +196,9 @@ class _Tenant:
         return max(0.0, own)
 
     @property
-    def is_endless(self) -> bool:
-        """Whether it has work all the time; one of class latency that is not first counts so."""
-        return self.load > ENDLESS or (self.share.latency and not self.first)
+    def takes_turns(self) -> bool:
+        """Whether only one of its kind may be on where others must not wait."""
+        return self.goes_on and (self.burst > BURST or self.share.latency)
 
     @property
     def left(self) -> float:
@@ -213,6 +227,9 @@ class Policy:
         self._turn_end = 0
         self._early: Mapping[int, int] = {}
         self._grain = SOON
+        self._part = 1.0  # of the time that the GPU had work or changed the context, of late
+        self._is_full, self._n_full, self._n_unknown = True, 0, N_FULL
+        self._had = 0.0  # of that in this period
         self._round_left: float = (
             NEVER  # until all have reached their caps, where one is waited for
         )
@@ -223,6 +240,8 @@ class Policy:
         known = self._tenants.get(tenant)
         if known is None:
             self._tenants[tenant] = _Tenant(share, now)
+            # What it does is not known yet: for some periods the GPU counts as full.
+            self._is_full, self._n_unknown = True, N_FULL
         else:
             known.share = share
 
@@ -263,7 +282,7 @@ class Policy:
         for number, tenant in self._tenants.items():
             if settings[number].on and not tenant.on:
                 tenant.on_at = now
-            tenant.on = settings[number].on
+            tenant.on, tenant.slice = settings[number]
         return settings, self._next(now, settings)
 
     def load(self, tenant: int, now: int) -> Load:
@@ -288,6 +307,13 @@ class Policy:
     def _account(self, now: int, used: Mapping[int, int]) -> None:
         passed = max(0, now - self._now)
         together = sum(used.get(number, 0) for number in self._tenants)
+        costs = sum(self._early.get(number, 0) for number in self._tenants) * 2 * GAP
+        # Turns that end with their slices cost as much, where others have work.
+        self._had += together + costs
+        self._had += sum(
+            used.get(i, 0) * GAP / (t.slice + END) for i, t in self._tenants.items() if t.on
+        )
+        kept = self._turn if self._turn_end < NEVER else None
         self._now = max(now, self._now)
         for number, tenant in self._tenants.items():
             ns = used.get(number, 0)
@@ -295,26 +321,27 @@ class Policy:
             tenant.spent += ns
             cost = self._early.get(number, 0) * 2 * GAP
             tenant.cost += cost
+            tenant.n_early += self._early.get(number, 0)
             # What it took while others were short is a debt; idle time is none.
             is_owing = any(t.owed > FALL for t in self._tenants.values() if t is not tenant)
             least = -MOST if is_owing else min(tenant.owed, -FALL)
-            tenant.owed = min(
-                max(tenant.owed + passed - (ns + cost) / share.guarantee, least), MOST
-            )
+            # A turn in which it did nothing was its own, too: others were off for it.
+            had = max(ns + cost, passed - (together - ns) - costs) if number == kept else ns + cost
+            tenant.owed = min(max(tenant.owed + passed - had / share.guarantee, least), MOST)
             if tenant.is_spent:
                 tenant.owed = min(tenant.owed, 0.0)  # it had what its cap allows
             if ns:
                 tenant.used_at = now
             if tenant.on:
-                tenant.could_use += max(0, passed - (together - ns))
+                tenant.could_use += max(0, passed - (together - ns) - costs)
                 tenant.did_use += ns
         self._forgive(now)
         if now >= self._period_end:
             self._end_period(now)
 
     def _forgive(self, now: int) -> None:
-        """What all busy containers are short of is owed to none: switching cost it."""
-        busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD]
+        """What all busy containers are short of, as switching cost it, is owed to none."""
+        busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
         common = min((t.owed for t in busy), default=0.0)
         if len(busy) > 1 and common > 0:
             for tenant in busy:
@@ -322,11 +349,13 @@ class Policy:
 
     def _end_period(self, now: int) -> None:
         n = (now - self._period_end) // PERIOD + 1
+        self._note_work(self._had / (n * PERIOD))
+        self._had = 0.0
         self._period_end += n * PERIOD
-        for tenant in self._tenants.values():
+        for number, tenant in self._tenants.items():
             over = tenant.spent - tenant.share.limit * PERIOD * n + tenant.carried
-            # Of class latency its last second says what it may have.
-            is_debt = not tenant.share.latency and not tenant.fresh
+            # Of class latency the last second says what it may have, or its window.
+            is_debt = not tenant.share.latency and not tenant.fresh and number not in self._windows
             # What a container that sleeps does not use is not saved for later.
             slept = now - tenant.used_at > PERIOD * 2
             credit = CREDIT if slept else max(CREDIT, min(tenant.turn, tenant.share.limit * PERIOD))
@@ -334,15 +363,31 @@ class Policy:
             tenant.n_unfound += n if tenant.spent and not tenant.is_found else 0
             is_known = tenant.is_found or tenant.n_unfound >= UNFOUND
             tenant.fresh = tenant.fresh and not (tenant.spent and is_known)
+            if tenant.spent > SOON or tenant.n_early:
+                tenant.goes_on = tenant.spent > ENDING * (tenant.n_early + 1)
+            tenant.n_early = 0
             tenant.recent.append(tenant.spent)
             tenant.costs.append(tenant.cost)
             for of in (tenant.recent, tenant.costs):
                 of.extend([0.0] * min(n - 1, WINDOW))
             tenant.spent = tenant.cost = 0.0
             if tenant.could_use >= TURN_LEAST:
-                tenant.busy = tenant.did_use > BUSY * tenant.could_use
-                tenant.load = (tenant.load + tenant.did_use / tenant.could_use) / 2
+                part = min(1.0, tenant.did_use / tenant.could_use)
+                tenant.load = (tenant.load + part) / 2
+                tenant.burst = max(part, (tenant.burst + part) / 2)
+                tenant.busy = tenant.load > BUSY[tenant.busy]
                 tenant.could_use = tenant.did_use = 0.0
+
+    def _note_work(self, part: float) -> None:
+        """Hear for which part of a period the GPU had work or changed the context."""
+        if self._n_unknown:
+            self._n_unknown -= 1
+            part = 1.0
+        self._n_full = self._n_full + 1 if part > FULL else 0
+        self._part += (min(1.0, part) - self._part) / 5
+        if self._n_full >= N_FULL:
+            self._part = 1.0
+        self._is_full = self._n_full >= N_FULL or (self._is_full and self._part > NOT_FULL)
 
     # ---- ranks ----
 
@@ -359,9 +404,8 @@ class Policy:
             else:
                 tenant.first = tenant.owed >= RISE
 
-    def _keeps_waiting(self, tenant: _Tenant, now: int) -> bool:
-        is_lively = now - tenant.used_at < LIVELY
-        return is_lively and (tenant.is_endless or tenant.share.latency)
+    def _is_service(self, tenant: _Tenant, now: int) -> bool:
+        return tenant.share.latency and now - tenant.used_at < AWAKE
 
     def _wakes(self, tenant: _Tenant, now: int) -> bool:
         return tenant.share.latency or now - tenant.used_at < AWAKE
@@ -374,26 +418,26 @@ class Policy:
         rest = {i: t for i, t in others.items() if not t.first}
         waits = any(self._wakes(tenant, now) for tenant in first.values())
         self._is_even = False
-        endless = [i for i, t in rest.items() if t.is_endless and not t.is_spent]
+        keeps_on = any(t.goes_on and self._is_lively(t, now) for t in others.values())
+        takers = [i for i, t in rest.items() if t.takes_turns and not t.is_spent]
         if not waits:
             self._turn = None
             # Whether one is off says nothing of slices: to set one takes a call of the driver.
             working = {i for i, t in rest.items() if t.busy}
             settings = self._by_weight({**first, **rest}, {*working, *first})
-        elif not any(self._keeps_waiting(t, now) for t in others.values()):
+        elif not (
+            (keeps_on and self._is_full) or any(self._is_service(t, now) for t in first.values())
+        ):
             self._turn, self._grain, self._is_even = None, SOON, True
             settings = dict.fromkeys(others, Setting(True, EVEN))
         else:
             self._grain = SOON
-            awake = sum(t.share.guarantee for t in first.values() if self._wakes(t, now))
-            settings = {
-                i: Setting(True, max(LEAST, min(LONG, int(LONG * t.share.guarantee / awake))))
-                for i, t in first.items()
-            }
-            holder = self._take_turn(endless, now)
-            for i in rest:
-                on = i == holder or i not in endless
-                settings[i] = Setting(on, SHORT)
+            settings = {i: Setting(True, self._slice_of_first(i, first)) for i in first}
+            holder = self._take_turn(takers, now)
+            for i, tenant in rest.items():
+                # One that does not go on ends its turn by itself; to cut it up would cost as much.
+                ns = SHORT if tenant.goes_on else EVEN
+                settings[i] = Setting(i == holder or i not in takers, ns)
         lively = [t for t in others.values() if self._is_lively(t, now)]
         is_batched = not waits and all(t.is_capped and not t.first for t in lively)
         left = sum(max(0.0, t.left) for t in lively)
@@ -408,6 +452,19 @@ class Policy:
             if tenant.is_capped and is_over:
                 settings[i] = settings[i]._replace(on=False)
         return settings
+
+    def _slice_of_first(self, number: int, first: Mapping[int, _Tenant]) -> int:
+        """Return the slice of a container of the first rank.
+
+        One whose work comes now and then ends its turn by itself. Those that go on share as they
+        are guaranteed, in turns that keep others of the rank waiting for little.
+        """
+        tenant = first[number]
+        if not tenant.goes_on:
+            return LONG
+        length = LONG if all(t.goes_on for t in first.values()) else EVEN
+        whole = sum(t.share.guarantee for t in first.values() if t.goes_on)
+        return max(LEAST, int(length * tenant.share.guarantee / whole))
 
     def _with_windows(self, now: int, settings: dict[int, Setting]) -> dict[int, Setting]:
         """Return the settings of all containers, where those of the ones without a window are."""
@@ -431,22 +488,21 @@ class Policy:
         n = sum(tenants[i].groups for i in busy)
         # What windows have beyond their parts changes each time; slices do not, for that.
         free = PERIOD - sum(w.end - w.begin - w.more for w in self._windows.values())
-        rounds = ROUNDS.get(n, 1)
-        whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
-        least = min((tenants[i].share.guarantee / whole for i in busy), default=0.0)
-        if n == 2 == len(busy) and least * free > rounds * LONGER_WAITS:
-            rounds += 1
-        length = max(0, free) // rounds
-        # Of many each has one turn in a round, so one that is over its cap is no hurry.
-        self._grain = SOON if n < MANY else length // 8
-        if sum(tenants[i].share.limit for i in busy) * PERIOD < free:
+        free = max(0, free)
+        is_room = sum(tenants[i].share.limit for i in busy) * PERIOD < free
+        if is_room:
             # There is room for all caps, and they are reached in whole turns.
-            length = PERIOD // rounds
             weights = {i: tenant.share.limit for i, tenant in tenants.items()}
+            length = PERIOD
         else:
+            whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
             # One that has been idle is not in the sum, and may wake up.
             weights = {i: min(1.0, t.share.guarantee / whole) for i, t in tenants.items()}
-            length -= n * GAP
+            length = free
+        rounds = self._rounds(n, length * min((weights[i] for i in busy), default=1.0))
+        # Of many each has one turn in a round, so one that is over its cap is no hurry.
+        self._grain = SOON if n < MANY else length // rounds // 8
+        length = length // rounds - (0 if is_room else n * GAP)
         settings = {}
         for i, tenant in tenants.items():
             is_alone = len(busy) == 1 and i in busy
@@ -455,6 +511,16 @@ class Policy:
             settings[i] = Setting(True, ns)
             tenant.turn = float(ns)
         return settings
+
+    def _rounds(self, n: int, least: float) -> int:
+        """Return in how many rounds so many groups have their time in a period.
+
+        `least` is what of it the container has that has least.
+        """
+        rounds = ROUNDS.get(n, 1)
+        if n == 2 and least > rounds * LONGER_WAITS:
+            return rounds + 1
+        return max(1, min(rounds, int(least // SHORTEST)))
 
     def _take_turn(self, busy: list[int], now: int) -> int | None:
         """Return whose turn it is among containers that keep the GPU busy."""
@@ -498,7 +564,9 @@ class Policy:
             if tenant.is_spent:  # it waits for the others to reach their caps
                 at.append(now + min(LATER, max(SOON, int(self._round_left))))
             elif tenant.is_capped:
-                rate = settings[i].slice_ns / slices if tenant.busy else 1.0
+                # Slices of the first rank say nothing of what it uses.
+                is_rate = tenant.busy and not any(self._tenants[j].first for j in on)
+                rate = settings[i].slice_ns / slices if is_rate else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))
         return max(now + MS // 2, min(at))

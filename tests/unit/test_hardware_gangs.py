@@ -122,6 +122,37 @@ def test_a_ring_of_gpus_is_made_to_fit():
     assert all(window.end - window.begin >= PERIOD // 3 for window in windows.values())
 
 
+@pytest.mark.parametrize("n", [2, 3, 6])
+def test_a_chain_of_gpus_has_its_halves(n):
+    """Each shares a GPU with the next one, and the first and the third have nothing to do with each other."""
+    board = Board()
+    gangs = [add(board) for _ in range(n)]
+    for i, gang in enumerate(gangs):
+        say(board, 0, (gang, {i: load(0.5, 0.5), i + 1: load(0.5, 0.5)}))
+    windows = board.windows(PERIOD)
+    assert [windows[gang].begin for gang in gangs] == [50 * MS * (i % 2) for i in range(n)]
+    assert {window.end - window.begin for window in windows.values()} == {50 * MS}
+
+
+def test_what_is_made_up_for_is_taken_of_no_guarantee():
+    board = Board()
+    gang = add(board)
+    for i in range(10):
+        short = {gpu: load(0.3, 0.69, had=25 * MS) for gpu in (0, 1)}
+        say(board, i * PERIOD, (gang, short))
+        window = board.windows((i + 1) * PERIOD)[gang]
+    assert window == Window(0, 31 * MS, MS)
+
+
+def test_who_does_little_on_one_of_its_gpus_gets_no_more_for_it():
+    board = Board()
+    gang = add(board)
+    for i in range(10):
+        say(board, i * PERIOD, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, had=MS)}))
+        window = board.windows((i + 1) * PERIOD)[gang]
+    assert window == Window(0, 30 * MS)
+
+
 def test_what_others_may_not_have_is_lent_to_it():
     board = Board()
     gang = add(board)

@@ -277,6 +277,57 @@ def test_services_beside_each_other_wait_as_without_us(n, mean_ms, guarantee):
     assert r.changes == 0
 
 
+@pytest.mark.parametrize(
+    ("n", "mean_ms", "guarantee"), [(8, 20, 0.1), (8, 20, 0.12), (16, 40, 0.06)]
+)
+def test_services_that_nearly_fill_the_gpu_take_no_turns(n, mean_ms, guarantee):
+    """80 % in requests, and the changes of the context with it: to be off would let their queues grow."""
+
+    def contexts():
+        return {i: requests(mean_ms, seed=i) for i in range(n)}
+
+    native = contexts()
+    Gpu(native).advance(12 * S)
+    r = run({i: Share(guarantee, 1) for i in native}, contexts(), 8, warm=4)
+    mean = sum(r.mean(i) for i in native) / n
+    assert mean <= 1.3 * sum(sum(c.waits) / len(c.waits) / MS for c in native.values()) / n
+
+
+@dataclass
+class PartTime(Context):
+    """It has endless work for a part of each cycle, in ms."""
+
+    cycle: int = 200
+    part: int = 100
+
+    def work(self):
+        return 1 << 62 if self.now // MS % self.cycle < self.part else 0
+
+    def arrive(self, now):
+        self.now = now
+
+
+@pytest.mark.parametrize(("cycle", "part"), [(200, 100), (300, 140), (100, 45), (20, 9)])
+def test_who_works_part_of_the_time_takes_no_guarantee(cycle, part):
+    """A turn in which it does nothing is its own; but the time of such a turn is nobody's."""
+    contexts = {0: requests(20, 0.5), 1: endless(), 2: PartTime(cycle=cycle, part=part)}
+    contexts[2].now = 0
+    r = run({0: Share(0.1, 1), 1: Share(0.6, 1), 2: Share(0.2, 1)}, contexts, 6, warm=3)
+    assert r.used[1] >= 57
+    assert r.mean(0) < 1.5
+
+
+@pytest.mark.parametrize("limits", [(0.2, 0.2), (0.02, 0.2), (0.3, 0.1)])
+def test_caps_hold_beside_a_service_of_class_latency(limits):
+    """Its slices are long, and say nothing of how much of the GPU it uses."""
+    one, two = limits
+    shares = {0: Share(one, one), 1: Share(0.5, 1, latency=True), 2: Share(two, two)}
+    r = run(shares, {0: endless(), 1: requests(60, 6), 2: endless()}, 8, warm=3)
+    for i, limit in ((0, one), (2, two)):
+        assert r.used[i] == pytest.approx(100 * limit, abs=0.6)
+        assert all(abs(window[i] - 100 * limit) < 3 for window in r.seconds)
+
+
 def test_beside_three_trainings_requests_wait_as_little_and_the_trainings_lose_nothing():
     shares = {1: Share(0.2, 1), 2: Share(0.3, 1), 3: Share(0.3, 1), 4: Share(0.2, 1)}
     alone = run({1: Share(0.2, 1)}, {1: requests(20)}, 20)

@@ -156,6 +156,7 @@ def test_a_turn_begins_before_the_one_before_it_ends(node):
     for i in FDS:
         node.attach(i)
     node.step(0)
+    node.step(100, c2=48, c3=48)  # and neither ends a turn by itself
     assert [node.state(i)[0] for i in FDS] == [True, True, False]
     assert node.state(2)[1] == us(SHORT)
     switched = []

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def authority(directory: Path, name: str, *extensions: str) -> Path:
     return directory / f"{name}.pem"
 
 
-def certificate(directory: Path, ca: str, names: str, days: str = "30") -> Path:
+def certificate(directory: Path, ca: str, names: str, days: int = 30) -> Path:
     """Make a server's certificate, with its key in one file."""
     openssl(
         "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-keyout", "s.key",
@@ -55,9 +56,20 @@ def certificate(directory: Path, ca: str, names: str, days: str = "30") -> Path:
     (directory / "s.ext").write_text(
         f"subjectAltName={names}\nauthorityKeyIdentifier=keyid\nbasicConstraints=CA:FALSE\n"
     )
+    # Unlike `openssl x509`, it takes dates that have passed, in every version.
+    (directory / "ca.cnf").write_text(
+        "[ca]\ndefault_ca = d\n[d]\ndatabase = index\nserial = serial\nnew_certs_dir = .\n"
+        "unique_subject = no\n"
+        "default_md = sha256\npolicy = p\n[p]\ncommonName = supplied\n"
+    )
+    (directory / "index").touch()
+    (directory / "serial").write_text("07\n")
+    begin = datetime.now(UTC) - timedelta(days=2)
     openssl(
-        "x509", "-req", "-in", "s.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-set_serial",
-        "7", "-days", days, "-extfile", "s.ext", "-out", "s.pem", cwd=directory,
+        "ca", "-batch", "-notext", "-config", "ca.cnf", "-in", "s.csr", "-cert", f"{ca}.pem",
+        "-keyfile", f"{ca}.key", "-extfile", "s.ext", "-out", "s.pem",
+        "-startdate", f"{begin:%Y%m%d%H%M%SZ}",
+        "-enddate", f"{begin + timedelta(days=days):%Y%m%d%H%M%SZ}", cwd=directory,
     )  # fmt: skip
     both = directory / f"{ca}-server.pem"
     both.write_bytes((directory / "s.pem").read_bytes() + (directory / "s.key").read_bytes())
@@ -169,7 +181,7 @@ def test_what_is_no_certificate_of_the_api_servers_is_refused_with_a_hint(
     ca = authority(tmp_path, "plain")
     other = authority(tmp_path, "other", "keyUsage=critical,keyCertSign,cRLSign")
     names = "IP:127.0.0.2,DNS:localhost" if wrong == "host" else "IP:127.0.0.1"
-    days = "-1" if wrong == "expired" else "30"
+    days = 1 if wrong == "expired" else 30
     port = serve(certificate(tmp_path, "plain", names, days))
     cluster = Cluster(kubeconfig(tmp_path, port, other if wrong == "authority" else ca))
     with pytest.raises(ClusterError) as caught:

@@ -82,7 +82,7 @@ class Board:
                     self._gangs[number].said[gpu] = now, load
 
     def windows(self, now: int) -> dict[int, Window]:
-        """Return who has a window in the period of this time, by gang."""
+        """Return the windows in the period of this time, by gang."""
         with self._lock:
             period = now // PERIOD
             if period > self._period:

@@ -67,7 +67,7 @@ SHORT = 200_000
 EVEN = 2 * MS
 """That of all where none has work all the time: the driver's own."""
 LONG = 16 * MS
-"""The slices of the first rank together."""
+"""That of the first rank; where all of it go on, that of all together."""
 END = 70_000
 """So long a turn lasts beyond its slice (H200: 0 to 100 us)."""
 GAP = 80_000
@@ -75,6 +75,7 @@ GAP = 80_000
 LEAST = 1 * MS
 """No slice is shorter where all are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
 TURN_LEAST = 10 * MS
+"""No turn by switching is shorter."""
 LATER = 10 * MS
 """For the sake of a container that is idle no step is nearer, and to look whether one that has
 reached its cap has more, as it should not, none is farther."""
@@ -196,14 +197,14 @@ class _Tenant:
         return max(0.0, own)
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether only one of its kind may be on where others must not wait."""
-        return self.goes_on and (self.burst > BURST or self.share.latency)
-
-    @property
     def left(self) -> float:
         """What it has not used of that."""
         return self.budget - self.spent
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether only one of its kind may be on where others must not wait."""
+        return self.goes_on and (self.burst > BURST or self.share.latency)
 
     @property
     def is_capped(self) -> bool:
@@ -230,9 +231,7 @@ class Policy:
         self._part = 1.0  # of the time that the GPU had work or changed the context, of late
         self._is_full, self._n_full, self._n_unknown = True, 0, N_FULL
         self._had = 0.0  # of that in this period
-        self._round_left: float = (
-            NEVER  # until all have reached their caps, where one is waited for
-        )
+        self._round_left: float = NEVER  # of all caps, where those that have reached theirs wait
         self._is_even = False  # all have the same slices, whatever their ranks
 
     def add(self, tenant: int, share: Share, now: int) -> None:

@@ -47,13 +47,13 @@ def alone(load, **options):
 
 
 @pytest.mark.parametrize("part", [1.0, 0.6, 0.2, 0.05])
-def test_who_is_alone_is_charged_what_it_works(part):
+def test_one_that_is_alone_is_charged_what_it_works(part):
     charged = alone(always(part))
     assert sum(charged[100:]) == pytest.approx(part * 1000, abs=11)  # of the third second
     assert min(charged) >= 0  # what the first tenths were charged too much is not given back
 
 
-def test_who_does_nothing_is_charged_hardly_anything_in_the_end():
+def test_one_that_does_nothing_is_charged_hardly_anything_in_the_end():
     charged = alone(lambda ms: float(ms < 1000))
     assert sum(charged[125:]) < 10  # a percent, which NVML may not have told
 
@@ -69,7 +69,7 @@ def test_less_work_is_charged_as_less_after_a_second():
     assert sum(charged[125:175]) == pytest.approx(300, abs=20)
 
 
-def test_who_is_switched_off_for_a_part_is_charged_for_the_rest():
+def test_one_that_is_switched_off_for_a_part_is_charged_for_the_rest():
     """40 of each 100 ms on the GPU, and at work all the time that it is there."""
     on = lambda ms: float(ms % 100 < 40)  # noqa: E731
     assert sum(play({7: on}, {7: on})[7]) == pytest.approx(1200, abs=1)

@@ -51,7 +51,7 @@ def wait_for(condition, seconds=20):
         time.sleep(0.005)
 
 
-def test_who_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
+def test_one_that_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
     """A context that is gone before it is looked at: one look, and no search among all clients."""
     enter(world, 11, lambda: 0)
     world.finder.saw({11})
@@ -60,7 +60,7 @@ def test_who_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
     assert world.looks == [(11, False)]
 
 
-def test_who_is_there_again_and_again_is_looked_for_among_all_in_the_end(world):
+def test_one_that_is_there_again_and_again_is_looked_for_among_all_in_the_end(world):
     enter(world, 11, lambda: 0)
 
     def is_thorough():
@@ -82,7 +82,7 @@ def test_an_error_of_the_driver_ends_no_look(world):
     assert world.told[-1].pid == 12
 
 
-def test_who_registers_again_and_again_is_not_looked_at_more_often(world):
+def test_one_that_registers_again_and_again_is_not_looked_at_more_often(world):
     world.takes_s = 0.03
     begin = time.monotonic()
     while time.monotonic() < begin + 1.0:

@@ -144,7 +144,7 @@ def test_what_is_made_up_for_is_taken_of_no_guarantee():
     assert window == Window(0, 31 * MS, MS)
 
 
-def test_who_does_little_on_one_of_its_gpus_gets_no_more_for_it():
+def test_one_that_does_little_on_one_of_its_gpus_gets_no_more_for_it():
     board = Board()
     gang = add(board)
     for i in range(10):

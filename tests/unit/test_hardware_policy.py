@@ -162,7 +162,7 @@ def test_those_who_reach_their_caps_are_switched_off_together(wanted, most):
         assert r.mean_error(i, w) <= 1
 
 
-def test_who_works_on_beyond_its_cap_is_not_waited_for():
+def test_one_that_works_on_beyond_its_cap_is_not_waited_for():
     """The others have not used theirs: it may be that they have no work any more."""
     policy = Policy(0)
     for i in (1, 2):
@@ -308,8 +308,8 @@ class PartTime(Context):
 
 
 @pytest.mark.parametrize(("cycle", "part"), [(200, 100), (300, 140), (100, 45), (20, 9)])
-def test_who_works_part_of_the_time_takes_no_guarantee(cycle, part):
-    """A turn in which it does nothing is its own; but the time of such a turn is nobody's."""
+def test_one_that_works_part_of_the_time_takes_3_points_of_a_guarantee_at_most(cycle, part):
+    """A turn in which it does nothing is its own; but the time of such a turn is lost to all."""
     contexts = {0: requests(20, 0.5), 1: endless(), 2: PartTime(cycle=cycle, part=part)}
     contexts[2].now = 0
     r = run({0: Share(0.1, 1), 1: Share(0.6, 1), 2: Share(0.2, 1)}, contexts, 6, warm=3)
@@ -447,7 +447,7 @@ def test_a_container_that_slept_has_saved_nothing():
     assert not policy.step(now + 34 * MS, {1: 2 * MS})[0][1].on
 
 
-def test_who_holds_the_turn_may_go():
+def test_one_that_holds_the_turn_may_go():
     shares = {1: Share(0.2, 1, latency=True), 2: Share(0.4, 1), 3: Share(0.4, 1)}
     policy = Policy(0)
     for i, share in shares.items():
@@ -495,7 +495,7 @@ def test_what_it_had_until_it_was_found_is_no_debt():
     assert not any(policy.step(PERIOD * i, {1: 0}, {1: 1})[0][1].on for i in range(8, 20))
 
 
-def test_who_is_never_found_is_not_free_for_ever():
+def test_one_that_is_never_found_is_not_free_for_ever():
     policy = Policy(0)
     policy.add(1, Share(0.05, 0.05), 0)
     on = [policy.step(PERIOD * i, {1: PERIOD}, {})[0][1].on for i in range(1, UNFOUND + 3)]
@@ -540,7 +540,7 @@ class Bursts(Context):
 
 @pytest.mark.parametrize(("idle", "busy"), [(200, 100), (170, 30), (160, 40), (150, 150)])
 @pytest.mark.parametrize("guarantees", [(0.01, 0.99), (0.01, 0.5, 0.49), (0.1, 0.9)])
-def test_who_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
+def test_one_that_comes_in_bursts_takes_no_more_than_it_is_owed(guarantees, idle, busy):
     """It is served first when it comes, and owes what it takes beyond its guarantee while others are short."""
     contexts = {i: endless() for i in range(2, len(guarantees) + 1)}
     gpu = Gpu({1: Bursts(lambda: gpu.now, idle, busy), **contexts})
@@ -603,7 +603,7 @@ def test_a_container_that_does_nothing_costs_few_steps(limit):
     assert n < 200
 
 
-def test_who_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
+def test_one_that_was_off_for_long_is_held_in_the_period_in_which_it_is_on_again():
     """A step that came late left it a whole period, and so a debt of two seconds; it did not idle meanwhile."""
     contexts = {1: endless()}
     gpu, policy, used = Gpu(contexts), Policy(0), {}

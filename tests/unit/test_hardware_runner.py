@@ -204,14 +204,14 @@ def test_a_process_that_ends_before_it_was_found_is_not_looked_for(runner, gpu):
     assert gpu.slices == {}
 
 
-def test_who_says_that_it_has_no_context_is_found_by_what_the_gpu_says(runner, gpu):
+def test_one_that_says_that_it_has_no_context_is_found_by_what_the_gpu_says(runner, gpu):
     container = Container(runner, 10, 10)
     gpu.contexts.add(11)
     container.enter(gpu, 11, says=lambda: 0)
     wait_for(lambda: 11 in gpu.off)
 
 
-def test_who_says_that_it_has_contexts_and_has_none_costs_little(runner, gpu):
+def test_one_that_says_that_it_has_contexts_and_has_none_costs_little(runner, gpu):
     container = Container(runner, 10, 10)
     container.enter(gpu, 11, says=lambda: 3)
     time.sleep(1.5)

@@ -395,7 +395,7 @@ def test_what_two_containers_have_is_steered_by_who_was_looked_at_last(node):
     assert not node.state(1)[0]
 
 
-def test_who_is_on_although_it_is_off_is_looked_for_and_switched_off_again(node):
+def test_one_that_is_on_although_it_is_off_is_looked_for_and_switched_off_again(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -445,7 +445,7 @@ def test_what_a_process_has_until_it_is_off_is_no_return(node, monkeypatch):
     assert node.steering.hidden_ns == 0
 
 
-def test_who_was_looked_for_and_not_found_is_hidden(node):
+def test_one_that_was_looked_for_and_not_found_is_hidden(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.enter(1, 1001)
     node.step(10, c1=10)
@@ -460,7 +460,7 @@ def test_who_was_looked_for_and_not_found_is_hidden(node):
     assert node.steering.hidden_ns == 0
 
 
-def test_who_is_let_go_while_it_is_off_is_on(node):
+def test_one_that_is_let_go_while_it_is_off_is_on(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -494,7 +494,7 @@ def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
     assert node.state(2)[1] != 2048
 
 
-def test_who_is_alone_and_pauses_is_charged_its_work(node):
+def test_one_that_is_alone_and_pauses_is_charged_its_work(node):
     node.steering.add(1, Share(0.5, 1))
     node.attach(1)
     node.samples.append(lambda: [Sample(node.clock.now - 50 * MS, 0.1)])
@@ -506,7 +506,7 @@ def test_who_is_alone_and_pauses_is_charged_its_work(node):
     assert node.steering.used_ns[1] - before == pytest.approx(150 * MS, abs=10 * MS)
 
 
-def test_who_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
+def test_one_that_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
     """The last one on the GPU: no other comes after it, so the trace goes on having it there."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)

@@ -129,7 +129,7 @@ def test_what_was_before_it_was_opened_is_not_told(
     assert sum(later.used_ns().values()) == pytest.approx(100 * MS, abs=10 * MS)
 
 
-def test_who_is_alone_is_resident_with_work_or_without(
+def test_one_that_is_alone_is_resident_with_work_or_without(
     library: Driver, build_dir: Path, tmp_path: Path
 ) -> None:
     """As on the real GPU, whose trace has no record of one that is never interrupted."""

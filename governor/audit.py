@@ -48,6 +48,9 @@ log = structlog.get_logger()
 AUDIT_NS = LOOK_NS * 4 // 5
 """Looks that come sooner are for those who wait for memory."""
 
+LISTED_NS = 1_000_000_000
+"""So long after its end a process may be listed."""
+
 SMALL_NS = 10_000
 BYTES_PER_NS = 20
 QUIET = 0.02
@@ -91,6 +94,8 @@ class _Watched:
     timer: asyncio.TimerHandle | None = None
     excused: str = ""
     """Why it could not be frozen, as it was said last."""
+    registered_ns: dict[int, int] = field(default_factory=dict)
+    """When each process was last seen registered, of those that were so lately."""
     limited: dict[int, bool] = field(default_factory=dict)
     """GPUs on which processes without a registration are to be held to its quota: are they?"""
 
@@ -98,6 +103,17 @@ class _Watched:
     def accused(self) -> bool:
         """Whether a violation lasts."""
         return any(device.judge.accuses for device in self.devices.values())
+
+    def find_registered(self, now_ns: int) -> frozenset[int]:
+        """Return the processes that are registered, or were until a moment ago.
+
+        NVML may list a process for a moment after the governor has seen its end.
+        """
+        for pid in self.container.pids():
+            self.registered_ns[pid] = now_ns
+        for pid in [p for p, at in self.registered_ns.items() if now_ns - at > LISTED_NS]:
+            del self.registered_ns[pid]
+        return frozenset(self.registered_ns)
 
 
 class Auditor:
@@ -154,7 +170,7 @@ class Auditor:
                 continue
             i = next(i for i, own in enumerate(container.devices) if own.uuid == device.uuid)
             own = {one.pid: one for one in processes if owners.get(one.pid) is container}
-            known = container.pids()
+            known = watched.find_registered(now_ns)
             container.findings.seen[i] = sum(one.used or 0 for one in own.values())
             idle = self._is_idle(watched, device, i, charges[container], now_ns)
             facts = Facts(

@@ -3,7 +3,9 @@
 Pure: no clock, no driver, no file. A look can be mistaken, because its numbers are not of one
 moment, and honest work leaves traces behind its grant. So nothing is a violation that one look
 says: a `Judge` (one for each container and GPU) reports it once when it has been so for a while,
-and once when it is over. Bytes, percent, nanoseconds.
+and once when it is over. A while is uninterrupted time, or time that adds up: a program that keeps
+the rules for a moment now and then, when a look may come, is found by the sum. Bytes, percent,
+nanoseconds.
 """
 
 from __future__ import annotations
@@ -23,10 +25,23 @@ MEMORY_NS = 1_000_000_000
 gives memory back and another that takes it may both have it in one look; the driver's own is
 charged, and new memory refused, within a quarter of a second."""
 MEMORY_LOOKS = 4
+MEMORY_SUM_NS = 1_000_000_000
+"""Memory beyond what is allowed is added up as bytes times time, looks without it in between: as
+much as is allowed once more for so long is a violation, uninterrupted or not."""
 
 UNREGISTERED_NS = 500_000_000
 """A process that starts registers before it has a context; one that ends may be listed after."""
 UNREGISTERED_LOOKS = 2
+UNREGISTERED_SUM_NS = 500_000_000
+"""The same of several processes that come and go, looks without any in between."""
+SUM_LOOKS = 3
+"""A sum is of so many looks at least."""
+LOOK_NS = 250_000_000
+"""A look says nothing of more time than this before it."""
+LEAK = 0.1
+"""So much of the time without it is taken off a sum. A look is mistaken seldom, because NVML's list
+is of one call, and by what is allowed at most: it sees what one process has given to another with
+both."""
 
 GONE_NS = 500_000_000
 """So long nothing is seen of a violation of memory or registration when it is over."""
@@ -179,6 +194,38 @@ class _Lasting:
         return self.lasts
 
 
+class _Sum:
+    """Something that is so now and then: a bucket that fills while it is, and leaks while not."""
+
+    def __init__(self, full_ns: int, end_ns: int) -> None:
+        self._full_ns, self._end_ns = full_ns, end_ns
+        self._level = 0.0
+        self._looks = 0
+        self._looked: int | None = None
+        self._last = 0
+        self._lasts = False
+
+    def look(self, now_ns: int, rate: float) -> bool:
+        """Return whether it lasts; `rate` is how fast the bucket fills, 0 where there is nothing.
+
+        Once it is full the next look in which it is so is enough, until it has leaked.
+        """
+        passed = 0 if self._looked is None else min(now_ns - self._looked, LOOK_NS)
+        self._looked = now_ns
+        if rate > 0:
+            self._level = min(self._level + rate * passed, 2.0 * self._full_ns)
+            self._looks += 1
+            self._last = now_ns
+            self._lasts |= self._level >= self._full_ns and self._looks >= SUM_LOOKS
+        else:
+            self._level -= LEAK * passed
+            if self._level <= 0:
+                self._level, self._looks = 0.0, 0
+            if now_ns - self._last >= self._end_ns:
+                self._lasts = False
+        return self._lasts
+
+
 class _Working:
     """Whether NVML's samples name a container that the books say did nothing.
 
@@ -238,7 +285,9 @@ class Judge:
     def __init__(self, gpu: str) -> None:
         self._gpu = gpu
         self._memory = _Lasting(MEMORY_NS, MEMORY_LOOKS, GONE_NS)
+        self._memory_sum = _Sum(MEMORY_SUM_NS, GONE_NS)
         self._unregistered = _Lasting(UNREGISTERED_NS, UNREGISTERED_LOOKS, GONE_NS)
+        self._unregistered_sum = _Sum(UNREGISTERED_SUM_NS, GONE_NS)
         self._working = _Working()
         self._episodes: dict[str, Episode] = {}
 
@@ -258,9 +307,15 @@ class Judge:
         total = sum(facts.memory.values())
         stranger = max(facts.unregistered, key=lambda pid: facts.memory.get(pid, 0), default=0)
         largest = max(facts.memory, key=lambda pid: facts.memory[pid], default=0)
+        now_ns, has_strangers = facts.now_ns, bool(facts.unregistered)
+        beyond = max(0, total - facts.allowed) / max(1, facts.allowed)
+        is_over = self._memory.look(now_ns, is_so=beyond > 0)
+        is_often_over = self._memory_sum.look(now_ns, beyond)
+        is_unregistered = self._unregistered.look(now_ns, is_so=has_strangers)
+        is_often_unregistered = self._unregistered_sum.look(now_ns, float(has_strangers))
         lasting = {
-            MEMORY: self._memory.look(facts.now_ns, is_so=total > facts.allowed),
-            UNREGISTERED: self._unregistered.look(facts.now_ns, is_so=bool(facts.unregistered)),
+            MEMORY: is_over or is_often_over,
+            UNREGISTERED: is_unregistered or is_often_unregistered,
             COMPUTE: self._working.look(facts),
         }
         found = {

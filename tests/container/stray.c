@@ -6,6 +6,7 @@
  *     join         register, by cuInit of the control library, and make a context there
  *     own          make a context with the driver's own library
  *     take:BYTES   allocate with the last library
+ *     bursts:BYTES hold so much for 0.9 s, and nothing for 0.3 s, again and again
  *     burn:MS      keep the GPU busy for so long with the last library, in kernels of a millisecond
  *     began        make the file /out/began
  *     sleep:MS     wait
@@ -55,6 +56,18 @@ static void open_library(const char *path)
     must(call("cuInit", 0, 0, 0), "cuInit");
     must(call("cuDevicePrimaryCtxRetain", (uintptr_t)&context, 0, 0), "cuDevicePrimaryCtxRetain");
     must(call("cuCtxSetCurrent", (uintptr_t)context, 0, 0), "cuCtxSetCurrent");
+}
+
+static void hold_in_bursts(size_t size)
+{
+    uintptr_t address;
+
+    for (;;) {
+        must(call("cuMemAlloc_v2", (uintptr_t)&address, size, 0), "cuMemAlloc");
+        usleep(900000);
+        must(call("cuMemFree_v2", address, 0, 0), "cuMemFree");
+        usleep(300000);
+    }
 }
 
 static double now(void)
@@ -108,6 +121,8 @@ static void step(const char *way)
         open_library("/usr/bin/own-driver.so");
     } else if (!strncmp(way, "take:", 5)) {
         must(call("cuMemAlloc_v2", (uintptr_t)&address, amount, 0), "cuMemAlloc");
+    } else if (!strncmp(way, "bursts:", 7)) {
+        hold_in_bursts(amount);
     } else if (!strncmp(way, "burn:", 5)) {
         burn((double)amount / 1e3);
     } else if (!strcmp(way, "began")) {

@@ -238,6 +238,23 @@ def test_a_registered_process_that_holds_more_than_its_quota_is_reported(place: 
         assert set(violations(node, culprit)) == {"memory"}
 
 
+def test_memory_that_is_held_in_bursts_is_reported_and_stopped(place: Place) -> None:
+    """It is given back before it has been held for a second, so each burst by itself is no violation."""
+    with place(on_violation="stop") as node:
+        culprit = start(
+            node, "culprit", "join", "own", "began", f"bursts:{5 * GIB}", memory="1200Mi"
+        )
+        since = began(culprit)
+        assert node.wait(culprit, WAIT_S) == 128 + signal.SIGKILL
+        [stopped, *_] = events(node, "violation-stopped")
+        [found] = events(node, "violation")
+        assert (stopped["kind"], found["kind"]) == ("memory", "memory")
+        assert time.time() - since < SOON_S + 3
+        # What was promised to others can be had.
+        victim = start(node, "victim", "join", f"take:{10 * GIB}", memory="11Gi")
+        assert node.wait(victim, WAIT_S) == 0, show_output(victim)
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_honest_containers_are_not_accused(place: Place) -> None:

@@ -257,6 +257,26 @@ def test_a_stranger_that_draws_or_came_before_the_governor_is_not_accused(
     assert kinds(made.play(made.looks(ProcessMemory(1, GIB)))) == [("violation", "unregistered")]
 
 
+def test_a_process_that_was_registered_may_be_listed_for_a_moment_after_its_end(
+    world: Callable[..., World],
+) -> None:
+    """Nor do many such moments add up, where programs run for a second each."""
+    made = world()
+    one = made.add("one")
+    made.owners = dict.fromkeys(range(1, 20), one)
+
+    async def scene() -> None:
+        for pid in range(1, 10):
+            one.registered = {pid}
+            await made.looks(ProcessMemory(pid, GIB), seconds=0.5)
+            one.registered = set()
+            await made.looks(ProcessMemory(pid, GIB), seconds=0.5)
+        assert not one.findings.episodes
+        await made.looks(ProcessMemory(9, GIB), seconds=2)
+
+    assert kinds(made.play(scene())) == [("violation", "unregistered")]
+
+
 @pytest.mark.parametrize("honest", ["holds", "granted", "held", "small", "copies", "pending", None])
 def test_who_holds_or_reports_is_not_accused_of_work(
     world: Callable[..., World], honest: str | None

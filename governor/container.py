@@ -36,7 +36,9 @@ from governor.cgroups import Membership, find_membership, read_cgroups
 from governor.claims import Claim, Share, Use, uses_key
 from governor.config import Config
 from governor.counters import Counters, GpuTime, Rates
+from governor.listener import Listener
 from governor.mps import DIRECTORY, Event, Mps
+from governor.pace import Pace, PacedLog
 from governor.processes import (
     Identity,
     identify,
@@ -81,12 +83,12 @@ CLAIMS = "claims"
 MOST_UNANSWERED = 64
 """Connections of one container that have said nothing yet, or wait for their turn; and as many of
 others' that have said nothing."""
+ANSWER_S = 5.0
+"""So long a connection may say nothing."""
 REGISTRATION_S = 0.01
-BURST_S = 2.56
-"""A container's processes register a hundred times a second, after a burst of 256."""
+REGISTRATIONS = 256
+"""A container's processes connect a hundred times a second, after a burst of 256."""
 STRANGER = "it is not in the container's control group; enter with the engine's exec, not nsenter"
-STRANGERS_S = 1.0
-"""So often a line of the log says that others' processes were turned away."""
 
 
 @dataclass
@@ -279,11 +281,11 @@ class Container:
         self.findings = Findings(len(devices))
         # What the page says of memory holds until we have looked ourselves.
         self._kept = [remains is not None] * len(devices)
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
         self._closed = False
         self._unanswered = {True: 0, False: 0}  # its own processes', and others'
-        self._strangers_said = -STRANGERS_S
-        self._paced = 0.0  # when a registration would be in time
+        self._lines = PacedLog(log)
+        self._refusals = {True: PacedLog(log), False: PacedLog(log)}
         self._loop = asyncio.get_running_loop()
         try:
             if remains is None:
@@ -465,71 +467,62 @@ class Container:
 
     async def listen(self, on_end: Callable[[Container, Member], None]) -> None:
         """Serve the container's processes, and call `on_end` when a first process has ended."""
-        path = self.directory / "governor.sock"
         self._on_end = on_end
         try:
-            self._server = await asyncio.start_unix_server(self._register, path=str(path))
-            path.chmod(0o666)  # whoever runs in the container; the directory is in no other
+            self._listener = Listener(
+                self.directory / "governor.sock",
+                Pace(REGISTRATION_S, REGISTRATIONS),
+                self._register,
+            )
         finally:
             # Also of one that cannot be reached: it has to end.
             for member in self.members:
                 self._loop.add_reader(member.pidfd, self._member_ended, member)
 
-    async def _register(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _register(self, own: socket.socket) -> None:
         """Give a process its slot: one byte comes, the slot's number and the ledger go back.
 
         A process that had one from the governor before sends another byte and keeps it. Whoever
         connects or registers without end takes neither descriptors nor rows nor lines of the log
-        from others, and a stranger takes no turn from the container's own.
+        from others.
         """
-        peer: socket.socket = writer.get_extra_info("socket")
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid = struct.unpack("3i", credentials)[0]
         is_own = pid in self.pids() or self._is_own(pid)
         self._unanswered[is_own] += 1
+        is_kept = False
         try:
-            if self._unanswered[is_own] > MOST_UNANSWERED:
-                return
-            request = await asyncio.wait_for(reader.readexactly(1), 5)
-            if not is_own:
-                writer.write(struct.pack("I", layout.NO_SLOT))
-                self._say_stranger(pid)
-                return
-            await self._keep_pace()
-            if self._closed:
-                return
-            # A duplicate, because the transport closes its own when this returns.
-            own = socket.socket(fileno=os.dup(peer.fileno()))
-            own.setblocking(False)
-            try:
-                if request == layout.AGAIN:
-                    self._readmit_process(pid, own)
-                else:
-                    self._admit_process(pid, own)
-            except (OSError, RuntimeError) as e:
-                # Said in so many words: a process that only sees its connection end takes us for
-                # gone, and would keep a quota for itself alone.
-                with contextlib.suppress(OSError):
-                    own.send(struct.pack("I", layout.NO_SLOT))
-                _part(own)
-                log.warning("process-refused", container=self.identifier, pid=pid, error=str(e))
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
-            return
+            if self._unanswered[is_own] <= MOST_UNANSWERED:
+                request = await asyncio.wait_for(self._loop.sock_recv(own, 1), ANSWER_S)
+                is_kept = bool(request) and self._answer_request(request, pid, own, is_own=is_own)
+        except (TimeoutError, ConnectionError):
+            pass
         finally:
             self._unanswered[is_own] -= 1
-            writer.close()
+            if not is_kept:
+                _part(own)
 
-    async def _keep_pace(self) -> None:
-        now = time.monotonic()
-        self._paced = max(self._paced, now - BURST_S) + REGISTRATION_S
-        if self._paced > now:
-            await asyncio.sleep(self._paced - now)
-
-    def _say_stranger(self, pid: int) -> None:
-        now = time.monotonic()
-        if now - self._strangers_said >= STRANGERS_S:
-            self._strangers_said = now
-            log.warning("process-refused", container=self.identifier, pid=pid, error=STRANGER)
+    def _answer_request(
+        self, request: bytes, pid: int, own: socket.socket, *, is_own: bool
+    ) -> bool:
+        """Answer a process, and return whether the connection is kept."""
+        try:
+            if not is_own:
+                raise RuntimeError(STRANGER)
+            if request == layout.AGAIN:
+                self._readmit_process(pid, own)
+            else:
+                self._admit_process(pid, own)
+        except (OSError, RuntimeError) as e:
+            # Said in so many words: a process that only sees its connection end takes us for
+            # gone, and would keep a quota for itself alone.
+            with contextlib.suppress(OSError):
+                own.send(struct.pack("I", layout.NO_SLOT))
+            self._refusals[is_own].warning(
+                "process-refused", container=self.identifier, pid=pid, error=str(e)
+            )
+            return False
+        return True
 
     def _admit_process(self, pid: int, own: socket.socket) -> None:
         # A process that became another program has hung up, and comes again.
@@ -574,7 +567,7 @@ class Container:
         except OSError:
             self._forget_process(slot)
             raise
-        log.info("process-registered", container=self.identifier, pid=pid, slot=slot)
+        self._lines.info("process-registered", container=self.identifier, pid=pid, slot=slot)
 
     def _is_own(self, pid: int) -> bool:
         """Return whether a process is in the container's control group, or it has none of its own.
@@ -594,7 +587,9 @@ class Container:
                 process.socket = None
                 self._answer(process, own)
                 process.socket = own
-                log.info("process-returned", container=self.identifier, pid=pid, slot=process.slot)
+                self._lines.info(
+                    "process-returned", container=self.identifier, pid=pid, slot=process.slot
+                )
                 return
         raise RuntimeError("it says that it is registered, and is not")
 
@@ -646,7 +641,7 @@ class Container:
             # Its part of the debt at once, too: the next look may be a quarter of a second away.
             self._publish_memory(device)
         self._publish_usage()
-        log.info("process-ended", container=self.identifier, pid=process.pid, slot=slot)
+        self._lines.info("process-ended", container=self.identifier, pid=process.pid, slot=slot)
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
         """Have the GPU's scheduler hold these processes to the quota, and no others of this kind.
@@ -677,7 +672,7 @@ class Container:
                 continue
             held[pid] = pidfd
             self._loop.add_reader(pidfd, self._let_go, device, pid)
-            log.info("process-held", container=self.identifier, pid=pid)
+            self._lines.info("process-held", container=self.identifier, pid=pid)
         return True
 
     def _let_go(self, device: int, pid: int) -> None:
@@ -1035,9 +1030,9 @@ class Container:
         for member in self.members:
             with contextlib.suppress(OSError, ValueError):
                 self._loop.remove_reader(member.pidfd)
-        if self._server is not None:
-            self._server.close()
-            self._server = None  # it holds us
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None  # it holds us
         for slot in () if keep else list(self._processes):
             self._end_process(slot)
         self._forget(keep=keep)

@@ -34,6 +34,7 @@ from governor.hardware.gangs import Board
 from governor.hardware.runner import HardwareRunner, open_hardware
 from governor.history import History
 from governor.httpd import Offer
+from governor.manager import feed_watchdog, notify, watchdog_s
 from governor.mps import Mps, find_tools
 from governor.options import Parser
 from governor.quota import Device
@@ -131,15 +132,6 @@ def _part_from(server: Server, mps: Mps) -> None:
         mps.leave()
     else:
         mps.stop()
-
-
-def _notify(state: str) -> None:
-    """Tell the service manager, where there is one (sd_notify(3))."""
-    address = os.environ.get("NOTIFY_SOCKET")
-    if not address:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-        s.sendto(state.encode(), "\0" + address[1:] if address.startswith("@") else address)
 
 
 LOCK = "governor.lock"
@@ -362,7 +354,9 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
             web=config.web.listen,
             containers=len(server.containers),
         )
-        _notify("READY=1")
+        notify("READY=1")
+        if (within_s := watchdog_s()) is not None:
+            tasks.append(loop.create_task(feed_watchdog(within_s)))
         try:
             done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {waiter}:

@@ -279,8 +279,8 @@ def test_users_of_the_host_come_to_no_container_s_socket(node: Node) -> None:
     )
     assert "PermissionError" in done.stderr
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(WAIT_S)
         client.connect(str(path))
+        client.settimeout(WAIT_S)
         client.sendall(layout.REGISTER)
         answer, fds, _, _ = socket.recv_fds(client, 16, 4)
     assert (int.from_bytes(answer, "little"), fds) == (layout.NO_SLOT, [])

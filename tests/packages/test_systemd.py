@@ -166,6 +166,20 @@ def test_its_services_run_after_the_installation_over_an_upgrade_and_end_with_it
     machine.shell(f"rm {ours}; systemctl reload tidegate-governor")
     assert machine.governor() == first
 
+    # One that is stuck is ended and replaced: it gives no sign of life.
+    drop_in = "/run/systemd/system/tidegate-governor.service.d/watchdog.conf"
+    machine.shell(
+        f"mkdir -p $(dirname {drop_in}); printf '[Service]\\nWatchdogSec=2s\\nTimeoutAbortSec=1s\\n' >{drop_in}"
+    )
+    machine.shell("systemctl daemon-reload; systemctl restart tidegate-governor")
+    first = machine.governor()
+    machine.shell(f"kill -STOP {first}")
+    machine.until(lambda: machine.governor() not in (0, first))
+    assert machine.show("tidegate-governor.service", "NRestarts") == "1"
+    machine.shell("tidegate check")
+    machine.shell(f"rm {drop_in}; systemctl daemon-reload; systemctl restart tidegate-governor")
+    first = machine.governor()
+
     # The governor is another one, of the new version; the mirror has the new control library.
     machine.shell(f"dpkg --install /root/{debs[1].name}")
     machine.until(lambda: machine.governor() not in (0, first))

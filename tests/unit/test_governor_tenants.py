@@ -150,8 +150,8 @@ def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> 
         assert time.monotonic() - begun < 4  # not because they were given up
     # And the container has its socket again.
     with socket.socket(socket.AF_UNIX) as s:
-        s.settimeout(10)
         s.connect(path)
+        s.settimeout(10)
         s.send(layout.REGISTER)
         assert s.recv(4) == bytes(4)
 
@@ -162,13 +162,47 @@ def test_registrations_are_paced(governor: Governor, path: str) -> None:
     rounds = 0
     while time.monotonic() < begun + 4:
         with socket.socket(socket.AF_UNIX) as s:
-            s.settimeout(10)
             s.connect(path)
+            s.settimeout(10)
             s.send(layout.AGAIN)
             rounds += len(s.recv(4)) == 4
     seconds = time.monotonic() - begun
     assert rounds <= 256 + 100 * seconds + 10
     assert processes(governor) == 0
+
+
+FLOOD = """
+import socket, sys
+while True:
+    with socket.socket(socket.AF_UNIX) as s:
+        s.connect(sys.argv[1])
+        s.settimeout(10)
+        s.send(sys.argv[2].encode())
+        s.recv(4)
+"""
+
+
+@pytest.mark.parametrize("says", ["", "r", "a"])
+def test_a_process_that_connects_without_end_costs_others_nothing(
+    governor: Governor, path: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flood = [subprocess.Popen([sys.executable, "-c", FLOOD, path, says]) for _ in range(4)]
+    try:
+        begun = time.monotonic()
+        asked = 0
+        while time.monotonic() < begun + 3:
+            listed(governor)
+            asked += 1
+        lines = capfd.readouterr().out.splitlines()
+        said = [line for line in lines if "process-" in line]
+        # Of each kind 64, and one a second.
+        assert len(said) <= 3 * (64 + 10)
+        assert asked > 20
+    finally:
+        for process in flood:
+            process.kill()
+            process.wait()
+    assert all(process.returncode == -9 for process in flood)  # it was slowed down, not refused
 
 
 @contextmanager

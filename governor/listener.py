@@ -1,0 +1,91 @@
+"""A listening Unix socket for a container's processes.
+
+It takes no more of the governor's time than a pace allows, whatever the container does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import structlog
+
+from governor.pace import Pace
+
+log = structlog.get_logger()
+
+BACKLOG = 100
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""The governor lacks what a connection needs, for a moment or longer."""
+SHORT_S = 1.0
+
+
+class Listener:
+    """Accepts connections one at a time; those that come too fast wait in the kernel's queue.
+
+    Once that is full `connect` waits, so a process that connects in a loop is slowed down itself.
+    """
+
+    def __init__(
+        self, path: Path, pace: Pace, serve: Callable[[socket.socket], Awaitable[None]]
+    ) -> None:
+        """Listen at `path`; `serve` is called for each connection, which it has to close."""
+        self._path, self._pace, self._serve = path, pace, serve
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.setblocking(False)
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            self._socket.bind(str(path))
+            path.chmod(0o666)  # any user of the container; the directory is in no other
+            self._socket.listen(BACKLOG)
+        except OSError:
+            self._socket.close()
+            raise
+        self._listen()
+
+    def close(self) -> None:
+        """Accept nothing more, and end what is being served."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _listen(self) -> None:
+        self._timer = None
+        self._loop.add_reader(self._socket, self._accept)
+
+    def _rest(self, seconds: float) -> None:
+        self._loop.remove_reader(self._socket)
+        self._timer = self._loop.call_later(seconds, self._listen)
+
+    def _accept(self) -> None:
+        now = time.monotonic()
+        if (wait := self._pace.wait(now)) > 0:
+            self._rest(wait)
+            return
+        try:
+            connection, _ = self._socket.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as e:
+            if e.errno not in SHORT:
+                raise
+            log.error("connection-not-accepted", path=str(self._path), error=e.strerror)
+            self._rest(SHORT_S)
+            return
+        self._pace.take(now)
+        connection.setblocking(False)
+        task = asyncio.ensure_future(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

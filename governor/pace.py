@@ -1,0 +1,62 @@
+"""How often something may happen: what tenants cause is bounded for each container by itself."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+LINE_S = 1.0
+LINES = 64
+"""One line a second, after 64 at once."""
+
+
+class Pace:
+    """A rate with a burst: so many events at once, and then one each time that `each_s` has passed.
+
+    Times are seconds on any clock that does not go back.
+    """
+
+    def __init__(self, each_s: float, burst: int) -> None:
+        self._each_s, self._burst_s = each_s, burst * each_s
+        self._paid_until = -self._burst_s  # what has happened takes the time up to here
+
+    def wait(self, now: float) -> float:
+        """Return for how many seconds the next event has to wait."""
+        return max(0.0, max(self._paid_until, now - self._burst_s) + self._each_s - now)
+
+    def take(self, now: float) -> None:
+        """Count an event."""
+        self._paid_until = max(self._paid_until, now - self._burst_s) + self._each_s
+
+    def may(self, now: float) -> bool:
+        """Count an event if it may happen now, and return whether it may."""
+        if self.wait(now) > 0:
+            return False
+        self.take(now)
+        return True
+
+
+class PacedLog:
+    """Lines of the log that a tenant causes. Too many are left out, and the next says how many."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._pace = Pace(LINE_S, LINES)
+        self._n_left_out = 0
+
+    def info(self, event: str, **fields: object) -> None:
+        """Write a line, or count it."""
+        self._write("info", event, fields)
+
+    def warning(self, event: str, **fields: object) -> None:
+        """Write a warning, or count it."""
+        self._write("warning", event, fields)
+
+    def _write(self, level: str, event: str, fields: dict[str, object]) -> None:
+        if not self._pace.may(time.monotonic()):
+            self._n_left_out += 1
+            return
+        if self._n_left_out:
+            fields["left_out"] = self._n_left_out
+            self._n_left_out = 0
+        getattr(self._log, level)(event, **fields)

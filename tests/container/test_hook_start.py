@@ -16,6 +16,7 @@ from oci_hook.traces import Trace
 from tests.container.bundles import (
     GPU,
     LIBDIR,
+    ROOT,
     TARGET,
     VERSION,
     Runtime,
@@ -40,12 +41,13 @@ SEARCHED = FOUND.replace(" /usr/lib/", " /lib/")
 def host_mounts(own: Path) -> list[str]:
     """What is mounted on the host, without the ids that change by themselves.
 
-    Other tests mount in directories of their own meanwhile: of the temporary files only what is below `own` counts.
+    Other tests mount in directories of their own meanwhile, and the roots of releases are made in build/: of temporary
+    files and of build/ only what is below `own` counts.
     """
     lines = [
         line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()
     ]
-    others = f"{tempfile.gettempdir()}/"
+    others = (f"{tempfile.gettempdir()}/", f"{ROOT}/build/")
     return [line for line in lines if line.startswith(f"{own}/") or not line.startswith(others)]
 
 

@@ -239,9 +239,10 @@ def test_nobody_gets_more_than_the_cap_or_less_than_the_guarantee(guarantees, ex
         i: Share(g / 100, min(100, g + e) / 100)
         for i, (g, e) in enumerate(zip(guarantees, extra, strict=False))
     }
-    r = run(shares, {i: endless() for i in shares}, seconds=3, warm=1)
+    # A turn more or less, of up to 30 ms, is a third of a point in ten seconds.
+    r = run(shares, {i: endless() for i in shares}, seconds=10, warm=1)
     for i, share in shares.items():
-        assert r.used[i] <= 100 * share.limit + 1
+        assert r.used[i] <= 100 * share.limit + 0.5
         # A change costs 80 us, which no container is charged; more than a twentieth of a share is not lost to it.
         assert r.used[i] >= 95 * share.guarantee
 

@@ -1,4 +1,4 @@
-"""CDI: files that say what a device of a name is, ours and NVIDIA's, and whether they hold."""
+"""Check CDI files, Tidegate's and NVIDIA's: whether the devices that they define still exist."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from governor.doctor.finding import Finding, note, ok, warning, wrong
 from governor.doctor.node import BrokenError, Node, objects, read_json, table
 from governor.doctor.programs import examine_program
 
-DIRECTORIES = ("/etc/cdi", "/run/cdi")  # /var/run is a link
+DIRECTORIES = ("/etc/cdi", "/run/cdi")  # /var/run is a link to /run
 GENERATE = "tidegate cdi generate --output /var/run/cdi/tidegate.json"
 
 
 @dataclass(frozen=True)
 class CdiFile:
-    """A CDI file; `fault` says why it counts for nothing."""
+    """A CDI file; `fault` says why engines ignore it."""
 
     path: str
     kind: str
@@ -28,7 +28,7 @@ class CdiFile:
     fault: str | None = None
 
     def edits(self) -> Iterator[dict[str, Any]]:
-        """Yield what it does to containers: to all, and for each device."""
+        """Yield its edits to containers: those for all, then those of each device."""
         yield table(self.document, "containerEdits")
         for device in objects(self.document, "devices"):
             yield table(device, "containerEdits")
@@ -65,17 +65,17 @@ def _read(node: Node, path: str) -> CdiFile:
 
 
 def is_ours(file: CdiFile) -> bool:
-    """Whether a file describes Tidegate's devices."""
+    """Return whether a file describes Tidegate's devices."""
     return file.kind.partition("/")[0].split(".")[0] == NAME
 
 
 def our_files(node: Node) -> tuple[CdiFile, ...]:
-    """Return Tidegate's CDI files, none where they cannot be read."""
+    """Return Tidegate's CDI files that can be read."""
     return tuple(file for file in files(node) if is_ours(file))
 
 
 def fresh(node: Node) -> Iterator[Finding]:
-    """Whether Tidegate's CDI files name devices and programs that are there, and all GPUs."""
+    """Check whether Tidegate's CDI files name existing devices and programs, and all GPUs."""
     found = files(node)
     for file in found:
         if file.fault is not None:
@@ -123,7 +123,7 @@ def _examine(node: Node, file: CdiFile) -> Iterator[Finding]:
 
 
 def _stale(node: Node, path: str, device: dict[str, Any]) -> str | None:
-    """Return why a device node of a file is not the node's any more."""
+    """Return why a device node in a file no longer matches the node's; None if it does."""
     status = node.stat(path)
     if status is None:
         return f"{path} is missing"

@@ -1,4 +1,4 @@
-"""All that `tidegate doctor` looks at, in the order in which it is told."""
+"""All checks of `tidegate doctor`, in the order in which their findings are shown."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ CHECKS: dict[str, Check] = {
     "nvidia.cdi": nvidia.cdi,
     "nvidia.operator": nvidia.operator,
 }
-"""By their ids, which stay the same over releases."""
+"""The checks by id; an id stays the same over releases."""
 
 OF_NODE = (
     *("engine.", "docker.", "podman.", "containerd.", "crio.", "nerdctl.", "runc.", "crun."),
     *("hooks.", "cdi.", "nvidia.", "files.python", "files.runtime"),
 )
-"""How the ids begin of what is the node's, and not to be seen from a pod's container."""
+"""Prefixes of the ids of checks that examine the node outside of a pod's container."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Examined:
 
 
 def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
-    """Yield what each check finds; what ends a check is a finding, too."""
+    """Yield what each check finds; an error that ends a check is a finding, too."""
     for name in ids:
         if node.in_pod and name.startswith(OF_NODE):
             if name == "engine.any":
@@ -116,8 +116,8 @@ def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
             yield Examined(
                 name, wrong(str(e), "correct the file: who reads it starts nothing with it")
             )
-        except Exception as e:  # noqa: BLE001 - one check keeps nobody from the others
-            # A mistake of ours, or a node that is stranger than we thought.
+        except Exception as e:  # noqa: BLE001 - one check does not stop the others
+            # A mistake of ours, or a node that differs from what we expected.
             text = " ".join(str(e).split())[:200]
             yield Examined(
                 name,
@@ -126,6 +126,6 @@ def examine(node: Node, ids: Iterable[str] = CHECKS) -> Iterator[Examined]:
 
 
 def status_of(states: Iterable[State], *, strict: bool) -> int:
-    """Return the exit status: 1 when something is wrong, or, if `strict`, could be better."""
+    """Return the exit status: 1 if something is wrong or, if `strict`, not perfect."""
     bad = {State.WRONG, State.WARNING, State.UNSEEN} if strict else {State.WRONG}
     return int(any(state in bad for state in states))

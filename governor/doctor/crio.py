@@ -1,4 +1,4 @@
-"""CRI-O: whether it starts with its configuration, and what its handler `tidegate` leads to."""
+"""Check CRI-O: whether it starts with its configuration, and what its handler `tidegate` runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_HERE = "CRI-O is not set up here: it has no configuration"
 
 
 def configuration(node: Node) -> Configuration | None:
-    """Return CRI-O's configuration as its files have it, None where there are none."""
+    """Return CRI-O's configuration as its files define it, None if there are no files."""
 
     def is_directory(path: str) -> bool:
         status = node.stat(path)
@@ -38,12 +38,12 @@ def _runs(node: Node, path: str) -> bool:
     try:
         status = node.stat(path)
     except UnseenError:
-        return True  # it is there, or its directory is closed to us
+        return True  # it exists, or we may not read its directory
     return status is not None and stat.S_ISREG(status.st_mode) and bool(status.st_mode & 0o111)
 
 
 def starts(node: Node) -> Iterator[Finding]:
-    """Whether CRI-O starts: its runtimes, its monitors, and the hooks that it reads."""
+    """Check whether CRI-O starts: its runtimes, its monitors, and the hooks that it reads."""
     config = configuration(node)
     if config is None:
         yield note(NOT_HERE)
@@ -66,7 +66,7 @@ def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
             try:
                 document = read_json(node, path) if name.endswith(".json") else None
             except BrokenError:
-                continue  # hooks.in-force says so
+                continue  # hooks.in-force reports it
             if not (stages := crio_config.unknown_stages(document)):
                 continue
             hook = (document or {}).get("hook")
@@ -80,7 +80,7 @@ def _hooks(node: Node, config: Configuration) -> Iterator[tuple[str, str]]:
 
 
 def handler(node: Node) -> Iterator[Finding]:
-    """Whether CRI-O has the handler `tidegate`, and its own runtime is behind the wrapper."""
+    """Check whether CRI-O has the handler `tidegate`, and the wrapper has CRI-O's own runtime."""
     config = configuration(node)
     if config is None:
         yield note(NOT_HERE)
@@ -93,7 +93,7 @@ def handler(node: Node) -> Iterator[Finding]:
 
 
 def _runtime(node: Node, config: Configuration, what: str) -> Finding:
-    """Say what the wrapper executes for CRI-O's state directory, beside what CRI-O itself does."""
+    """Compare what the wrapper executes for CRI-O's state directory with what CRI-O executes."""
 
     def runs(path: str) -> bool:
         return _runs(node, path)

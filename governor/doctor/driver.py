@@ -1,4 +1,4 @@
-"""NVIDIA's kernel module, its device nodes, and how its GPUs are set up."""
+"""Check NVIDIA's kernel module, its device nodes, and the settings of its GPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gpus(node: Node) -> tuple[Gpu, ...]:
 
 
 def needs_none(node: Node) -> str | None:
-    """Return why this node needs no kernel module of NVIDIA's, None where it does."""
+    """Return why this node needs no kernel module of NVIDIA's, None if it needs one."""
     kind = kind_of_mirror(node)
     if kind == "simulated":
         return "the mirror's driver is the simulated GPU's, which has no kernel module"
@@ -65,7 +65,7 @@ def _module(node: Node) -> str | None:
 
 
 def module(node: Node) -> Iterator[Finding]:
-    """Whether the kernel module runs, and in which version."""
+    """Check whether the kernel module runs, and in which version."""
     version = _module(node)
     why = needs_none(node)
     if version is not None:
@@ -88,7 +88,7 @@ def module(node: Node) -> Iterator[Finding]:
 
 
 def libraries(node: Node) -> Iterator[Finding]:
-    """Whether a refresh would find a driver that fits."""
+    """Check whether a refresh would find a driver that fits."""
     from vdriver.discover import find_driver
     from vdriver.errors import VdriverError
 
@@ -98,14 +98,14 @@ def libraries(node: Node) -> Iterator[Finding]:
     try:
         driver = find_driver(node.root)
     except VdriverError as e:
-        # What is in force goes on serving: after an upgrade that is how it has to be.
+        # The mirror in force keeps serving: after an upgrade that is the normal state.
         yield (warning if kind_of_mirror(node) else wrong)(e.message, e.hint)
         return
     yield ok(f"driver {driver.version} ({driver.kind}, {driver.machine}) is complete")
 
 
 def nodes(node: Node) -> Iterator[Finding]:
-    """Whether the device nodes are there that programs open."""
+    """Check whether the device nodes exist that programs open."""
     if needs_none(node) is not None or _module(node) is None:
         yield note("without a kernel module of NVIDIA's there are no device nodes")
         return
@@ -116,7 +116,7 @@ def nodes(node: Node) -> Iterator[Finding]:
     }
     wanted: dict[str, tuple[int | None, int]] = {
         "/dev/nvidiactl": (MAJOR, CONTROL_MINOR),
-        # Its number is given out when the module is loaded.
+        # Its number is assigned when the module is loaded.
         "/dev/nvidia-uvm": (numbers.get("nvidia-uvm"), 0),
         **{f"/dev/nvidia{gpu.minor}": (MAJOR, gpu.minor) for gpu in gpus(node)},
     }
@@ -152,7 +152,7 @@ def _number(status: os.stat_result) -> tuple[int, int]:
 
 
 def links(node: Node) -> Iterator[Finding]:
-    """Whether systemd can name the devices: without /dev/char it forgets them on a reload."""
+    """Check whether systemd can name the devices: without /dev/char it forgets them on a reload."""
     if node.stat("/run/systemd/system") is None:
         yield note("systemd does not run here: nobody asks for links in /dev/char")
         return
@@ -185,7 +185,7 @@ class NothingToAskError(Exception):
 def _of_gpus(
     check: Callable[[Node, list[list[str]]], Iterator[Finding]],
 ) -> Callable[[Node], Iterator[Finding]]:
-    """Make a check of what nvidia-smi says a check of the node."""
+    """Turn a check of nvidia-smi's output into a check of the node."""
 
     @functools.wraps(check)
     def asked(node: Node) -> Iterator[Finding]:
@@ -203,14 +203,14 @@ def _smi(node: Node) -> list[list[str]]:
     """Return what nvidia-smi says of each GPU: index, UUID, MIG, compute mode, persistence."""
     if (why := needs_none(node)) is not None or _module(node) is None:
         raise NothingToAskError(why or "without a kernel module of NVIDIA's nothing is asked")
-    # NVML itself could hang with a GPU that fell off the bus: a process can be given up.
+    # NVML itself could hang on a GPU that fell off the bus. A process can be abandoned.
     rows = [[cell.strip() for cell in row.split(",")] for row in node.run(*QUERY).splitlines()]
     return [row for row in rows if len(row) == QUERY[1].count(",") + 1]
 
 
 @_of_gpus
 def mig(_node: Node, rows: list[list[str]]) -> Iterator[Finding]:
-    """Whether a GPU is cut up by MIG: then it is its instances that programs may use."""
+    """Check whether MIG divides a GPU: programs may then only use its instances."""
     cut = [index for index, _, mode, *_ in rows if mode == "Enabled"]
     for index in cut:
         yield warning(
@@ -223,11 +223,11 @@ def mig(_node: Node, rows: list[list[str]]) -> Iterator[Finding]:
 
 @_of_gpus
 def compute_mode(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
-    """Whether the GPUs take processes of several containers."""
+    """Check whether the GPUs accept processes of several containers."""
     closed = False
     for index, uuid, _, mode, _ in rows:
         strategy = node.config.strategy_of(int(index) if index.isdigit() else -1, uuid)
-        # MPS has one process of its own on the GPU, whoever its clients are.
+        # Under MPS only the MPS server has a process on the GPU, for all clients.
         if mode == "Prohibited" or (mode.startswith("Exclusive") and strategy != "mps"):
             closed = True
             yield wrong(
@@ -241,7 +241,7 @@ def compute_mode(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
 
 @_of_gpus
 def persistence(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
-    """Whether the GPUs stay initialised while nobody uses them."""
+    """Check whether the GPUs stay initialised while no program uses them."""
     off = [index for index, *_, mode in rows if mode == "Disabled"]
     if off and node.stat("/run/nvidia-persistenced/socket") is None:
         yield note(
@@ -254,7 +254,7 @@ def persistence(node: Node, rows: list[list[str]]) -> Iterator[Finding]:
 
 
 def mps(node: Node) -> Iterator[Finding]:
-    """Whether somebody else runs an MPS daemon: what its clients do is in no books."""
+    """Check for MPS daemons that are not the governor's: their clients are not accounted for."""
     own = f"{node.config.runtime_dir}/mps/"
     seen, hidden = 0, 0
     for pid in node.names("/proc"):
@@ -277,7 +277,7 @@ def mps(node: Node) -> Iterator[Finding]:
                 "GPU outside of all quotas",
                 f"echo quit | CUDA_MPS_PIPE_DIRECTORY={pipe} nvidia-cuda-mps-control",
             )
-            return  # the daemon and its server are one
+            return  # the daemon and its server are one installation
     if hidden:
         yield unseen(f"whose {hidden} MPS daemons are", AS_ROOT)
     else:
@@ -288,4 +288,4 @@ def _is_mps(node: Node, pid: str) -> bool:
     try:
         return (node.read(f"/proc/{pid}/comm") or "").startswith("nvidia-cuda-mps")
     except UnseenError:
-        return False  # it has ended meanwhile
+        return False  # it has ended in the meantime

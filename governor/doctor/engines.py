@@ -1,8 +1,8 @@
-"""The container engines of the node: which there are, and whether each is set up for Tidegate.
+"""Check the container engines of the node: which there are, and whether each uses Tidegate.
 
-Docker and containerd are asked what they have in force, where they answer; otherwise, and for the
-others, their files are read. An engine that is not set up is nobody's fault: only if none is, a
-warning says so.
+Docker and containerd are asked for the configuration in force if they answer. Otherwise, and for
+the other engines, their files are read. It is not wrong if an engine is not set up; there is a
+warning only if none is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from oci_hook.entry import PREFIX
 from oci_hook.runtime import CONFIG, HOOK
 
 NAME = "tidegate"
-"""Of the runtime or handler, in every engine's configuration."""
+"""Name of the runtime or handler in every engine's configuration."""
 DAEMON_JSON = "/etc/docker/daemon.json"
 CONTAINERD = (
     "/etc/containerd/config.toml",
@@ -46,7 +46,7 @@ EXAMPLE = f"{PREFIX}memory"
 
 
 def _version(node: Node, program: str) -> Iterator[Finding]:
-    """Which version of a program there is."""
+    """Report which version of a program is installed."""
     path = node.find(program)
     if path is None:
         yield note(f"{program} is not installed")
@@ -70,9 +70,9 @@ nerdctl = partial(_version, program="nerdctl")
 def examine_wrapper(
     node: Node, path: object, what: str, remedy: str, *, elsewhere: bool = False
 ) -> Finding:
-    """Say whether what an engine runs is the wrapper runtime, and can be run.
+    """Check that what an engine runs is the wrapper runtime, and can be run.
 
-    `elsewhere` says that it may have settings of its own.
+    `elsewhere`: the wrapper may have settings of its own.
     """
     if not isinstance(path, str) or not path.startswith("/"):
         return wrong(f"{what} runs {path!r}, accepted is an absolute path", remedy)
@@ -83,12 +83,12 @@ def examine_wrapper(
 
 
 def _unhooked(node: Node, path: str, what: str) -> Finding | None:
-    """Say that a checkout's wrapper would enter a hook that is not installed."""
+    """Report if a checkout's wrapper would enter a hook that is not installed."""
     own = str(PurePosixPath(path).with_name("tidegate-hook"))
     try:
         hook = wrapper_settings(node).hook
     except BrokenError:
-        return None  # files.runtime says so
+        return None  # files.runtime reports it
     if hook != HOOK or own == HOOK or node.stat(HOOK) is not None or node.stat(own) is None:
         return None
     return wrong(
@@ -101,7 +101,7 @@ def _unhooked(node: Node, path: str, what: str) -> Finding | None:
 
 
 def docker_info(node: Node) -> dict[str, Any] | None:
-    """Return what dockerd says of itself, None where it does not answer."""
+    """Return what dockerd says of itself, None if it does not answer."""
     client = node.find("docker")
     if client is None:
         return None
@@ -117,7 +117,7 @@ def _has_docker(node: Node) -> bool:
 
 
 def docker_version(node: Node) -> Iterator[Finding]:
-    """Which Docker there is, and whether its containers can have annotations."""
+    """Report which Docker there is, and check whether its containers can have annotations."""
     info = docker_info(node)
     if info is None and not _has_docker(node):
         yield note("Docker is not installed (dockerd)")
@@ -141,7 +141,7 @@ def docker_version(node: Node) -> Iterator[Finding]:
 
 
 def docker_runtime(node: Node) -> Iterator[Finding]:
-    """Whether Docker has the runtime `tidegate`, in its file and in force."""
+    """Check whether Docker has the runtime `tidegate`, in its file and in force."""
     info = docker_info(node)
     if info is None and not _has_docker(node):
         yield note("Docker is not installed (dockerd)")
@@ -165,7 +165,7 @@ def docker_runtime(node: Node) -> Iterator[Finding]:
 
 
 def docker_labels(node: Node) -> Iterator[Finding]:
-    """Whether a container of Docker's asks by labels, which no runtime sees."""
+    """Check whether a container of Docker's asks by labels, which no runtime sees."""
     client = node.find("docker")
     if client is None:
         yield note("Docker is not installed (docker)")
@@ -193,9 +193,9 @@ def docker_labels(node: Node) -> Iterator[Finding]:
 
 
 class Containerd(NamedTuple):
-    """A configuration of containerd's; `whole` says that its defaults and all imports are in it.
+    """A configuration of containerd's; `whole` if it includes its defaults and all imports.
 
-    `files` are the documents that it is made of, by path, the one that wins last.
+    `files` are the documents that it is made of, by path; the last one takes precedence.
     """
 
     document: dict[str, Any]
@@ -204,14 +204,14 @@ class Containerd(NamedTuple):
 
 
 def containerd_config(node: Node, path: str) -> Containerd | None:
-    """Return containerd's configuration in force, None where this one is not here."""
+    """Return containerd's configuration in force, None if this file does not exist here."""
     document = read_toml(node, path)
     program = node.find("containerd")
     asked = None
     if path == CONTAINERD[0] and program is not None:
-        document = document or {}  # containerd 1 fails where there is no file
+        document = document or {}  # containerd 1 fails if there is no file
         try:
-            # As it would start with it; the one that runs is not asked.
+            # As containerd would start with it; the running daemon is not asked.
             asked = parse_toml(node.run(program, "config", "dump"))
         except (UnseenError, ValueError):
             asked = None
@@ -240,7 +240,7 @@ def cri_runtimes(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def names_default(document: dict[str, Any]) -> bool:
-    """Whether a file of containerd's says which handler is the default."""
+    """Return whether a file of containerd's says which handler is the default."""
     plugins = table(document, "plugins")
     return any(
         "cri" in name.split(".") and "default_runtime_name" in table(plugins, name, "containerd")
@@ -249,7 +249,7 @@ def names_default(document: dict[str, Any]) -> bool:
 
 
 def passes(patterns: tuple[str, ...], name: str) -> bool:
-    """Whether an annotation matches one of containerd's patterns, whose * ends at a slash."""
+    """Return whether an annotation matches a pattern of containerd's; `*` ends at a slash."""
     parts = name.split("/")
     return any(
         len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
@@ -258,7 +258,7 @@ def passes(patterns: tuple[str, ...], name: str) -> bool:
 
 
 def containerd_handler(node: Node) -> Iterator[Finding]:
-    """Whether containerd has the handler `tidegate`, and lets annotations through to it."""
+    """Check whether containerd has the handler `tidegate`, and passes annotations on to it."""
     here = False
     for path in CONTAINERD:
         config = containerd_config(node, path)
@@ -275,7 +275,8 @@ def containerd_handler(node: Node) -> Iterator[Finding]:
             continue
         handlers, default = cri_runtimes(document)
         if config.whole and default and handlers and default not in handlers:
-            # containerd 1 takes a plugin's section from one file, defaults and all (issue 5837).
+            # containerd 1 takes a plugin's section from one file, including the defaults (issue
+            # 5837).
             yield wrong(
                 f"{path}: the default handler {default} is not among {', '.join(handlers)}: "
                 "containers that name no handler do not start",
@@ -302,7 +303,7 @@ def containerd_handler(node: Node) -> Iterator[Finding]:
 
 
 def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding]:
-    """Whether a handler brings the hook: by the wrapper runtime, or by its base spec."""
+    """Check whether a handler enters the hook, by the wrapper runtime or by its base spec."""
     remedy = "tidegate setup containerd"
     spec = handler.get("base_runtime_spec")
     if not isinstance(spec, str) or not spec:
@@ -319,7 +320,7 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
         if PurePosixPath(str(hook.get("path"))).name.startswith(f"{NAME}-")
     ]
     if not hooks:
-        # Then it is the wrapper's to bring it.
+        # Then the wrapper has to enter it.
         yield examine_wrapper(node, table(handler, "options").get("BinaryName"), what, remedy)
     for hook in hooks:
         yield examine_program(node, str(hook["path"]), f"{what}, by {spec},")
@@ -331,7 +332,7 @@ def _handler(node: Node, handler: dict[str, Any], what: str) -> Iterator[Finding
 
 
 def any_engine(node: Node) -> Iterator[Finding]:
-    """Whether any engine of the node starts containers with Tidegate."""
+    """Check whether any engine of the node starts containers with Tidegate."""
     from governor.doctor.cdi import our_files
     from governor.doctor.crio import handler as crio_handler
     from governor.doctor.hooks import files, is_ours
@@ -346,7 +347,7 @@ def any_engine(node: Node) -> Iterator[Finding]:
             if any(finding.state is not State.NOTE for finding in check(node)):
                 ready.append(name)
         except (UnseenError, BrokenError):
-            continue  # its own check says so
+            continue  # its own check reports it
     if any(is_ours(hook) for hook in files(node)):
         ready.append("whoever reads oci-hooks(5)")
     if our_files(node):

@@ -1,4 +1,4 @@
-"""What a check says: what was found, whether that is right, and what mends it."""
+"""Findings of a check: what was found, how bad it is, and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """How right a thing is, the worst last."""
+    """How bad a finding is, in ascending order."""
 
     OK = "ok"
-    NOTE = "note"  # neither right nor wrong: an engine that is not used, say
-    UNSEEN = "unseen"  # nobody could look, so nothing is said of it
-    WARNING = "warning"  # containers start; something else suffers, or will
+    NOTE = "note"  # neither right nor wrong, for instance an engine that is not used
+    UNSEEN = "unseen"  # it could not be looked at, so nothing is said of it
+    WARNING = "warning"  # containers start, but something else suffers, or will
     WRONG = "wrong"  # containers do not start, go ungoverned, or others could become root by it
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line for an operator; `remedy` is a command, or a step where no command does it."""
+    """One line for an operator; `remedy` is a command, or a step if no command does it."""
 
     state: State
     found: str
@@ -35,25 +35,25 @@ class UnseenError(Exception):
 
 
 def ok(found: str) -> Finding:
-    """Say that something is right."""
+    """Report that something is right."""
     return Finding(State.OK, found)
 
 
 def note(found: str, remedy: str | None = None) -> Finding:
-    """Say something that is neither right nor wrong."""
+    """Report something that is neither right nor wrong."""
     return Finding(State.NOTE, found, remedy)
 
 
 def unseen(found: str, remedy: str | None = None) -> Finding:
-    """Say what could not be looked at, and why."""
+    """Report what could not be looked at, and why."""
     return Finding(State.UNSEEN, found, remedy)
 
 
 def warning(found: str, remedy: str) -> Finding:
-    """Say what is wrong and stops no container."""
+    """Report what is wrong but does not stop any container."""
     return Finding(State.WARNING, found, remedy)
 
 
 def wrong(found: str, remedy: str) -> Finding:
-    """Say what stops containers, leaves them ungoverned, or hands the node to others."""
+    """Report what stops containers, leaves them ungoverned, or lets others take over the node."""
     return Finding(State.WRONG, found, remedy)

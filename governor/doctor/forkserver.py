@@ -1,4 +1,4 @@
-"""The fork server: whether it listens, and whether it can serve the node's engines."""
+"""Check the fork server: whether it listens, and whether it can serve the node's engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 2.0
 
 
 def serves(node: Node) -> Iterator[Finding]:
-    """Whether hooks start without an interpreter of their own; without the server they work too."""
+    """Check whether hooks start without an interpreter each; they work without the server, too."""
     path = f"{node.config.runtime_dir}/{SOCKET}"
     pid = _listener(node, path)
     if pid is None:
@@ -42,7 +42,7 @@ def serves(node: Node) -> Iterator[Finding]:
 
 
 def _listener(node: Node, path: str) -> int | None:
-    """Return the process that listens; None where none does."""
+    """Return the process that listens, None if there is none."""
     host = node.host(path)
     if host is None:
         return None
@@ -60,9 +60,9 @@ def _listener(node: Node, path: str) -> int | None:
 
 
 def _differs(node: Node, pid: int, name: str) -> bool:
-    """Return whether a process is in another namespace than the first one of this machine."""
+    """Return whether a process is in another namespace than the first process of this machine."""
     if not node.alive:
-        return False  # the tree is another machine's, or a test's
+        return False  # the tree is that of another machine, or of a test
     try:
         places = [os.stat(Path(f"/proc/{one}/ns/{name}")) for one in (pid, 1)]  # noqa: PTH116
     except OSError:

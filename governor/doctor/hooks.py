@@ -1,4 +1,4 @@
-"""Hooks in force by oci-hooks(5): what Podman and CRI-O run for containers, and whose they are."""
+"""Check hooks by oci-hooks(5): what Podman and CRI-O run for containers, and which are ours."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETUP = "tidegate setup podman"
 
 @dataclass(frozen=True)
 class HookFile:
-    """A file in a directory of hooks; `fault` says why it counts for nothing."""
+    """A file in a directory of hooks; `fault` says why engines do not accept it."""
 
     path: str
     program: str
@@ -47,7 +47,7 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
     for path in names:
         entries = table(read_toml(node, path), "engine").get("hooks_dir")
         if isinstance(entries, list):
-            # A table in the list says that it is added to what there is, here and from here on.
+            # A table in the list says whether its entries are added to those before, from here on.
             append = ([e["append"] for e in entries if "append" in table(e)] or [append])[-1]
             found = [*(found if append else ()), *strings(entries)]
             by = path
@@ -60,7 +60,7 @@ def podman_dirs(node: Node) -> tuple[tuple[str, ...], str | None]:
 
 
 def crio_dirs(node: Node) -> tuple[str, ...]:
-    """Return where CRI-O looks for hooks, nowhere where it is not set up."""
+    """Return where CRI-O looks for hooks; no directory if it is not set up."""
     config = crio_configuration(node)
     return () if config is None else config.hooks_directories
 
@@ -71,7 +71,7 @@ def directories(node: Node) -> tuple[str, ...]:
 
 
 def files(node: Node, among: tuple[str, ...] | None = None) -> tuple[HookFile, ...]:
-    """Return the hooks of these directories, of all where none are named."""
+    """Return the hooks in these directories, or in all if none are named."""
     return tuple(
         _read(node, f"{directory}/{name}")
         for directory in (directories(node) if among is None else among)
@@ -97,12 +97,12 @@ def _read(node: Node, path: str) -> HookFile:
 
 
 def is_ours(hook: HookFile) -> bool:
-    """Whether a hook is Tidegate's."""
+    """Return whether a hook is Tidegate's."""
     return PurePosixPath(hook.program).name.startswith(f"{NAME}-")
 
 
 def in_force(node: Node) -> Iterator[Finding]:
-    """Whether the hooks of ours can run, and which others run beside them."""
+    """Check whether Tidegate's hooks can run, and report which others run besides them."""
     found = files(node)
     for hook in found:
         if hook.fault is not None:
@@ -129,7 +129,7 @@ def _examine(node: Node, hook: HookFile) -> Iterator[Finding]:
     if not stages & {*STAGES, "precreate", "poststop"}:
         yield wrong(f"{hook.path} names no stage of Tidegate's: {sorted(stages)}", SETUP)
     if not strings(table(hook.document, "hook").get("env")):
-        # CVE-2025-23266: without it a hook of an older runc inherits what the image says.
+        # CVE-2025-23266: without it, a hook of an older runc inherits the image's environment.
         yield wrong(
             f"{hook.path}: hook.env is empty: an image's environment may reach the hook", SETUP
         )
@@ -148,7 +148,7 @@ def _matches(pattern: str, text: str) -> bool:
 
 
 def stages(node: Node) -> Iterator[Finding]:
-    """Whether Buildah knows the stages of all hooks that it reads."""
+    """Check whether Buildah knows the stages of all hooks that it reads."""
     if node.find("podman") is None and node.find("buildah") is None:
         yield note("Buildah is not installed, nor Podman, which has it")
         return
@@ -170,7 +170,7 @@ def stages(node: Node) -> Iterator[Finding]:
 
 
 def podman(node: Node) -> Iterator[Finding]:
-    """Whether root's Podman runs the hook, and adds the devices before."""
+    """Check whether root's Podman runs the hook, and adds the devices before."""
     if node.find("podman") is None:
         yield note("podman is not installed")
         return
@@ -208,7 +208,7 @@ def podman(node: Node) -> Iterator[Finding]:
 
 
 def podman_service(node: Node) -> Iterator[Finding]:
-    """Whether what runs of Podman knows the directory of the hooks: services, containers."""
+    """Check whether Podman's running services and containers know the directory of the hooks."""
     running = services.running(node.root)
     looked, said_by = podman_dirs(node)
     said = node.stat(said_by) if said_by is not None else None
@@ -235,7 +235,7 @@ def podman_service(node: Node) -> Iterator[Finding]:
 
 
 def doubled(node: Node) -> Iterator[Finding]:
-    """Whether CRI-O would run the hook twice: by its handler and by a file."""
+    """Check whether CRI-O would run the hook twice: by its handler and by a file."""
     config = crio_configuration(node)
     handler = None if config is None else config.handlers.get(NAME)
     both = [hook.path for hook in files(node, crio_dirs(node)) if is_ours(hook)]

@@ -1,4 +1,4 @@
-"""The mirror of the driver: does one serve, is it whole, is there room for another."""
+"""Check the mirror of the driver: whether it serves and is intact, and has room for another."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from governor.verbs.check import look_at_mirror
 from oci_hook.errors import HookError
 from oci_hook.manifest import read_manifest
 
-TYPICAL = 1200 << 20  # bytes; a driver of 580 has 1.1 GB with its 32-bit libraries and firmware
+TYPICAL = 1200 << 20  # bytes; driver 580 has 1.1 GB with its 32-bit libraries and firmware
 LEAST = 16 << 20
 
 
 def _driver_dir(node: Node) -> str:
     """Return where the mirror's directory is, or would be."""
     host = node.host(node.config.driver_dir)
-    # 0700, because whoever may open it may lock it.
+    # Its mode is 0700, because a process that may open it may lock it.
     if node.stat(node.config.driver_dir) and host and not os.access(host, os.R_OK | os.X_OK):
         raise UnseenError(f"{node.config.driver_dir}: Permission denied", remedy=AS_ROOT)
     return host or node.root.rstrip("/") + node.config.driver_dir
 
 
 def kind_of_mirror(node: Node) -> str | None:
-    """Return the kind of driver that is mirrored, None where that cannot be told."""
+    """Return the kind of driver that is mirrored, None if it is not known."""
     with contextlib.suppress(HookError, UnseenError):
         manifest = read_manifest(_driver_dir(node))
         os.close(manifest.hold)
@@ -35,7 +35,7 @@ def kind_of_mirror(node: Node) -> str | None:
 
 
 def in_force(node: Node) -> Iterator[Finding]:
-    """Whether containers can be served from the mirror, as the hook asks."""
+    """Check whether containers can be served from the mirror, as the hook does."""
     try:
         manifest, changed = look_at_mirror(_driver_dir(node), node.root)
     except HookError as e:
@@ -49,7 +49,7 @@ def in_force(node: Node) -> Iterator[Finding]:
 
 
 def content(node: Node) -> Iterator[Finding]:
-    """Whether the generation in force is what its manifest says, as far as that shows at once."""
+    """Check whether the generation in force matches its manifest, without reading the content."""
     from vdriver.errors import VdriverError
     from vdriver.verify import find_generation, verify
 
@@ -70,7 +70,7 @@ def content(node: Node) -> Iterator[Finding]:
 
 
 def room(node: Node) -> Iterator[Finding]:
-    """Whether there is room for another generation, and for the governor's database."""
+    """Check whether there is room for another generation, and for the governor's database."""
     driver_dir = _driver_dir(node)
     needed = _size(driver_dir) or TYPICAL
     for what, path, least, state in (
@@ -101,7 +101,7 @@ def room(node: Node) -> Iterator[Finding]:
 
 
 def _size(driver_dir: str) -> int:
-    """Return the bytes of the generation in force, 0 where there is none."""
+    """Return the bytes of the generation in force, 0 if there is none."""
     from vdriver.errors import VdriverError
     from vdriver.manifest import read_manifest as read_whole
 

@@ -1,7 +1,7 @@
 """The node that is examined: its files below a root, its commands, its configuration.
 
-Below another root than `/` nothing is run: what lies there is another machine's, or a test's. Links
-lead to where they would lead for a process whose root it is.
+Below another root than `/` no command is run, because the files belong to another machine or to a
+test. Links lead where they would lead for a process with that root.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from governor.errors import ConfigError
 from vdriver.tree import Tree
 
 CHUNK, CHUNKS = 64 << 10, 64
-"""Of a file that is read; containerd's configuration has 10 KiB. A pipe's pieces are smaller."""
-TIMEOUT = 10.0  # seconds, for a command; an engine that is asked answers in one
+"""Size of a read, and their number in one file; containerd's configuration has 10 KiB. A pipe
+returns smaller pieces."""
+TIMEOUT = 10.0  # seconds, for a command; an engine answers within one
 SEARCH = (
     "/usr/local/sbin",
     "/usr/local/bin",
@@ -41,19 +42,19 @@ Run = Callable[[Sequence[str]], str]
 
 
 def in_pod() -> bool:
-    """Return whether this process is in a container that a kubelet has started."""
+    """Return whether this process is in a container that a kubelet started."""
     return "KUBERNETES_SERVICE_HOST" in os.environ
 
 
 def run_command(command: Sequence[str]) -> str:
-    """Return what a command prints; UnseenError where it fails or takes too long."""
+    """Return what a command prints; UnseenError if it fails or takes too long."""
     name = os.path.basename(command[0])  # noqa: PTH119
     try:
         done = subprocess.run(
             command,
             check=False,
             cwd="/",
-            # None of the caller's: it could send an engine's client to another machine.
+            # Nothing of the caller's: it could direct an engine's client to another machine.
             env={"PATH": ":".join(SEARCH), "LC_ALL": "C", "HOME": "/nonexistent"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -75,14 +76,14 @@ def run_command(command: Sequence[str]) -> str:
 class Node:
     """A node; paths are those of a process on it.
 
-    `config` is what `config_files` say, or the defaults where that is wrong (`config_error`). Its
-    directories are the node's own: `host` says where they are for us.
+    `config` is what `config_files` define, or the defaults if those are wrong (`config_error`). Its
+    directories are paths on the node: `host` returns where they are for us.
     """
 
     root: str = "/"
     config: Config = field(default_factory=Config)
     config_error: ConfigError | None = None
-    runner: Run | None = None  # in place of running commands
+    runner: Run | None = None  # replaces running commands
     config_files: tuple[str, ...] = ()
     _answers: dict[tuple[str, ...], str | UnseenError] = field(
         default_factory=dict, compare=False, repr=False
@@ -95,16 +96,16 @@ class Node:
 
     @property
     def in_pod(self) -> bool:
-        """Whether that machine is a container of a pod: engines and hooks are its node's."""
+        """Whether that machine is a container of a pod: engines and hooks belong to its node."""
         return self.alive and in_pod()
 
     @property
     def owner(self) -> int:
-        """Who owns what is the system's: root, or whoever unpacked the tree."""
+        """Owner of what belongs to the system: root, or the user that unpacked the tree."""
         return 0 if self.alive else os.stat(self.root).st_uid  # noqa: PTH116
 
     def host(self, path: str) -> str | None:
-        """Return what a path of the node's is called here, None where it leads nowhere."""
+        """Return where a path of the node is for us, None if it leads nowhere."""
         if self.alive:
             return path
         tree = Tree(self.root)
@@ -112,7 +113,7 @@ class Node:
         return None if real is None else tree.host(real)
 
     def stat(self, path: str) -> os.stat_result | None:
-        """Return a file's status, None where there is none."""
+        """Return a file's status, None if there is no file."""
         host = self.host(path)
         try:
             return None if host is None else os.stat(host)  # noqa: PTH116
@@ -122,7 +123,7 @@ class Node:
             raise UnseenError(f"{path}: {e.strerror}", remedy=AS_ROOT) from e
 
     def names(self, directory: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory, none where it is not there."""
+        """Return the sorted names in a directory; no names if it does not exist."""
         host = self.host(directory)
         try:
             return () if host is None else tuple(sorted(os.listdir(host)))  # noqa: PTH208
@@ -132,17 +133,17 @@ class Node:
             raise UnseenError(f"{directory}: {e.strerror}", remedy=AS_ROOT) from e
 
     def read(self, path: str) -> str | None:
-        """Return a regular file's text, None where there is none."""
+        """Return a regular file's text, None if there is no file."""
         host = self.host(path)
         if host is None:
             return None
         try:
-            # Not to wait for whoever would write into a FIFO of that name.
+            # Non-blocking, so as not to wait for a writer if the name is that of a FIFO.
             fd = os.open(host, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
             try:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise UnseenError(f"{path} is no regular file")
-                # In small pieces: a sysctl answers ENOMEM to who asks for megabytes.
+                # In small pieces: a sysctl answers ENOMEM to a read of megabytes.
                 data = b"".join(itertools.islice(iter(lambda: os.read(fd, CHUNK), b""), CHUNKS))
             finally:
                 os.close(fd)
@@ -167,7 +168,7 @@ class Node:
         return None
 
     def run(self, *command: str) -> str:
-        """Return what a command prints, UnseenError why it does not. Each is run once."""
+        """Return what a command prints, or raise UnseenError with the reason; each runs once."""
         if command not in self._answers:
             try:
                 self._answers[command] = self._run(command)
@@ -187,11 +188,11 @@ class Node:
 
 
 class BrokenError(Exception):
-    """A file is not in the format that whoever reads it expects; the message names it."""
+    """A file is not in the format that its reader expects; the message names it."""
 
 
 def read_json(node: Node, path: str) -> dict[str, Any] | None:
-    """Return a JSON object, None where there is no file; BrokenError for anything else."""
+    """Return a JSON object, None if there is no file; BrokenError for anything else."""
     text = node.read(path)
     if text is None:
         return None
@@ -205,7 +206,7 @@ def read_json(node: Node, path: str) -> dict[str, Any] | None:
 
 
 def read_toml(node: Node, path: str) -> dict[str, Any] | None:
-    """Return a TOML document, None where there is no file; BrokenError for anything else."""
+    """Return a TOML document, None if there is no file; BrokenError for anything else."""
     text = node.read(path)
     try:
         return None if text is None else parse_toml(text)
@@ -214,7 +215,7 @@ def read_toml(node: Node, path: str) -> dict[str, Any] | None:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML; ValueError for what is none, however deep it is nested."""
+    """Parse TOML; ValueError if it is not TOML, however deep it is nested."""
     try:
         return tomllib.loads(text)
     except RecursionError as e:
@@ -222,19 +223,19 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def table(document: object, *path: str) -> dict[str, Any]:
-    """Return an inner object, empty where there is none: what others write may have any shape."""
+    """Return an inner object, empty if there is none: the files of others may have any shape."""
     for name in path:
         document = document.get(name) if isinstance(document, dict) else None
     return document if isinstance(document, dict) else {}
 
 
 def strings(value: object) -> tuple[str, ...]:
-    """Return the strings of a list, none where it is no list."""
+    """Return the strings of a list; none if the value is not a list."""
     return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
 
 
 def objects(document: object, name: str) -> list[dict[str, Any]]:
-    """Return the objects of a list in an object, none where there is no such list."""
+    """Return the objects of a list in an object; none if there is no such list."""
     entries = document.get(name) if isinstance(document, dict) else None
     return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
 
@@ -246,7 +247,7 @@ def open_node(
     driver_dir: str | None = None,
 ) -> Node:
     """Return the node below `root`; a configuration that is wrong is one of its findings."""
-    # Absolute, or what is printed would mean another file elsewhere.
+    # Absolute, or printed paths would mean another file in another directory.
     root = os.path.abspath(root)  # noqa: PTH100
     node = Node(root)
     loaded, error = Loaded(Config()), None
@@ -263,7 +264,7 @@ def open_node(
 
 
 def _load_below(node: Node, config_file: str | None) -> Loaded:
-    """Read the configuration of a node below a root, whose links lead to where it would go."""
+    """Read the configuration of a node below a root; links lead where they would lead there."""
     main = config_file or str(PATH)
     directory = str(Path(main).with_suffix(".d"))
     try:

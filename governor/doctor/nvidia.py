@@ -1,4 +1,4 @@
-"""NVIDIA's own toolkit, operator and device plugin: what they give out, nobody governs."""
+"""Check NVIDIA's own toolkit, operator and device plugin: GPUs they give out are not governed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNGOVERNED = "an image that sets NVIDIA_VISIBLE_DEVICES gets GPUs outside of all
 
 
 def _docker(node: Node) -> tuple[str, str, str]:
-    """Return the engine, its default runtime, and what chooses another."""
+    """Return the engine, its default runtime, and how to choose another."""
     key = "default-runtime"
     running = (docker_info(node) or {}).get("DefaultRuntime")
     written = (read_json(node, DAEMON_JSON) or {}).get(key)
@@ -41,9 +41,10 @@ def _docker(node: Node) -> tuple[str, str, str]:
 
 
 def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
-    """Yield engine, default runtime and what chooses another, as far as each says one.
+    """Yield engine, default runtime and how to choose another, for each that names one.
 
-    The file that is named is the one that wins: a drop-in comes after the engine's own file.
+    The file that is named is the one that takes precedence: a drop-in comes after the engine's own
+    file.
     """
     yield _docker(node)
     for path in CONTAINERD:
@@ -60,7 +61,7 @@ def _defaults(node: Node) -> Iterator[tuple[str, str, str]]:
 
 
 def default_runtime(node: Node) -> Iterator[Finding]:
-    """Whether an engine starts every container by NVIDIA's runtime."""
+    """Check whether an engine starts every container with NVIDIA's runtime."""
     found = [d for d in _defaults(node) if d[1].startswith("nvidia")]
     for engine, name, remedy in found:
         yield warning(f"{engine} has the default runtime {name}: {UNGOVERNED}", remedy)
@@ -69,7 +70,7 @@ def default_runtime(node: Node) -> Iterator[Finding]:
 
 
 def hook(node: Node) -> Iterator[Finding]:
-    """Whether NVIDIA's hook is in force for whoever reads oci-hooks(5)."""
+    """Check whether NVIDIA's hook is in force for engines that read oci-hooks(5)."""
     found = [h.path for h in hook_files(node) if PurePosixPath(h.program).name in FOREIGN]
     for path in found:
         yield warning(f"{path} is NVIDIA's hook: {UNGOVERNED}", f"rm {path}")
@@ -78,7 +79,7 @@ def hook(node: Node) -> Iterator[Finding]:
 
 
 def cdi(node: Node) -> Iterator[Finding]:
-    """Whether NVIDIA's devices can be asked for by CDI."""
+    """Check whether NVIDIA's devices can be asked for by CDI."""
     found = [file for file in cdi_files(node) if file.kind.partition("/")[0].endswith("nvidia.com")]
     for file in found:
         yield note(
@@ -91,7 +92,7 @@ def cdi(node: Node) -> Iterator[Finding]:
 
 
 def operator(node: Node) -> Iterator[Finding]:
-    """Whether NVIDIA's device plugin or operator hands out GPUs of this node."""
+    """Check whether NVIDIA's device plugin or operator hands out GPUs of this node."""
     quiet = True
     if node.stat(PLUGIN) is not None:
         quiet = False

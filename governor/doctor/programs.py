@@ -1,4 +1,4 @@
-"""Tidegate's own files: what engines run as root, what runs that, and who could change it."""
+"""Check Tidegate's own files: what runs as root, what runs that, and what users can change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(*sys.version_info[:3], sep=".")
 
 
 def _way(node: Node, path: str) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield everything that is looked up on the way to `path`, links and what they lead through."""
+    """Yield everything that is looked up on the way to `path`, also behind links."""
     below = "" if node.alive else node.root
     yield "/", os.lstat(below or "/")
     todo, done, links = path.split("/")[::-1], list[str](), 0
@@ -58,9 +58,9 @@ def _way(node: Node, path: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def not_trusted(node: Node, path: str) -> str | None:
-    """Return who else than root could change what is at `path`, None if nobody.
+    """Return which user but root could change what is at `path`, None if there is none.
 
-    Looked at are the file, every directory on the way, and the same behind each link.
+    The file, every directory on the way, and the same behind each link are examined.
     """
     try:
         for name, status in _way(node, path):
@@ -73,9 +73,9 @@ def not_trusted(node: Node, path: str) -> str | None:
 
 
 def _is_read_only(node: Node, name: str) -> bool:
-    """Return whether no mode lets anybody write there: a ConfigMap's directory in a pod has 0777.
+    """Return whether the mount is read-only, as a ConfigMap's directory with mode 0777 is in a pod.
 
-    A mount that is read-only here can be writable elsewhere, but then by another path.
+    A mount that is read-only here can be writable elsewhere, but then through another path.
     """
     host = name if node.alive else node.root + name
     return bool(os.statvfs(host).f_flag & os.ST_RDONLY)
@@ -85,7 +85,7 @@ def _writable(node: Node, status: os.stat_result) -> str | None:
     if status.st_uid != node.owner:
         return f"belongs to user {status.st_uid}"
     mode = status.st_mode
-    # A link's mode says nothing. In a sticky directory nobody can replace what is another's.
+    # A link's mode says nothing. In a sticky directory, files of other users cannot be replaced.
     if stat.S_ISLNK(mode) or (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
         return None
     if mode & 0o002:
@@ -96,9 +96,9 @@ def _writable(node: Node, status: os.stat_result) -> str | None:
 
 
 def examine_program(node: Node, path: str, what: str, install: str = PACKAGE) -> Finding:
-    """Say whether root can run the program at `path`, and nobody else can change it.
+    """Check that root can run the program at `path`, and no other user can change it.
 
-    `install` mends that it is missing.
+    `install` is the remedy if it is missing.
     """
     status = node.stat(path)
     if status is None:
@@ -124,7 +124,7 @@ def _installed(node: Node, path: str) -> str | None:
 
 
 def programs(node: Node) -> Iterator[Finding]:
-    """Whether the hook and the wrapper runtime are there, root's, and nobody else's to change."""
+    """Check whether the hook and the wrapper runtime exist, and only root can change them."""
     for path, what in ((HOOK, "the hook"), (RUNTIME, "the wrapper runtime")):
         found = _installed(node, path)
         if found is None:
@@ -139,7 +139,7 @@ def programs(node: Node) -> Iterator[Finding]:
 
 
 def _script(node: Node, hook: str) -> str:
-    """Return the Python script that a hook is, or that the C program in front of it executes."""
+    """Return the hook's Python script: the hook itself, or what its C program executes."""
     if not (node.read(hook) or "").startswith("\x7fELF"):
         return hook
     program = Path(os.path.realpath(node.host(hook) or hook))
@@ -148,7 +148,7 @@ def _script(node: Node, hook: str) -> str:
 
 
 def python(node: Node) -> Iterator[Finding]:
-    """Whether the interpreter that line one of the hook names can run it."""
+    """Check whether the interpreter in the hook's first line can run it."""
     hook = _installed(node, HOOK)
     installed = hook == HOOK
     hook = _script(node, hook) if hook else None
@@ -163,7 +163,7 @@ def python(node: Node) -> Iterator[Finding]:
     if node.stat(interpreter) is None:
         yield wrong(f"{interpreter}, which runs {hook}, is missing", "install python3")
         return
-    # What anybody could have changed is not run.
+    # What other users could have changed is not run.
     if reason := not_trusted(node, interpreter):
         yield wrong(f"{interpreter} runs as root, and {reason}", "reinstall python3")
         return
@@ -191,7 +191,7 @@ def python(node: Node) -> Iterator[Finding]:
 
 
 def wrapper_settings(node: Node) -> Settings:
-    """Return what the wrapper's file says; BrokenError where the wrapper would not take it."""
+    """Return the wrapper's settings; BrokenError if the wrapper would not accept its file."""
     try:
         return parse_node(node.read(CONFIG) or "", CONFIG)
     except SettingsError as e:
@@ -199,7 +199,7 @@ def wrapper_settings(node: Node) -> Settings:
 
 
 def low_level(node: Node) -> Iterator[Finding]:
-    """What the wrapper runs, and the hook that it enters."""
+    """Check what the wrapper runs, and the hook that it enters."""
     settings = wrapper_settings(node)
     if settings.hook != HOOK:
         install = f"install it, or correct `hook` in {CONFIG}"
@@ -224,7 +224,7 @@ def low_level(node: Node) -> Iterator[Finding]:
 
 
 def owners(node: Node) -> Iterator[Finding]:
-    """Whether others than root could change what Tidegate is told."""
+    """Check whether other users than root could change what Tidegate reads."""
     bad = False
     drop_ins = str(PATH.with_suffix(".d"))
     for path in (
@@ -241,7 +241,7 @@ def owners(node: Node) -> Iterator[Finding]:
 
 
 def control(node: Node) -> Iterator[Finding]:
-    """Whether a refresh would find the control libraries."""
+    """Check whether a refresh would find the control libraries."""
     directory = places.control_dir() if node.alive else places.PRIVATE / places.triplet()
     lacking = [
         name
@@ -249,7 +249,7 @@ def control(node: Node) -> Iterator[Finding]:
         if node.stat(f"{directory}/{name}") is None
     ]
     if lacking:
-        # A mirror that is in force has its own.
+        # A mirror in force has its own copies.
         yield (warning if kind_of_mirror(node) else wrong)(
             f"{directory} has no {' and no '.join(lacking)}: tidegate refresh makes no mirror",
             "install the package tidegate, or make build in a checkout",

@@ -1,4 +1,4 @@
-"""The configuration, and the governor: does it answer, what has it lost, what did it set aside."""
+"""Check the configuration and the governor: whether it answers, and what it lost or set aside."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATELY_S = 7 * 86400
 
 
 def configuration(node: Node) -> Iterator[Finding]:
-    """Whether the governor would take the configuration."""
+    """Check whether the governor would accept the configuration."""
     if node.config_error is not None:
         yield wrong(node.config_error.message, node.config_error.hint)
     elif not node.config_files:
@@ -38,7 +38,7 @@ def configuration(node: Node) -> Iterator[Finding]:
 
 
 def _ask(node: Node, op: str) -> dict[str, Any]:
-    """Ask the governor; UnseenError where we may not."""
+    """Ask the governor; UnseenError if we may not."""
     directory = node.host(node.config.runtime_dir)
     if directory is None:
         directory = node.root.rstrip("/") + node.config.runtime_dir
@@ -52,7 +52,7 @@ def _ask(node: Node, op: str) -> dict[str, Any]:
 
 
 def process(node: Node) -> int | None:
-    """Return the governor's process, where it answers us."""
+    """Return the governor's process if it answers."""
     try:
         return int(_ask(node, "ping")["pid"])
     except (TidegateError, UnseenError):
@@ -60,7 +60,7 @@ def process(node: Node) -> int | None:
 
 
 def answers(node: Node) -> Iterator[Finding]:
-    """Whether the governor answers, and is of our version."""
+    """Check whether the governor answers, and has our version."""
     try:
         answer = _ask(node, "ping")
     except TidegateError as e:
@@ -79,7 +79,7 @@ def answers(node: Node) -> Iterator[Finding]:
 
 
 def in_force(node: Node) -> Iterator[Finding]:
-    """Whether the governor has what its files say now."""
+    """Check whether the governor uses what its files say now."""
     try:
         answer = _ask(node, "config")
     except RequestError:
@@ -118,7 +118,7 @@ def _clock(seconds: float) -> str:
 
 
 def gpus(node: Node) -> Iterator[Finding]:
-    """Whether the governor has lost a GPU, keeps one closed, or could not read one."""
+    """Check whether the governor has lost a GPU, keeps one closed, or could not read one."""
     try:
         answer = _ask(node, "gpus")
     except TidegateError:
@@ -150,7 +150,7 @@ def gpus(node: Node) -> Iterator[Finding]:
 
 
 def scheduling(node: Node) -> Iterator[Finding]:
-    """Whether GPUs are scheduled as the node wants, and classes without an effect."""
+    """Check whether GPUs are scheduled as configured, and whether a class has no effect."""
     try:
         gpus = _ask(node, "gpus")["gpus"]
         containers = _ask(node, "list")["containers"]
@@ -184,7 +184,7 @@ def scheduling(node: Node) -> Iterator[Finding]:
 
 
 def membership(node: Node) -> Iterator[Finding]:
-    """Whether the governor can tell each container's processes from others'."""
+    """Check whether the governor can tell each container's processes from others'."""
     try:
         containers = _ask(node, "list")["containers"]
     except TidegateError:
@@ -203,7 +203,7 @@ def membership(node: Node) -> Iterator[Finding]:
 
 
 def database(node: Node) -> Iterator[Finding]:
-    """Whether a governor set its database aside lately."""
+    """Check whether a governor has set its database aside within the last days."""
     directory = node.config.state_dir
     aside = [
         name

@@ -1,4 +1,4 @@
-"""The kernel, its control groups, and its security modules."""
+"""Check the kernel, its control groups, and its security modules."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ CALLS = (
     ("openat2", (5, 6)),
     ("mount_setattr", (5, 12)),
 )
-"""What the hook cannot do without, and the Linux that brought it."""
+"""System calls that the hook needs, and the version of Linux that introduced them."""
 NEWER = "boot Linux 5.12 or newer (Debian 11: linux-image-amd64 of bullseye-backports)"
 RELABEL = (
     "semanage fcontext -a -t container_file_t '{path}(/.*)?' && restorecon -R {path}, "
     "or start the container with --security-opt label=disable"
 )
-V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}  # of x86-64-v2, as in cpuinfo
+V2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}  # flags of x86-64-v2, as in cpuinfo
 CAP_SYS_ADMIN = 21
 LABELS = ("container_file_t", "container_ro_file_t", "container_share_t")
 
 
 def calls(node: Node) -> Iterator[Finding]:
-    """Whether the kernel has what the hook walks and mounts by: there is no way around them."""
+    """Check whether the kernel has the calls that the hook needs for paths and mounts."""
     release = (node.read("/proc/sys/kernel/osrelease") or "").strip()
     match = re.match(r"([0-9]+)\.([0-9]+)", release)
     if match is None:
@@ -38,7 +38,7 @@ def calls(node: Node) -> Iterator[Finding]:
         return
     version = (int(match[1]), int(match[2]))
     lacking = [f"{name} ({a}.{b})" for name, (a, b) in CALLS if version < (a, b)]
-    # A distribution may have taken a call back into an older kernel, or a filter keep it away.
+    # A distribution may have backported a call, or a filter may block it.
     if node.alive:
         refused = dict(_refused())
         if not refused:
@@ -61,7 +61,7 @@ def calls(node: Node) -> Iterator[Finding]:
 
 
 def processor(node: Node) -> Iterator[Finding]:
-    """Whether loaders look into the subdirectory that the driver is mounted on."""
+    """Check whether loaders look into the subdirectory that the driver is mounted on."""
     found = re.search(r"^flags\s*:(.*)$", node.read("/proc/cpuinfo") or "", re.MULTILINE)
     if found is None:
         yield unseen("/proc/cpuinfo names no flags of a processor")
@@ -78,15 +78,17 @@ def processor(node: Node) -> Iterator[Finding]:
 
 
 def _refused() -> Iterator[tuple[str, int]]:
-    """Ask for each call with arguments that it refuses; say which the kernel does not have.
+    """Make each call with arguments that it refuses; yield those that the kernel does not have.
 
-    Without CAP_SYS_ADMIN the mount calls answer EPERM, as a filter would: then they are there.
+    Without CAP_SYS_ADMIN the mount calls answer EPERM, as a filter would. They then count as
+    available.
     """
     there = {errno.EBADF, errno.ENOENT, errno.EINVAL}
     if not _has_sys_admin():
         there.add(errno.EPERM)
 
-    # An empty path without AT_EMPTY_PATH, or no descriptor: nothing is opened, mounted or changed.
+    # An empty path without AT_EMPTY_PATH, or an invalid descriptor: nothing is opened, mounted or
+    # changed.
     asked: dict[str, Callable[[], object]] = {
         "open_tree": lambda: kernel.open_tree("", dirfd=-1),
         "move_mount": lambda: kernel.move_mount(-1, -1, ""),
@@ -112,7 +114,7 @@ def _listed(names: list[str]) -> str:
 
 
 def cgroups(node: Node) -> Iterator[Finding]:
-    """Which control groups there are, and who of the runtimes cannot use them."""
+    """Report which control groups there are, and whether a runtime cannot use them."""
     mounts = node.read("/proc/self/mounts")
     if mounts is None:
         raise UnseenError("/proc/self/mounts is not there")
@@ -147,7 +149,7 @@ def _hybrid(node: Node, unified: str) -> Iterator[Finding]:
 
 
 def throttling(node: Node) -> Iterator[Finding]:
-    """Whether containers can be frozen, where the configuration wants that."""
+    """Check whether containers can be frozen, if the configuration asks for that."""
     if node.config.on_violation != "throttle":
         yield ok(f"on_violation is {node.config.on_violation}: nothing has to be frozen")
         return
@@ -179,7 +181,7 @@ def _read_only(node: Node, pid: int, mounts: list[str]) -> list[str]:
 
 
 def security(node: Node) -> Iterator[Finding]:
-    """Whether SELinux or AppArmor stand between a container and what Tidegate mounts in it."""
+    """Check whether SELinux or AppArmor keep a container from what Tidegate mounts in it."""
     enforce = node.read("/sys/fs/selinux/enforce")
     apparmor = (node.read("/sys/module/apparmor/parameters/enabled") or "").startswith("Y")
     if enforce is not None and enforce.strip() == "1":
@@ -199,7 +201,7 @@ def _labels(node: Node) -> Iterator[Finding]:
     for path in (f"{node.config.runtime_dir}/containers", f"{node.config.driver_dir}/current"):
         host = node.host(path)
         if host is None or node.stat(path) is None:
-            continue  # other checks say that it is not there
+            continue  # other checks report that it does not exist
         try:
             context = os.getxattr(host, "security.selinux").decode(errors="replace")
         except OSError as e:

@@ -1,20 +1,21 @@
-"""How much of its time on the GPU each process works; pure.
+"""Estimate how much of its time on the GPU each process works; pure.
 
 The trace has a record where one context ends and another begins. A process that is not interrupted
-is on the GPU from its first work on, whether it works or pauses, so its residency is no measure:
-of one that is alone, and of one whose neighbours have reached their caps. NVML says of each 0.2 s
-in which part of them some kernel of any process ran (H200: to a percent, with processes that are
-switched off and on, too). What all processes were on the GPU beyond that, they paused.
+is on the GPU from its first work on, whether it works or pauses, so its residency is not a measure
+of its work. That applies to a process that is alone, and to one with neighbours that have reached
+their caps. NVML says for each 0.2 s in which part of them some kernel of any process ran (H200:
+accurate to a percent, also with processes that are switched off and on). The time that all
+processes together were on the GPU beyond that, they paused.
 
-Whose pauses these were is known of some turns: one that ends with its slice has no pause, for a
-process that pauses gives the GPU at once to one that waits. A process is charged less for those
-pauses only that cannot have been in the turns of others. So no process is charged less for what
-another one does, and one that paused may be charged too much; where it is alone, or its neighbours
-are off or work all the time, neither is so.
+Some turns tell which process did not pause: a turn that ends with its slice has no pause in it,
+because a process that pauses gives up the GPU at once if another waits. A process is charged less
+only for those pauses that cannot have been in the turns of others. So no process is charged less
+for what another one does, and a process that paused may be charged too much. Neither happens where
+it is alone, or where its neighbours are off or work all the time.
 
-Samples come some time after what they tell. Until then time is charged at the highest rate of any
-sample of the last second; what one tells beyond that is charged when it comes, and nothing is given
-back. Times are nanoseconds.
+Samples arrive some time after what they describe. Until then time is charged at the highest rate of
+any sample of the last second. What a sample shows beyond that is charged when it arrives, and
+nothing is given back. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from typing import NamedTuple
 MS = 1_000_000
 
 ASK = 200 * MS
-"""Between two looks at samples: the driver takes one in 0.2 s (H200)."""
+"""Shortest interval between two requests for samples: the driver takes one per 0.2 s (H200)."""
 SHORTEST = 100 * MS
-"""Between two samples."""
+"""Shortest interval between two samples."""
 LONGEST = 300 * MS
-"""A sample tells of so much time at most."""
+"""Longest time that one sample describes."""
 MEMORY = 1000 * MS
-"""So long ago a process may have worked more than now, and is charged at that rate."""
+"""Time for which a process is charged at the highest rate that it worked at."""
 NOISE = 0.02
-"""Of the time of a sample; it is in whole percent."""
+"""Error of a sample, as a part of its time; samples are in whole percent."""
 BUSY = 0.9
-"""A process that works for more of its time on the GPU is charged all of it."""
+"""Rate of work above which a process is charged all of its time on the GPU."""
 
 
 class Sample(NamedTuple):
-    """Some kernel ran in so much of the time since the sample before, from 0 to 1."""
+    """In which part of the time since the previous sample some kernel ran, from 0 to 1."""
 
     at: int
     part: float
 
 
 class Full(NamedTuple):
-    """A turn that ended with its slice: whose, and how long ago it began and ended."""
+    """A turn that ended with its slice: its process, and how long ago it began and ended."""
 
     pid: int
     began_ago: int
@@ -55,7 +56,7 @@ class Full(NamedTuple):
 
 
 class _Step:
-    """What was on the GPU in a time, by pid: all, what was charged, and where pauses may be."""
+    """One stretch of GPU time by pid: all of it, what was charged, and where pauses may be."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class _Step:
         self.resident, self.charged, self.open = dict(resident), dict(charged), dict(open_)
 
     def part(self, begin: int, end: int) -> _Step:
-        """Return what there was of it in a part of its time."""
+        """Return what falls into a part of its time."""
         share = (end - begin) / max(1, self.end - self.begin)
 
         def of(times: Mapping[int, float]) -> dict[int, float]:
@@ -78,7 +79,7 @@ class _Step:
         return _Step(begin, end, of(self.resident), of(self.charged), of(self.open))
 
     def close(self, pid: int, begin: int, end: int) -> None:
-        """Hear that a process paused nowhere in a time."""
+        """Note that a process did not pause between two times."""
         overlap = min(end, self.end) - max(begin, self.begin)
         if overlap > 0 and pid in self.open:
             self.open[pid] = max(0.0, self.open[pid] - overlap)
@@ -94,19 +95,19 @@ class Activity:
 
     def __init__(self, now: int) -> None:
         self._now = now
-        self._known = now  # until then it is settled
+        self._known = now  # all before it is settled
         self._asked = now
         self._steps: deque[_Step] = deque()
         self._settled: deque[_Settled] = deque()
         self._parts: dict[int, float] = {}
 
     def wants_samples(self, now: int) -> bool:
-        """Return whether samples since `known` would tell something."""
+        """Return whether samples since `known` would tell anything new."""
         return now - self._asked >= ASK and any(step.resident for step in self._steps)
 
     @property
     def known(self) -> int:
-        """Until when all is settled."""
+        """Time before which all is settled."""
         return self._known
 
     def step(
@@ -118,8 +119,8 @@ class Activity:
     ) -> dict[int, int]:
         """Return what to charge for the time since the last step, by pid.
 
-        `samples`: those that came since; None where they were not asked for, or NVML has none.
-        `full`: turns that ended with their slice since the last step.
+        `samples`: the new ones; None if they were not asked for, or NVML has none. `full`: turns
+        that ended with their slice since the last step.
         """
         began, self._now = self._now, now
         charged = {pid: ns * self._parts.get(pid, 1.0) for pid, ns in resident.items()}
@@ -134,8 +135,9 @@ class Activity:
         if samples is not None:
             self._asked = now
             for sample in sorted(samples):
-                # One that was taken while we asked tells of the time until now, and one that was
-                # told before may come again: two clocks do not keep their distance to the ns.
+                # A sample taken while we asked describes the time until now. One that was reported
+                # before may come again, because the offset of the two clocks is not constant to the
+                # ns.
                 if self._known + SHORTEST // 2 < sample.at <= now + SHORTEST:
                     for pid, ns in self._take(min(sample.at, now), sample.part).items():
                         more[pid] += ns
@@ -143,7 +145,7 @@ class Activity:
         return {pid: int(charged.get(pid, 0.0) + more[pid]) for pid in {*charged, *more}}
 
     def _forget(self, now: int) -> None:
-        """Drop what no sample will tell of any more: it was charged."""
+        """Drop steps that no sample will describe any more: they were charged."""
         while self._steps and self._steps[0].end < now - MEMORY - LONGEST:
             self._known = max(self._known, self._steps.popleft().end)
         while self._settled and self._settled[0].until < now - MEMORY - LONGEST:
@@ -152,7 +154,7 @@ class Activity:
             self._parts = {}
 
     def _take(self, until: int, part: float) -> dict[int, float]:
-        """Take it as known in which part of the time until then kernels ran; return what is due."""
+        """Settle the time before `until`, in `part` of which kernels ran; return what is due."""
         if until - self._known > LONGEST:
             self._cut(until - ASK)
         length = until - self._known
@@ -162,7 +164,7 @@ class Activity:
             idle = 0.0
         anywhere = sum(cut.open.values())
         active = {
-            # Of the pauses at least what finds no room in the turns of others.
+            # A process paused at least for what does not fit into the turns of others.
             pid: ns - min(cut.open[pid], max(0.0, idle - (anywhere - cut.open[pid])))
             for pid, ns in cut.resident.items()
         }
@@ -177,7 +179,7 @@ class Activity:
         return {pid: max(0.0, ns - cut.charged[pid]) for pid, ns in active.items()}
 
     def _cut(self, until: int) -> _Step:
-        """Take the steps until then away; return them as one."""
+        """Remove the steps before `until`; return them as one."""
         sums: list[dict[int, float]] = [defaultdict(float) for _ in range(3)]
         begin = self._known
         while self._steps and self._steps[0].begin < until:

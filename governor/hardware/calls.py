@@ -1,7 +1,7 @@
 """The driver calls that steer the GPU's own scheduler, as data.
 
 The kernel module takes ioctls on /dev/nvidiactl. A caller allocates objects below a *client* of its
-own (NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). Every name here is that of NVIDIA's
+own (NV_ESC_RM_ALLOC) and controls objects (NV_ESC_RM_CONTROL). All names here are those of NVIDIA's
 published source of the kernel module, https://github.com/NVIDIA/open-gpu-kernel-modules, in which
 numbers, sizes and offsets are the same in every branch from 515 to 595.
 `tools/check-driver-calls` compiles this table against that source.
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 FIRST_BRANCH = 515
-"""The oldest branch whose source was published, and compared with this table."""
+"""Oldest branch with a published source; that source was compared with this table."""
 
 CONTROL_DEVICE = "/dev/nvidiactl"
 IOCTL_TYPE = ord("F")
@@ -28,7 +28,7 @@ Buffer = bytes | bytearray | mmap.mmap
 
 
 class Field(NamedTuple):
-    """One field of a structure: its name in C, type, offset, and how many there are."""
+    """One field of a structure: its name in C, type, offset, and number of elements."""
 
     name: str
     type: str
@@ -37,9 +37,9 @@ class Field(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A structure of the driver: its name in C, the header that has it, its size in bytes.
+    """A structure of the driver: its name in C, the header that defines it, its size in bytes.
 
-    `since` and `before` bound the branches that have it so.
+    `since` and `before` bound the branches in which it has this layout.
     """
 
     name: str
@@ -62,20 +62,20 @@ class Layout(NamedTuple):
         return out
 
     def get(self, data: Buffer, name: str, at: int = 0) -> int:
-        """Return a field, or the first of its values; the structure begins at `at`."""
+        """Return a field, or its first element; the structure begins at `at`."""
         field = next(field for field in self.fields if field.name == name)
         value: int = struct.unpack_from(f"<{_FORMATS[field.type]}", data, at + field.offset)[0]
         return value
 
     def text(self, data: bytes | bytearray, name: str) -> str:
-        """Return a field of bytes as text, up to its first zero."""
+        """Return a field of bytes as text, up to its first zero byte."""
         field = next(field for field in self.fields if field.name == name)
         raw = bytes(data[field.offset : field.offset + field.n])
         return raw.split(b"\0", 1)[0].decode("ascii", "replace")
 
 
 class Call(NamedTuple):
-    """A control call: its name and number, the header that has them, and its parameters."""
+    """A control call: its name and number, the header that defines them, and its parameters."""
 
     name: str
     number: int
@@ -84,7 +84,7 @@ class Call(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """A number of the driver's: its name in C, and the header that has it."""
+    """A number of the driver's: its name in C, and the header that defines it."""
 
     name: str
     value: int
@@ -159,7 +159,8 @@ MAP = Layout(
         Field("flags", "u32", 44),
     ),
 )
-"""The ioctl's structure is this one, the descriptor to map by (i32) and four bytes of padding."""
+"""The structure of the ioctl is this one, followed by the descriptor to map by (i32) and four bytes
+of padding."""
 
 # ---- classes, and what they are allocated with ----
 
@@ -170,10 +171,11 @@ GROUP = Constant("KEPLER_CHANNEL_GROUP_A", 0xA06C, "class/cla06c.h")
 BUFFER = Constant("NV_EVENT_BUFFER", 0x90CD, _BUFFER_CLASS)
 MEMORY = Constant("NV01_MEMORY_DEVICELESS", 0x90CE, "class/cl90ce.h")
 CHANNEL_LOW_BYTE = 0x6F
-"""Classes of channels end so, in every generation: 0xc46f Turing, 0xc56f Ampere, 0xc86f Hopper."""
+"""Low byte of the classes of channels, in every generation: 0xc46f Turing, 0xc56f Ampere, 0xc86f
+Hopper."""
 ENGINE_LOW_BYTES = (0xC0, 0x97)
-"""Classes of what a channel computes and draws with: 0xc6c0 and 0xc697 Ampere, 0xcbc0 and 0xcb97
-Hopper. A group that has neither copies only."""
+"""Low bytes of the classes that a channel computes and draws with: 0xc6c0 and 0xc697 Ampere, 0xcbc0
+and 0xcb97 Hopper. A group without either only copies."""
 
 DEVICE_ALLOC = Layout(
     "NV0080_ALLOC_PARAMETERS",
@@ -199,7 +201,7 @@ MEMORY_ALLOC_WITHOUT_NODE = MEMORY_ALLOC._replace(size=120, since=FIRST_BRANCH, 
 MEMORY_ATTR = 1 << 25 | 1 << 29
 """NVOS32_ATTR_LOCATION_PCI (26:25) and NVOS32_ATTR_COHERENCY_CACHED (31:29)."""
 MEMORY_ATTR2 = 1 << 22
-"""NVOS32_ATTR2_PROTECTION_USER_READ_ONLY: an event buffer is taken in no other memory."""
+"""NVOS32_ATTR2_PROTECTION_USER_READ_ONLY: an event buffer is accepted in no other memory."""
 MAP_READ_ONLY = 1
 """NVOS33_FLAGS_ACCESS_READ_ONLY."""
 
@@ -227,7 +229,7 @@ BUFFER_HEADER = Layout(
     ),
 )
 RECORD_HEADER_SIZE = 8
-"""sizeof(NV_EVENT_BUFFER_RECORD_HEADER), in front of each record."""
+"""sizeof(NV_EVENT_BUFFER_RECORD_HEADER), which precedes each record."""
 SWITCH_RECORD = Layout(
     "NV_EVENT_BUFFER_FECS_RECORD_V2",
     _FECS,
@@ -294,7 +296,7 @@ GET_HANDLE_INFO = Call(
         (Field("hObject", "u32", 0), Field("index", "u32", 4), Field("data", "u32", 8)),
     ),
 )
-"""Needs the open file that the client was allocated by. `data` is a union; a handle is its low
+"""Needs the open file that the client was allocated with. `data` is a union; a handle is its low
 half."""
 INFO_PARENT = Constant("NV0000_CTRL_CMD_CLIENT_GET_HANDLE_INFO_INDEX_PARENT", 1, _CLIENT)
 INFO_CLASS = Constant("NV0000_CTRL_CMD_CLIENT_GET_HANDLE_INFO_INDEX_CLASSID", 2, _CLIENT)
@@ -309,8 +311,8 @@ GET_ACCESS_RIGHTS = Call(
         (Field("hObject", "u32", 0), Field("hClient", "u32", 4)),
     ),
 )
-"""Tells from a client of one's own whether another client has an object, and writes nothing to the
-kernel's log if it has not."""
+"""Tells, from a client of one's own, whether another client has an object, and writes nothing to
+the kernel's log if it has not."""
 GET_GPU_ID = Call(
     "NV2080_CTRL_CMD_GPU_GET_ID",
     0x20800142,
@@ -334,7 +336,7 @@ GET_TIMESLICE = Call(
 )
 SET_TIMESLICE = Call("NVA06C_CTRL_CMD_SET_TIMESLICE", 0xA06C0103, _GROUP, GET_TIMESLICE.parameters)
 N_SWITCHED = 64
-"""Channels of one call: NV2080_CTRL_FIFO_DISABLE_CHANNELS_MAX_ENTRIES."""
+"""Largest number of channels in one call: NV2080_CTRL_FIFO_DISABLE_CHANNELS_MAX_ENTRIES."""
 DISABLE_CHANNELS = Call(
     "NV2080_CTRL_CMD_FIFO_DISABLE_CHANNELS",
     0x2080110B,
@@ -372,7 +374,7 @@ BIND_TRACE = Call(
     ),
 )
 DETAIL_SIMPLE = 1
-"""NV2080_CTRL_GR_FECS_BIND_EVTBUF_LOD_SIMPLE: when a context begins and ends, and nothing else."""
+"""NV2080_CTRL_GR_FECS_BIND_EVTBUF_LOD_SIMPLE: begin and end of contexts, and nothing else."""
 ENABLE_TRACE = Call(
     "NV_EVENT_BUFFER_CTRL_CMD_ENABLE_EVENTS",
     0x90CD0101,
@@ -415,19 +417,21 @@ STATUSES = tuple(
         ("NV_ERR_TIMEOUT", 0x65),
     )
 )
-"""What a call answers, as far as anything is decided by it; others are shown as numbers."""
+"""Answers of calls, as far as a decision depends on them; others are shown as numbers."""
 
-# ---- what was seen, and is in no header ----
+# ---- observed, and in no header ----
 
 FIRST_CLIENT = 0xC1D00000
-"""Handles of clients are one counter from here; it wraps after N_CLIENTS."""
+"""First handle of a client. The handles of all clients come from one counter, which wraps after
+N_CLIENTS."""
 N_CLIENTS = 1 << 20
 FIRST_OBJECT = 0x5C000000
-"""libcuda numbers the objects of its client from here."""
+"""First number that libcuda gives to an object of its client."""
 N_OBJECTS = 0x2000
-"""Objects looked at: a context of branch 580 on Hopper has some 120."""
+"""Number of object handles that are tried: a context of branch 580 on Hopper has some 120
+objects."""
 
 
 def ioctl_request(number: int, size: int) -> int:
-    """Return the request of an ioctl that reads and writes a structure of `size` bytes."""
+    """Return the request number of an ioctl that reads and writes a structure of `size` bytes."""
     return 3 << 30 | size << 16 | IOCTL_TYPE << 8 | number

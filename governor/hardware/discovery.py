@@ -1,13 +1,14 @@
-"""What a process has on the GPUs, found from outside.
+"""Find what a process has on the GPUs, from outside the process.
 
-The kernel module lists nothing. But handles are counters: a new client has the next number, and
-libcuda numbers its objects in order. So clients are found by asking which handles exist, from a new
-client's own downwards, and objects by asking which exist from FIRST_OBJECT on. These questions go
-to our own client, and write nothing to the kernel's log. A client answers only through the open
-file of /dev/nvidiactl that it came by; `pidfd_getfd` duplicates the process's (CAP_SYS_PTRACE).
+The kernel module does not list anything. But handles are counters: a new client has the next
+number, and libcuda numbers its objects in order. So clients are found by asking which handles
+exist, from the handle of a new client of our own downwards, and objects by asking which exist from
+FIRST_OBJECT on. These questions go to our own client, and write nothing to the kernel's log. A
+client answers only through the open file of /dev/nvidiactl that it was allocated with.
+`pidfd_getfd` duplicates the process's descriptor of it (CAP_SYS_PTRACE).
 
-A program that calls the driver by itself may number its objects as it likes, and is then not found
-here; the trace names its pid all the same.
+A program that calls the driver directly may number its objects in any way, and is then not found
+here. The trace still names its pid.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from governor.hardware import calls
 from governor.hardware.driver import Driver
 
 N_CLIENTS_LOOKED_AT = 4096
-"""Clients that are older than so many others were found when they were new, but those of processes
-that were there before the governor."""
+"""Number of newest clients that an ordinary search looks at. Older ones were found when they were
+new, except those of processes that are older than the governor."""
 N_FILES_LOOKED_AT = 4096
-"""Of a process. Where it is on the GPU by others than these, the trace says so."""
+"""Largest number of a process's descriptors that are looked at. If the process is on the GPU
+through others, the trace says so."""
 GAP = 512
-"""So many handles that do not exist, one after the other, end a client's objects."""
+"""Number of missing handles in a row that ends the search for a client's objects."""
 _PIDFD_GETFD = 438
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -49,8 +51,9 @@ class Group(NamedTuple):
 class Holding(NamedTuple):
     """A process's client and its channel groups.
 
-    `descriptor` is the process's own, of the open file that the client came by. No duplicate of it
-    is kept: a client lives, with its memory, as long as its file is open anywhere.
+    `descriptor` is the process's own descriptor of the open file that the client was allocated
+    with. No duplicate of it is kept, because a client and its memory live as long as the file is
+    open anywhere.
     """
 
     pid: int
@@ -60,7 +63,7 @@ class Holding(NamedTuple):
 
 
 def duplicate_descriptor(pidfd: int, fd: int) -> int:
-    """Return a duplicate of another process's descriptor; OSError where that is not allowed."""
+    """Return a duplicate of another process's descriptor; OSError if that is not allowed."""
     copy = int(_libc.syscall(_PIDFD_GETFD, pidfd, fd, 0))
     if copy < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -69,9 +72,9 @@ def duplicate_descriptor(pidfd: int, fd: int) -> int:
 
 @contextlib.contextmanager
 def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
-    """Have a duplicate of a process's descriptor for a moment; OSError where it cannot be had.
+    """Lend a duplicate of a process's descriptor; OSError if it cannot be had.
 
-    EBADF also where the number is another file's by now: no call of ours goes to that.
+    EBADF also if the number now belongs to another file, which no call of ours may reach.
     """
     fd = duplicate_descriptor(pidfd, descriptor)
     try:
@@ -84,7 +87,7 @@ def borrowed(pidfd: int, descriptor: int, device: str = calls.CONTROL_DEVICE) ->
 
 @contextlib.contextmanager
 def borrowed_of(pid: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -> Iterator[int]:
-    """The same of a process that may have ended; a client answers to no other's open file."""
+    """Do as `borrowed` for a process that may have ended: a wrong open file gets no answer."""
     pidfd = os.pidfd_open(pid)
     try:
         with borrowed(pidfd, descriptor, device) as fd:
@@ -94,9 +97,9 @@ def borrowed_of(pid: int, descriptor: int, device: str = calls.CONTROL_DEVICE) -
 
 
 def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> list[int]:
-    """Return the descriptors of a process that are open files of the driver's control device.
+    """Return a process's descriptors of open files of the driver's control device.
 
-    Told by device number: a container may have the node under any name.
+    They are identified by device number, because a container may have the node under any name.
     """
     wanted = os.stat(device).st_rdev  # noqa: PTH116
     found = []
@@ -113,9 +116,9 @@ def control_descriptors(pid: int, device: str, proc: Path = Path("/proc")) -> li
 
 
 def live_clients(driver: Driver, n: int = N_CLIENTS_LOOKED_AT) -> list[int]:
-    """Return the handles of clients that exist of the last `n`, newest first, ours left out.
+    """Return which of the last `n` client handles exist, newest first, without ours.
 
-    `driver` has to be younger than what is looked for: its handle is where the search begins.
+    `driver` has to be newer than what is searched for: the search begins at its handle.
     """
     newest = driver.client - calls.FIRST_CLIENT
     return [
@@ -152,7 +155,7 @@ def _objects(driver: Driver, client: int, fd: int) -> dict[int, _Object]:
 
 
 def _gpu_ids(driver: Driver, client: int, fd: int, objects: dict[int, _Object]) -> dict[int, int]:
-    """Return the GPU id of each device object, which its subdevice knows."""
+    """Return the GPU id of each device object, as its subdevice tells it."""
     found = {}
     for handle, item in objects.items():
         if item.kind == calls.SUBDEVICE.value:
@@ -194,15 +197,15 @@ def find_holdings(
 ) -> list[Holding]:
     """Return what a process has on the GPUs, one entry for each of its clients with channel groups.
 
-    `clients` are those that may be the process's. OSError: the process is gone, or its descriptors
-    cannot be had; all that was read by its number is that of another one then.
+    `clients` are those that may belong to the process. OSError: the process is gone, or its
+    descriptors cannot be had. In that case all that was read by its pid belongs to another process.
     """
     found: list[Holding] = []
     left = set(clients)
     for descriptor in control_descriptors(pid, device, proc):
         try:
             with borrowed(pidfd, descriptor, device) as fd:
-                # A duplicate is the same open file, and its clients are known by then.
+                # A duplicate is the same open file, and its clients have been found by then.
                 answering = [c for c in sorted(left) if answers(driver, c, fd)]
                 left.difference_update(answering)
                 found += [
@@ -211,13 +214,13 @@ def find_holdings(
                     if (groups := _groups(driver, client, fd))
                 ]
         except OSError as e:
-            if e.errno != errno.EBADF:  # closed since
+            if e.errno != errno.EBADF:  # closed in the meantime
                 raise
-    signal.pidfd_send_signal(pidfd, 0)  # it is there still, so its number was its own
+    signal.pidfd_send_signal(pidfd, 0)  # it is still alive, so the pid was its own all the time
     return found
 
 
 def answers(driver: Driver, client: int, fd: int) -> bool:
-    """Return whether a client came by this open file."""
+    """Return whether a client was allocated with this open file."""
     values = {"hObject": client, "index": calls.INFO_CLASS.value}
     return driver.ask(calls.GET_HANDLE_INFO, client, values, client=client, fd=fd)[0] == 0

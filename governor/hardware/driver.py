@@ -1,9 +1,9 @@
-"""Calls to NVIDIA's kernel module, as the table in `calls` has them.
+"""Make calls to NVIDIA's kernel module, as described by the table in `calls`.
 
 A `Driver` is a client of our own. Objects of other clients are named by the pair of client and
-object; a call on a foreign client counts only through the open file that the client came by
-(`discovery` takes it from the process). Calls take 0.1 to 0.7 ms, and wait for locks that all GPUs
-of the host share: they belong on a thread of their own.
+object. A call on a foreign client is accepted only through the open file that the client was
+allocated with (`discovery` takes it from the process). Calls take 0.1 to 0.7 ms, and wait for locks
+that all GPUs of the host share, so they belong on a thread of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Ioctl = Callable[[int, int, bytearray], None]
 
 _STATUS_NAMES = {constant.value: constant.name for constant in calls.STATUSES}
 _HANDLES = 0x7D600000
-"""Objects of ours are numbered from here, so that they stand out in a debugger."""
+"""First handle of our own objects, chosen so that they stand out in a debugger."""
 
 
 class DriverCallError(Exception):
@@ -36,7 +36,7 @@ class DriverCallError(Exception):
 
 
 def module_branch(proc: Path = Path("/proc")) -> int | None:
-    """Return the branch of the kernel module that runs, 580 for 580.159.04; None without one."""
+    """Return the branch of the running kernel module, 580 for 580.159.04; None if there is none."""
     try:
         text = (proc / "driver/nvidia/version").read_text()
     except OSError:
@@ -59,9 +59,9 @@ class Gpu(NamedTuple):
 
 
 class Driver:
-    """A client of the kernel module, until it is closed; raises OSError or DriverCallError.
+    """A client of the kernel module, until it is closed; methods raise OSError or DriverCallError.
 
-    `branch` is the kernel module's, `ioctl` what makes the system call.
+    `branch` is that of the kernel module, `ioctl` makes the system call.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Driver:
         self.close()
 
     def close(self) -> None:
-        """Give the client back, with all its objects."""
+        """Give back the client with all its objects."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -135,7 +135,8 @@ class Driver:
     ) -> tuple[int, bytearray]:
         """Make a control call on an object; return the driver's answer and the parameters.
 
-        Without `client` the object is ours; a foreign client's needs its open file as `fd`.
+        Without `client` the object is ours. A foreign client's object needs that client's open file
+        as `fd`.
         """
         parameters = call.parameters.pack(values) if call.parameters else bytearray()
         buffer = (ctypes.c_char * max(1, len(parameters))).from_buffer(parameters or bytearray(1))
@@ -167,7 +168,7 @@ class Driver:
         return self.ask(calls.GET_ACCESS_RIGHTS, self.client, values)[0] == 0
 
     def gpus(self) -> dict[str, Gpu]:
-        """Return the GPUs that the driver has attached, by UUID; our objects are made for each."""
+        """Return the GPUs that the driver has attached, by UUID; makes our objects for each."""
         found = {}
         ids = self.control(calls.GET_ATTACHED_IDS, self.client, {})
         for i in range(0, len(ids), 4):
@@ -199,14 +200,14 @@ class Driver:
         return Gpu(gpu_id, calls.GET_UUID.parameters.text(uuid, "gpuUuid"), device, subdevice)
 
     def map_memory(self, size: int) -> tuple[int, mmap.mmap]:
-        """Return memory that the driver writes and we may read: its handle, and where it is."""
+        """Map memory that the driver writes and we may read; return its handle and the mapping."""
         handle = self.allocate(
             self.client,
             calls.MEMORY,
             self._memory,
             {"attr": calls.MEMORY_ATTR, "attr2": calls.MEMORY_ATTR2, "size": size},
         )
-        # The kernel module keeps what may be mapped with the open file, one at a time.
+        # The kernel module keeps the mapping that is allowed with the open file, one at a time.
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             data = calls.MAP.pack(
@@ -230,19 +231,19 @@ class Driver:
     # ---- what steers the scheduler ----
 
     def timeslice_us(self, client: int, group: int, fd: int) -> int:
-        """Return the time slice that a channel group asked for, in microseconds."""
+        """Return the time slice that was asked for a channel group, in microseconds."""
         answer = self.control(calls.GET_TIMESLICE, group, {}, client=client, fd=fd)
         return int.from_bytes(answer, "little")
 
     def set_timeslice(self, client: int, group: int, fd: int, us: int) -> None:
-        """Give a channel group a time slice; it holds from the group's next turn on."""
+        """Give a channel group a time slice; it is in force from the group's next turn on."""
         self.control(calls.SET_TIMESLICE, group, {"timesliceUs": us}, client=client, fd=fd)
 
     def switch_channels(self, gpu: Gpu, channels: list[tuple[int, int]], *, on: bool) -> None:
-        """Switch channels, (client, channel) each, on or off; what runs there is interrupted.
+        """Switch channels, as (client, channel), on or off; what runs there is interrupted.
 
-        One call takes 64 of them, so more are switched in several steps. After an error some may be
-        switched.
+        One call takes 64 of them, so more are switched in several steps. After an error, some of
+        them may have been switched.
         """
         for i in range(0, len(channels), calls.N_SWITCHED):
             part = channels[i : i + calls.N_SWITCHED]
@@ -258,5 +259,5 @@ class Driver:
             )
 
     def gpu_time_ns(self, gpu: Gpu) -> int:
-        """Return the GPU's clock, nanoseconds since 1970; the trace's records are of it."""
+        """Return the GPU's clock in nanoseconds since 1970; it is that of the trace's records."""
         return int.from_bytes(self.control(calls.GET_TIME, gpu.subdevice, {}), "little")

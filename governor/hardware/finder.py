@@ -1,12 +1,12 @@
-"""Looks for what processes have on a GPU, on a thread of its own.
+"""Search for what processes have on a GPU, on a thread of its own.
 
-A look takes 7 ms, and longer where a process has many open files, so it keeps neither the steering
-nor the event loop waiting, and takes a small part of one core whatever a container does: after each
-look a process is left alone for a multiple of the time that it took, and so is its container, but
-for a first few looks as when its processes start. Containers that were looked at less come first. A
-process is looked for when
-it says that it has another number of contexts, which it may lie about, and when the GPU's trace has
-it although nothing is known of it, which it cannot.
+A search takes 7 ms, and longer if a process has many open files, so neither the steering nor the
+event loop may wait for it. It has to take a small part of one core whatever a container does. So
+after each search the process is left alone for a multiple of the time that the search took, and so
+is its container, except for a first few searches, as when its processes start. Containers that were
+searched less come first. A process is searched when it says that its number of contexts has
+changed, which may be a lie, and when the GPU's trace shows it although nothing is known of it,
+which cannot be one.
 """
 
 from __future__ import annotations
@@ -22,38 +22,40 @@ import structlog
 from governor.hardware.driver import DriverCallError
 
 POLL_S = 0.02
-"""Between two looks at how many contexts processes say that they have."""
+"""Interval at which the numbers of contexts that processes report are read, in seconds."""
 RETRY_S = (0.02, 0.1, 1.0)
-"""After looks that found nothing: a context is counted a moment before or after it is there."""
+"""Pauses after searches that found nothing, in seconds: a process may report a context a moment
+before or after it exists."""
 CLOSE_S = 5.0
-"""A look that takes longer is left to itself when the governor ends."""
+"""Time that a closing governor waits for a search, in seconds; a longer one is abandoned."""
 COST = 20
-"""So many times as long as a look took, the process is left alone."""
+"""Time for which a process is left alone after a search, as a multiple of the search's duration."""
 BURST_S = 0.2
-"""Looks at a container take so long at once at most, and one part in COST of the time beyond it."""
+"""Time that a burst of searches in one container may take, in seconds; beyond it, searches take one
+part in COST of the time."""
 
 log = structlog.get_logger("tidegate")
 
 Find = Callable[..., Sequence[Any]]
-"""`find` of steering.Hardware."""
+"""`find` of `steering.Hardware`."""
 
 
 class Found(NamedTuple):
-    """What a look has found that a process of a container has on the GPU; it may be nothing."""
+    """What a search found that a process of a container has on the GPU; it may be nothing."""
 
     tenant: int
     pid: int
     held: Sequence[Any]
     thorough: bool
-    """Old clients were looked at, too."""
+    """Whether old clients were searched, too."""
 
 
 class _Process:
     def __init__(self, tenant: int, pid: int, pidfd: int) -> None:
         self.tenant, self.pid, self.pidfd = tenant, pid, pidfd
         self.slots: dict[int, Callable[[], int]] = {}
-        self.n_known = 0  # contexts that it said it had when it was found
-        self.is_seen = False  # on the GPU, and nothing is known of it
+        self.n_known = 0  # contexts that it reported when it was found
+        self.is_seen = False  # on the GPU, with nothing known of it
         self.n_misses = 0
         self.next_at = 0.0
 
@@ -62,11 +64,11 @@ class _Process:
 
 
 class _Account:
-    """What looks at a container took, as far as it is not paid for by the time since."""
+    """Time that searches of a container took, less what was paid off since."""
 
     def __init__(self) -> None:
         self._debt, self._at = 0.0, 0.0
-        self.thorough_at = 0.0  # the next search among all clients
+        self.thorough_at = 0.0  # when all clients may be searched again
 
     def debt(self, now: float) -> float:
         return max(0.0, self._debt - (now - self._at) / COST)
@@ -79,12 +81,12 @@ class _Account:
 
 
 class Finder:
-    """One GPU's. Methods are called from any thread; what is found is told from the finder's."""
+    """Finder of one GPU; methods may be called from any thread, `tell` is called from its own."""
 
     def __init__(self, find: Find, tell: Callable[[Found], None]) -> None:
         self._find, self._tell = find, tell
         self._lock = threading.Lock()
-        self._rests: dict[tuple[int, int], float] = {}  # of those that left, and may come again
+        self._rests: dict[tuple[int, int], float] = {}  # of processes that left: next search
         self._accounts: dict[int, _Account] = {}
         self._said = False
         self._processes: dict[tuple[int, int], _Process] = {}
@@ -95,21 +97,21 @@ class Finder:
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Look for a process from now on; `contexts` tells how many it says that it has.
+        """Search for a process from now on; `contexts` returns how many it says that it has.
 
-        A process may come in several slots. `pidfd` is duplicated.
+        A process may have several slots. `pidfd` is duplicated.
         """
         with self._lock:
             process = self._processes.get((tenant, pid))
             if process is None:
                 process = _Process(tenant, pid, os.dup(pidfd))
-                # A process that registers again and again is not looked at more often for it.
+                # A process that registers again and again is not searched more often for that.
                 process.next_at = self._rests.pop((tenant, pid), 0.0)
                 self._processes[tenant, pid] = process
             process.slots[slot] = contexts
 
     def leave(self, tenant: int, slot: int) -> int | None:
-        """Forget a slot; return the process if it was its last. `contexts` is not called again."""
+        """Forget a slot; return its process if it has no other. `contexts` is not called again."""
         with self._lock:
             for process in self._processes.values():
                 if process.tenant == tenant and process.slots.pop(slot, None) is not None:
@@ -127,14 +129,14 @@ class Finder:
             self._accounts.pop(tenant, None)
 
     def saw(self, pids: Iterable[int]) -> None:
-        """Hear of processes that are on the GPU by what is not known yet."""
+        """Note processes that are on the GPU through something that is not known yet."""
         with self._lock:
             for process in self._processes.values():
                 if process.pid in pids:
                     process.is_seen = True
 
     def close(self) -> None:
-        """End the thread; a look that is under way ends first."""
+        """Stop the thread, after the search that is under way."""
         self._ended.set()
         self._thread.join(CLOSE_S)
         with self._lock:
@@ -159,7 +161,7 @@ class Finder:
                     os.close(pidfd)
 
     def _next(self, now: float) -> tuple[_Process, int, int, bool] | None:
-        """Return the process to look at, with a descriptor of it; None where none is due."""
+        """Return the process to search next, with a descriptor of it; None if none is due."""
         with self._lock:
             due = []
             for process in self._processes.values():
@@ -176,9 +178,9 @@ class Finder:
                 return None
             thorough, _, process, n = min(due, key=lambda one: one[:2])
             try:
-                # The process may be dropped during the look, and the number be another file's.
+                # The process may be dropped during the search, and its descriptor's number reused.
                 return process, os.dup(process.pidfd), n, thorough
-            except OSError:  # no descriptor is left: at the next poll
+            except OSError:  # no descriptor is left: try again at the next poll
                 return None
 
     def _account(self, tenant: int) -> _Account:
@@ -188,24 +190,24 @@ class Finder:
         began = time.monotonic()
         held: Sequence[Any] = ()
         is_wanted = bool(n) or process.is_seen
-        process.is_seen = False  # the next step says it again
+        process.is_seen = False  # the next step sets it again
         if is_wanted:
             try:
                 held = self._find(process.pid, pidfd, thorough=thorough)
             except (OSError, DriverCallError) as e:
-                # Whatever a process does to its descriptors: others are looked for all the same.
+                # Other processes are searched whatever this one does to its descriptors.
                 if not self._said:
                     self._said = True
                     log.warning("process-not-looked-at", pid=process.pid, error=str(e))
         ended = time.monotonic()
         key = (process.tenant, process.pid)
         with self._lock:
-            account = self._accounts.get(process.tenant, _Account())  # it may be removed
+            account = self._accounts.get(process.tenant, _Account())  # it may have been removed
             if thorough:
                 account.thorough_at = ended + COST * (ended - began)
             else:
                 account.charge(ended - began, ended)
-            # It may have registered anew meanwhile; or left, and will.
+            # It may have registered again in the meantime. Or it has left, and may come back.
             now = self._processes.get(key, process)
             if held or not is_wanted:
                 now.n_known, now.n_misses = n, 0
@@ -216,5 +218,6 @@ class Finder:
             if key not in self._processes:
                 self._rests[key] = now.next_at
             elif is_wanted:
-                # Under the lock: a process that leaves is told of after this, and forgotten last.
+                # Under the lock, so that `leave` of this process comes after this and its end is
+                # told last.
                 self._tell(Found(process.tenant, process.pid, held, thorough))

@@ -1,14 +1,15 @@
-"""When containers with several GPUs have all of them at once.
+"""Decide when containers with several GPUs have all of them at once.
 
-A job whose processes wait for each other goes on only while it is on all of its GPUs, and on each
-it spins meanwhile; by turns that know nothing of each other, of 30 % of two GPUs some 9 % is work.
-So such a container has a *window* in each period, at the same time on all its GPUs, and no
-container that keeps a GPU busy is on there with it. Outside of its window it is off. It has one
-while it uses most of its part and, on any of its GPUs, another container works. One that has work
-now and then would wait for its window for nothing, and keep others from the GPU in it.
+A job with processes that wait for each other goes on only while it is on all of its GPUs; meanwhile
+it spins on each that it has. With turns that are not coordinated, a job that has 30 % of two GPUs
+works for some 9 %. So such a container has a *window* in each period, at the same time on all its
+GPUs, in which no other container that keeps a GPU busy is on there. Outside of its window it is
+off. It has a window while it uses most of its part and another container works on any of its GPUs.
+A container with work only now and then would wait for its window for nothing, and keep others from
+the GPU in it.
 
-The board is what the GPUs' threads share. Each says in each step what its containers do; where the
-windows are is decided once for each period, from what was said until then, so they are the same on
+The threads of the GPUs share the board. Each reports in each step what its containers do. Where the
+windows are is decided once per period, from what was reported until then, so they are the same on
 all GPUs. Periods begin at multiples of PERIOD on the clock. Windows of containers that share a GPU
 follow one another. Times are nanoseconds, shares are parts of one GPU.
 """
@@ -24,30 +25,31 @@ from typing import Protocol
 from governor.hardware.policy import MS, PERIOD, Load, Window
 
 MORE = 3 * MS
-"""A window is longer by so much at most, for what was missing in those before: calls of the driver
+"""Longest time that is added to a window for what was missing in earlier ones: the driver calls
 that begin and end it take 0.3 to 0.7 ms each, and wait for those of other GPUs."""
 ENTER, LEAVE = 0.6, 0.4
-"""Of its part a container uses so much at least when it gets a window, and while it has one."""
+"""Parts of its share of a period: a container that uses at least the first gets a window, and keeps
+it while it uses at least the second."""
 RECENT = 3 * PERIOD
-"""What a GPU said before that counts no more: its thread has ended, or hangs."""
+"""Time for which a GPU's report counts. If it is older, the GPU's thread has ended, or hangs."""
 
 
 class Joins(Protocol):
-    """A GPU of the board."""
+    """A GPU on the board."""
 
     def join(self, tenant: int, gang: int) -> None:
-        """Have a container on this GPU when it is on its others."""
+        """Run a container on this GPU at the same time as on its others."""
 
 
 @dataclass
 class _Gang:
     said: dict[int, tuple[int, Load]] = field(default_factory=dict)  # by GPU: when, and what
-    missing: float = 0.0  # of its windows, in ns
-    used: float = 0.0  # in a period, where it used most, over the last ones
+    missing: float = 0.0  # time that its windows lacked, in ns
+    used: float = 0.0  # time per period on the GPU where it used most, averaged
 
 
 class Board:
-    """Where the threads of all GPUs meet; methods are called from any of them."""
+    """What the threads of all GPUs share; its methods may be called from any of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +61,8 @@ class Board:
     def add(self, gpus: Sequence[Joins], tenants: Sequence[int]) -> int:
         """Let a container be on several GPUs at once; return its number.
 
-        Each GPU, where it has this number of `tenants`, says from now on what the container does.
+        `tenants` are its numbers on the GPUs. From now on each GPU reports what the container does
+        there.
         """
         with self._lock:
             number = next(self._numbers)
@@ -75,14 +78,14 @@ class Board:
             self._windows.pop(gang, None)
 
     def say(self, gpu: int, now: int, loads: Mapping[int, Load]) -> None:
-        """Hear what containers with several GPUs do on one of them, by gang."""
+        """Record what containers with several GPUs do on one of them, by gang."""
         with self._lock:
             for number, load in loads.items():
                 if number in self._gangs:
                     self._gangs[number].said[gpu] = now, load
 
     def windows(self, now: int) -> dict[int, Window]:
-        """Return the windows in the period of this time, by gang."""
+        """Return the windows in the current period, by gang."""
         with self._lock:
             period = now // PERIOD
             if period > self._period:
@@ -93,11 +96,11 @@ class Board:
     def _place(self, now: int) -> dict[int, Window]:
         lengths: dict[int, int] = {}
         gpus: dict[int, set[int]] = {}
-        spare: dict[int, float] = {}  # of a period, on each GPU: what none is guaranteed
+        spare: dict[int, float] = {}  # by GPU: time of a period that no container is guaranteed
         for number, gang in self._gangs.items():
             loads = {gpu: load for gpu, (at, load) in gang.said.items() if now - at < RECENT}
             part = _part(loads)
-            # Where it uses most: a job may do little on one of its GPUs.
+            # The GPU where it uses most counts: a job may do little on one of its GPUs.
             had = max((load.had for load in loads.values() if load.is_busy), default=0)
             gang.used = (gang.used + had) / 2
             least = LEAVE if number in self._windows else ENTER
@@ -105,7 +108,7 @@ class Board:
                 gang.missing = 0.0
                 continue
             if number in self._windows:
-                # By half, as it is heard of a period later.
+                # By half, because the effect is reported a period later.
                 gang.missing = min(max(gang.missing + (part * PERIOD - had) / 2, 0.0), MORE)
             lengths[number] = int(part * PERIOD)
             gpus[number] = set(loads)
@@ -113,7 +116,7 @@ class Board:
                 spare[gpu] = max(0.0, 1.0 - load.guarantee - load.others) * PERIOD
         windows = _arrange(lengths, gpus)
         for number, window in windows.items():
-            # Of what is guaranteed to others nothing is taken, nor of another window.
+            # Nothing is taken from what is guaranteed to others, nor from another window.
             own = gpus[number]
             n = max(sum(gpu in gpus[other] for other in lengths) for gpu in own)
             free = min(spare[gpu] for gpu in own) / n
@@ -127,8 +130,8 @@ class Board:
 def _arrange(lengths: Mapping[int, int], gpus: Mapping[int, set[int]]) -> dict[int, Window]:
     """Return windows of these lengths in a period; those on a common GPU follow one another.
 
-    Each begins as early as it can. Where that is not possible, as with GPUs in a ring, those
-    that have to do with each other are shortened until they fit.
+    Each begins as early as it can. Where they do not fit, as with GPUs in a ring, windows that are
+    connected by their GPUs are shortened until they do.
     """
     placed: dict[int, Window] = {}
     for number, length in lengths.items():
@@ -149,7 +152,7 @@ def _arrange(lengths: Mapping[int, int], gpus: Mapping[int, set[int]]) -> dict[i
 
 
 def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[list[int]]:
-    """Return the containers that have to do with each other by their GPUs, in groups."""
+    """Return the containers in groups that are connected by their GPUs."""
     groups: list[tuple[list[int], set[int]]] = []
     for number in numbers:
         members, own = [number], set(gpus[number])
@@ -161,10 +164,10 @@ def _connected(numbers: Iterable[int], gpus: Mapping[int, set[int]]) -> list[lis
 
 
 def _part(loads: Mapping[int, Load]) -> float | None:
-    """Return which part of a period a container has of all its GPUs; None where it needs no window.
+    """Return a container's part of a period on all its GPUs; None if it needs no window.
 
-    As on one GPU: its guarantee, its part of what none is guaranteed, and what the others may not
-    have. The GPU where that is least decides.
+    As on one GPU, the part is its guarantee, its share of what no container is guaranteed, and what
+    the limits of the others leave. The GPU where that is least decides.
     """
     is_shared = any(load.others > 0 for load in loads.values())
     if len(loads) < 2 or not is_shared or not any(load.is_busy for load in loads.values()):

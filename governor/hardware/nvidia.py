@@ -1,4 +1,4 @@
-"""A real GPU behind `steering.Hardware`: channel groups, driver calls and the trace."""
+"""Steer a real GPU, as `steering.Hardware`, through channel groups, driver calls and the trace."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from governor.hardware.trace import Residency, Trace
 
 CAP_SYS_ADMIN = 21
 LEAST = 100
-"""No slice is set shorter: a switch takes 80 us."""
+"""Shortest slice that is set, in microseconds: a switch takes 80 us."""
 SLICE_UNIT = 1024
-"""What the driver calls a microsecond: turns of 24,920 of them take 25.53 ms (H200), and all others
-that were tried are as much longer."""
+"""What the driver calls a microsecond, in nanoseconds: turns of 24,920 of them take 25.53 ms
+(H200), and all other lengths that were tried are longer in the same ratio."""
 
 
 class Held(NamedTuple):
@@ -45,22 +45,22 @@ class Held(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The client's handle, of which the driver has one."""
+        """The client's handle, which is unique in the driver."""
         return self.holding.client
 
     @property
     def n_groups(self) -> int:
-        """How many channel groups the GPU schedules."""
+        """Number of channel groups that the GPU schedules."""
         return len(self.groups)
 
     @property
     def channels(self) -> list[tuple[int, int]]:
-        """All channels, as the driver calls them."""
+        """All channels, as pairs of client and channel."""
         return [(group.client, channel) for group in self.groups for channel in group.channels]
 
 
 class NvidiaHardware:
-    """One GPU of the driver that runs; OSError or DriverCallError where it cannot be steered."""
+    """One GPU of the running driver; OSError or DriverCallError if it cannot be steered."""
 
     def __init__(
         self,
@@ -95,19 +95,20 @@ class NvidiaHardware:
 
     @property
     def reviver(self) -> tuple[str, tuple[str, ...]]:
-        """What switches on by tokens in another process: a function, and what it is called with."""
+        """Function that switches tokens on in another process, and its arguments."""
         return "governor.hardware.nvidia:revive", (self._gpu.uuid,)
 
     def close(self) -> None:
-        """Give everything back. What is off stays off."""
+        """Give everything back. Channels that are off stay off."""
         self._driver.close()
 
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[Held]:
-        """Return what a process has on this GPU; nothing where it is gone or has no context.
+        """Return what a process has on this GPU; nothing if it is gone or has no context.
 
-        Thorough: also what came by clients that are older than some thousand others (2 s).
+        A `thorough` search also finds what came with clients that are older than some thousand
+        others (2 s).
         """
-        # A client is younger than those that it looks for.
+        # A client has to be newer than those that it searches for.
         with self._open() as probe:
             n = calls.N_CLIENTS if thorough else N_CLIENTS_LOOKED_AT
             clients = [c for c in live_clients(probe, n) if c != self._driver.client]
@@ -122,9 +123,9 @@ class NvidiaHardware:
         return [held for held in here if held.groups]
 
     def switch(self, held: Sequence[Held], *, on: bool) -> None:
-        """Switch the channels of all of these on or off, in as few calls as it takes.
+        """Switch the channels of all of these on or off, in as few calls as possible.
 
-        Of a process that has ended nothing is there to be switched.
+        A process that has ended has nothing left to switch.
         """
         channels = [pair for one in held for pair in one.channels]
         if not channels:
@@ -150,7 +151,7 @@ class NvidiaHardware:
         """Switch what a process still has; return whether nothing else failed.
 
         The driver counts how often a channel is switched off, and the call that failed may have
-        done some of it; that a channel is switched on once too often counts nothing.
+        done part of its work. Switching on a channel once too often has no effect.
         """
         there = [(c, channel) for c, channel in held.channels if self._driver.exists(c, channel)]
         try:
@@ -163,10 +164,10 @@ class NvidiaHardware:
         return True
 
     def set_slice(self, held: Held, ns: int) -> None:
-        """Give each channel group this time slice; what is not there any more needs none.
+        """Give each channel group this time slice; one that no longer exists needs none.
 
-        A process that hides the open file of its client, or has put another in its place, keeps
-        the slice that it had.
+        A process that hides the open file of its client, or has replaced it by another one, keeps
+        its old slice.
         """
         us = max(LEAST, ns // SLICE_UNIT)
         client = held.holding.client
@@ -185,12 +186,12 @@ class NvidiaHardware:
             return
 
     def tokens(self, held: Sequence[Held]) -> list[Any]:
-        """Return the channels, as `revive` takes them."""
+        """Return the channels in the form that `revive` takes."""
         return [list(pair) for one in held for pair in one.channels]
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return for how long each process was on the GPU since the last call, by pid."""
-        # Before the flush: what is recorded after it is of the next call.
+        """Return how long each process was on the GPU since the last call, by pid."""
+        # Before the flush: later records are for the next call.
         now = self._driver.gpu_time_ns(self._gpu)
         self._trace.flush()
         self._residency.add(self._trace.read())
@@ -201,14 +202,14 @@ class NvidiaHardware:
 
     @property
     def n_lost(self) -> int:
-        """How many records of the trace were lost, ever."""
+        """Number of trace records ever lost."""
         return self._residency.n_lost + self._trace.n_dropped
 
 
 def require_rights(proc: Path = Path("/proc")) -> None:
-    """Raise PermissionError where the trace would name no process, or no file could be borrowed.
+    """Raise PermissionError if the trace would not name processes, or files could not be borrowed.
 
-    Without CAP_SYS_ADMIN the trace has pid 0 for every process: nothing would be charged, and no
+    Without CAP_SYS_ADMIN the trace has pid 0 for every process. Nothing would be charged, and no
     cap would hold.
     """
     status = (proc / "self/status").read_text()
@@ -226,7 +227,7 @@ def require_rights(proc: Path = Path("/proc")) -> None:
 
 
 def revive(uuid: str, tokens: Sequence[Sequence[int]]) -> None:
-    """Switch on channels of a GPU, each by itself: some of their processes may have ended."""
+    """Switch on channels of a GPU, each on its own, as some of their processes may have ended."""
     with Driver(module_branch() or calls.FIRST_BRANCH) as driver:
         gpu = driver.gpus()[uuid]
         for client, channel in tokens:

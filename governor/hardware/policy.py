@@ -1,30 +1,36 @@
-"""Which containers may use a GPU now, and for how long at a time: the policy for the hardware.
+"""Decide which containers may use a GPU now, and for how long at a time.
 
 Pure: no clock, no thread, no driver. The caller says what each container used and what time it is;
-`step` answers with the setting of each container and the time of the next step. A setting has two
-parts, which the GPU's own scheduler carries out. *On* says whether the container's channels are
-scheduled at all. The *slice* is how long a channel group runs before the GPU looks for another; the
-groups that are on and have work take turns in a circle, so their slices are their weights, and a
-group without work costs nothing.
+`step` returns the setting of each container and the time of the next step. The GPU's own scheduler
+carries a setting out. *On* says whether the container's channels are scheduled at all. The *slice*
+is how long a channel group runs before the GPU looks for another. The groups that are on and have
+work run one after the other in a circle, so their slices are their weights, and a group without
+work costs nothing. A *turn* is one time on the GPU: that of a channel group, which its slice or its
+work ends, or that of a container which alone of several is on. In a *round* each busy group has one
+turn; a period has a whole number of rounds.
 
-Containers stand in one of two ranks. *First* are those of class latency that have used less than
-their guarantee of the last second, and those of the other class that have used less than their
-guarantee for a while: they get long slices, and what goes on beside them gets short ones, so that
-their work waits for a fraction of a millisecond. A container *goes on* whose turns seldom end with
-its work. Short slices waste time in switching where several go on, so of these only one at a time
-is on; they have turns. A container of the first rank whose work is shorter than what it takes to
-begin it uses up its guarantee by that, too: others keep theirs. With no container in the first rank
-all are on, with long slices in the ratio of their guarantees. Where none goes on, or the GPU has
-time left, there is nothing to keep the first rank from, and all have the driver's own slices; but
-for class latency, which is first in any case.
+A container that is below its guarantee is *owed* the missing time. It has one of two ranks. The
+*first rank* holds containers of class latency that have used less than their guarantee of the last
+second, and those of the other class that have been below their guarantee for a while. They get long
+slices, and containers that work next to them get short ones, so that the first rank waits for a
+fraction of a millisecond.
 
-A container that works on several GPUs at once may have a window in each period: a part of it in
-which no container that keeps the GPU busy is on beside it, and outside of which it is off. The
-caller says where windows are (gangs.py); the others share what is left of the period.
+A container *goes on* if its turns seldom end for lack of work. Several containers that go on would
+waste time in switching between short slices, so only one of them is on at a time: they take turns.
+If the work of a container in the first rank is shorter than the context switches that it causes,
+those use up its guarantee as well, and the others keep theirs. While the first rank is empty all
+containers are on, with long slices in the ratio of their guarantees. While no container goes on, or
+the GPU has time left, nothing delays the first rank, and all containers have the driver's own
+slices. A container of class latency is put first even then.
 
-A cap holds within each period: a container that has used its part of it is off until the next. That
-of a container of class latency holds within a second, so that it may use all of it at once; one
-that does is of the second rank, and capped in each period, until it has used less again.
+A container that works on several GPUs at once may have a *window* in each period. Within it, no
+other container that keeps the GPU busy is on; outside of it, the container itself is off. The
+caller says where the windows are (gangs.py). The other containers share the rest of the period.
+
+A cap holds within each period: a container that has used its part is off until the next one. A
+shortfall is a *credit* for later periods, an excess is a debt. The cap of a container of class
+latency holds within a second instead, so that it may use all of it at once. If it does, it is in
+the second rank, and capped in each period, until it has used less again.
 
 Times are nanoseconds, shares are parts of one GPU from 0 to 1.
 """
@@ -39,78 +45,84 @@ MS = 1_000_000
 NEVER = 1 << 63
 
 PERIOD = 100 * MS
-"""Caps hold within it, and turns go round in it. Switching costs 0.6 ms (H100, H200): at 100 ms
-three containers deliver 100.7 % of solo, at 20 ms 94 to 95."""
+"""Interval within which caps hold and all containers that take turns have theirs. Switching costs
+0.6 ms (H100, H200): at 100 ms three containers deliver 100.7 % of solo, at 20 ms 94 to 95."""
 WINDOW = 10
-"""Periods within which the cap of a container of class latency holds."""
+"""Number of periods over which the cap of a container of class latency holds."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
-"""How often all have their slices in a period, by how many are busy, where no container is in the
-first rank; once where there are more. A turn costs some 0.2 ms (H200). In a whole number of rounds
-each container has the same in every period, wherever it begins."""
+"""Rounds per period by the number of busy channel groups, while the first rank is empty; one round
+where there are more groups. A turn costs some 0.2 ms (H200). With a whole number of rounds, each
+container has the same time in every period, wherever the period begins."""
 SHORTEST = 3 * MS
-"""In fewer where turns would be shorter than this: their ends would cost too much of them."""
+"""Shortest turn for which a period is divided into more rounds: the ends of shorter turns would
+cost too much of them."""
 LONGER_WAITS = 9 * MS
-"""Of two containers the larger one waits for the other for so long at most in three rounds; where
-it would be longer there are four."""
+"""Longest time for which the larger of two containers waits for the smaller one in three rounds; if
+it would wait longer, there are four."""
 CREDIT = 3 * MS
-"""What a period's part of a cap may grow by, for what the container was short of in those before,
-or a whole turn where that is more: turns begin and end anywhere in a period, and calls of the
-driver end them early or late."""
+"""Largest credit that a container carries into a period, or a whole turn if that is longer. Turns
+begin and end anywhere in a period, and driver calls end them early or late, so a container may fall
+short of its cap."""
 UNFOUND = 10
-"""Periods for which a container may work before it is found without a debt: a governor that starts
-finds those of the one before it, and one of 5 % would be off for 2 s for each period until then."""
+"""Number of periods for which a container may work before it is found without incurring a debt. A
+governor that starts finds the containers of its predecessor, and without this one of 5 % would be
+off for 2 s for each period until then."""
 DEBT = 3 * PERIOD
-"""So much of what a container had too much is taken off later: what it did after a pause is known
-0.3 s later (activity.py)."""
+"""Largest excess over a cap that is taken off later periods. What a container did after a pause is
+known 0.3 s later (activity.py)."""
 SHORT = 200_000
-"""The slice of containers that must not keep the first rank waiting."""
+"""Slice of containers that must not keep the first rank waiting."""
 EVEN = 2 * MS
-"""That of all where none has work all the time: the driver's own."""
+"""Slice of all containers where none has work all the time; it is the driver's own."""
 LONG = 16 * MS
-"""That of the first rank; where all of it go on, that of all together."""
+"""Slice of a container in the first rank; the sum of their slices if all of them go on."""
 END = 70_000
-"""So long a turn lasts beyond its slice (H200: 0 to 100 us)."""
+"""Time by which a turn outlasts its slice (H200: 0 to 100 us)."""
 GAP = 80_000
-"""And so long it is until the next one has begun (H100, H200)."""
+"""Time from the end of a turn to the beginning of the next (H100, H200)."""
 LEAST = 1 * MS
-"""No slice is shorter where all are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
+"""Shortest slice where all containers are on: 1 ms costs 8 % in switching, 2 ms 7 % (H100)."""
 TURN_LEAST = 10 * MS
-"""No turn by switching is shorter."""
+"""Shortest turn that is made by switching channels off and on."""
 LATER = 10 * MS
-"""For the sake of a container that is idle no step is nearer, and to look whether one that has
-reached its cap has more, as it should not, none is farther."""
+"""Shortest interval to the next step for the sake of an idle container. Longest interval after
+which a container that has reached its cap is checked for using more."""
 LITTLE = 1 * MS
-"""So much beyond its cap a container may have before it is switched off."""
+"""Time by which a container may exceed its cap before it is switched off."""
 SOON = 2 * MS
-"""No step is nearer: each takes calls of the driver. What is used too much in it is debt."""
+"""Shortest interval between two steps: each takes driver calls. What is overused in it is debt."""
 
 LIVELY = 3 * PERIOD
-"""A container that was on the GPU so lately works; those with windows are off most of the time."""
+"""Time since its last use of the GPU for which a container counts as working. Containers with
+windows are off most of the time."""
 MANY = 4
-"""Channel groups with work, from which on steps come less often."""
+"""Number of busy channel groups from which on steps come less often."""
 
 RISE = 150 * MS
 FALL = 10 * MS
 MOST = 400 * MS
-"""A container enters the first rank when it is owed RISE times its guarantee, and leaves it below
-FALL; it is owed MOST at most, and owes as much at most for what it took while others were owed."""
+"""Thresholds of the time that a container is owed, in wall time at its guaranteed rate. It enters
+the first rank at RISE and leaves it below FALL. It is owed MOST at most, and owes MOST at most for
+what it took while others were owed."""
 AWAKE = 2000 * MS
-"""A container that has not used the GPU for so long keeps no slices short."""
+"""Time since its last use of the GPU for which a container keeps the slices of others short."""
 BUSY = 0.05, 0.02
-"""Of the time that it could have had a container uses more than the first to count for weights, and
-more than the second to go on so."""
+"""Parts of the time that a container could have had. One that uses more than the first counts for
+weights, until it uses less than the second."""
 FULL, NOT_FULL = 0.98, 0.92
-"""The GPU has more work than it can do when it had so much in each of N_FULL periods, until it has
-less than the second on average."""
+"""Parts of a period with work or context switches. The GPU is full, that is, has more work than it
+can do, once each of N_FULL periods in a row had more than the first, until the average falls below
+the second."""
 N_FULL = 4
 BURST = 0.5
-"""A container that used more than this in one of the last periods takes turns."""
+"""Part of the time that it could have had: a container that used more in one of the last periods
+takes turns."""
 ENDING = 5 * MS
-"""A container goes on that has so much of the GPU for each turn that ends with its work."""
+"""A container goes on if it has more GPU time than this per turn that ends for lack of work."""
 
 
 class Share(NamedTuple):
-    """What a container may have of a GPU: guarantee and limit, and whether its class is latency."""
+    """What a container may have of a GPU, and whether its class is latency."""
 
     guarantee: float
     limit: float
@@ -118,78 +130,78 @@ class Share(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What holds for a container: whether it is on, and its slice in nanoseconds."""
+    """What is in force for a container: whether it is on, and its slice in nanoseconds."""
 
     on: bool
     slice_ns: int
 
 
 class Window(NamedTuple):
-    """A part of a period, from its beginning on, in nanoseconds."""
+    """A part of a period, in nanoseconds from the beginning of the period."""
 
     begin: int
     end: int
     more: int = 0
-    """Of that, what is for windows before it that were too short."""
+    """The part of it that makes up for earlier windows that were too short."""
 
 
 class Load(NamedTuple):
-    """What one container and the others do with a GPU, as windows depend on it."""
+    """What a container and the others do with a GPU, as far as windows depend on it."""
 
     guarantee: float
     limit: float
     is_busy: bool
-    """It was on the GPU in the last periods."""
+    """Whether it was on the GPU in the last periods."""
     others: float
-    """Guarantees of the other containers that keep the GPU busy."""
+    """Sum of the guarantees of the other containers that keep the GPU busy."""
     others_limit: float
-    """And their limits."""
+    """Sum of their limits, at most 1."""
     had: int
-    """GPU time in the last period."""
+    """GPU time in the last period, in nanoseconds."""
 
 
 class _Tenant:
     def __init__(self, share: Share, now: int) -> None:
         self.share = share
-        self.owed = 0.0  # GPU time below its guarantee, in ns of wall time at that rate
+        self.owed = 0.0  # time below its guarantee, in ns of wall time at that rate
         self.first = share.latency
-        self.spent = 0.0  # in this period
-        self.cost = 0.0  # and what changes of the context took that it caused
-        self.carried = 0.0  # of its cap, beyond what earlier periods allowed, or below it
-        self.turn = 0.0  # how long it has the GPU at a time
-        self.groups = 1  # that have turns of their own
-        self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # used in each of the last periods
+        self.spent = 0.0  # GPU time in this period
+        self.cost = 0.0  # time of the context switches that it caused in this period
+        self.carried = 0.0  # debt of earlier periods to its cap; a credit if negative
+        self.turn = 0.0  # length of one turn
+        self.groups = 1  # channel groups with work; each has turns of its own
+        self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
         self.used_at = now  # when it last used the GPU
-        self.on_at = now  # and when it was last switched on
-        self.could_use = 0.0  # time that it was on and no other used, and what it used of that
+        self.on_at = now  # when it was last switched on
+        self.could_use = 0.0  # time that it was on and no other used; did_use: what it used
         self.did_use = 0.0
-        # What it used of the time that it could have had, over the last periods and of late: as
-        # nothing is known of it yet, all.
+        # Part that it used of the time that it could have had: averaged over the last periods, and
+        # the recent peak. As nothing is known yet, all of it.
         self.load = self.burst = 1.0
         self.busy = True
-        self.n_early = 0  # turns in this period that ended with its work
-        self.goes_on = False  # few of its turns do; what is not known ends its turns by itself
+        self.n_early = 0  # turns in this period that ended for lack of work
+        self.goes_on = False  # False while nothing is known of its turns
         self.on, self.slice = True, EVEN
-        # It is steered from some time on within the period in which it is found, so what it has
-        # beyond its cap until then is no debt; nor what it had before, as far as UNFOUND allows.
+        # It is found, and steered from then on, in the middle of a period, so what it has beyond
+        # its cap in that period is not a debt. Nor is what it had before, within UNFOUND periods.
         self.is_found = False
-        self.n_unfound = 0  # periods in which it worked, and could not be switched off
+        self.n_unfound = 0  # periods in which it worked and could not be switched off
         self.fresh = True
 
     @property
     def had(self) -> float:
-        """What it used within the last second."""
+        """GPU time within the last second."""
         return sum(self.recent) + self.spent
 
     @property
     def cost_others(self) -> float:
-        """What others could not use for its sake within the last second."""
+        """Time that others could not use because of it within the last second."""
         return self.had + sum(self.costs) + self.cost
 
     @property
     def budget(self) -> float:
-        """What it may use in this period."""
+        """GPU time that it may use in this period."""
         own = self.share.limit * PERIOD - self.carried
         if self.share.latency:
             left = self.share.limit * WINDOW * PERIOD - sum(self.recent)
@@ -198,12 +210,12 @@ class _Tenant:
 
     @property
     def left(self) -> float:
-        """What it has not used of that."""
+        """Part of the budget that it has not used."""
         return self.budget - self.spent
 
     @property
     def takes_turns(self) -> bool:
-        """Whether only one of its kind may be on where others must not wait."""
+        """Whether it has to take turns with others like it while the first rank must not wait."""
         return self.goes_on and (self.burst > BURST or self.share.latency)
 
     @property
@@ -216,22 +228,22 @@ class _Tenant:
 
 
 class Policy:
-    """The policy for one GPU. Containers are named by any number."""
+    """The policy for one GPU. Any number may name a container."""
 
     def __init__(self, now: int) -> None:
         self._tenants: dict[int, _Tenant] = {}
         self._now = now
-        # Of all GPUs they begin at the same time.
+        # Periods begin at the same time on all GPUs.
         self._period_end = (now // PERIOD + 1) * PERIOD
         self._windows: Mapping[int, Window] = {}
         self._turn: int | None = None
         self._turn_end = 0
         self._early: Mapping[int, int] = {}
         self._grain = SOON
-        self._part = 1.0  # of the time that the GPU had work or changed the context, of late
+        self._part = 1.0  # recent average part of the time with work or context switches
         self._is_full, self._n_full, self._n_unknown = True, 0, N_FULL
-        self._had = 0.0  # of that in this period
-        self._round_left: float = NEVER  # of all caps, where those that have reached theirs wait
+        self._had = 0.0  # time with work or context switches in this period
+        self._round_left: float = NEVER  # of all budgets, while containers at their caps stay on
         self._is_even = False  # all have the same slices, whatever their ranks
 
     def add(self, tenant: int, share: Share, now: int) -> None:
@@ -239,7 +251,7 @@ class Policy:
         known = self._tenants.get(tenant)
         if known is None:
             self._tenants[tenant] = _Tenant(share, now)
-            # What it does is not known yet: for some periods the GPU counts as full.
+            # It is not known yet what it does, so the GPU counts as full for some periods.
             self._is_full, self._n_unknown = True, N_FULL
         else:
             known.share = share
@@ -262,13 +274,13 @@ class Policy:
         early: Mapping[int, int] | None = None,
         windows: Mapping[int, Window] | None = None,
     ) -> tuple[dict[int, Setting], int]:
-        """Return every container's setting and when to step again; `used` since the last step.
+        """Return every container's setting and the time of the next step.
 
-        `groups`: how many channel groups of a container have work, each with turns of its own;
-        one, where it is not said. A container's slice is for all of them. Where groups are given, a
-        container without any was not found yet, and cannot be switched off. `early`: how many of
-        its turns ended with its work since the last step. `windows`: when containers that have
-        several GPUs are on.
+        `used`: GPU time of each container since the last step. `groups`: how many channel groups of
+        a container have work, each with turns of its own; one, where it is not said. A container's
+        slice is for all its groups. Where groups are given, a container without any has not been
+        found yet and cannot be switched off. `early`: how many of its turns ended for lack of work
+        since the last step. `windows`: when containers that have several GPUs are on.
         """
         self._windows = {i: w for i, w in (windows or {}).items() if i in self._tenants}
         self._early = early or {}
@@ -285,13 +297,13 @@ class Policy:
         return settings, self._next(now, settings)
 
     def load(self, tenant: int, now: int) -> Load:
-        """Return what a container and the others do."""
+        """Return what a container and the others do with the GPU."""
         own = self._tenants[tenant]
         others = [t for t in self._tenants.values() if t is not own and self._is_lively(t, now)]
         return Load(
             own.share.guarantee,
             own.share.limit,
-            # One of class latency is first on each of its GPUs whenever it has work.
+            # A container of class latency is first on each of its GPUs whenever it has work.
             is_busy=now - own.used_at < LIVELY and not own.share.latency,
             others=sum(t.share.guarantee for t in others),
             others_limit=min(1.0, sum(t.share.limit for t in others)),
@@ -301,7 +313,7 @@ class Policy:
     def _is_lively(self, tenant: _Tenant, now: int) -> bool:
         return tenant.busy and now - tenant.used_at < LIVELY
 
-    # ---- what was used ----
+    # ---- accounting ----
 
     def _account(self, now: int, used: Mapping[int, int]) -> None:
         passed = max(0, now - self._now)
@@ -321,14 +333,14 @@ class Policy:
             cost = self._early.get(number, 0) * 2 * GAP
             tenant.cost += cost
             tenant.n_early += self._early.get(number, 0)
-            # What it took while others were short is a debt; idle time is none.
+            # Time that it took while others were owed is a debt; time that was idle is not.
             is_owing = any(t.owed > FALL for t in self._tenants.values() if t is not tenant)
             least = -MOST if is_owing else min(tenant.owed, -FALL)
-            # A turn in which it did nothing was its own, too: others were off for it.
+            # A turn in which it did nothing is charged, too, because others were off for it.
             had = max(ns + cost, passed - (together - ns) - costs) if number == kept else ns + cost
             tenant.owed = min(max(tenant.owed + passed - had / share.guarantee, least), MOST)
             if tenant.is_spent:
-                tenant.owed = min(tenant.owed, 0.0)  # it had what its cap allows
+                tenant.owed = min(tenant.owed, 0.0)  # it had all that its cap allows
             if ns:
                 tenant.used_at = now
             if tenant.on:
@@ -339,7 +351,7 @@ class Policy:
             self._end_period(now)
 
     def _forgive(self, now: int) -> None:
-        """What all busy containers are short of, as switching cost it, is owed to none."""
+        """Cancel what all busy containers lack in common: it went into context switches."""
         busy = [t for t in self._tenants.values() if now - t.used_at < PERIOD and t.burst > BURST]
         common = min((t.owed for t in busy), default=0.0)
         if len(busy) > 1 and common > 0:
@@ -353,9 +365,9 @@ class Policy:
         self._period_end += n * PERIOD
         for number, tenant in self._tenants.items():
             over = tenant.spent - tenant.share.limit * PERIOD * n + tenant.carried
-            # Of class latency the last second says what it may have, or its window.
+            # Class latency is limited within the last second, and a gang by its window: no debt.
             is_debt = not tenant.share.latency and not tenant.fresh and number not in self._windows
-            # What a container that sleeps does not use is not saved for later.
+            # A container that sleeps does not save up time.
             slept = now - tenant.used_at > PERIOD * 2
             credit = CREDIT if slept else max(CREDIT, min(tenant.turn, tenant.share.limit * PERIOD))
             tenant.carried = min(max(over, -credit), DEBT) if is_debt else 0.0
@@ -378,7 +390,7 @@ class Policy:
                 tenant.could_use = tenant.did_use = 0.0
 
     def _note_work(self, part: float) -> None:
-        """Hear for which part of a period the GPU had work or changed the context."""
+        """Note in which part of a period the GPU had work or switched contexts."""
         if self._n_unknown:
             self._n_unknown -= 1
             part = 1.0
@@ -393,7 +405,7 @@ class Policy:
     def _rank(self) -> None:
         for number, tenant in self._tenants.items():
             if number in self._windows:
-                tenant.first, tenant.owed = False, 0.0  # it has its part by them
+                tenant.first, tenant.owed = False, 0.0  # its window gives it its part
             elif tenant.share.latency:
                 whole = tenant.share.guarantee * WINDOW * PERIOD
                 tenant.first = tenant.cost_others < (0.8 if not tenant.first else 1) * whole
@@ -421,7 +433,7 @@ class Policy:
         takers = [i for i, t in rest.items() if t.takes_turns and not t.is_spent]
         if not waits:
             self._turn = None
-            # Whether one is off says nothing of slices: to set one takes a call of the driver.
+            # Slices do not depend on which containers are off, as each change takes a driver call.
             working = {i for i, t in rest.items() if t.busy}
             settings = self._by_weight({**first, **rest}, {*working, *first})
         elif not (
@@ -434,7 +446,8 @@ class Policy:
             settings = {i: Setting(True, self._slice_of_first(i, first)) for i in first}
             holder = self._take_turn(takers, now)
             for i, tenant in rest.items():
-                # One that does not go on ends its turn by itself; to cut it up would cost as much.
+                # The turns of one that does not go on are short; cutting them up would cost as
+                # much.
                 ns = SHORT if tenant.goes_on else EVEN
                 settings[i] = Setting(i == holder or i not in takers, ns)
         lively = [t for t in others.values() if self._is_lively(t, now)]
@@ -445,18 +458,19 @@ class Policy:
         for i, tenant in others.items():
             is_over = tenant.is_spent
             if is_batched and tenant.spent > tenant.turn / 2:
-                # Its next turn comes after those of all others. As long as these go on to their own
-                # caps it takes none of their time, and one call serves all.
+                # Its next turn comes after those of all others. While these go on to their own
+                # caps, leaving it on takes none of their time, and one call switches all of them
+                # off.
                 is_over = tenant.left <= (-LITTLE if is_going_on else LITTLE)
             if tenant.is_capped and is_over:
                 settings[i] = settings[i]._replace(on=False)
         return settings
 
     def _slice_of_first(self, number: int, first: Mapping[int, _Tenant]) -> int:
-        """Return the slice of a container of the first rank.
+        """Return the slice of a container in the first rank.
 
-        One whose work comes now and then ends its turn by itself. Those that go on share as they
-        are guaranteed, in turns that keep others of the rank waiting for little.
+        A container with work now and then ends its turns on its own. Those that go on share in the
+        ratio of their guarantees, in turns that keep the others of the rank waiting only briefly.
         """
         tenant = first[number]
         if not tenant.goes_on:
@@ -466,7 +480,7 @@ class Policy:
         return max(LEAST, int(length * tenant.share.guarantee / whole))
 
     def _with_windows(self, now: int, settings: dict[int, Setting]) -> dict[int, Setting]:
-        """Return the settings of all containers, where those of the ones without a window are."""
+        """Return all containers' settings, given those of the containers without a window."""
         at = now - self._period_begin
         inside = {i for i, window in self._windows.items() if window.begin <= at < window.end}
         for i, tenant in self._tenants.items():
@@ -485,7 +499,7 @@ class Policy:
 
     def _by_weight(self, tenants: Mapping[int, _Tenant], busy: set[int]) -> dict[int, Setting]:
         n = sum(tenants[i].groups for i in busy)
-        # What windows have beyond their parts changes each time; slices do not, for that.
+        # The extra time of windows (`more`) changes each period; slices must not.
         free = PERIOD - sum(w.end - w.begin - w.more for w in self._windows.values())
         free = max(0, free)
         is_room = sum(tenants[i].share.limit for i in busy) * PERIOD < free
@@ -495,11 +509,11 @@ class Policy:
             length = PERIOD
         else:
             whole = sum(tenants[i].share.guarantee for i in busy) or 1.0
-            # One that has been idle is not in the sum, and may wake up.
+            # An idle container is not in the sum, and may wake up.
             weights = {i: min(1.0, t.share.guarantee / whole) for i, t in tenants.items()}
             length = free
         rounds = self._rounds(n, length * min((weights[i] for i in busy), default=1.0))
-        # Of many each has one turn in a round, so one that is over its cap is no hurry.
+        # Of many groups, each has one turn per round, so one over its cap is not urgent.
         self._grain = SOON if n < MANY else length // rounds // 8
         length = length // rounds - (0 if is_room else n * GAP)
         settings = {}
@@ -512,9 +526,9 @@ class Policy:
         return settings
 
     def _rounds(self, n: int, least: float) -> int:
-        """Return in how many rounds so many groups have their time in a period.
+        """Return in how many rounds `n` groups have their time in a period.
 
-        `least` is what of it the container has that has least.
+        `least`: the part of the period, in nanoseconds, that is for the smallest container.
         """
         rounds = ROUNDS.get(n, 1)
         if n == 2 and least > rounds * LONGER_WAITS:
@@ -522,14 +536,15 @@ class Policy:
         return max(1, min(rounds, int(least // SHORTEST)))
 
     def _take_turn(self, busy: list[int], now: int) -> int | None:
-        """Return whose turn it is among containers that keep the GPU busy."""
+        """Return which of the containers that keep the GPU busy has the turn."""
         if len(busy) < 2:
             self._turn = busy[0] if busy else None
             self._turn_end = NEVER
             return self._turn
         if self._turn in busy and now < self._turn_end < NEVER:
             return self._turn
-        # What a container lost to those of the first rank it has back; of equals the next one.
+        # The one that is owed most gets back what it lost to the first rank; among equals, the
+        # next.
         last = -1 if self._turn is None else self._turn
         self._turn = min(busy, key=lambda i: (-self._tenants[i].owed, i <= last, i))
         whole = sum(self._tenants[i].share.guarantee for i in busy)
@@ -537,7 +552,7 @@ class Policy:
         self._turn_end = now + max(TURN_LEAST, int(PERIOD * part))
         return self._turn
 
-    # ---- when to look again ----
+    # ---- when to step again ----
 
     def _next(self, now: int, settings: Mapping[int, Setting]) -> int:
         at = [self._period_end]
@@ -559,11 +574,11 @@ class Policy:
                 )
                 at.append(now + max(LATER if is_idle else SOON, int(left)))
             if is_idle:
-                continue  # what it may have too much until the period ends is taken off the next
+                continue  # what it may overuse until the period ends is taken off the next
             if tenant.is_spent:  # it waits for the others to reach their caps
                 at.append(now + min(LATER, max(SOON, int(self._round_left))))
             elif tenant.is_capped:
-                # Slices of the first rank say nothing of what it uses.
+                # Slices of the first rank do not tell how much of the GPU it uses.
                 is_rate = tenant.busy and not any(self._tenants[j].first for j in on)
                 rate = settings[i].slice_ns / slices if is_rate else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))

@@ -1,8 +1,8 @@
-"""A GPU that its own scheduler divides: an arbiter's thread that stands back, and one that steers.
+"""Run a GPU that its own scheduler divides: the arbiter's thread stands back, and another steers.
 
 Every container has an open grant, so no launch waits. The steering's thread reads which container
-was on the GPU, and switches and weighs containers by the policy. Where steering fails, for whatever
-reason, the arbiter grants again as it does on other GPUs: quotas hold either way.
+was on the GPU, and switches and weights containers by the policy. If steering fails for any reason,
+the arbiter grants again as it does on other GPUs, so quotas hold either way.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ from vdriver.nvml import DeviceUse, Nvml
 log = structlog.get_logger("tidegate")
 
 HIDDEN_NS = 500_000_000
-"""A process that had so much GPU time by what is not found is held by grants, if by anything."""
+"""GPU time, in nanoseconds, that a process may have through what is not found. Beyond it only
+grants can hold that process, if anything can."""
 
 
 class Closeable(Hardware[Any], Protocol):
-    """A GPU whose scheduler is steered until it is closed."""
+    """A GPU that is steered until it is closed."""
 
     @property
     def reviver(self) -> tuple[str, tuple[str, ...]]:
-        """What switches on by tokens in another process: a function, and what it is called with."""
+        """Function that switches tokens on in another process, and its arguments."""
 
     def close(self) -> None:
         """Give back what it has."""
 
 
 def open_hardware(nvml: Nvml, uuid: str) -> Closeable:
-    """Return a GPU whose scheduler can be steered; OSError or DriverCallError where none can."""
+    """Return the scheduler of a GPU; OSError or DriverCallError if it cannot be steered."""
     simulated = nvml.simulated(uuid)
     if simulated is None:
         require_rights()
         return NvidiaHardware(uuid)
     try:
         from simgpu.steering import SimulatedHardware
-    except ImportError as e:  # no package has it
+    except ImportError as e:  # packages do not have it
         raise OSError("a simulated GPU is steered by a checkout's governor only") from e
     return SimulatedHardware(*simulated, uuid)
 
 
 LOST_S = 60.0
-"""Lost records are said this often at most."""
+"""Shortest interval between two messages of a kind, in seconds."""
 
 
 class UnsteerableError(Exception):
@@ -70,7 +71,7 @@ class UnsteerableError(Exception):
 
 
 class HardwareRunner(Runner):
-    """Shares one GPU among containers by its own scheduler; the interface is the arbiter's."""
+    """Shares one GPU by its own scheduler, with the interface of the arbiter's `Runner`."""
 
     def __init__(
         self,
@@ -82,18 +83,20 @@ class HardwareRunner(Runner):
         board: Board | None = None,
         busy: Callable[[int], Sequence[DeviceUse]] | None = None,
     ) -> None:
-        """`busy` returns NVML's samples of the GPU since a time, in us since 1970.
+        """Start the threads.
 
-        `board` is what the GPUs of the node share.
+        `busy` returns NVML's samples of the GPU since a time, in us since 1970. `board` is shared
+        by the GPUs of the node.
         """
-        # First: without it nothing may be switched off, and nothing is begun that had to end.
+        # First: without it nothing may be switched off, and if it fails nothing is left to be
+        # stopped.
         self._watchdog = Watchdog(*hardware.reviver)
         super().__init__(library, config)
         self._board = board or Board()
         self.together = self._board
         self._hardware, self._gpu, self._busy = hardware, gpu, busy
         self._told: queue.SimpleQueue[Callable[[Steering[Any]], None] | None] = queue.SimpleQueue()
-        # A container's number is another one's as soon as it is free; the steering's never is.
+        # The arbiter reuses a container's number as soon as it is free; the steering must not.
         self._numbers = itertools.count()
         self._number: dict[int, int] = {}
         self._used: dict[int, int] = {}
@@ -106,7 +109,7 @@ class HardwareRunner(Runner):
 
     @property
     def is_steered(self) -> bool:
-        """Whether the GPU's own scheduler divides its time, or the arbiter's grants do."""
+        """Whether the GPU's own scheduler divides its time, and not the arbiter's grants."""
         return not self._failed
 
     # ---- called from the event loop ----
@@ -121,7 +124,7 @@ class HardwareRunner(Runner):
         *,
         latency: bool = False,
     ) -> int:
-        """Share the GPU with a container whose pages these are."""
+        """Share the GPU with the container that has these pages."""
         tenant = super().add(guarantee, limit, grant, device, ledger)
         number = self._number[tenant] = next(self._numbers)
         share = Share(guarantee / WHOLE, limit / WHOLE, latency)
@@ -129,7 +132,7 @@ class HardwareRunner(Runner):
         return tenant
 
     def join(self, tenant: int, gang: int) -> None:
-        """Have a container on this GPU when it is on its others."""
+        """Run a container on this GPU when it is on its others."""
         number = self._number[tenant]
         self._tell(lambda steering: steering.join(number, gang))
 
@@ -149,7 +152,7 @@ class HardwareRunner(Runner):
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Hear of a container's process, and how many contexts it says that it has."""
+        """Note a process of a container; `contexts` returns how many it says that it has."""
         number = self._number[tenant]
         self._tell(lambda steering: steering.enter(number, pid))
         try:
@@ -159,23 +162,23 @@ class HardwareRunner(Runner):
             raise
 
     def leave(self, tenant: int, slot: int) -> None:
-        """Hear that a container's process has ended."""
+        """Note that a process of a container has ended."""
         number = self._number[tenant]
         pid = self._finder.leave(number, slot)
         if pid is not None:
             self._tell(lambda steering: steering.forget(number, pid))
 
     def stats(self, tenant: int) -> Stats:
-        """Return a container's counters: what it had by the GPU's own word."""
+        """Return a container's counters; its GPU time is what the GPU's trace says."""
         stats = super().stats(tenant)
-        # The arbiter's part stands still while the GPU is steered, and goes on afterwards.
+        # The arbiter's part does not change while the GPU is steered, and grows afterwards.
         used = self._used.get(self._number[tenant], 0)
         stats.charged_ns += used
         stats.held_ns += used
         return stats
 
     def close(self) -> None:
-        """Stop both threads. Every container is switched on, and keeps its quota by itself."""
+        """Stop both threads. Every container is switched on, and keeps its own quota."""
         self._finder.close()
         self._told.put(None)
         self._steering_thread.join()
@@ -187,7 +190,7 @@ class HardwareRunner(Runner):
         if found.held:
             self._tell(lambda steering: steering.take(found.tenant, found.pid, found.held))
         elif found.thorough:
-            # Before that it may be a client of long ago, which an ordinary look does not find.
+            # Without it, it may be an old client, which an ordinary search does not find.
             self._tell(lambda steering: steering.miss(found.pid))
 
     # ---- the steering's thread ----
@@ -204,7 +207,7 @@ class HardwareRunner(Runner):
             while self._step(steering):
                 pass
         except Exception as e:  # noqa: BLE001
-            # Whatever it is: quotas hold by grants.
+            # Whatever the error is, quotas hold by grants.
             self.not_steered = str(e) or repr(e)
             log.error(
                 "gpu-not-steered",
@@ -218,13 +221,13 @@ class HardwareRunner(Runner):
             self.open(is_open=False)
             with contextlib.suppress(Exception):
                 steering.all_on()
-            # What could not be switched on here is switched on there: it was told of it.
+            # The watchdog, which was told of it, switches on what could not be switched on here.
             self._watchdog.close()
             self._hardware.close()
             self._drain()
 
     def _tell(self, what: Callable[[Steering[Any]], None]) -> None:
-        """Have the steering's thread do something, as long as there is one."""
+        """Run a call on the steering's thread, while that exists."""
         self._told.put(what)
         if self._failed:
             self._drain()
@@ -235,7 +238,7 @@ class HardwareRunner(Runner):
                 self._told.get_nowait()
 
     def _step(self, steering: Steering[Any]) -> bool:
-        """Do what is due, then what is told until the next step; return False when it is over."""
+        """Run a step, and the calls that come before the next one; return False at the end."""
         wake = steering.step() / 1e9
         self._used = dict(steering.used_ns)
         if steering.strangers or steering.returned:
@@ -268,9 +271,9 @@ class HardwareRunner(Runner):
         ahead = time.time_ns() - time.monotonic_ns()
         try:
             found = self._busy((since_ns + ahead) // 1000)
-        except NvmlError:  # what is on the GPU counts as working, then
+        except NvmlError:  # then what is on the GPU counts as working
             return None
-        # NVML rounds down: of a small cap a whole percent is much, and is not given away.
+        # NVML rounds down. A whole percent is much of a small cap, so it is not given away.
         return [Sample(one.time_us * 1000 - ahead, (one.percent + 1) / 100) for one in found]
 
     def _say_lost(self) -> None:

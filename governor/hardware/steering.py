@@ -1,7 +1,7 @@
-"""Carries out the policy on one GPU: what was used, what follows, switches and slices.
+"""Carry out the policy on one GPU: read what was used, decide, switch and set slices.
 
 A step takes as long as its driver calls, so it runs on a thread of its own. Containers are switched
-on before others are switched off: in between both are scheduled, and the GPU never idles for it.
+on before others are switched off. In between both are scheduled, so the GPU never idles for it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from governor.hardware.gangs import Board
 from governor.hardware.policy import Policy, Setting, Share
 
 BLIP = 2_000_000
-"""A process that is off is on the GPU again when it had so much of it in a step."""
+"""GPU time in one step above which a process that is off counts as on again, in nanoseconds."""
 
 
 ACTIVE = 1_000_000_000
-"""A process that has not been on the GPU for so long has no part of its container's slice."""
+"""Time since its last use of the GPU after which a process has no part of its container's slice."""
 
 
 class Held(Protocol):
-    """What a process has on a GPU: `n_groups` that the GPU schedules, each for a slice."""
+    """What a process has on a GPU: `n_groups` channel groups, each with a slice of its own."""
 
     @property
     def pid(self) -> int:
@@ -32,59 +32,60 @@ class Held(Protocol):
 
     @property
     def key(self) -> int:
-        """What it is to the GPU, whichever process has it."""
+        """What identifies it on the GPU, whichever process has it."""
 
     @property
     def n_groups(self) -> int:
-        """How many groups."""
+        """Number of channel groups."""
 
 
 H = TypeVar("H", bound=Held)
 
 
 class Hardware(Protocol[H]):
-    """One GPU whose scheduler can be steered."""
+    """One GPU with a scheduler that can be steered."""
 
     def find(self, pid: int, pidfd: int, *, thorough: bool = False) -> Sequence[H]:
-        """Return what a process has on the GPU; nothing where it is gone or has no context.
+        """Return what a process has on the GPU; nothing if it is gone or has no context.
 
-        Called from a thread of its own. Thorough is what takes seconds.
+        Called from a thread of its own. A `thorough` search takes seconds.
         """
 
     def switch(self, held: Sequence[H], *, on: bool) -> None:
         """Let the GPU schedule these from now on, or not at all.
 
-        It counts: what was switched off twice is on after two more calls. What is on stays so.
+        Calls are counted: what was switched off twice is on after two calls that switch it on.
+        Switching on what is on changes nothing.
         """
 
     def set_slice(self, held: H, ns: int) -> None:
-        """Give each group this time slice."""
+        """Give each channel group this time slice."""
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return for how long each process was on the GPU since the last call, by pid."""
+        """Return how long each process was on the GPU since the last call, by pid."""
 
     @property
     def returned_ns(self) -> Mapping[int, int]:
-        """Of that, what processes had by turns that began when they were off, by pid."""
+        """The part of that time from turns that began while the process was off, by pid."""
 
     @property
     def early_turns(self) -> Mapping[int, int]:
-        """How many turns of a process ended with its work in that time, by pid."""
+        """Number of turns in that time that ended for lack of work, by pid."""
 
     @property
     def full_turns(self) -> Sequence[Full]:
-        """Those that ended with their slice."""
+        """Turns in that time that ended with their slice."""
 
     @property
     def n_lost(self) -> int:
-        """How many records of the trace were lost, ever: their time is charged to no container."""
+        """Number of trace records ever lost. Their time is charged to no container."""
 
     def tokens(self, held: Sequence[H]) -> list[Any]:
-        """Return what names these to another process that shall switch them on; it is JSON."""
+        """Return JSON values that identify these to another process, which is to switch them on."""
 
 
 class Steering(Generic[H]):
-    """One GPU and its containers; every method is called from one thread."""
+    """Steers one GPU and its containers; every method is called from one thread."""
 
     def __init__(
         self,
@@ -96,29 +97,30 @@ class Steering(Generic[H]):
         board: Board | None = None,
         gpu: int = 0,
     ) -> None:
-        """`announce` is told what will be off, before it is, and in each step while anything is.
+        """Set up a GPU without containers.
 
-        By the board GPUs agree when containers with several of them are on; this is its number.
-
-        `samples` returns NVML's since a time, both on the clock; None where it does not tell.
+        `announce` is told what will be off before it is switched off, and in each step while
+        anything is off. `samples` returns NVML's samples since a time, both on the clock; None if
+        NVML has none. On the `board` GPUs agree when containers with several of them are on; `gpu`
+        is this one's number there.
         """
         self._announce = announce
         self._hardware, self._clock = hardware, clock
         self._policy = Policy(clock())
         self._samples, self._activity = samples, Activity(clock())
         self._board, self._gpu = board or Board(), gpu
-        self._gangs: dict[int, int] = {}  # by container, of those with several GPUs
+        self._gangs: dict[int, int] = {}  # by container, for those with several GPUs
         self._held: dict[int, list[H]] = {}
         self._tenants: dict[int, int] = {}  # by pid
         self._settings: dict[int, Setting] = {}
-        self._worked: dict[int, int] = {}  # when a process was last on the GPU
-        self._groups: dict[int, int] = {}  # that have a part of a container's slice
+        self._worked: dict[int, int] = {}  # when each process was last on the GPU
+        self._groups: dict[int, int] = {}  # with a part of their container's slice, by container
         self._hidden: dict[int, int] = {}  # GPU time of processes that were not found
         self.strangers: set[int] = set()
-        """Processes that were on the GPU in the last step by something that is not known."""
+        """Processes that were on the GPU in the last step through channels that are not known."""
         self.returned: set[int] = set()
-        """Those that were on it although they are switched off: by other channels, or on again."""
-        self.used_ns: Counter[int] = Counter()  # GPU time by container, ever
+        """Processes that were on it although they are off: through other channels, or on again."""
+        self.used_ns: Counter[int] = Counter()  # GPU time by container, since it was added
 
     def add(self, tenant: int, share: Share) -> None:
         """Let a container share the GPU, or change what it may have."""
@@ -126,7 +128,7 @@ class Steering(Generic[H]):
         self._held.setdefault(tenant, [])
 
     def join(self, tenant: int, gang: int) -> None:
-        """Have a container on this GPU when it is on its others: `gang` is its number there."""
+        """Run a container on this GPU when it is on its others; `gang` is its number there."""
         if tenant in self._held:
             self._gangs[tenant] = gang
 
@@ -135,7 +137,7 @@ class Steering(Generic[H]):
         setting = self._settings.get(tenant)
         held = self._held.get(tenant, [])
         if setting and not setting.on and held:
-            self._hardware.switch(held, on=True)  # or it is known on, and `all_on` tries again
+            self._hardware.switch(held, on=True)  # if this fails, `all_on` tries again
         for pid in [pid for pid, owner in self._tenants.items() if owner == tenant]:
             del self._tenants[pid]
             self._hidden.pop(pid, None)
@@ -143,31 +145,31 @@ class Steering(Generic[H]):
         self._settings.pop(tenant, None)
         self._groups.pop(tenant, None)
         self._gangs.pop(tenant, None)
-        self.used_ns.pop(tenant, None)  # the number is another container's next
+        self.used_ns.pop(tenant, None)  # another container may get the number next
         self._policy.remove(tenant)
 
     def enter(self, tenant: int, pid: int) -> None:
-        """Charge a process's time to a container, also before anything is known of it."""
+        """Charge a process's time to a container, even before anything is known of it."""
         self._tenants[pid] = tenant
 
     def take(self, tenant: int, pid: int, found: Sequence[H]) -> None:
-        """Steer what was found that a process has; it replaces what was known of the process.
+        """Steer what a process was found to have, which replaces what was known of it.
 
-        What another process was found with before is this one's now: the driver has just answered
-        for it, and handles come round. So nothing is switched by two containers.
+        What was found with another process before belongs to this one now: the driver has just
+        answered for it, and handles are reused. So two containers never switch the same channels.
         """
         if self._tenants.get(pid) != tenant or not found:
-            return  # it has ended meanwhile
+            return  # it has ended in the meantime
         known = [one for one in self._held[tenant] if one.pid == pid]
         if list(found) == known and pid not in self.returned:
-            return  # each call of the driver takes locks of the whole host
+            return  # each driver call takes locks of the whole host
         keys = {one.key for one in found}
         for owner, held in self._held.items():
             self._held[owner] = [one for one in held if one.pid != pid and one.key not in keys]
         self._held[tenant] += found
         self._hidden.pop(pid, None)
         setting = self._settings.get(tenant)
-        # A governor before this one may have died while it was off; and it may be known, and off.
+        # An earlier governor may have died while it was off. Or it is known already, and off.
         self._hardware.switch(found, on=True)
         if setting and not setting.on:
             self._announce_off(self._settings)
@@ -176,7 +178,7 @@ class Steering(Generic[H]):
             self._set_slice(tenant, setting)
 
     def miss(self, pid: int) -> None:
-        """Hear that a look for a process has found nothing: what it has from now on is hidden."""
+        """Note that a search for a process found nothing: what it uses from now on is hidden."""
         known = {one.pid for held in self._held.values() for one in held}
         if pid in self._tenants and pid not in known:
             self._hidden.setdefault(pid, 0)
@@ -186,7 +188,7 @@ class Steering(Generic[H]):
         gone = [one for one in self._held.get(tenant, []) if one.pid == pid]
         setting = self._settings.get(tenant)
         if gone and setting and not setting.on:
-            self._hardware.switch(gone, on=True)  # it may live, and would stay off
+            self._hardware.switch(gone, on=True)  # it may be alive, and would stay off
         for one in gone:
             self._held[tenant].remove(one)
         if self._tenants.get(pid) == tenant:
@@ -196,7 +198,7 @@ class Steering(Generic[H]):
             self._set_slice(tenant, setting)
 
     def step(self) -> int:
-        """Account, decide and carry out; return when to do it again, on the clock."""
+        """Account, decide and carry out; return when to do so again, on the clock."""
         used: Counter[int] = Counter()
         times = self._hardware.used_ns()
         now = self._clock()
@@ -226,7 +228,7 @@ class Steering(Generic[H]):
         return wake
 
     def _count_groups(self, now: int, times: Mapping[int, int]) -> dict[int, int]:
-        """Return how many channel groups of each container that was found work."""
+        """Return the number of working channel groups of each container that was found."""
         self._worked |= {pid: now for pid, ns in times.items() if ns}
         self._worked = {pid: at for pid, at in self._worked.items() if now - at < ACTIVE}
         return {
@@ -236,7 +238,7 @@ class Steering(Generic[H]):
         }
 
     def _notice(self, times: Mapping[int, int]) -> None:
-        """Note processes that are on the GPU by channels that are not known, or that are off."""
+        """Note processes on the GPU through channels that are not known, or that are off."""
         known = {one.pid for held in self._held.values() for one in held}
         returned = self._hardware.returned_ns
         self.strangers, self.returned = set(), set()
@@ -254,7 +256,7 @@ class Steering(Generic[H]):
 
     @property
     def hidden_ns(self) -> int:
-        """GPU time of the process that had most of it by what was looked for and not found."""
+        """Largest GPU time that any process has had through what a search did not find."""
         return max(self._hidden.values(), default=0)
 
     def all_on(self) -> None:
@@ -274,14 +276,14 @@ class Steering(Generic[H]):
         self._announce([])
 
     def setting(self, tenant: int) -> Setting | None:
-        """Return what holds for a container; None before the first step with it."""
+        """Return what is in force for a container; None before the first step with it."""
         return self._settings.get(tenant)
 
     def _apply(self, settings: dict[int, Setting], changed: Collection[int]) -> None:
         before = self._settings
         on = {i for i, setting in settings.items() if setting.on}
         was_on = {i for i in settings if i not in before or before[i].on}
-        # What was off and could not be switched on is tried again in the next step.
+        # A container that could not be switched on is tried again in the next step.
         self._switch(sorted(on - was_on), on=True)
         self._settings = {i: s if i in on else s._replace(on=True) for i, s in settings.items()}
         if len(on) < len(settings) or on != was_on:

@@ -1,10 +1,10 @@
-"""Which process was on a GPU, and when: the driver's trace of context switches.
+"""Read which process was on a GPU, and when, from the driver's trace of context switches.
 
-The GPU's front end writes a record when it begins and when it ends a context's turn. The kernel
-module hands them on some 30 times a second, with the process's pid in the host's namespace and the
-time on the GPU's clock; a flush (0.1 to 0.2 ms) hands on what there is. A context that no other
-interrupts is there without a record, whether it works or not. Nothing of this comes from a
-container. Only graphics and compute are traced, copies are not.
+The GPU's front end writes a record at the beginning and at the end of a context's turn. The kernel
+module hands the records on some 30 times a second, with the process's pid in the host's namespace
+and the time on the GPU's clock. A flush (0.1 to 0.2 ms) hands on those that exist. A context that
+is not interrupted by another one has no records, whether it works or not. Nothing of this comes
+from a container. Only graphics and compute are traced, not copies.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from governor.hardware.activity import Full
 from governor.hardware.driver import Driver, DriverCallError, Gpu
 
 EARLY = 0.9
-"""A turn that is shorter than so much of its slice ended with the work."""
+"""Part of its slice: a shorter turn ended for lack of work."""
 LATE = 1.3
-"""And one that is longer than so much of it had no other waiting when the slice ended. Turns last
+"""Part of its slice: at the end of the slice of a longer turn no other context waited. Turns last
 0.1 ms longer than their slices (H200)."""
 USUAL_SLICE = 2 * 1024 * 1024
-"""What libcuda asks for, ns."""
+"""Time slice that libcuda asks for, in nanoseconds."""
 MANY = 1024
-"""Processes and contexts of which something is kept."""
+"""Largest number of processes or contexts that anything is kept of."""
 N_RECORDS = 32768
-"""At slices of 0.1 ms there are 8,000 records a second (H100)."""
+"""Records in the buffer: at slices of 0.1 ms there are 8,000 a second (H100)."""
 _RECORD = calls.RECORD_HEADER_SIZE + calls.SWITCH_RECORD.size
 _PAGE = 4096
 
@@ -41,7 +41,7 @@ _REASONS = {
 
 
 class Switch(NamedTuple):
-    """A context's turn begins or ends; `at_ns` is the GPU's clock."""
+    """Begin or end of a context's turn; `at_ns` is on the GPU's clock."""
 
     begins: bool
     pid: int
@@ -87,7 +87,7 @@ class Trace:
 
     @property
     def n_dropped(self) -> int:
-        """Records that found no room, ever."""
+        """Number of records that ever found no room."""
         return calls.BUFFER_HEADER.get(self._header, "recordDropcount")
 
     def flush(self) -> None:
@@ -95,7 +95,7 @@ class Trace:
         self._driver.control(calls.FLUSH_TRACE, self._buffer, {})
 
     def read(self) -> list[Switch]:
-        """Return the records since the last time, in order."""
+        """Return the records since the last call, in order."""
         put = calls.BUFFER_HEADER.get(self._header, "recordPut")
         found = []
         get = self._get
@@ -123,9 +123,10 @@ class Trace:
 class Residency:
     """GPU time by process, added up from a trace; pure.
 
-    A turn whose begin was lost is not counted, and one whose end was lost ends where the next turn
-    of any context begins: the GPU has one at a time. A context that is switched off while no other
-    has work need not get a record of its end, nor one when it is on again, so it is told when.
+    A turn without a record of its begin is not counted. A turn without a record of its end ends
+    where the next turn of any context begins, as the GPU has one at a time. A context that is
+    switched off while no other has work may get no record of its end, nor of its begin when it is
+    on again, so `switched` has to be called at both times.
     """
 
     def __init__(self) -> None:
@@ -136,17 +137,17 @@ class Residency:
         self._sequence: int | None = None
         self._changes: deque[tuple[int, frozenset[int], bool]] = deque()
         self._off: set[int] = set()
-        self._back: set[int] = set()  # these began a turn since they were switched off
+        self._back: set[int] = set()  # processes that began a turn since they were switched off
         self.returned: dict[int, int] = defaultdict(int)
         self._slices: dict[int, int] = {}  # by pid
-        # By context the turns that ended before their slice, for whatever reason: pid, begin, end.
+        # Turns that ended before their slice, for any reason, by context: pid, begin, end.
         self._ended: dict[int, tuple[int, int, int]] = {}
-        self._fills: set[int] = set()  # processes whose last turn ended with its slice
+        self._fills: set[int] = set()  # processes with a last turn that ended with its slice
         self._early: dict[int, int] = defaultdict(int)
         self._full: list[tuple[int, int, int]] = []  # pid, begin and end
 
     def switched(self, pids: Iterable[int], at_ns: int, *, on: bool) -> None:
-        """Hear that processes are off from now on, or on; records from before may yet come."""
+        """Note that processes are off from now on, or on; earlier records may yet come."""
         self._changes.append((at_ns, frozenset(pids), on))
 
     def add(self, switches: Iterable[Switch]) -> None:
@@ -159,11 +160,11 @@ class Residency:
             if switch.begins:
                 self.resident, self._since = switch, switch.at_ns
                 self._began = switch.at_ns
-                # It had another turn without being switched off and on in between.
+                # It had another turn, and was not switched off and on in between.
                 if self._ended.pop(switch.context, (0,))[0] == switch.pid:
                     self._early[switch.pid] += 1
                     self._fills.discard(switch.pid)
-                if switch.pid in self._off:  # it was switched on, by whatever
+                if switch.pid in self._off:  # something switched it on
                     self._off.remove(switch.pid)
                     self._back.add(switch.pid)
             elif self.resident and self.resident.context == switch.context:
@@ -171,7 +172,7 @@ class Residency:
                 self.resident = None
 
     def sliced(self, pid: int, ns: int) -> None:
-        """Hear how long a process's turns are where it always has work."""
+        """Note how long a process's turns are while it always has work."""
         self._slices[pid] = ns
 
     def _end_turn(self, switch: Switch) -> None:
@@ -183,10 +184,11 @@ class Residency:
             self._fills.add(switch.pid)
 
     def take_turns(self, now_ns: int) -> tuple[dict[int, int], list[Full]]:
-        """Return how many turns of a process ended early since the last call, and the full ones.
+        """Return the numbers of early turns by pid, and the full turns, since the last call.
 
-        Early are those that it gave away with its work, and had another one later. One that ended
-        as the process was switched off counts as full where the one before was.
+        An early turn is one that the process gave up for lack of work, and was followed by another.
+        A turn that ended because the process was switched off counts as full if the turn before it
+        was full.
         """
         early, full = self._early, self._full
         self._early, self._full = defaultdict(int), []
@@ -197,22 +199,22 @@ class Residency:
         return dict(early), [Full(pid, now_ns - began, now_ns - end) for pid, began, end in full]
 
     def take(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Return the times since the last call; processes come and go, so none is kept.
+        """Return the times since the last call; nothing is kept, as processes come and go.
 
-        The second is the part of the first that began when the process was off.
+        The second is the part of the first from turns that began while the process was off.
         """
         taken = self.ns, self.returned
         self.ns, self.returned = defaultdict(int), defaultdict(int)
         return taken
 
     def settle(self, now_ns: int) -> None:
-        """Count what the context that is on the GPU has had until now, on the GPU's clock."""
+        """Count the time of the context that is on the GPU until now, on the GPU's clock."""
         while self._changes and self._changes[0][0] <= now_ns:
             at_ns, pids, on = self._changes.popleft()
             self._count(at_ns)
             self._off = self._off - pids if on else self._off | pids
             self._back -= pids
-            # A turn that this ends was not given away.
+            # The process did not give up a turn that this ends.
             for context in [c for c, turn in self._ended.items() if turn[0] in pids]:
                 turn = self._ended.pop(context)
                 if turn[0] in self._fills:

@@ -1,9 +1,9 @@
-"""Switches on what a governor that died has left switched off.
+"""Switch on what a governor that died has left switched off.
 
 A container that is off does nothing until it is switched on, and a governor that was killed cannot
-do that. So the governor starts this process, and tells it by a pipe what it is about to switch off:
-a line of JSON each time, whole. When the pipe ends, or is silent for SILENCE_S while something is
-off, everything in the last line is switched on.
+do that. So the governor starts this process, and tells it through a pipe what it is about to switch
+off: each time one line of JSON with everything that is off. When the pipe ends, or is silent for
+SILENCE_S while something is off, everything in the last line is switched on.
 
     python -m governor.hardware.watchdog REVIVER ARGUMENT...
 """
@@ -23,40 +23,40 @@ from collections.abc import Sequence
 from typing import Any
 
 SILENCE_S = 1.0
-"""Turns and periods last 0.1 s, so a governor that is well says something more often."""
+"""Longest silence of a governor that works, in seconds: turns and periods last 0.1 s."""
 
 
 PIPE_BYTES = 1 << 20
-"""Some lines with all channels of a thousand contexts."""
+"""Size of the pipe: a few lines with all channels of a thousand contexts."""
 
 
 class Watchdog:
     """The governor's end of the pipe."""
 
     def __init__(self, reviver: str, arguments: Sequence[str]) -> None:
-        """`reviver` is `module:function`; it is called with the arguments and what is off."""
+        """Start it; `reviver` is `module:function`, called with `arguments` and what is off."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "governor.hardware.watchdog", reviver, *arguments],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # what ends the governor's group does not end it
+            start_new_session=True,  # a signal to the governor's process group does not end it
         )
         assert self._process.stdin is not None  # noqa: S101
         self._fd = self._process.stdin.fileno()
-        # A watchdog that is stopped must not stop the thread that switches on.
+        # A watchdog that is stopped must not block the thread that switches on.
         os.set_blocking(self._fd, False)
         fcntl.fcntl(self._fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         self._told: list[Any] = []
 
     def tell(self, off: Sequence[Any]) -> None:
-        """Say what is off from now on; before it is switched off. OSError: it does not listen."""
-        # The same again is an empty line: it only says that the governor is well.
+        """Say what is off from now on, before it is switched off; OSError if nothing listens."""
+        # If nothing has changed, an empty line says that the governor works.
         line = b"\n" if off == self._told else json.dumps(list(off)).encode() + b"\n"
         if os.write(self._fd, line) != len(line):
             raise BlockingIOError("the watchdog does not read")
         self._told = list(off)
 
     def close(self) -> None:
-        """End it, after everything was switched on."""
+        """Stop the process, after everything was switched on."""
         assert self._process.stdin is not None  # noqa: S101
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -64,7 +64,7 @@ class Watchdog:
 
 
 def watch(reviver: str, arguments: Sequence[str]) -> None:
-    """Read what is off, until the pipe ends; then, or where it is silent, switch it on."""
+    """Read what is off until the pipe ends; switch it on then, or when the pipe is silent."""
     module, _, function = reviver.partition(":")
     revive = getattr(importlib.import_module(module), function)
     off: list[Any] = []
@@ -84,13 +84,14 @@ def watch(reviver: str, arguments: Sequence[str]) -> None:
             continue
         if off and not is_revived:
             revive(*arguments, off)
-            is_revived = True  # until the governor says that it is off, the same or other
+            is_revived = True  # until the governor says again what is off
         if ready:
             return
 
 
 if __name__ == "__main__":
-    # The governor's end is the pipe's end; a service manager stops both at once.
+    # This process ends with the pipe. A service manager signals it and the governor at the same
+    # time.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     watch(sys.argv[1], sys.argv[2:])

@@ -1,6 +1,7 @@
-"""Makes a container engine use Tidegate, and takes it out again, by editing the engine's own files.
+"""Add Tidegate to a container engine, and remove it again, by editing the engine's own files.
 
-`plan` modules, one an engine, read what is there and say what each file shall be (docker, podman,
-containerd, crio); `apply` writes it, keeps a journal of the bytes before, and undoes it. `jsontext`
-and `tomltext` edit text in place, so that what others wrote keeps its form and its comments.
+The `plan` modules, one per engine, read the present files and define what each is to become
+(docker, podman, containerd, crio). `apply` writes the files, keeps a journal of the bytes before,
+and undoes the changes. `jsontext` and `tomltext` edit text in place, so that the text of others
+keeps its form and its comments.
 """

@@ -1,4 +1,4 @@
-"""Writes what a plan says, and undoes it by the journal: all of it, or nothing."""
+"""Write the files of a plan, and undo that by the journal: all of it, or nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from governor.setup.takeout import take_out
 
 @dataclass(frozen=True)
 class Edit:
-    """A file's bytes before and after; None where there is no file."""
+    """A file's bytes before and after; None if there is no file."""
 
     path: str
     before: bytes | None
@@ -36,14 +36,14 @@ class Edit:
 
 @dataclass
 class Undo:
-    """What has to be written to take an engine's setup back, and what an operator should know."""
+    """What has to be written to undo an engine's setup, and notes for the operator."""
 
     edits: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def edits(root: Root, plan: Plan) -> list[Edit]:
-    """Return what a plan changes, in order; nothing where the files are so already."""
+    """Return what a plan changes, in order; nothing for files that already match it."""
     found = []
     for change in plan.changes:
         file = root.read(change.path)
@@ -55,7 +55,7 @@ def edits(root: Root, plan: Plan) -> list[Edit]:
 
 
 def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
-    """Make these changes; the journal is written first. What fails half-way is taken back."""
+    """Make these changes; the journal is written first, and a partial failure is taken back."""
     made = root.missing(DIRECTORY)
     former = journals.read(root)
     try:
@@ -90,7 +90,7 @@ def set_up(root: Root, engine: str, changes: list[Edit]) -> None:
 
 
 def _leave(root: Root, engine: str, changes: list[Edit]) -> None:
-    """Remove the directories that we made and that files have been moved out of."""
+    """Remove the directories of ours that files have been moved out of."""
     journal = journals.read(root)
     emptied = {_parent(change.path) for change in changes if change.after is None}
     for directory in sorted(journal.directories, key=len, reverse=True):
@@ -105,7 +105,7 @@ def _parent(path: str) -> str:
 
 
 def plan_undo(root: Root, engine: str) -> Undo:
-    """Say what takes an engine's setup back: to the byte, where nobody edited a file since."""
+    """Return what undoes an engine's setup: to the byte, if a file was not edited since."""
     undo = Undo()
     for entry in reversed(journals.read(root).engines.get(engine, [])):
         file = root.read(entry.path)
@@ -137,14 +137,14 @@ def undo(root: Root, engine: str, changes: list[Edit]) -> None:
             if root.remove_directory(directory):
                 del journal.directories[directory]
             elif journal.engines:
-                # Another engine's files are in it: it goes with the last of them.
+                # It has another engine's files, and is removed with the last of them.
                 journal.directories[directory] = next(iter(journal.engines))
         if journal.engines:
             journals.write(root, journal)
 
 
 def _back(entry: Entry, now: bytes | None) -> tuple[bytes | None, bool]:
-    """Go back step by step; the second is whether somebody edited the file on the way."""
+    """Go back step by step; also return whether the file was edited on the way."""
     for step in reversed(entry.steps):
         if now == step.after:
             now = step.before
@@ -154,7 +154,7 @@ def _back(entry: Entry, now: bytes | None) -> tuple[bytes | None, bool]:
 
 
 def _take_out(root: Root, entry: Entry, data: bytes, undo: Undo) -> bytes | None:
-    """Take our part out of a file that was edited since; a file that is ours whole is set aside."""
+    """Take our part out of a file that was edited since; a file that is all ours is set aside."""
     shown = root.shown(entry.path)
     if any("whole" in part for part in entry.parts):
         aside = f"{entry.path}.edited"

@@ -1,9 +1,9 @@
-"""containerd: a handler for its CRI plugin, by a drop-in or in its own file.
+"""Set up containerd: a handler for its CRI plugin, in a drop-in or in its own file.
 
-containerd 2 merges the tables of files that it imports. containerd 1 takes each plugin's section
-whole from the last file that has one (containerd issue 5837), so a drop-in there would undo what
-config.toml says of CRI: the handler is added to config.toml itself, behind what is there. That
-works with both, and is what is done where the version is not known.
+containerd 2 merges the tables of the files that it imports. containerd 1 takes each plugin's whole
+section from the last file that has one (containerd issue 5837), so a drop-in would undo what
+config.toml says of CRI. There the handler is appended to config.toml itself. That works with both,
+and is also done if the version is not known.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from oci_hook.runtime import CONFIG as WRAPPER
 
 CONFIG = "/etc/containerd/config.toml"
 DROP_IN = "conf.d/tidegate.toml"
-# A pattern, because a file that is named and then removed keeps containerd from starting. Of ours
-# alone, because files that nothing imported so far may lie beside it.
+# A pattern, because containerd does not start if an imported file is named and later removed. It
+# matches our files only, because the directory may have others that nothing imported so far.
 IMPORT = "conf.d/tidegate*.toml"
 UNDONE = "systemctl restart containerd    # containers go on"
 BASE_SPEC = "tidegate-base-spec.json"
@@ -49,45 +49,45 @@ RUNC = "io.containerd.runc.v2"
 FORMER = "default_runtime"
 COMMENT = WRITTEN.format("containerd")
 RUNC_COMMENT = "# Without it containerd 1 would know no other handler than tidegate."
-# What the default handler says of these is not so of ours.
+# Keys that our handler does not copy from the default handler.
 OWN = ("runtime_type", "runtime_path", "pod_annotations", "container_annotations", "options")
 
 
 @dataclass(frozen=True)
 class Node:
-    """containerd's configuration as far as it matters here."""
+    """The parts of containerd's configuration that matter here."""
 
     path: str
-    text: str | None  # None where there is no file
+    text: str | None  # None if there is no file
     version: int
     merges: bool  # whether tables of imported files are merged
     files: dict[str, dict[str, Any]]  # what each file says, the main one first
-    dump: dict[str, Any]  # what containerd says is in force, where it could be asked
+    dump: dict[str, Any]  # what containerd says is in force, if it could be asked
     release: tuple[int, int] | None  # containerd's own version, if it is known
 
     @property
     def plugin(self) -> str:
-        """The name of the plugin whose handlers these are."""
+        """The name of the plugin that these handlers belong to."""
         return PLUGIN2 if self.version == 2 else PLUGIN3
 
     @property
     def directory(self) -> str:
-        """Where the file lies, and drop-ins below it."""
+        """The directory of the file; drop-ins are below it."""
         return self.path.rpartition("/")[0]
 
     def cri(self, where: dict[str, Any]) -> dict[str, Any]:
-        """Return what a document says of CRI's handlers, whichever version it is of."""
+        """Return what a document of any version says of CRI's handlers."""
         found: dict[str, Any] = {}
         for plugin in (PLUGIN2, PLUGIN3):
             found = tomltext.merged(found, table(where, "plugins", plugin, "containerd"))
         return found
 
     def handlers(self) -> dict[str, Any]:
-        """Return the handlers that files name, the later ones over the earlier."""
+        """Return the handlers in the files; later files override earlier ones."""
         found: dict[str, Any] = {}
         for document in self.files.values():
             found = tomltext.merged(found, table(self.cri(document), "runtimes"))
-            # containerd 1 had a table for the default one, which became the handler `default`.
+            # containerd 1 had a table for the default handler, which became the handler `default`.
             former = table(self.cri(document), FORMER)
             if former.get("runtime_type"):
                 found["default"] = former
@@ -102,7 +102,7 @@ class Node:
 
 
 def plan(root: Root, journal: Journal, options: Options) -> Plan:
-    """Say what config.toml and the drop-in shall be; SetupError where that is not to be had."""
+    """Plan config.toml and the drop-in; SetupError if that is not possible."""
     node = _look(root, options)
     result = Plan()
     spec = f"{node.directory}/{BASE_SPEC}" if options.base_spec else None
@@ -145,7 +145,7 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
 
 
 def _look(root: Root, options: Options) -> Node:
-    """Read the files, and ask containerd where it is there."""
+    """Read the files, and ask containerd if it is installed."""
     path = options.config or CONFIG
     file = root.read(path)
     main = read_toml(root, path, file)
@@ -190,7 +190,7 @@ def _look(root: Root, options: Options) -> Node:
 
 
 def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what the main file and those that it imports say, in containerd's order."""
+    """Return the content of the main file and of those that it imports, in containerd's order."""
     files = {main: document}
     todo = _patterns(main, document)
     while todo and len(files) < 100:
@@ -202,12 +202,12 @@ def _with_imports(root: Root, main: str, document: dict[str, Any]) -> dict[str, 
 
 
 def _lacking(node: Node, said: str) -> str | None:
-    """Say which handlers containerd would not have, by what `config dump` prints."""
+    """Return which handlers containerd would lack, by the output of `config dump`."""
     try:
         found = set(table(node.cri(tomltext.parse(said)), "runtimes"))
     except ValueError as e:
         return f"containerd config dump is no TOML: {e}"
-    # Without a file of its own it has runc; where CRI is disabled it may have none at all.
+    # Without a file containerd has runc. If CRI is disabled it may have no handler at all.
     before = set(table(node.cri(node.dump), "runtimes")) or {"runc"}
     if not found or found >= {HANDLER, *before}:
         return None
@@ -215,14 +215,14 @@ def _lacking(node: Node, said: str) -> str | None:
 
 
 def _patterns(path: str, document: dict[str, Any]) -> list[str]:
-    """Return a file's imports; one that is not absolute begins where the file lies."""
+    """Return a file's imports; relative ones start at the file's directory."""
     directory = path.rpartition("/")[0]
     imports = strings(document.get("imports"))
     return [posixpath.normpath(p if p.startswith("/") else f"{directory}/{p}") for p in imports]
 
 
 def _imports(node: Node, path: str) -> bool:
-    """Return whether a file below the main one's directory is imported."""
+    """Return whether a file below the main file's directory is imported."""
     return any(
         pattern.count("/") == path.count("/")
         and all(map(fnmatch.fnmatchcase, path.split("/"), pattern.split("/")))
@@ -232,9 +232,9 @@ def _imports(node: Node, path: str) -> bool:
 
 
 def _existing(root: Root, node: Node, drop_in: str, program: str, spec: str | None) -> str | None:
-    """Return where the handler is already; SetupError if it is somebody else's, or not as asked.
+    """Return where the handler is already; SetupError if it is not ours, or not as asked.
 
-    A drop-in that is not imported counts: it only has to be imported.
+    A drop-in that is not imported counts, because only the import is missing then.
     """
     sources = dict(node.files)
     if node.merges and drop_in not in sources:
@@ -267,7 +267,7 @@ def _existing(root: Root, node: Node, drop_in: str, program: str, spec: str | No
 
 
 def _key(path: tuple[str, ...]) -> str:
-    """Write a header's keys as containerd does."""
+    """Return the keys of a header as containerd writes them."""
     bare = [k if k.replace("-", "").replace("_", "").isalnum() else json.dumps(k) for k in path]
     return ".".join(bare)
 
@@ -280,7 +280,7 @@ def _part(node: Node, handler: str) -> Part:
 
 
 def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
-    """Return the handler's tables: as the default one's, but for the runtime and annotations."""
+    """Return the handler's tables: those of the default, except for runtime and annotations."""
     default = node.default()
     like = table(node.handlers(), default)
     if like.get("runtime_type", RUNC) != RUNC:
@@ -300,8 +300,8 @@ def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
     inner: dict[str, Any] = {} if spec is not None else {"BinaryName": program}
     inner |= {k: v for k, v in given.items() if k != "BinaryName"}
     dumped = table(node.cri(node.dump), "runtimes", default, "options")
-    # The kubelet's driver of cgroups counts: a handler with another one starts no pod. It is the
-    # same for all handlers, so where nothing is taken from the default another one says it.
+    # The kubelet's cgroup driver decides: a handler with another one starts no pod. It is the same
+    # for all handlers, so another handler tells it if nothing is taken from the default one.
     others = [] if like else list(table(node.cri(node.dump), "runtimes").values())
     others += [] if like else list(node.handlers().values())
     if any(
@@ -325,14 +325,14 @@ def _handler(node: Node, program: str, spec: str | None, result: Plan) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether `_value` can write it."""
+    """Return whether `_value` can write a value."""
     if isinstance(value, list):
         return all(_is_plain(v) for v in value)
     return isinstance(value, bool | int | float | str)
 
 
 def _value(value: Any) -> str:
-    """Write a boolean, a number, a string or an array of such, as TOML and JSON both do."""
+    """Write a boolean, number, string or array of these, in a form that TOML and JSON share."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_value, value)) + "]"
     if isinstance(value, bool | int | str):
@@ -346,7 +346,7 @@ def _with_import(root: Root, node: Node, result: Plan) -> Change:
     if node.text is None:
         value = f"{node.directory}/{IMPORT}"
         if node.release is None or node.release >= (2, 2):
-            # Its default is to import the whole directory: with a file it goes on doing so.
+            # Its default is to import the whole directory; with a file it has to keep doing so.
             value = f"{node.directory}/conf.d/*.toml"
             others = [n for n in root.names(f"{node.directory}/conf.d") if n.endswith(".toml")]
             result.notes += [f"{root.shown(node.directory)}/conf.d/{n} is imported" for n in others]
@@ -365,7 +365,7 @@ def _with_import(root: Root, node: Node, result: Plan) -> Change:
 
 
 def _with_handler(root: Root, node: Node, handler: str) -> Change:
-    """Return config.toml with the handler behind what is there."""
+    """Return config.toml with the handler appended."""
     parts, block = [_part(node, HANDLER)], f"{COMMENT}\n{handler}"
     default = node.default()
     if not node.handlers() and default == "runc":
@@ -386,11 +386,12 @@ def _with_handler(root: Root, node: Node, handler: str) -> Change:
 
 
 def _base_spec(root: Root, options: Options) -> str:
-    """Return containerd's own default, with the hook and without what CRI takes out of it.
+    """Return containerd's own default, with the hook and without what CRI removes from it.
 
-    For a handler without base spec CRI removes AppArmor's profile, seccomp's and the limits from
-    that default before it adds a container's own (WithoutDefaultSecuritySettings); for one with a
-    base spec it does not. A limit of 1024 files and a profile would stay in unconfined containers.
+    For a handler without a base spec, CRI removes the AppArmor profile, the seccomp profile and the
+    limits from that default before it adds a container's own (WithoutDefaultSecuritySettings). For
+    one with a base spec it does not. A limit of 1024 files and a profile would remain in unconfined
+    containers.
     """
     text = output(root, "ctr", "oci", "spec")
     if text is None:

@@ -1,4 +1,4 @@
-"""CRI-O: a handler in a drop-in of crio.conf.d, like the default one, and its runtime's place."""
+"""Set up CRI-O: a handler in a drop-in of crio.conf.d, like the default one, and its runtime."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from oci_hook.runtime import SettingsError, parse_node
 NAME = "50-tidegate.conf"
 UNDONE = "end the pods of the class tidegate, then systemctl restart crio"
 RUNTIMES = ("crio", "runtime", "runtimes")
-# What of the default handler says which program is executed: that is the wrapper here.
+# Keys of the default handler that say which program is executed: here that is the wrapper.
 OF_THE_PROGRAM = frozenset(
     ("inherit_default_runtime", "platform_runtime_paths", "runtime_path", "runtime_type")
 )
@@ -40,9 +40,9 @@ COMMENT = WRITTEN.format("crio")
 
 
 def plan(root: Root, journal: Journal, options: Options) -> Plan:
-    """Say what the files shall be.
+    """Plan CRI-O's files.
 
-    SetupError where CRI-O has another handler of the name, or does not start as it is.
+    SetupError if CRI-O has another handler of the name, or does not start as it is.
     """
     path = options.config or f"{DROP_INS}/{NAME}"
     program = options.program("tidegate-runtime")
@@ -68,7 +68,7 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
         part = {"tables": [*RUNTIMES, HANDLER], "comments": [COMMENT]}
         result.changes.append(Change(path, _text(handler), (part,)))
     for fault, remedy in config.faults(root.runs):
-        # After the restart that is to follow the node would be without it.
+        # The restart that has to follow would leave the node without CRI-O.
         raise SetupError(f"CRI-O does not start: {fault}", hint=f"{remedy} first")
     real = config.program(base, root.runs)
     if real is not None:
@@ -88,7 +88,7 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
 
 
 def _files(root: Root) -> list[str]:
-    """Return CRI-O's files in its order: it reads whatever lies in the directory."""
+    """Return CRI-O's files in its order: it reads every file in the directory."""
 
     def is_directory(path: str) -> bool:
         real = root.find(path)
@@ -118,14 +118,14 @@ def _handlers(root: Root, *, without: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def hooks_directories(root: Root) -> list[str]:
-    """Return where CRI-O reads hooks, none where it has no configuration."""
+    """Return where CRI-O reads hooks; nothing if it has no configuration."""
     if all(root.read(path) is None for path in _files(root)):
         return []
     return list(_read(root).hooks_directories)
 
 
 def _look_at_hooks(root: Root, config: Configuration) -> None:
-    """Refuse where a hook of ours would be entered by CRI-O and by the runtime."""
+    """Refuse if both CRI-O and the runtime would enter a hook of ours."""
     for directory in config.hooks_directories:
         for name in root.names(directory):
             file = root.read(f"{directory}/{name}") if name.endswith(".json") else None
@@ -134,7 +134,7 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
             try:
                 document = json.loads(file.text())
             except (ValueError, RecursionError):
-                continue  # CRI-O says so itself
+                continue  # CRI-O reports it itself
             hook = table(document, "hook").get("path")
             if isinstance(hook, str) and hook.endswith("/tidegate-hook"):
                 raise SetupError(
@@ -149,7 +149,7 @@ def _look_at_hooks(root: Root, config: Configuration) -> None:
 
 
 def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
-    """Return the handler that containers without a class have, and ours is to be like."""
+    """Return the handler of containers without a class, which ours is modelled on."""
     name = config.default(runs)
     if name == HANDLER:
         name = next((n for n in crio_config.BUILT_IN if config.program(n, runs)), name)
@@ -168,9 +168,9 @@ def _base(config: Configuration, runs: Callable[[str], bool]) -> str:
 
 
 def _handler(config: Configuration, base: str, program: str) -> dict[str, Any]:
-    """Return our handler: the default one, with the wrapper for its program.
+    """Return our handler: the default one, with the wrapper as its program.
 
-    Of a default handler that no file has, CRI-O's built-in values are not known here.
+    If no file has the default handler, CRI-O's built-in values for it are not known here.
     """
     former = config.handlers.get(base, {})
     return {
@@ -207,7 +207,7 @@ def _key(name: str) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return a value as TOML: strings, numbers, truths, and lists and tables of them."""
+    """Return a value as TOML: strings, numbers, booleans, and lists and tables of them."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
@@ -230,7 +230,7 @@ def _name_runtime(root: Root, journal: Journal, state_root: str, real: str, resu
     try:
         settings = parse_node(text, shown)
     except SettingsError:
-        settings = Settings()  # `look_at_wrapper` says what is wrong
+        settings = Settings()  # `look_at_wrapper` reports what is wrong
     named = settings.runtime_for.get(state_root) or settings.runtime
     if named:
         if named != real:
@@ -246,7 +246,7 @@ def _name_runtime(root: Root, journal: Journal, state_root: str, real: str, resu
 
 
 def _complaint(said: str, runs: Callable[[str], bool]) -> str | None:
-    """Say what is wrong with what `crio config` prints, which is what CRI-O would load."""
+    """Return what is wrong with the output of `crio config`, which is what CRI-O would load."""
     config = Configuration()
     try:
         config.add("crio config", tomllib.loads(said))

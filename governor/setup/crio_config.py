@@ -1,8 +1,8 @@
-"""What CRI-O makes of its configuration files, by the rules of CRI-O 1.24 to 1.36.
+"""Interpret CRI-O's configuration files by the rules of CRI-O 1.24 to 1.36.
 
-`crio config` merges files, and looks for no program. The daemon looks for them when it starts, and
-ends if the monitor of any handler is missing. The rules are those of UpdateFromPath, Validate,
-ValidateRuntimes and TranslateMonitorFields in its pkg/config/config.go.
+`crio config` merges files, but does not look for programs. The daemon looks for them when it
+starts, and exits if the monitor of any handler is missing. The rules are those of UpdateFromPath,
+Validate, ValidateRuntimes and TranslateMonitorFields in its pkg/config/config.go.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 MAIN = "/etc/crio/crio.conf"
 DROP_INS = "/etc/crio/crio.conf.d"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
-# crun since 1.31, runc before. CRI-O has a handler of that name without any file.
+# crun since 1.31, runc before. CRI-O has a handler of that name even without a file.
 BUILT_IN = ("crun", "runc")
-# Of runtime_type: these are started by conmon, and the others bring a monitor of their own.
+# Values of runtime_type that conmon starts; the others have a monitor of their own.
 BY_CONMON = ("", "oci")
-# What a hook's file may name; with any other one CRI-O does not start.
+# Stages that a hook's file may name; with any other one CRI-O does not start.
 STAGES = frozenset(
     ("createContainer", "createRuntime", "poststart", "poststop", "prestart", "startContainer")
 )
-# Where a service of systemd's finds programs.
+# Where a systemd service finds programs.
 SEARCH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 Runs = Callable[[str], bool]  # whether there is a program at an absolute path
@@ -30,9 +30,9 @@ Runs = Callable[[str], bool]  # whether there is a program at an absolute path
 
 @dataclass
 class Configuration:
-    """CRI-O's files as one: [crio.runtime], and its handlers with the file that each is from.
+    """CRI-O's files merged: [crio.runtime], and its handlers with the file of each.
 
-    `named_by` is the file that a key of [crio.runtime] is from.
+    `named_by` is the file that a key of [crio.runtime] comes from.
     """
 
     runtime: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Configuration:
     named_by: dict[str, str] = field(default_factory=dict)
 
     def add(self, path: str, document: dict[str, Any]) -> None:
-        """Read another file: a handler replaces all of an earlier one of its name."""
+        """Add another file: a handler replaces an earlier one of its name entirely."""
         crio = document.get("crio")
         runtime = crio.get("runtime") if isinstance(crio, dict) else None
         if not isinstance(runtime, dict):
@@ -55,7 +55,7 @@ class Configuration:
         self.named_by |= dict.fromkeys(named, path)
 
     def text(self, key: str, handler: str | None = None) -> str:
-        """Return a string of a handler, or of [crio.runtime]; "" if there is none."""
+        """Return a string of a handler, or of [crio.runtime]; "" if it has none."""
         table = self.runtime if handler is None else self.handlers.get(handler, {})
         value = table.get(key)
         return value if isinstance(value, str) else ""
@@ -68,12 +68,12 @@ class Configuration:
         return tuple(name.rstrip("/") for name in names if isinstance(name, str))
 
     def default(self, runs: Runs) -> str:
-        """Return the default handler's name; by itself the built-in one that the node has."""
+        """Return the default handler's name; if none is set, the built-in one that the node has."""
         named = self.text("default_runtime")
         return named or next((name for name in BUILT_IN if self.program(name, runs)), BUILT_IN[0])
 
     def program(self, name: str, runs: Runs) -> str | None:
-        """Return what a handler runs, None if that is not there."""
+        """Return the program of a handler, None if it does not exist."""
         if self.handlers.get(name, {}).get("inherit_default_runtime") is True:
             name = self.text("default_runtime") or name
         path = self.text("runtime_path", name)
@@ -82,14 +82,14 @@ class Configuration:
         return search(name, runs)
 
     def monitor(self, name: str, runs: Runs) -> str | None:
-        """Return the conmon of a handler, None if it is not there."""
+        """Return the conmon of a handler, None if it does not exist."""
         path = self.text("conmon") or self.text("monitor_path", name)
         if path:
             return path if runs(path) else None
         return search("conmon", runs)
 
     def faults(self, runs: Runs) -> Iterator[tuple[str, str]]:
-        """Yield what CRI-O does not start with: a sentence, and what mends it."""
+        """Yield what keeps CRI-O from starting: a sentence, and its remedy."""
         default = self.default(runs)
         if default not in (*self.handlers, *BUILT_IN):
             yield (
@@ -99,7 +99,7 @@ class Configuration:
         for name in {default: None, **self.handlers}:
             origin = self.origins.get(name, "its built-in default")
             if self.program(name, runs) is None:
-                # CRI-O leaves any other handler out.
+                # CRI-O ignores any other handler.
                 if name == default and (name in self.handlers or name in BUILT_IN):
                     path = self.text("runtime_path", name)
                     lack = "which is missing" if path else "which is in no directory of programs"
@@ -119,7 +119,7 @@ class Configuration:
 
 
 def search(program: str, runs: Runs) -> str | None:
-    """Return where a service finds a program, None if nowhere."""
+    """Return where a service finds a program, None if it does not."""
     if not program or "/" in program:
         return None
     return next((path for d in SEARCH if runs(path := f"{d}/{program}")), None)
@@ -143,6 +143,6 @@ def _below(
 
 
 def unknown_stages(hook: object) -> list[str]:
-    """Return the stages in a hook's file with which CRI-O does not start."""
+    """Return the stages in a hook's file that keep CRI-O from starting."""
     stages = hook.get("stages") if isinstance(hook, dict) else None
     return [str(s) for s in stages if s not in STAGES] if isinstance(stages, list) else []

@@ -1,4 +1,4 @@
-"""Docker: a runtime in daemon.json, which has no drop-ins."""
+"""Set up Docker: a runtime in daemon.json, which has no drop-ins."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ UNDONE = (
     "systemctl restart docker    # a reload forgets no runtime; containers end, "
     "unless live-restore is on"
 )
-# Where dockerd's options are, when its own file does not have them: systemd.unit(5), and the files
-# of its packages.
+# Where dockerd's options may be if not in its own file: systemd.unit(5), and the files of its
+# packages.
 UNITS = (
     "/etc/systemd/system.control",
     "/run/systemd/system.control",
@@ -36,7 +36,7 @@ STARTERS = ("/etc/default/docker", "/etc/sysconfig/docker", "/etc/conf.d/docker"
 
 
 def plan(root: Root, _journal: Journal, options: Options) -> Plan:
-    """Say what daemon.json shall be; SetupError where it says otherwise of us already."""
+    """Plan daemon.json; SetupError if it already has another runtime of our name."""
     path, program = options.config or CONFIG, options.program("tidegate-runtime")
     file = root.read(path)
     shown, text = root.shown(path), file.text() if file else ""
@@ -80,7 +80,7 @@ def plan(root: Root, _journal: Journal, options: Options) -> Plan:
             f"Docker {found[0]}.{found[1]} has no annotations (24.0 is the first): "
             "write `environment allow` to /etc/tidegate/runtime, as docs/howto/engines.md says"
         )
-    # 20.10 has no such option.
+    # 20.10 does not have this option.
     result.validation = Validation(
         ("dockerd", "--validate", "--config-file", path), unsupported=("unknown flag: --validate",)
     )
@@ -98,9 +98,9 @@ def _put(shown: str, text: str, path: tuple[str, ...], value: object) -> str:
 
 
 def _look_at_flags(root: Root, config: str) -> None:
-    """Refuse what dockerd would not start with: an option in its file and on its command line.
+    """Refuse an option both in dockerd's file and on its command line: it would not start.
 
-    Runtimes may be in both: dockerd knows them all then (26.1 and 28.5, by --validate).
+    Runtimes may be in both, and dockerd then has all of them (26.1 and 28.5, by --validate).
     """
     flag = "--default-runtime"
     if config != CONFIG:
@@ -120,7 +120,7 @@ def _look_at_flags(root: Root, config: str) -> None:
 
 
 def _active(text: str) -> str:
-    """Return a unit's or an environment's lines without comments."""
+    """Return the lines of a unit or an environment file without comments."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith(("#", ";"))]
     return "\n".join(lines)
 

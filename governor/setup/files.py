@@ -1,7 +1,7 @@
-"""Configuration files below a root: read with their mode and owner, and replaced in one step.
+"""Read configuration files below a root with their mode and owner, and replace them atomically.
 
-A symbolic link is followed as by a process whose root it is, so nothing outside of the root is
-read or written. The trees are root's own: nobody swaps a directory meanwhile.
+Symbolic links are followed as by a process with that root, so nothing outside of the root is read
+or written. The trees belong to root, so no other user swaps a directory in the meantime.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from governor.errors import SetupError
 from vdriver.tree import Tree
 
-LIMIT = 4 << 20  # bytes of a configuration file
-TEMPORARY = ".tidegate-tmp"  # the suffix of a file that is being written
+LIMIT = 4 << 20  # bytes; largest configuration file
+TEMPORARY = ".tidegate-tmp"  # suffix of a file that is being written
 
 
 @dataclass(frozen=True)
 class File:
-    """A regular file as it was read: where it really is, its bytes, and whose it is."""
+    """A regular file as it was read: its real path, its bytes, mode and owner."""
 
     path: str
     real: str
@@ -57,7 +57,7 @@ class Root:
     def find(self, path: str) -> str | None:
         """Return where a file is or would be, without links; None if a directory is missing.
 
-        SetupError for a link that leads nowhere: what it was meant for is not ours to guess.
+        SetupError for a link that leads nowhere, because its purpose is not ours to guess.
         """
         parent, _, name = path.rpartition("/")
         where = Tree(self.root).resolve(parent or "/")
@@ -101,7 +101,7 @@ class Root:
         return File(shown, real, data, stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid)
 
     def peek(self, path: str) -> str:
-        """Return the text of a file that need not be there or be one: "" then."""
+        """Return the text of a file, "" if it does not exist or is not a regular file."""
         return (Tree(self.root).read(path, LIMIT) or b"").decode(errors="replace")
 
     def changed(self, path: str) -> float:
@@ -110,11 +110,11 @@ class Root:
             return os.stat(self._host(path)).st_ctime  # noqa: PTH116
 
     def names(self, directory: str) -> tuple[str, ...]:
-        """Return the sorted names in a directory, none if it is not one."""
+        """Return the sorted names in a directory; no names if it is not one."""
         return Tree(self.root).names(directory)
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the files that a pattern names; a star stands for any part of one name."""
+        """Return the files that match a pattern; a star matches any part of one name."""
         if "*" not in pattern:
             return [pattern] if self.read(pattern) is not None else []
         found = [""]
@@ -133,7 +133,7 @@ class Root:
         return real is not None and bool(os.stat(self._host(real)).st_mode & 0o111)  # noqa: PTH116
 
     def closed(self, path: str) -> str | None:
-        """Return the first directory on the way to one, and itself, that others cannot read."""
+        """Return the first directory that others cannot read, on the way to `path` or at it."""
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
             here = "/" + "/".join(parts[:n])
@@ -146,7 +146,7 @@ class Root:
         return None
 
     def missing(self, path: str) -> list[str]:
-        """Return which of a directory and those above it are not there, the highest first."""
+        """Return which of a directory and its parents do not exist, the highest first."""
         found: list[str] = []
         parts = [p for p in path.split("/") if p]
         for n in range(1, len(parts) + 1):
@@ -159,7 +159,7 @@ class Root:
         return found
 
     def make_directory(self, path: str, mode: int = 0o755) -> None:
-        """Make a directory with those above it; `mode` is the last one's."""
+        """Make a directory and its parents; `mode` is that of the last one."""
         for here in self.missing(path):
             host = self._host(self.find(here) or here)
             with explained(self.shown(here)):
@@ -171,7 +171,7 @@ class Root:
         return os.path.isdir(self._host(path))  # noqa: PTH112
 
     def remove_directory(self, path: str) -> bool:
-        """Remove a directory if it is empty; returns whether it is gone."""
+        """Remove a directory if it is empty; return whether it is gone."""
         real = self.find(path)
         if real is None or not os.path.lexists(self._host(real)):
             return True
@@ -184,7 +184,7 @@ class Root:
         return True
 
     def write(self, path: str, data: bytes, *, mode: int = 0o644, keep_mode: bool = True) -> None:
-        """Replace or make a file in one step; one that is there keeps owner, labels and mode."""
+        """Replace or make a file atomically; an existing one keeps owner, labels and mode."""
         shown = self.shown(path)
         old = self.read(path)
         real = old.real if old else self.find(path)
@@ -213,14 +213,14 @@ class Root:
             _sync(os.path.dirname(host))  # noqa: PTH120
 
     def sweep(self, path: str) -> None:
-        """Remove what runs that were killed left of a file, which need not be there."""
+        """Remove what killed runs left of a file; the file need not exist."""
         real = self.find(path)
         if real is not None:
             with explained(self.shown(path)):
                 _sweep(self._host(real))
 
     def remove(self, path: str) -> None:
-        """Remove a file; one that is gone is no failure."""
+        """Remove a file; it is not an error if it is gone."""
         real = self.find(path)
         if real is None:
             return
@@ -242,10 +242,10 @@ class Root:
 
 
 def _beside(host: str) -> str:
-    """Return where a file is written before it takes its place.
+    """Return where a file is written before it is renamed.
 
-    CRI-O reads every file in its directory, whatever its name, so nothing half written is ever in a
-    directory of drop-ins; unless that is a file system of its own.
+    CRI-O reads every file in its directory, whatever its name, so a partial file is never in a
+    directory of drop-ins, unless that is a file system of its own.
     """
     directory, name = os.path.split(host)
     above = os.path.dirname(directory)  # noqa: PTH120
@@ -255,7 +255,7 @@ def _beside(host: str) -> str:
 
 
 def _sweep(host: str) -> None:
-    """Remove what runs that were killed left of this file; there is one at a time."""
+    """Remove what killed runs left of this file; only one runs at a time."""
     if not os.path.isdir(os.path.dirname(host)):  # noqa: PTH112, PTH120
         return
     for start in {host, _beside(host)}:
@@ -267,7 +267,7 @@ def _sweep(host: str) -> None:
 
 @contextlib.contextmanager
 def explained(path: str) -> Iterator[None]:
-    """Turn what the system refuses inside into one line."""
+    """Turn an error of the system in the block into a SetupError of one line."""
     try:
         yield
     except OSError as e:
@@ -275,7 +275,7 @@ def explained(path: str) -> Iterator[None]:
 
 
 def explain(e: OSError, path: str) -> SetupError:
-    """Say what stands against reading or writing a file, and what mends that."""
+    """Return why a file cannot be read or written, with a hint."""
     if e.errno in (errno.EACCES, errno.EPERM):
         hint = "run it as root; if it is, see whether the file is immutable (lsattr)"
     elif e.errno == errno.EROFS:
@@ -290,7 +290,7 @@ def explain(e: OSError, path: str) -> SetupError:
 
 
 def _copy_labels(source: str, fd: int) -> None:
-    """Carry SELinux's label and access lists over, as far as the file system has any."""
+    """Copy SELinux's label and access lists, as far as the file system has any."""
     try:
         names = os.listxattr(source)
     except OSError:
@@ -301,7 +301,7 @@ def _copy_labels(source: str, fd: int) -> None:
 
 
 def _sync(directory: str) -> None:
-    """Make a rename or a removal last."""
+    """Make a rename or a removal durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

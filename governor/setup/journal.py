@@ -1,8 +1,8 @@
-"""What was changed, with the bytes before, in /var/lib/tidegate/setup/journal.json.
+"""Record what was changed, with the bytes before, in /var/lib/tidegate/setup/journal.json.
 
-It is written before the files are, so that an end at any moment leaves a journal by which they can
-be put back. A file has a step for each time it was changed; one that somebody edited in between
-begins a step of its own. The bytes of configuration files may be secrets: the directory is root's.
+The journal is written before the files are, so that they can be restored if the process ends at any
+moment. A file has a step for each time it was changed; if it was edited in between, a new step
+begins. The bytes of configuration files may be secrets, so the directory belongs to root.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Part = dict[str, Any]  # what of a file is ours, as `takeout` understands it
 
 @dataclass
 class Step:
-    """A file's bytes before and after one change; None where there is no file."""
+    """A file's bytes before and after one change; None if there is no file."""
 
     before: bytes | None
     after: bytes | None
@@ -57,7 +57,7 @@ class Journal:
     def record(
         self, engine: str, path: str, before: bytes | None, after: bytes | None, parts: list[Part]
     ) -> None:
-        """Note a change that is about to be made."""
+        """Record a change that is about to be made."""
         entry = self.entry(engine, path)
         if entry is None:
             self.engines.setdefault(engine, []).append(Entry(path, parts, [Step(before, after)]))
@@ -67,7 +67,7 @@ class Journal:
             last.after = after
         else:
             entry.steps.append(Step(before, after))
-        # What an earlier change made ours still is.
+        # Parts that an earlier change made ours still are.
         entry.parts = parts + [p for p in entry.parts if p not in parts]
 
 
@@ -103,7 +103,7 @@ def read(root: Root) -> Journal:
 
 
 def write(root: Root, journal: Journal) -> None:
-    """Write the journal; one that says nothing is removed."""
+    """Write the journal; an empty one is removed."""
     if not journal.engines:
         root.remove(FILE)
         return
@@ -129,7 +129,7 @@ def write(root: Root, journal: Journal) -> None:
 
 @contextlib.contextmanager
 def exclusive(root: Root) -> Iterator[None]:
-    """Be the only one that changes engines' files by the journal, whose directory is there."""
+    """Hold the lock for changes to engines' files; the journal's directory must exist."""
     fd = root.open_directory(DIRECTORY)
     try:
         with explained(root.shown(DIRECTORY)):

@@ -1,7 +1,8 @@
-"""Members of a JSON object, put into its text and taken out, with everything else left as it is.
+"""Add and remove members of a JSON object in its text, and leave everything else as it is.
 
-The style is the text's own: its newlines, indentation and blanks after colons. Every edit is held
-against what the parser makes of it, so a text is changed as meant or not at all.
+The style is that of the text: its newlines, its indentation and the blanks after colons. The result
+of each edit is parsed and compared with what is intended, so a text is changed as intended or not
+at all.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 BOM = "\ufeff"
 BLANK = re.compile(r"[ \t\r\n]*")
-INDENT = "  "  # where the text shows none
+INDENT = "  "  # if the text has none
 
 
 @dataclass(frozen=True)
 class Member:
-    """Where a member of an object stands: from its key's quote to behind its value."""
+    """Position of a member of an object: from its key's quote to the end of its value."""
 
     key: str
     start: int
@@ -28,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Span:
-    """Where an object stands: its braces, and its members in order."""
+    """Position of an object: its braces, and its members in order."""
 
     open: int
     close: int
@@ -40,7 +41,7 @@ class Span:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the object; ValueError says what is wrong, also of what a Go parser would refuse.
+    """Return the object; ValueError says what is wrong, also if only a Go parser would refuse it.
 
     An empty text is an empty object, as for dockerd.
     """
@@ -70,7 +71,7 @@ def _constant(name: str) -> Any:
 
 
 def put(text: str, path: tuple[str, ...], value: Any) -> str:
-    """Return the text with the member at `path` set, and the objects on the way to it made."""
+    """Return the text with the member at `path` set; missing objects on the way are made."""
     before = parse(text)
     bom, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     if not body.strip(" \t\r\n"):
@@ -81,7 +82,7 @@ def put(text: str, path: tuple[str, ...], value: Any) -> str:
 
 
 def drop(text: str, path: tuple[str, ...]) -> str:
-    """Return the text without the member at `path`; as it is if there is none."""
+    """Return the text without the member at `path`; unchanged if there is none."""
     before = parse(text)
     bom, body = (BOM, text[1:]) if text.startswith(BOM) else ("", text)
     at = 0
@@ -127,7 +128,7 @@ def _skip(text: str, at: int) -> int:
 
 
 def _object(text: str, at: int) -> Span:
-    """Return where the parts of the object that begins at `at` stand, in a text that is right."""
+    """Return the positions in the object that begins at `at`, in a valid text."""
     decoder = json.JSONDecoder()
     opened = _skip(text, at)
     at = _skip(text, opened + 1)
@@ -175,7 +176,7 @@ class _Style:
         self.base = (outer[0] if outer else "") + self.unit
         if span.members and lines:
             head = text[text.rfind("\n", 0, span.members[-1].start) + 1 : span.members[-1].start]
-            # `{ "a": 1,` and the next member on a line of its own: the last one counts.
+            # After `{ "a": 1,` the next member may be on its own line: the last member decides.
             self.base = head if not head.strip(" \t") else self.base
         colon = re.search(r'"([ \t]*:[ \t]*)', text)
         self.colon = colon[1] if colon else ": "

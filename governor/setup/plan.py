@@ -1,4 +1,4 @@
-"""What is to be done to an engine's files: made by the engines' modules, done by `apply`."""
+"""Plans for an engine's files: made by the engines' modules, carried out by `apply`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Change:
-    """A file's content as it shall be, None where it is to go, and what of it is ours."""
+    """A file's intended content, None if it is to be removed, and what of it is ours."""
 
     path: str
     text: str | None
@@ -55,20 +55,20 @@ def _accept(_output: str) -> str | None:
 class Validation:
     """A command of the engine's that reads its configuration and says whether it is right.
 
-    `validate` runs it, before anything is written, where the plan's changes are seen as if they had
-    been made. If it fails, setup changes nothing and prints its last line.
+    `validate` runs it before anything is written, in a view in which the plan's changes appear as
+    made. If it fails, setup changes nothing and prints its last line.
     """
 
     command: tuple[str, ...]
-    # What standard error has of a version that does not know the command: it is not asked then.
+    # Standard error of versions that do not know the command; these are not asked.
     unsupported: tuple[str, ...] = ()
-    # Says what is wrong with what the command prints, None if nothing is.
+    # Returns what is wrong with the command's output, None if nothing is.
     check: Callable[[str], str | None] = _accept
 
 
 @dataclass
 class Plan:
-    """The files of one engine, what an operator should know, and what is left for him to do."""
+    """Changes to one engine's files, notes for the operator, and the steps left to the operator."""
 
     changes: list[Change] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -76,14 +76,14 @@ class Plan:
     validation: Validation | None = None
 
     def missing(self, root: Root, program: str) -> None:
-        """Note it if a program is not there yet."""
+        """Add a note if a program does not exist yet."""
         if not root.runs(program):
             self.notes.append(
                 f"{root.shown(program)} is not there yet: install it before a container asks for it"
             )
 
     def look_at_wrapper(self, root: Root, options: Options) -> None:
-        """Note what the wrapper runtime lacks, or enters under another name than is meant."""
+        """Note what the wrapper runtime lacks, or that it enters another hook than is meant."""
         self.missing(root, options.program("tidegate-runtime"))
         meant = options.program("tidegate-hook")
         try:
@@ -98,7 +98,7 @@ class Plan:
 
 
 def packaged(name: str) -> str:
-    """Return the text of a file of packaging/, the checkout's or the installed one."""
+    """Return the text of a file of packaging/, from the checkout or as installed."""
     file = places.shared_file(name)
     if file is not None:
         return file.read_text(encoding="utf-8")
@@ -126,7 +126,7 @@ def table(tree: Any, *path: str) -> dict[str, Any]:
 
 
 def strings(value: Any) -> list[str]:
-    """Return the strings of an array, none if it is no array."""
+    """Return the strings of an array, none if it is not an array."""
     return [v for v in value if isinstance(v, str)] if isinstance(value, list) else []
 
 
@@ -137,9 +137,9 @@ def untouched(root: Root, journal: Journal, engine: str, path: str) -> bool:
 
 
 def output(root: Root, *command: str) -> str | None:
-    """Return what a program of the engine's prints; None where it is not there to be asked.
+    """Return what a program of the engine prints; None if it cannot be asked here.
 
-    SetupError with the last line that it printed if it fails.
+    If it fails, SetupError with the last line that it printed.
     """
     program = shutil.which(command[0])
     if root.root != "/" or program is None:
@@ -166,6 +166,6 @@ def output(root: Root, *command: str) -> str | None:
 
 
 def version(text: str | None) -> tuple[int, int] | None:
-    """Return the first version that a text has, major and minor."""
+    """Return the first version in a text, major and minor."""
     found = parse_version(text or "")
     return found and found[:2]

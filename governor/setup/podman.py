@@ -1,9 +1,9 @@
-"""Podman: hooks by oci-hooks(5), the files of packaging/hooks.d.
+"""Set up Podman: hooks by oci-hooks(5), the files of packaging/hooks.d.
 
-They are in a directory of their own, which a drop-in of containers.conf names beside those that
-Podman reads anyway. One of the hooks has the stage `precreate`, which Podman alone knows. Buildah,
-in `podman build` as well, reads the two directories of oci-hooks(5) whatever hooks_dir is, and ends
-with each RUN step where a file there has a stage that it does not know; CRI-O does not start then.
+The hooks are in a directory of their own. A drop-in of containers.conf names it in addition to
+those that Podman reads anyway. One of the hooks has the stage `precreate`, which only Podman knows.
+Buildah, also in `podman build`, reads the two directories of oci-hooks(5) whatever hooks_dir is,
+and fails at each RUN step if a file there has a stage that it does not know; CRI-O does not start.
 Buildah does not read hooks_dir (setupOCIHooks of run_linux.go, 1.28 to 1.45).
 """
 
@@ -36,9 +36,9 @@ from governor.setup.plan import (
 
 HOOKS_DIR = "/etc/tidegate/hooks.d"
 HOOKS = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
-# Where Podman itself looks, unless it is told otherwise.
+# Where Podman looks by default.
 DEFAULT = ("/usr/share/containers/oci/hooks.d",)
-# Where Buildah looks, whatever it is told.
+# Where Buildah looks, whatever the configuration says.
 BUILDAH = (*DEFAULT, "/etc/containers/oci/hooks.d")
 CONFIGS = ("/usr/share/containers/containers.conf", "/etc/containers/containers.conf")
 DROP_INS = "/etc/containers/containers.conf.d"
@@ -56,7 +56,7 @@ ASK = ("podman", "--help")
 
 
 def plan(root: Root, journal: Journal, options: Options) -> Plan:
-    """Say what the hooks' files shall be, and have Podman read them; SetupError where it cannot."""
+    """Plan the hooks' files, and that Podman reads them; SetupError if it cannot."""
     known = _known(root, journal)
     directory = posixpath.normpath(options.hooks_dir or _directory(known))
     _require_own(root, directory)
@@ -89,7 +89,7 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
     _look_at_others(root, read, {*moved, *(f"{directory}/{name}" for name in HOOKS)})
     if drop_in is not None:
         result.changes.append(drop_in)
-    # Last: until Podman reads the new directory it has the old one.
+    # Last, because Podman uses the old directory until it reads the new one.
     result.changes += [Change(path, None, ({"whole": True},)) for path in moved]
     result.missing(root, program)
     _look_at_processes(root, result, drop_in, directory)
@@ -99,19 +99,19 @@ def plan(root: Root, journal: Journal, options: Options) -> Plan:
 
 
 def _known(root: Root, journal: Journal) -> list[str]:
-    """Return the hooks that an earlier setup wrote and that are still there."""
+    """Return the hooks that an earlier setup wrote and that still exist."""
     paths = [e.path for e in journal.engines.get("podman", ()) if e.path.endswith(HOOKS)]
     return [path for path in paths if root.read(path) is not None]
 
 
 def _directory(known: list[str]) -> str:
-    """Return where the hooks go if nothing else is said: a directory that was named stays."""
+    """Return the default directory for the hooks: one that was named before stays."""
     named = [path.rpartition("/")[0] for path in known]
     return next((d for d in named if d not in BUILDAH), HOOKS_DIR)
 
 
 def _require_own(root: Root, directory: str) -> None:
-    """Refuse a directory that is read by what does not know the stage precreate."""
+    """Refuse a directory that is read by programs that do not know the stage precreate."""
     if _is_one_of(root, directory, BUILDAH):
         raise SetupError(
             f"Buildah reads hooks from {root.shown(directory)} as well, and builds no image where "
@@ -124,7 +124,7 @@ def _require_own(root: Root, directory: str) -> None:
             "the stage precreate",
             hint="name another directory with --hooks-dir, or take it out of CRI-O's hooks_dir",
         )
-    # The drop-in is everybody's, and Podman starts nothing where it cannot read one of them.
+    # The drop-in is for all users, and Podman starts nothing if it cannot read a directory.
     if (closed := root.closed(directory)) is not None:
         raise SetupError(
             f"{root.shown(closed)} is closed to other users, whose Podman would start no container "
@@ -145,10 +145,10 @@ def _is_one_of(root: Root, directory: str, others: Iterable[str]) -> bool:
 def _drop_in(
     root: Root, journal: Journal, directory: str, left: set[str], asked: tuple[str, ...] | None
 ) -> tuple[Change | None, tuple[str, ...]]:
-    """Return a file that has Podman read hooks from a directory, and all that it reads then.
+    """Return a drop-in that has Podman read hooks from a directory, and all that it reads then.
 
-    The file is None where Podman reads the directory already. `left` are the directories that
-    hooks of ours move out of, `asked` those that Podman says it reads, where it can be asked.
+    The drop-in is None if Podman reads the directory already. `left` are the directories that our
+    hooks move out of. `asked` are those that Podman says it reads, if it can be asked.
     """
     before, behind = _sources(root)
     file = root.read(DROP_IN)
@@ -160,7 +160,7 @@ def _drop_in(
             return None, now
         names = list(base.directories)
         if asked is not None:
-            # A file that we do not know of may add to what ours say, or have the last word.
+            # A file that we do not know of may add to ours, or override it.
             names = [d for d in names if d in asked]
             names += [d for d in asked if d not in {*now, *left, directory}]
         names = list(dict.fromkeys([*names, directory]))
@@ -187,14 +187,14 @@ def _drop_in(
 
 @dataclass(frozen=True)
 class _HooksDir:
-    """What hooks_dir is after some files, and the last of them that says so."""
+    """The value of hooks_dir after some files, and the last of them that sets it."""
 
     directories: tuple[str, ...] = DEFAULT
     by: str | None = None
-    append: bool = False  # once a file says so, those behind it add to what there is
+    append: bool = False  # if a file sets it, that file and later ones add to the list
 
     def then(self, value: list[Any], by: str) -> _HooksDir:
-        """Return what it is after one more file."""
+        """Return the value after one more file."""
         attributes = [v["append"] for v in value if isinstance(v, dict) and "append" in v]
         append = bool(attributes[-1]) if attributes else self.append
         names = tuple(v.rstrip("/") for v in value if isinstance(v, str))
@@ -212,10 +212,10 @@ def _read(root: Root, paths: Iterable[str], base: _HooksDir | None = None) -> _H
 
 
 def _sources(root: Root) -> tuple[list[str], list[str]]:
-    """Return the files that Podman reads, in its order: those before our drop-in, those behind."""
+    """Return the files that Podman reads, in its order: before our drop-in, and after it."""
     release = version(output(root, "podman", "--version"))
     directories = (DROP_INS,) if release and release < (6, 0) else MORE_DROP_INS
-    # Of two files of one name the later directory has the one that counts.
+    # Of two files with the same name, the one in the later directory takes precedence.
     paths = {
         name: f"{directory}/{name}"
         for directory in directories
@@ -228,7 +228,7 @@ def _sources(root: Root) -> tuple[list[str], list[str]]:
 
 
 def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
-    """Refuse where Podman would enter the hook by a file that is not of this setup as well."""
+    """Refuse if Podman would also enter the hook by a file that is not of this setup."""
     for directory in found:
         for name in root.names(directory):
             path = f"{directory}/{name}"
@@ -237,7 +237,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
             try:
                 program = table(json.loads(root.peek(path)), "hook").get("path")
             except (ValueError, RecursionError):
-                continue  # Podman says so itself
+                continue  # Podman reports it itself
             if isinstance(program, str) and program.endswith("/tidegate-hook"):
                 raise SetupError(
                     f"{root.shown(path)} enters the hook into each container already",
@@ -246,7 +246,7 @@ def _look_at_others(root: Root, found: Iterable[str], ours: set[str]) -> None:
 
 
 def _look_at_processes(root: Root, result: Plan, drop_in: Change | None, directory: str) -> None:
-    """Say what goes on with the hooks directories that it started with, and how that is ended."""
+    """Report processes that keep the hooks directories they started with, and how to end that."""
     file = root.read(DROP_IN)
     changes = drop_in is not None and (file is None or file.text() != drop_in.text)
     found = [
@@ -275,13 +275,13 @@ def _look_at_processes(root: Root, result: Plan, drop_in: Change | None, directo
 
 
 def default_hooks_dirs(said: str | None) -> tuple[str, ...] | None:
-    """Return the directories that `podman --help` has as the default of --hooks-dir."""
+    """Return the directories that `podman --help` shows as the default of --hooks-dir."""
     found = re.search(r"^\s*--hooks-dir .*\(default \[(.*)\]\)$", said or "", re.MULTILINE)
     return tuple(d.rstrip("/") for d in found[1].split(",")) if found else None
 
 
 def _lacking(said: str, wanted: Iterable[str]) -> str | None:
-    """Say which of these directories Podman would not read hooks from."""
+    """Return which of these directories Podman would not read hooks from."""
     found = default_hooks_dirs(said)
     lacking = [d for d in wanted if found is not None and d not in found]
     if not lacking:

@@ -1,8 +1,8 @@
-"""Processes of Podman's that run on with the hooks directories that they started with.
+"""Find Podman's processes that keep the hooks directories they started with.
 
 `podman system service` reads containers.conf when it starts. The monitor of a container, conmon,
-has the command that Podman restarts it by, with the directories as options from Podman 5.8 on.
-Both read the files in those directories at each start of a container.
+has the command by which Podman restarts the container; from Podman 5.8 on, the directories are
+options of it. Both read the files in those directories at each start of a container.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 from oci_hook.entry import PREFIX
 
 UNIT = "podman.service"
-LIMIT = 4 << 20  # bytes of a file that is read
+LIMIT = 4 << 20  # bytes; most that is read of a file
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,26 @@ class Service:
     """A process that serves Podman's API; `started` in seconds since 1970."""
 
     pid: int
-    unit: str | None  # of systemd's, None if it was started otherwise
+    unit: str | None  # of systemd, None if it was started otherwise
     started: float
 
     @property
     def shown(self) -> str:
-        """How an operator knows it."""
+        """The name by which an operator knows it."""
         return self.unit or f"process {self.pid} (podman system service)"
 
     @property
     def restart(self) -> str:
-        """What starts it anew; containers go on meanwhile."""
+        """How to restart it; containers go on meanwhile."""
         if self.unit is not None:
             return f"systemctl restart {self.unit}    # containers go on"
         return f"kill {self.pid}, and start `podman system service` again; containers go on"
 
 
 def running(root: str) -> list[Service]:
-    """Return the services of root's Podman whose root directory is `root`, by their numbers.
+    """Return the services of root's Podman with the root directory `root`, in order of pid.
 
-    A service of another user's cannot reach the governor, with or without hooks.
+    A service of another user cannot reach the governor, with or without hooks.
     """
     found = []
     for pid, words in processes(root, "podman"):
@@ -66,8 +66,8 @@ def running(root: str) -> list[Service]:
 def unaware(root: str, directory: str) -> list[str]:
     """Return the containers with our annotations that Podman would restart without these hooks.
 
-    By their names. Only those with a restart policy are restarted; which have one, only Podman's
-    database says.
+    They are returned by name. Only containers with a restart policy are restarted; which have one,
+    only Podman's database says.
     """
     found = []
     for _, words in processes(root, "conmon"):
@@ -81,7 +81,7 @@ def unaware(root: str, directory: str) -> list[str]:
             if any(name.startswith(PREFIX) for name in document["annotations"]):
                 found.append(options["-n"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue  # it has ended, or is no container of Podman's
+            continue  # it has ended, or is not a container of Podman's
     return sorted(found)
 
 

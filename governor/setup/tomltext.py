@@ -1,8 +1,8 @@
-"""Tables and array elements of a TOML file, put into its text and taken out, comments untouched.
+"""Add and remove tables and array elements in the text of a TOML file, and keep its comments.
 
-`tomllib` reads; nothing is written anew from what was read. A small scanner finds where statements
-begin and end. Every edit is held against what the parser makes of it, so a text is changed as
-meant or not at all.
+`tomllib` reads the text, but nothing is generated from what was read. A small scanner finds where
+statements begin and end. The result of each edit is parsed and compared with what is intended, so a
+text is changed as intended or not at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Statement:
-    """A header, or a key with its value: from its first character to behind its line's end."""
+    """A header, or a key with its value: from its first character to the end of its line."""
 
     path: Path  # of the header, or of the key alone
     header: bool
@@ -36,7 +36,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def statements(text: str) -> list[Statement]:
-    """Return the statements of a text that is right, in order."""
+    """Return the statements of a valid text, in order."""
     found = []
     at = 0
     while at < len(text):
@@ -57,7 +57,7 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _value_end(text: str, at: int) -> int:
-    """Return where a statement ends: at the newline or comment outside of strings and brackets."""
+    """Return where a statement ends: at a newline or comment outside of strings and brackets."""
     depth = 0
     while at < len(text):
         c = text[at]
@@ -117,7 +117,7 @@ def newline(text: str) -> str:
 
 
 def append(text: str, block: str) -> str:
-    """Return the text with tables behind it; ValueError if they cannot stand there."""
+    """Return the text with tables appended; ValueError if they are not valid there."""
     end = newline(text)
     gap = "" if not text else end if text.endswith("\n") else end + end
     result = text + gap + block.replace("\n", end)
@@ -126,7 +126,7 @@ def append(text: str, block: str) -> str:
 
 
 def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return two documents as one; tables are merged, and of two values the second counts."""
+    """Return two documents as one: tables are merged, and other values of the second override."""
     result = dict(tree)
     for key, value in other.items():
         old = result.get(key)
@@ -136,7 +136,7 @@ def merged(tree: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_element(text: str, key: str, value: str) -> str:
-    """Return the text with a string in the array `key` at the top, made if there is none."""
+    """Return the text with a string added to the top-level array `key`; makes a missing array."""
     tree = parse(text)
     found = _top(text, key)
     quoted = json.dumps(value)
@@ -187,9 +187,9 @@ def drop_element(text: str, key: str, value: str) -> str:
 
 
 def drop_tables(text: str, prefix: Path, comments: Iterable[str] = ()) -> str:
-    """Return the text without the tables at and below `prefix`, and without these lines of comment.
+    """Return the text without the tables at and below `prefix`, and without these comment lines.
 
-    A comment before the next header stays: it is likelier that one's.
+    A comment before the next header stays, because it more likely belongs to that header.
     """
     tree = parse(text)
     for comment in comments:
@@ -200,7 +200,7 @@ def drop_tables(text: str, prefix: Path, comments: Iterable[str] = ()) -> str:
             inside = statement.path[: len(prefix)] == prefix
         if inside:
             if statement.header:
-                # Its indentation goes as well, and one empty line before it.
+                # Its indentation is removed as well, and one empty line before it.
                 result += text[cut : statement.start].rstrip(" \t")
                 result = re.sub(r"\n\r?\n\Z", "\n", result)
             cut = statement.end
@@ -233,7 +233,7 @@ def _dropped(tree: dict[str, Any], prefix: Path) -> dict[str, Any]:
 
 
 def pruned(tree: Any) -> Any:
-    """Return a document without tables that hold nothing: headers leave them, or do not."""
+    """Return a document without empty tables, which the removal of a header may leave."""
     if not isinstance(tree, dict):
         return tree
     kept = {key: pruned(value) for key, value in tree.items()}
@@ -254,7 +254,7 @@ def _top(text: str, key: str) -> Statement | None:
 
 
 def _elements(text: str, opened: int) -> list[tuple[int, int]]:
-    """Return where the elements of the array stand that opens here."""
+    """Return the positions of the elements of the array that opens here."""
     found = []
     at = opened + 1
     while text[at] != "]":

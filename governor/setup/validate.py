@@ -1,4 +1,4 @@
-"""An engine's own check of the files that setup would write, made before they are written."""
+"""Run an engine's own check of the files that setup would write, before they are written."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from governor.setup.plan import Validation
 if TYPE_CHECKING:
     from governor.setup.apply import Edit
 
-LONGEST = 500  # characters of an engine's line that are shown
+LONGEST = 500  # most characters of an engine's line that are shown
 
 
 def validate(root: Root, validation: Validation | None, edits: Sequence[Edit]) -> list[str]:
-    """Have an engine read its files as they would be; SetupError with its own line if it does not.
+    """Have an engine read its files as they would be; SetupError with its own line if it fails.
 
-    Returns what an operator should know: that the engine could not be asked. One that is not
+    Returns notes for the operator: that the engine could not be asked. An engine that is not
     installed is not asked, and below another root than / no program runs.
     """
     if validation is None or not edits or root.root != "/":

@@ -1,8 +1,8 @@
-"""A private view of the node's files, for a program that checks what an engine would load.
+"""Make a private view of the node's files for a program that checks what an engine would load.
 
 The program runs in a mount namespace of its own. There a tmpfs covers each directory in which a
-file changes: it has the changed files with their new content, and everything else bound from
-below. Nothing of the node changes, and the view ends with the program.
+file changes. It has the changed files with their new content, and bind mounts of everything else in
+the directory. Nothing on the node changes, and the view ends with the program.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping
 
 TIMEOUT_S = 30
-# No other variable of the caller's: the engine as a service has none of them either.
+# The caller's other variables are left out: the engine as a service does not have them either.
 ENVIRONMENT = {"HOME": "/root", "LC_ALL": "C.UTF-8"}
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18
@@ -28,11 +28,11 @@ _libc.mount.argtypes = (
 
 
 class ViewError(Exception):
-    """There is no private view on this node; the message says why."""
+    """No private view is possible on this node; the message says why."""
 
 
 def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.CompletedProcess[str]:
-    """Run a program that sees these files with this content, or without them where it is None.
+    """Run a program that sees these files with this content, or no file where it is None.
 
     Paths are absolute and have no symbolic links. ViewError if the view cannot be made; OSError and
     TimeoutExpired as from subprocess.run.
@@ -72,11 +72,11 @@ def run(command: list[str], files: Mapping[str, bytes | None]) -> subprocess.Com
 
 
 def _enter(files: Mapping[str, bytes | None]) -> None:
-    """Leave the node's mount namespace for one in which the files are so."""
+    """Enter a new mount namespace in which the files have this content."""
     if _libc.unshare(CLONE_NEWNS) < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "unshare")
     _mount("none", "/", MS_REC | MS_PRIVATE)
-    # Those above come first: what is below is then bound into them, and covered after that.
+    # Parents come first: what is below is then bound into them, and covered after that.
     for directory in sorted({_existing(path) for path in files}):
         _cover(directory, {path for path in files if _parent(path) == directory})
     for path, data in files.items():
@@ -87,12 +87,12 @@ def _enter(files: Mapping[str, bytes | None]) -> None:
 
 
 def _cover(directory: str, without: set[str]) -> None:
-    """Put a tmpfs over a directory that has all that the directory has, but for these files."""
+    """Cover a directory with a tmpfs that has all its entries except these files."""
     below = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     mode = stat.S_IMODE(os.fstat(below).st_mode)
     _mount("tmpfs", directory, 0, "tmpfs", f"mode={mode:o}")
     if os.path.samestat(os.stat(directory), os.fstat(below)):  # noqa: PTH116
-        # What is mounted over a process's own root it does not see: the files would be the node's.
+        # A process does not see what is mounted over its own root: it would write the node's files.
         raise OSError(errno.EBUSY, "cannot be covered", directory)
     for name in os.listdir(below):  # noqa: PTH208 - a descriptor
         here = f"{directory.rstrip('/')}/{name}"
@@ -111,7 +111,7 @@ def _cover(directory: str, without: set[str]) -> None:
 
 
 def _existing(path: str) -> str:
-    """Return the nearest directory above a path that is there."""
+    """Return the nearest existing directory above a path."""
     directory = _parent(path)
     while not os.path.isdir(directory):  # noqa: PTH112
         directory = _parent(directory)

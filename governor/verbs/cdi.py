@@ -1,4 +1,4 @@
-"""`tidegate cdi`: the node's GPUs as CDI devices, for engines that know CDI."""
+"""`tidegate cdi`: describe the node's GPUs as CDI devices, for engines that support CDI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "/var/run/cdi/tidegate.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what can be done, and its options."""
+    """Add the actions and their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     generate = actions.add_parser(
         "generate",
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it, and return the exit status."""
+    """Run the action, and return the exit status."""
     from governor.daemon import find_devices, original_nvml, require_simulated
     from vdriver.nvml import Nvml
 
@@ -78,15 +78,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write(path: Path, spec: dict[str, Any]) -> None:
-    """Put the specification in its place: an engine reads the whole of it, or what was before.
+    """Replace the specification atomically: an engine reads all of the new one or of the old.
 
-    SetupError says what stands against that.
+    SetupError says why that is not possible.
     """
     data = json.dumps(spec, indent=2).encode() + b"\n"
     root = Root("/")
     try:
         root.make_directory(str(path.parent.absolute()))
-        # Engines of users read it as well, whoever made the file that was there.
+        # Engines of other users read it as well, whichever user made the file that was there.
         root.write(str(path.absolute()), data, keep_mode=False)
     except SetupError as e:
         raise SetupError(e.message, hint=f"{e.hint}, or name another --output") from e

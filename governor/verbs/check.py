@@ -1,7 +1,7 @@
-"""`tidegate check`: is the configuration right, and is the node ready for containers.
+"""`tidegate check`: whether the configuration is right, and the node is ready for containers.
 
-What is in force and what is left of each GPU, in a moment. `tidegate doctor` looks at all that a
-node consists of, and calls `look_at_mirror`.
+It quickly shows what is in force, and what is left of each GPU. `tidegate doctor` examines all that
+a node consists of, and calls `look_at_mirror`.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _whole(file: Path) -> Path:
-    """Return the file that a drop-in belongs to: what it says counts together with that."""
-    whole = file.absolute()  # beside the file itself its name alone may be given
+    """Return the main file that a drop-in belongs to, because both count together."""
+    whole = file.absolute()  # a name without a directory may be given
     if whole.parent.suffix != ".d":
         return file
     main = whole.parent.with_suffix(".yaml")
@@ -88,10 +88,10 @@ def _whole(file: Path) -> Path:
 
 
 def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[Manifest, str | None]:
-    """Ask what the hook asks before it serves a container from the mirror.
+    """Make the checks that the hook makes before it serves a container from the mirror.
 
-    Gives the manifest of the generation in force, and what has changed since it was made that stops
-    no container. HookError says what stops them. `root` is where the node's files are.
+    Returns the manifest of the generation in force, and what has changed since it was made but does
+    not stop containers. HookError says what stops them. `root` is where the node's files are.
     """
     from oci_hook.manifest import (
         MODULE_VERSION,
@@ -115,17 +115,17 @@ def look_at_mirror(driver_dir: str, root: str = "/") -> tuple[Manifest, str | No
 
 
 def _here(path: str, driver_dir: str) -> str | None:
-    """Return a watched file's path as it is here, None for one that cannot be seen from here.
+    """Return a watched file's path as seen from here, None if it cannot be seen.
 
     A mirror that a pod made of its node's driver (`refresh --root /host`) names the files as that
-    container saw them. Another one of the pod has the node's root at /proc/1/root, with hostPID;
-    on the node itself they are below /.
+    container saw them. Another container of the pod has the node's root at /proc/1/root, with
+    hostPID; on the node itself they are below /.
     """
     try:
         text = Path(driver_dir, "current", "manifest.json").read_text(encoding="utf-8")
         root = str(json.loads(text)["source"]["root"]).rstrip("/")
     except (OSError, ValueError, KeyError, TypeError):
-        return path  # what reads the manifest next says what is wrong with it
+        return path  # the next reader of the manifest reports what is wrong with it
     if not root or os.path.isdir(root) or not path.startswith(f"{root}/"):  # noqa: PTH112
         return path
     rest = path[len(root) :]
@@ -147,16 +147,16 @@ def _look_at_governor(config: Config) -> str:
 
 
 def _look_at_gpus(config: Config) -> dict[str, Any]:
-    """Return what the governor says of the GPUs, nothing where it says nothing."""
+    """Return what the governor says of the GPUs, nothing if it does not answer."""
     try:
         answer = ask(config, "gpus")
     except TidegateError:
-        return {}  # that it does not answer was said
+        return {}  # the caller has already reported that it does not answer
     return {name: answer[name] for name in ("placement", "gpus", "left_out")}
 
 
 def _lines(answer: dict[str, Any]) -> list[str]:
-    """Return a table of the GPUs with what is left of them, and how near they are to each other."""
+    """Return a table of the GPUs with what is left of them, and how they are connected."""
     gpus = answer["gpus"]
     columns = [f"GPU{gpu['index']}" for gpu in gpus] if len(gpus) > 1 else []
     rows = [
@@ -207,5 +207,5 @@ def _lines(answer: dict[str, Any]) -> list[str]:
 
 
 def _way(route: dict[str, Any]) -> str:
-    """Return a way between two GPUs as nvidia-smi topo -m writes it."""
+    """Return the connection of two GPUs as nvidia-smi topo -m writes it."""
     return f"NV{route['nvlinks']}" if route["nvlinks"] else route["pcie"] or "?"

@@ -1,4 +1,4 @@
-"""`tidegate claims`: the claims of Kubernetes that are booked on this node."""
+"""`tidegate claims`: list the Kubernetes claims that are booked on this node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidegate convert`: pods that ask others for a GPU become pods with a claim."""
+"""`tidegate convert`: turn pods that ask other products for a GPU into pods with a claim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from governor.errors import ConfigError, RequestError, one_line
 
 SUMMARY = "Turn pods that ask HAMi, gpu-manager or NVIDIA's plugin for a GPU into pods with claims"
 LOST = 1
-"""The exit status where something could not be carried over."""
+"""The exit status if something could not be converted."""
 LARGEST = 32 << 20
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the manifests; what could not be carried over is on stderr, and makes the status 1."""
+    """Print the manifests; what was lost is on standard error, and makes the status 1."""
     from kube.convert import Options, convert
     from kube.yamltext import UnreadableError
 

@@ -1,7 +1,8 @@
-"""`tidegate doctor`: look at all that a node consists of, and say what is wrong and what mends it.
+"""`tidegate doctor`: examine all that a node consists of; report what is wrong and how to fix it.
 
-It changes nothing, and needs nothing: what it cannot see, without root say, it names. `tidegate
-check` is the short question before it: what is in force, and what is left of each GPU.
+It changes nothing and has no requirements: it reports what it cannot see, for instance without
+root. `tidegate check` is the quick question before it: what is in force, and what is left of each
+GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each finding, the remedy below it, and at the end how many are what."""
+    """Print a line per finding with its remedy below, and the number of each kind at the end."""
     from governor import VERSION
     from governor.doctor.checks import examine, status_of
     from governor.doctor.finding import State
@@ -97,5 +98,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _safe(text: str) -> str:
-    """Keep what files and programs say on one line of a terminal."""
+    """Fit what files and programs say into one line of a terminal."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))

@@ -1,4 +1,4 @@
-"""`tidegate events`: what hook and governor said of starts that failed, found in the node's log."""
+"""`tidegate events`: show what hook and governor logged of failed starts, from the node's log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each; none is no failure."""
+    """Print a line per event; it is not an error if there are none."""
     from governor.events import select
 
     shown = 0
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _hint(container: str | None) -> str:
-    """Say where ids are, to who names a container as its engine does: no log has those names."""
+    """Say where to find ids if a container is named as its engine does: no log has those names."""
     if container is None or "/" in container or set(container) <= set("0123456789abcdef"):
         return ""
     return "; containers are found by their ids: tidegate ps, docker ps --all, podman ps --all"

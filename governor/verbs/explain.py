@@ -1,7 +1,7 @@
 """`tidegate explain`: what a container would get, and why.
 
-Walks the hook's own way - its annotations, its reading of the mirror and of the image, its plan -
-up to the point where the governor would be asked. It asks nobody and changes nothing.
+Takes the same steps as the hook - its annotations, its reading of the mirror and of the image, its
+plan - up to the point where it would ask the governor. It sends no request and changes nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the explanation; an error of the hook's is this command's too."""
+    """Print the explanation; an error of the hook is also this command's error."""
     for line in _lines(args):
         print(line)
     return 0
@@ -89,7 +89,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     rootfd = None if container.root is None else _open_root(container.root)
     try:
         yield "request"
-        # Of a claim's container these two alone are the request's.
+        # In a container with a claim, only these two come from the request.
         said = list(_request(request, node_config(args.config, None).defaults))[
             -2 if claims else 0 :
         ]
@@ -110,9 +110,9 @@ class _Container(NamedTuple):
     """A container, as far as the command line describes it."""
 
     annotations: dict[str, str]  # those that count
-    root: str | None  # its root file system; None when none was named
+    root: str | None  # its root file system; None if none was named
     volumes: tuple[str, ...]  # where the bundle mounts something, relative to the root
-    document: dict[str, Any]  # the bundle's config.json, nothing without one
+    document: dict[str, Any]  # the bundle's config.json, empty without one
 
 
 def _container(args: argparse.Namespace) -> _Container:
@@ -156,7 +156,7 @@ def _container(args: argparse.Namespace) -> _Container:
 
 
 def _volumes(config: dict[str, Any]) -> Iterator[str]:
-    """Name the directories that a config.json mounts on; whether it is right is not asked here."""
+    """Yield the directories that a config.json mounts on, without validating it."""
     mounts = config.get("mounts")
     for mount in mounts if isinstance(mounts, list) else []:
         destination = mount.get("destination") if isinstance(mount, dict) else None
@@ -165,7 +165,7 @@ def _volumes(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _open_root(root: str) -> int:
-    """Open a root file system; RequestError when it is not there, BundleError for the host's."""
+    """Open a root file system; RequestError if it does not exist, BundleError for the host's."""
     from governor.errors import RequestError
     from oci_hook.errors import BundleError
 
@@ -185,7 +185,7 @@ def _open_root(root: str) -> int:
 
 
 def _request(request: Request, defaults: Defaults) -> Iterator[str]:
-    """Say what was asked for, and what counts on this node where nothing was said."""
+    """Yield what was asked for, and this node's defaults for what was not."""
     from governor.quota import show_memory
 
     if request.memory:
@@ -243,7 +243,7 @@ def _prepared(
     yield f"  {'has an' if image.cache is not None else 'has no'} ld.so.cache"
     if image.target32 is not None:
         yield f"  /{image.target32} is where 32-bit libraries go, which ld.so.cache leads to"
-    elif share.compat32 == "offered":  # where they were asked for, the error says it
+    elif share.compat32 == "offered":  # if they were asked for, the error says it
         yield f"  takes no 32-bit libraries: {image.reason32}"
     plan = plan_container(manifest, share, grant, image)
     yield from _section("places", [line for p in plan.places for line in _place(p)])
@@ -253,7 +253,7 @@ def _prepared(
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Give a section, nothing where it would be empty."""
+    """Yield a section; nothing if it would be empty."""
     found = list(lines)
     if found:
         yield title
@@ -283,7 +283,7 @@ def _driver(
 
 
 def _libraries(manifest: Manifest, share: Share) -> Iterator[str]:
-    """List the set's libraries by the reason why they are in it."""
+    """Yield the set's libraries, grouped by the reason why they are in it."""
     from vdriver.manifest import read_manifest
 
     files = read_manifest(manifest.directory).files
@@ -311,7 +311,7 @@ def _libraries(manifest: Manifest, share: Share) -> Iterator[str]:
 
 
 def _wrapped(title: str, words: Iterable[str]) -> list[str]:
-    """Join words by commas, on as many lines as they take."""
+    """Join words with commas, on as many lines as needed."""
     return textwrap.wrap(
         ", ".join(words),
         WIDTH,
@@ -323,7 +323,7 @@ def _wrapped(title: str, words: Iterable[str]) -> list[str]:
 
 
 def _unplaced(share: Share) -> Iterator[str]:
-    """Say where places could go, as long as no image decides."""
+    """Yield where places could be mounted, while no image decides."""
     yield from _section(
         "places", (f"{p.name}: {' or '.join(map(_shown, p.targets))}" for p in share.places)
     )
@@ -371,7 +371,7 @@ def _operations(plan: Plan) -> Iterator[str]:
 
 
 def _inspect(rootfd: int, container: _Container, manifest: Manifest, share: Share) -> Image:
-    """Look into the image as the hook does, and at what the bundle is going to mount in it."""
+    """Inspect the image as the hook does, and what the bundle is going to mount in it."""
     from oci_hook.image import (
         VOLUME,
         Look,

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove them, one line each; keeping a generation is no failure."""
+    """Remove them, one line each; it is not an error to keep a generation."""
     from vdriver.generations import collect
 
     result = collect(args.driver_dir, dry_run=args.dry_run, nested=args.nested)

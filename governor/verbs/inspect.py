@@ -1,4 +1,4 @@
-"""`tidegate inspect`: all that is known of one container."""
+"""`tidegate inspect`: show all that is known of one container."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from governor.listing import (
 
 SUMMARY = "Show all that is known of a container or a claim"
 CLAIM = "claim/"
-"""So a claim is named where a container or pod is called the same."""
+"""Prefix that names a claim if a container or pod has the same name."""
 MIB = 1 << 20
 COUNTED = ("grants", "overdue", "launches", "waits", "refused", "contexts")
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the container or the claim."""
     config = node_config(args.config, args.runtime_dir)
     listing = Listing(config)
     wanted = args.container.removeprefix(CLAIM)
@@ -101,7 +101,7 @@ def _claim_fields(claim: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _command(pid: int) -> str:
-    """Return what a process was started as, empty where it may not be seen."""
+    """Return the command line of a process, empty if it may not be seen."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes()[:4096].split(b"\0")
     except OSError:

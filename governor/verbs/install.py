@@ -1,4 +1,4 @@
-"""`tidegate install`: what a package would have done, as commands for who installed by pip."""
+"""`tidegate install`: print commands that do, after an installation by pip, what a package does."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 SUMMARY = "Print what is left to do after an installation by pip, and do nothing"
 
-# Where the units' sandboxes see nothing (ProtectHome=, PrivateTmp=).
+# Directories that the units' sandboxes do not see (ProtectHome=, PrivateTmp=).
 HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # noqa: S108 - refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's own options: there are none."""
+    """Add the verb's own options, of which it has none."""
     parser.description = (
         "Prints a shell script: programs where engines look for them, the configuration, the units."
         " A package has done all of it."
@@ -35,13 +35,13 @@ def run(_args: argparse.Namespace) -> int:
             _comment(f"{places.CODE.parent} is a package's or make install's: all of it is done.")
         )
     else:
-        # Not sys.prefix: pip without an environment puts commands below /usr/local.
+        # Not sys.prefix: without an environment, pip puts commands below /usr/local.
         print("\n".join(script(places.CODE, Path(sysconfig.get_path("scripts")))))
     return 0
 
 
 def script(code: Path, commands: Path) -> Iterator[str]:
-    """Yield the lines for code that pip put to `code`, and its commands to `commands`."""
+    """Yield the lines of the script, for pip's directories of code and commands."""
     share = code / "governor/share"
     yield from _faults(code, commands)
     yield "# Where engines, units and `tidegate setup` look for programs. The hook runs under"
@@ -100,18 +100,18 @@ def _faults(code: Path, commands: Path) -> Iterator[str]:
 
 
 def _is_roots(path: Path) -> bool:
-    """Return whether root alone may change what is at a path, and put another there."""
+    """Return whether only root may change what is at a path, or replace it."""
     for one in (path, *path.parents):
         status = one.stat()
         writable = status.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if status.st_gid else 0))
-        # In a directory like /tmp nobody replaces what is root's.
+        # In a directory like /tmp other users cannot replace root's files.
         if status.st_uid != 0 or (writable and not (one != path and status.st_mode & stat.S_ISVTX)):
             return False
     return True
 
 
 def _comment(text: str) -> str:
-    """Return a comment, which ends at no line's end within a path."""
+    """Return a comment; line ends in a path do not end it."""
     return "# " + "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""`tidegate ps`: the containers that share this node's GPUs."""
+"""`tidegate ps`: list the containers that share this node's GPUs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vdriver.manifest import CapabilitySet
     from vdriver.refresh import RefreshResult
 
-FEW = 12  # changes that are listed without being asked for
+FEW = 12  # changes that are listed without --verbose
 
 SUMMARY = "Mirror the host's driver, with the control library in its place"
 
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Refresh, and say what changed."""
+    """Refresh, and print what changed."""
     from vdriver.refresh import refresh
 
     directories = args.library_dir and [str(Path(d).absolute()) for d in args.library_dir]
@@ -93,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(done: int, total: int) -> None:
-    """Keep one line of progress on a terminal: a driver is a gigabyte where files are copied."""
+    """Keep one line of progress on a terminal: a driver is a gigabyte if files are copied."""
     end = "\n" if done >= total else ""
     text = f"\rmirroring: {done >> 20:5} of {total >> 20} MiB{end}"
     print(text, end="", file=sys.stderr, flush=True)
 
 
 def _lines(result: RefreshResult, *, verbose: bool) -> list[str]:
-    """Say the outcome first, then what somebody has to look at, then what it consists of."""
+    """Return the outcome first, then what needs attention, then the details."""
     driver, plan = result.plan.driver, result.plan
     lines = [f"driver {driver.version} ({driver.kind}, {driver.machine}) below {driver.root}"]
     lines.append(_outcome(result))

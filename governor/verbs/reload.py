@@ -1,4 +1,4 @@
-"""`tidegate reload`: the configuration's files again, without a restart as far as that goes."""
+"""`tidegate reload`: have the configuration read again, without a restart as far as possible."""
 
 from __future__ import annotations
 

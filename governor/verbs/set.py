@@ -1,4 +1,4 @@
-"""`tidegate set`: another quota for a container that runs."""
+"""`tidegate set`: change the quota of a running container."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Change it, and print the quota that holds from now on."""
+    """Change it, and print the quota that is in force from now on."""
     config = node_config(args.config, args.runtime_dir)
     wanted: dict[str, Any] = {}
     if args.memory is not None:

@@ -1,4 +1,4 @@
-"""`tidegate setup`: make a container engine use Tidegate, or take it out again."""
+"""`tidegate setup`: make a container engine use Tidegate, or remove it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SUMMARY = "Make a container engine use Tidegate"
 
 ENGINES = ("docker", "podman", "containerd", "crio")
-# Which engines an option is for.
+# The engines that each option is for.
 FOR = {
     "default": ("docker",),
     "hooks_dir": ("podman",),

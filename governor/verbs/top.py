@@ -1,4 +1,4 @@
-"""`tidegate top`: GPUs and containers as they are now, again and again."""
+"""`tidegate top`: show GPUs and containers as they are now, repeatedly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ file go plain lines. The columns are those of tidegate ps. A governor that goes 
 awaited.
 """
 BARS = ((120, 20), (95, 10), (0, 5))
-"""How long a bar is in terminals from so many columns on."""
+"""Pairs of a terminal's minimum width and the length of a bar, both in columns."""
 
 OPEN = "\x1b[?1049h\x1b[?25l"  # the alternate screen, without a cursor
 CLOSE = "\x1b[?25h\x1b[?1049l"
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show it until it was shown often enough, or somebody ends it."""
+    """Show GPUs and containers, as often as asked or until the user ends it."""
     config = node_config(args.config, args.runtime_dir)
     listing = Listing(config)
     if args.json or not _is_screen():
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_screen() -> bool:
-    """Return whether somebody sits at a terminal that can do more than print."""
+    """Return whether the command is interactive, at a terminal that can do more than print."""
     able = os.environ.get("TERM", "dumb") != "dumb"
     return able and sys.stdout.isatty() and sys.stdin.isatty()
 
@@ -104,7 +104,7 @@ def _look(listing: Listing) -> dict[str, Any]:
 
 
 def _print(args: argparse.Namespace, listing: Listing) -> int:
-    """Print lines; the first answer has to come, later ones may fail."""
+    """Print lines; the first request must succeed, later ones may fail."""
     shown = 0
     while True:
         began = time.monotonic()
@@ -133,7 +133,7 @@ def _gpu_lines(look: dict[str, Any], width: int = BARS[0][0]) -> list[str]:
     bar = next(length for least, length in BARS if width >= least)
     names = width >= BARS[0][0]
     for gpu in look["gpus"]:
-        # Of containers that share a claim each is said to have what all have.
+        # Containers that share a claim each report the total of all of them.
         accounts = {one["key"]: one for one in look["containers"]}
         own = [
             device
@@ -162,7 +162,7 @@ def _bar(value: float, most: float, length: int) -> str:
 
 
 def _size() -> os.terminal_size:
-    """Return the terminal's size now; COLUMNS and LINES may be those of another time."""
+    """Return the terminal's size now; COLUMNS and LINES may be out of date."""
     with contextlib.suppress(OSError):
         size = os.get_terminal_size(sys.stdout.fileno())
         if size.columns and size.lines:
@@ -184,7 +184,7 @@ def _draw(listing: Listing, interval: float) -> None:
         bad = violation_lines(look["containers"])
     except GovernorError as e:
         lines, bad = [f"tidegate top  {clock}", "", safe(e)], []
-    # What has to be seen comes before what does not fit.
+    # Violations have to be visible, so they take precedence over lines that do not fit.
     room = max(1, size.lines - len(bad))
     shown = [line[: size.columns] for line in lines[:room]]
     shown += [f"\x1b[7m{line[: size.columns]}\x1b[0m" for line in bad[: size.lines - 1]]
@@ -194,10 +194,10 @@ def _draw(listing: Listing, interval: float) -> None:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[Any]:
-    """Take the terminal, and give it back however this ends.
+    """Take over the terminal, and restore it however this ends.
 
-    Gives a function that waits so many seconds, or until the window changes or a key is pressed;
-    it returns whether that means the end.
+    Yields a function that waits a number of seconds, or until the window changes or a key is
+    pressed; it returns whether the user wants to end.
     """
     import termios
     import tty
@@ -247,7 +247,7 @@ def _screen() -> Iterator[Any]:
         enter()
         yield wait
     finally:
-        with contextlib.suppress(OSError, termios.error):  # of a terminal that is gone
+        with contextlib.suppress(OSError, termios.error):  # the terminal may be gone
             leave()
         for number, handler in old.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""`tidegate verify`: is a generation of the mirror what its manifest says, and does it load."""
+"""`tidegate verify`: check that a generation of the mirror matches its manifest, and loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_document(report), indent=1))
     else:
         print("\n".join(_lines(report)))
-    sys.stdout.flush()  # the error's line comes behind it
+    sys.stdout.flush()  # the error's line comes after it
     report.require_intact()
     return 0
 

@@ -1,1 +1,1 @@
-"""The control library in libcuda's place: its API table, generator and pages."""
+"""The control library that takes libcuda's place: its API table, generator and shared pages."""

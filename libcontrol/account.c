@@ -2,24 +2,24 @@
  * Device memory: what the container's processes hold, against the quota.
  *
  * Each process keeps its own sum in its slot of the ledger; the container's use is the sum over the
- * slots. A reservation is made by adding to the own slot first and summing afterwards, so two
- * processes that race see each other and the quota is never passed; the one that cannot have it
- * takes its reservation back. There is no lock to die with: when a process is killed, the governor
- * clears its slot.
+ * slots. To reserve memory, a process first adds to its own slot and then sums up, so two processes
+ * that race see each other and the quota is never exceeded. A reservation that does not fit is
+ * taken back. No process can die with a lock held, because there is none: when a process is
+ * killed, the governor clears its slot.
  *
- * What the driver takes by itself (a context, a module) no call tells. NVML does: the governor
- * looks and publishes what it saw beyond the books as `memory_overhead`, as of `reconciled_ns`.
- * Until a look that began later, a process counts what it expects that the driver took as
- * `provisional`.
+ * No call shows what the driver takes on its own (for a context, a module). NVML does: the governor
+ * samples it and publishes what it found beyond the ledger as `memory_overhead`, as of
+ * `reconciled_ns`. Until a sample that began later, a process reports what it expects the driver to
+ * have taken as `provisional`.
  */
 #include "control.h"
 
 #include <string.h>
 
-#define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* a heartbeat older than this: nobody looks */
-#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* a refusal waits so long for a look that is due */
-#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* some looks of the governor's */
-#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* between two refusals that wait for that in vain */
+#define ACCOUNT_LOST_NS     (1000 * NS_PER_MS) /* no governor samples if the heartbeat is older */
+#define ACCOUNT_PATIENCE_NS (60 * NS_PER_MS)   /* longest wait of a refusal for a sample */
+#define ACCOUNT_KEPT_NS     (1200 * NS_PER_MS) /* longest wait for a lower overhead: some samples */
+#define ACCOUNT_SELDOM_NS   (4 * NS_PER_S)     /* minimum interval of such waits that are in vain */
 
 static struct prim_lock provisional_locks[LAYOUT_N_DEVICES];
 
@@ -36,13 +36,14 @@ void account_unrelax(CUstreamCaptureMode *mode)
 
 /* ---- sums ---- */
 
-/* The sum, and whether the driver may have taken or given something that nobody has looked at. */
+/* Returns the sum, and whether the driver may have taken or given back memory since the last
+ * sample. */
 static uint64_t account_sum(int device, bool *duep)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)device);
     struct ledger_header *ledger = pages_ledger();
     uint32_t n_slots = atomic_load_relaxed(&ledger->n_slots);
-    /* First: what was provisional before a look is in the overhead that the look found. */
+    /* Read first: what was provisional before a sample is part of the overhead that it found. */
     uint64_t reconciled = atomic_load_acquire(&grant->reconciled_ns);
     uint64_t sum = atomic_load_relaxed(&grant->memory_overhead);
 
@@ -99,13 +100,13 @@ uint64_t account_round(uint64_t size, uint64_t unit)
     return __builtin_add_overflow(size, unit - 1, &sum) ? UINT64_MAX : sum / unit * unit;
 }
 
-/* The driver chooses the pitch; rows are aligned to 512 bytes on every GPU since Kepler. */
+/* The driver chooses the pitch. Rows are aligned to 512 bytes on every GPU since Kepler. */
 uint64_t account_pitch(uint64_t width, uint64_t height)
 {
     return account_product(account_round(width, 512), height);
 }
 
-/* Beyond the limit the sum has what others are about to step back from. */
+/* A sum beyond the limit includes reservations that other processes are about to take back. */
 void account_note_peak(int device)
 {
     uint64_t sum = account_used(device);
@@ -122,7 +123,8 @@ void account_note_peak(int device)
 
 /* ---- charges ---- */
 
-/* Never below zero: the sum belongs to a page that others can reset. */
+/* Lowers the sum, but not below zero, because others can reset the page to which it belongs.
+ * Returns the part that was not subtracted. */
 static uint64_t lower(uint64_t *sum, uint64_t size)
 {
     uint64_t seen = atomic_load_relaxed(sum);
@@ -133,8 +135,9 @@ static uint64_t lower(uint64_t *sum, uint64_t size)
     return seen < size ? size - seen : 0;
 }
 
-/* What was counted in books that were taken along may not be in the new ones yet: it is lowered
- * where it is, and the next look at the old books takes the rest off the new. */
+/* Lowers a counter of the ledger. After a move to another ledger, some of what was counted in the
+ * old one may not be in the new one yet. That part is lowered in the old ledger, and
+ * pages_forward() later subtracts it from the new one. */
 static void lower_books(uint64_t *sum, uint64_t size)
 {
     uint64_t rest = lower(sum, size);
@@ -144,7 +147,8 @@ static void lower_books(uint64_t *sum, uint64_t size)
         lower(before, rest);
 }
 
-/* `unseen` goes up first and down last: a look in between takes too much for the driver's. */
+/* `unseen` is raised first and lowered last: a sample in between attributes too much to the
+ * driver. */
 void account_add(int device, uint64_t size, bool unseen)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -160,8 +164,8 @@ void account_give(int device, uint64_t size, bool unseen)
 
     if (!size)
         return;
-    /* First what is given back, then the sum without it: a look in between takes more to have been
-     * charged than was. */
+    /* `returned` is raised before the sum is lowered: a sample in between takes the charge for
+     * higher than it was. */
     if (!unseen)
         atomic_add_seq_cst(&entry->returned, size);
     lower_books(&entry->memory, size);
@@ -170,8 +174,9 @@ void account_give(int device, uint64_t size, bool unseen)
 }
 
 /*
- * A call is under way that gives or takes so much of what is charged: until account_landed() nobody
- * knows whether the driver has it. Before a claim, and before a block is given back.
+ * A call is under way that takes or gives back `size` bytes of what is charged. Until
+ * account_landed() it is not known whether the driver has them. Called before a claim, and before a
+ * block is given back.
  */
 void account_moves(int device, uint64_t size, bool unseen)
 {
@@ -185,7 +190,7 @@ void account_landed(int device, uint64_t size, bool unseen)
         lower_books(&pages_ledger_device((unsigned)device)->moving, size);
 }
 
-/* All that is charged may go by the call that follows. Answers how much that is. */
+/* The call that follows may free everything that is charged. Returns how much that is. */
 uint64_t account_moves_all(int device)
 {
     uint64_t size =
@@ -195,7 +200,8 @@ uint64_t account_moves_all(int device)
     return size;
 }
 
-/* Pools hold more or less of what is charged: the driver may give that back by itself. */
+/* Pools hold this much more or less of what is charged. The driver may give back what they hold at
+ * any time. */
 void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -208,15 +214,16 @@ void account_pools(int device, uint64_t more, uint64_t less, bool unseen)
         lower_books(&entry->pooled, less);
 }
 
-/* So much the driver may have taken off pools since they were asked before. When it is charged no
- * more: who reads this before the charge never misses it in both. */
+/* The driver may have taken `size` bytes off the pools since they were last asked. Called after the
+ * charge was lowered: a reader that reads `shrunk` first then sees the change in at least one of
+ * the two. */
 void account_shrunk(int device, uint64_t size, bool unseen)
 {
     if (!unseen && size)
         atomic_add_seq_cst(&pages_ledger_device((unsigned)device)->shrunk, size);
 }
 
-/* What is claimed so is of a call under way, until account_landed(). */
+/* On success, the claim belongs to a call that is under way until account_landed(). */
 bool account_try(int device, uint64_t size, bool unseen)
 {
     uint64_t limit = account_limit(device);
@@ -225,8 +232,8 @@ bool account_try(int device, uint64_t size, bool unseen)
     if (size > limit || unlikely(pages_denied()))
         return false;
     account_moves(device, size, unseen);
-    /* Two processes that reserve at once may each see the other and both step back although one of
-     * them fits: the loser looks again a few times before it gives up. */
+    /* Two processes that reserve at once may see each other and both step back although one of them
+     * fits. So the loser tries a few more times before it gives up. */
     for (int attempt = 0;; attempt++) {
         account_add(device, size, unseen);
         if (likely(account_used(device) <= limit))
@@ -241,7 +248,8 @@ bool account_try(int device, uint64_t size, bool unseen)
     }
 }
 
-/* Whether more than `slack` beyond the quota is held, once those that race have stepped back. */
+/* Returns whether more than `slack` bytes beyond the quota are held, once processes that race have
+ * stepped back. */
 bool account_over(int device, uint64_t slack)
 {
     for (int attempt = 0; account_used(device) > account_limit(device) + slack; attempt++) {
@@ -264,7 +272,8 @@ bool account_alone(void)
            pages_alone();
 }
 
-/* Waits for a look that began after `since`. False if none came, or nobody is there to look. */
+/* Waits for a sample that began after `since`. Returns false if none came, or if no governor is
+ * sampling. */
 cold bool account_await_look(int device, uint64_t since, uint64_t patience)
 {
     const struct grant_device *grant = pages_grant_device((unsigned)device);
@@ -279,9 +288,10 @@ cold bool account_await_look(int device, uint64_t since, uint64_t patience)
 }
 
 /*
- * What the governor found may be too much for a moment: what it knew stands until a look says at
- * the most less, and what the driver gave back by itself shows late. Where the last look alone
- * would leave room others are waited for, now and then.
+ * The published overhead may be too high for a moment: the governor keeps an earlier figure until
+ * the upper bound of a sample is below it, and memory that the driver gave back on its own shows up
+ * late. So where the last sample alone would leave room, a refusal waits for further ones, but only
+ * now and then.
  */
 static cold bool account_wait_for_less(int device, uint64_t size, bool unseen)
 {
@@ -305,13 +315,14 @@ static cold bool account_wait_for_less(int device, uint64_t size, bool unseen)
         if (account_try(device, size, unseen))
             return true;
     }
-    /* It was not that: the next refusal may wait again. */
+    /* The overhead was not the reason, so the next refusal may wait again. */
     if (prim_now() - begin < ACCOUNT_KEPT_NS)
         atomic_store_relaxed(&waited[device], 0);
     return false;
 }
 
-/* No room: what our pools hold unused goes back, and what the driver gave back is looked at. */
+/* There is no room: gives back what our pools hold unused, and waits for a sample that shows what
+ * the driver gave back. */
 static cold bool account_claim_slowly(int device, uint64_t size, bool unseen)
 {
     int saved = errno;
@@ -338,9 +349,10 @@ bool account_claim(int device, uint64_t size, bool unseen)
     return likely(account_try(device, size, unseen)) || account_claim_slowly(device, size, unseen);
 }
 
-/* ---- what the driver takes by itself ---- */
+/* ---- what the driver takes on its own ---- */
 
-/* The old amount is in the overhead if somebody has looked since: then a new one begins. */
+/* If the governor has sampled since, the old amount is part of the overhead and a new one
+ * begins. */
 static void provisional_move(int device, uint64_t more, uint64_t less)
 {
     struct ledger_device *entry = pages_ledger_device((unsigned)device);
@@ -360,8 +372,8 @@ static void provisional_move(int device, uint64_t more, uint64_t less)
 }
 
 /*
- * A charge becomes provisional. A look that reads the page in between, and subtracts the charge
- * from what it sees, began before the second stamp and does not count.
+ * Turns a charge into a provisional amount. A sample that reads the page between the two steps, and
+ * subtracts the charge from what it sees, began before the second time stamp and does not count.
  */
 void account_convert(int device, uint64_t size, bool unseen)
 {
@@ -400,8 +412,8 @@ static void account_taken(struct account_charge *charge)
 }
 
 /*
- * While the driver is at it, the claim is a charge that NVML does not attribute: whether a look
- * sees none, a part or all of what the driver takes, the sum is never too small.
+ * While the driver takes the memory, the claim is a charge that NVML does not attribute. Whether a
+ * sample sees nothing, a part or all of it, the sum is never too small.
  */
 bool account_begin(struct account_charge *charge, int device, uint64_t size)
 {
@@ -432,7 +444,8 @@ void account_end(struct account_charge *charge, CUresult result)
 
 /* ---- allocations ---- */
 
-/* What the driver takes for a block: small ones are cut from slabs, and a slab is charged whole. */
+/* Determines what the driver takes for a block. Small blocks are cut from slabs, and a slab is
+ * charged as a whole. */
 static void account_measure(struct account_charge *charge, enum account_kind kind, uint64_t size)
 {
     charge->kind = BLOCK_MEMORY;
@@ -486,7 +499,7 @@ void account_cancel(struct account_charge *charge)
     charge->size = 0;
 }
 
-/* The driver took another size than was reserved: the difference is charged or returned. */
+/* Charges or returns the difference if the driver took another size than was reserved. */
 void account_settle(struct account_charge *charge, enum account_kind kind, uint64_t size)
 {
     uint64_t before = charge->size;
@@ -500,7 +513,7 @@ void account_settle(struct account_charge *charge, enum account_kind kind, uint6
         account_give(charge->device, before - charge->size, charge->flags & BLOCK_UNSEEN);
 }
 
-/* With the lock of its part. Answers what is returned of the charges. */
+/* Called with the part locked. Returns the bytes to subtract from the charges. */
 static uint64_t slab_leave(uint64_t address)
 {
     struct block *slab = blocks_peer(BLOCK_SLAB, address & ~(ACCOUNT_UNIT - 1));
@@ -511,7 +524,8 @@ static uint64_t slab_leave(uint64_t address)
     return ACCOUNT_UNIT;
 }
 
-/* A block of a slab that is there already needs no charge of its own. */
+/* A block in a slab that exists already needs no charge of its own. Returns the bytes to give
+ * back. */
 static uint64_t slab_enter(const struct account_charge *charge, uint64_t address)
 {
     uint64_t base = address & ~(ACCOUNT_UNIT - 1);
@@ -530,7 +544,7 @@ static uint64_t slab_enter(const struct account_charge *charge, uint64_t address
     return 0;
 }
 
-/* A block that has no place in the table stays charged for the life of the process. */
+/* A block for which the table has no room stays charged for the life of the process. */
 void account_record(const struct account_charge *charge, uint64_t key)
 {
     struct block block = {.key = key,
@@ -552,7 +566,7 @@ void account_record(const struct account_charge *charge, uint64_t key)
     block.owner = contexts_owner();
     stale = blocks_lock(charge->kind, key);
     if (unlikely(stale)) {
-        /* The driver gives an address twice: what was there ended unnoticed. */
+        /* The driver has returned this address again, so the old block ended unnoticed. */
         gone = *stale;
         blocks_remove(stale);
         if (gone.flags & BLOCK_SMALL)
@@ -570,7 +584,7 @@ void account_record(const struct account_charge *charge, uint64_t key)
         account_note_peak(charge->device);
 }
 
-/* Takes the block out of the table; what is not in it is left to the driver to judge. */
+/* Takes the block out of the table. A key that is not in it is left for the driver to check. */
 void account_forget(struct account_charge *charge, enum account_kind kind, uint64_t key)
 {
     struct block *block;
@@ -594,7 +608,7 @@ void account_forget(struct account_charge *charge, enum account_kind kind, uint6
     blocks_unlock(charge->kind, key);
 }
 
-/* The driver has freed the block: it is refunded. Or it did not: then it is put back. */
+/* Refunds the block if the driver has freed it, and otherwise puts it back. */
 void account_forgotten(struct account_charge *charge, uint64_t key, CUresult result)
 {
     uint64_t returned = charge->size;
@@ -686,7 +700,7 @@ static bool sweep_visit(const struct block *block, void *data)
     return true;
 }
 
-/* A context has ended: what was allocated in it is gone. */
+/* A context has ended, and with it everything that was allocated in it. */
 bool account_sweep(int device, uint8_t owner)
 {
     struct sweep sweep = {.device = device, .owner = owner};

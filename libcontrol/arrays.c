@@ -1,20 +1,21 @@
 /*
- * Arrays: how much the driver takes for one, which it does not say.
+ * Arrays: how much memory the driver takes for one, which it does not tell.
  *
  * Measured on an H200: rows are rounded to 64 bytes, heights to 8 rows, depths of more than 16
- * layers to 16, others to a power of two. Sparse arrays and those whose memory is mapped later take
- * none themselves. What this gets wrong is the driver's, as NVML sees it.
+ * layers to 16, others to a power of two. Sparse arrays and those that get their memory by a later
+ * mapping take none themselves. What this gets wrong counts as memory that the driver takes on its
+ * own, as NVML shows it.
  */
 #include "control.h"
 
-/* Bits of an element's channel by its format; those that have all channels in one are listed with
- * the bits of a whole element. */
+/* Returns the bits of an element. Most formats have one size per channel. Those that hold all
+ * channels in one element are listed with the bits of the whole element. */
 static uint64_t element_bits(int format, unsigned int channels)
 {
     switch (format) {
     case 0x01: /* 8-bit integers */
     case 0x08:
-    case 0xc0: /* normalised ones */
+    case 0xc0: /* normalised */
     case 0xc1:
     case 0xc2:
     case 0xc6:

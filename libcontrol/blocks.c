@@ -1,12 +1,13 @@
 /*
  * The live allocations of this process, by address or handle.
  *
- * Sixteen open-addressing tables, each with a lock of its own: two threads seldom meet, and an
- * allocation costs the same with ten blocks as with a hundred thousand. A removed entry leaves no
- * mark behind: those after it move up. All entries of one slab of 2 MiB lie in the same part, so a
- * small block and its slab change under one lock.
+ * There are sixteen open-addressing tables (parts), each with its own lock. Two threads seldom
+ * meet, and an allocation costs the same with ten blocks as with a hundred thousand. A removed
+ * entry leaves no mark behind, because the entries after it move up. All entries of one slab of 2
+ * MiB are in the same part, so a small block and its slab change under one lock.
  *
- * malloc is the application's; a mapping of our own cannot meet its hooks or its locks.
+ * The tables use mappings of their own: malloc belongs to the application, and may have hooks or
+ * hold locks.
  */
 #include "control.h"
 
@@ -14,7 +15,7 @@
 #include <sys/mman.h>
 
 #define BLOCKS_N_PARTS 16
-#define BLOCKS_FIRST   256 /* places in a part at first */
+#define BLOCKS_FIRST   256 /* initial capacity of a part */
 
 static struct part {
     struct prim_lock lock;
@@ -101,7 +102,7 @@ bool blocks_add(const struct block *block)
     return true;
 }
 
-/* The entries behind it that do not stand at their home, or could stand nearer to it, move up. */
+/* Entries behind the removed one move up if that brings them nearer to their home. */
 void blocks_remove(struct block *block)
 {
     struct part *part = part_of(block->kind, block->key);
@@ -120,7 +121,8 @@ void blocks_remove(struct block *block)
     part->places[hole].key = 0;
 }
 
-/* A removal moves others, perhaps to places that were visited already: again, until none goes. */
+/* A removal may move other entries to places that were visited already, so each part is visited
+ * again until nothing is removed. */
 void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *data)
 {
     for (size_t i = 0; i < BLOCKS_N_PARTS; i++) {
@@ -140,14 +142,14 @@ void blocks_sweep(bool (*visit)(const struct block *block, void *data), void *da
     }
 }
 
-/* Under the lock of a part: another entry that lies in the same one. */
+/* Called with a part locked. Finds another entry that belongs to the same part. */
 struct block *blocks_peer(enum block_kind kind, uint64_t key)
 {
     return part_find(part_of(kind, key), kind, key);
 }
 
-/* What the tables tell of is the parent's. Another thread of it may have been at work on them when
- * it forked, so the child leaves their memory alone. */
+/* The tables describe the parent. Another of its threads may have been changing them at the time of
+ * the fork, so the child does not touch their memory. */
 void blocks_after_fork(void)
 {
     memset(parts, 0, sizeof parts);

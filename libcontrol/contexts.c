@@ -1,10 +1,11 @@
 /*
- * Contexts: what they take, and what goes with them.
+ * Contexts: what they take, and what ends with them.
  *
  * Every context takes some hundreds of megabytes that no allocation shows. They are claimed before
- * the driver makes it and provisional afterwards, until NVML has been asked (account.c). What is
- * allocated in a context ends with it, so each block remembers its owner: a created context by its
- * place in the table below, the primary one as 0. Green contexts allocate in the primary one.
+ * the driver creates the context and are provisional afterwards, until NVML has been sampled
+ * (account.c). What is allocated in a context ends with it, so each block records its owner: a
+ * created context by its place in the table below, the primary one as 0. Green contexts allocate in
+ * the primary one.
  */
 #include "control.h"
 
@@ -13,8 +14,8 @@
 static struct context {
     CUcontext handle; /* NULL: free, or about to be destroyed */
     int device;
-    uint32_t n_users; /* cuCtxAttach; 0: the place is free */
-    uint64_t moving;  /* what may go with it, while it is being destroyed */
+    uint32_t n_users; /* 1, and cuCtxAttach; 0: the place is free */
+    uint64_t moving;  /* charges that may end with it, while it is being destroyed */
 } contexts[OWNER_LAST];
 static uint32_t n_contexts;
 static struct prim_lock contexts_lock;
@@ -22,7 +23,7 @@ static struct prim_lock contexts_lock;
 static struct {
     CUcontext handle;
     uint32_t alive;
-    uint32_t n_retained; /* by this process */
+    uint32_t n_retained; /* references that this process holds */
 } primaries[LAYOUT_N_DEVICES];
 
 static bool is_primary(CUcontext handle)
@@ -54,7 +55,7 @@ uint8_t contexts_owner(void)
     c = find(current);
     if (c)
         return (uint8_t)(c - contexts + 1);
-    /* It may be one that found no place in the table. */
+    /* It may be a context for which the table had no place. */
     if (atomic_load_relaxed(&n_contexts) == OWNER_LAST && !is_primary(current))
         return OWNER_NONE;
     return OWNER_PRIMARY;
@@ -90,7 +91,8 @@ static void count(int device, int change)
     atomic_add_relaxed(&pages_ledger_device((unsigned)device)->contexts, (uint64_t)(int64_t)change);
 }
 
-/* The GPU is another's, and nothing holds this process back there: its owner should know. */
+/* The GPU was not granted to this container, and nothing governs the process there. Its operator
+ * should know. */
 static cold void told_elsewhere(void)
 {
     static uint32_t told;
@@ -110,7 +112,7 @@ static bool begin(struct account_charge *charge, CUdevice dev)
         device < 0 ? 0 : atomic_load_relaxed(&pages_grant_device((unsigned)device)->context_bytes));
 }
 
-/* A table that is full leaves the context unknown: its blocks stay charged as the primary's. */
+/* A context that finds the table full stays unknown: its end does not refund its blocks. */
 static CUresult made(struct account_charge *charge, CUresult result, const CUcontext *handle)
 {
     if (charge->device >= 0 && result == CUDA_SUCCESS) {
@@ -130,13 +132,13 @@ static CUresult made(struct account_charge *charge, CUresult result, const CUcon
     account_end(charge, result);
     if (charge->device < 0 && result == CUDA_SUCCESS)
         told_elsewhere();
-    /* Only now: a look that finds it counted finds it no longer among what is being taken. */
+    /* Counted last: a sample that finds the context counted no longer finds it in `taking`. */
     if (charge->device >= 0 && result == CUDA_SUCCESS)
         count(charge->device, 1);
     return result;
 }
 
-/* A context of this GPU is gone. */
+/* Accounts for the end of a context of this GPU. */
 static void gone(int device, uint8_t owner)
 {
     account_sweep(device, owner);
@@ -224,7 +226,7 @@ CONTROL_EXPORT CUresult cuVDPAUCtxCreate_v2(CUcontext *pCtx, unsigned int flags,
                 real->cuVDPAUCtxCreate_v2(pCtx, flags, device, vdpDevice, vdpGetProcAddress), pCtx);
 }
 
-/* With the last context pools may go: nobody asks them while the driver ends them. */
+/* Pools may end with the last context, so no thread may ask them while the driver ends them. */
 static void last_leaves(int device)
 {
     if (atomic_load_relaxed(&pages_ledger_device((unsigned)device)->contexts) <= 1)
@@ -232,8 +234,8 @@ static void last_leaves(int device)
 }
 
 /*
- * The place is kept until the blocks are swept, but is nobody's from here on: as soon as the driver
- * has destroyed the context, another thread may be given one with the same handle.
+ * The place is kept until the blocks are swept, but has no handle from here on: as soon as the
+ * driver has destroyed the context, another thread may get one with the same handle.
  */
 static struct context *leave(CUcontext handle)
 {
@@ -244,7 +246,7 @@ static struct context *leave(CUcontext handle)
     if (c)
         atomic_store_release(&c->handle, NULL);
     prim_unlock(&contexts_lock);
-    /* The driver does not destroy a primary one: what is held in it stays held. */
+    /* The driver does not destroy a primary context here, so what is held in it stays held. */
     if (handle && !is_primary(handle))
         gate_forget_context(handle);
     if (c) {
@@ -346,7 +348,8 @@ static bool primary_active(CUdevice dev)
     return driver->cuDevicePrimaryCtxGetState(dev, &flags, &active) == CUDA_SUCCESS && active;
 }
 
-/* Whoever first sees it alive, or dead, counts it. */
+/* The first thread that sees the context alive, or dead, counts it. Returns whether this one
+ * does. */
 static bool primary_turns(int device, bool alive)
 {
     return atomic_exchange_acq_rel(&primaries[device].alive, alive) != alive;
@@ -394,7 +397,8 @@ static void primary_forget(int device)
         gate_forget_context(handle);
 }
 
-/* Only the last release ends it: until then what is held in it stays held. Answers what may go. */
+/* Only the last release ends the context. Until then, what is held in it stays held. Returns the
+ * charges that may end. */
 static uint64_t primary_leaves(CUdevice dev)
 {
     int device = pages_index_of(dev);
@@ -403,7 +407,9 @@ static uint64_t primary_leaves(CUdevice dev)
         primary_forget(device);
         last_leaves(device);
     }
-    return account_moves_all(device); /* of two that release at once neither may seem the last */
+    /* Also where it does not seem the last: of two threads that release at once, perhaps neither
+     * does. */
+    return account_moves_all(device);
 }
 
 static void primary_left(CUdevice dev, uint64_t moving)
@@ -448,7 +454,6 @@ static void primary_reset(CUdevice dev, CUresult result)
     primary_ends(dev);
 }
 
-/* Which context is the primary one is not known to the gate: markers of all are forgotten. */
 CONTROL_EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice dev)
 {
     uint64_t moving = primary_leaves(dev);
@@ -501,7 +506,7 @@ CONTROL_EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice dev)
 
 /* ---- green contexts ---- */
 
-/* It retains the primary context, and makes it where there is none. */
+/* A green context retains the primary context, and creates it if there is none. */
 CONTROL_EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc desc, CUdevice dev,
                                          unsigned int flags)
 {
@@ -572,7 +577,7 @@ CONTROL_EXPORT CUresult cuGreenCtxDestroy(CUgreenCtx hCtx)
 
 /* ---- what a context takes later ---- */
 
-/* Local memory for every thread that the GPU can run at once is taken when the limit is raised. */
+/* Raising the limit takes local memory for every thread that the GPU can run at once. */
 CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 {
     int device = limit == CU_LIMIT_STACK_SIZE ? pages_index_current() : -1;
@@ -600,8 +605,9 @@ CONTROL_EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
 }
 
 /*
- * 64 streams took 35.7 MB of an H200. What one took the driver keeps for the next, at least for a
- * while: a look says so. Told when they go, streams that come and go do not add up.
+ * 64 streams took 35.7 MB of an H200. The driver keeps what a stream took for the next one, at
+ * least for a while, and a sample shows that. Because the end of a stream is reported, too, streams
+ * that come and go do not add up.
  */
 #define CONTEXTS_STREAM (576ull << 10)
 

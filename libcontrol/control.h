@@ -1,13 +1,16 @@
 /*
- * The control library: it stands in libcuda's place in a container and holds it to its quota.
+ * The control library takes libcuda's place in a container and holds the container to its quota.
  *
- * Words used throughout:
- *   grant    what the governor allows: limits, and the time until which work may start (read-only
- * page) ledger   what this container's processes report: charges and work (shared memory of the
- * container) slot     this process's part of the ledger gate     where calls that start work wait
- * for GPU time account  where calls that take device memory are charged marker   an event recorded
- * behind submitted work, to learn when it ended and how long it took original the driver's own
- * libcuda, loaded under another name by DT_NEEDED
+ * Terms used throughout:
+ *
+ *   grant     what the governor allows: limits, and the time until which work may start
+ *             (read-only page)
+ *   ledger    what the container's processes report: charges and work (memory that they share)
+ *   slot      the part of the ledger that belongs to this process
+ *   gate      where calls that start work wait for GPU time
+ *   account   where calls that take device memory are charged
+ *   marker    an event recorded behind submitted work, to learn when it ended and how long it took
+ *   original  the driver's own libcuda, loaded under another name by DT_NEEDED
  */
 #pragma once
 
@@ -19,7 +22,8 @@
 
 #define CONTROL_EXPORT __attribute__((visibility("default")))
 
-/* origin.c: the driver's own functions. Those outside the table are used by ourselves. */
+/* origin.c: functions of the driver that the library itself calls, in addition to those of the API
+ * table. */
 struct driver_cuda {
     CUresult (*cuDeviceGetCount)(int *count);
     CUresult (*cuDeviceGet)(CUdevice *device, int ordinal);
@@ -71,20 +75,20 @@ extern struct driver_cuda origin_driver;
 #define real   (&origin_real)
 #define driver (&origin_driver)
 
-/* Returns what an application gets instead of `found`, the driver's answer to a look-up by name. */
+/* Returns what to give an application in place of `found`, the driver's answer to a look-up. */
 void *origin_replace(void *found);
 
 /* pages.c: the grant page and the ledger. */
 #define PAGES_DIRECTORY "/run/tidegate"
 
-/* Maps the grant page and registers this process; once. True when the container's grant is
- * readable. */
+/* Maps the grant page and registers this process, both only once. Returns true if the container's
+ * grant can be read. */
 bool pages_start(void);
 
-/* After cuInit: matches the driver's devices with the grant's by UUID. */
+/* Matches the driver's devices with those of the grant by UUID. Called after cuInit. */
 void pages_match_devices(void);
 
-/* Read on every call: accessors are inline. */
+/* These values are read on every call, so the accessors are inline. */
 struct pages {
     const struct grant_header *grant;
     struct ledger_header *ledger;
@@ -97,37 +101,38 @@ struct pages {
 
 extern struct pages pages_now;
 
-/* NULL before pages_start() */
+/* Returns NULL before pages_start(). */
 static inline const struct grant_header *pages_grant(void)
 {
     return pages_now.grant;
 }
 
-/* This process keeps its quota by itself, whether there is a governor or not. */
+/* Returns whether this process enforces its quota on its own, with or without a governor. */
 static inline bool pages_alone(void)
 {
     return atomic_load_relaxed(&pages_now.alone);
 }
 
-/* index below pages_n_devices() */
+/* `index` is below pages_n_devices(). */
 static inline const struct grant_device *pages_grant_device(unsigned index)
 {
     return (const struct grant_device *)((const char *)pages_now.grant + GRANT_DEVICES) + index;
 }
 
-/* The ledger changes where a process comes back to its governor, whatever other threads do. */
+/* The pointer changes when a process reconnects to a governor, even while other threads use it. */
 static inline struct ledger_header *pages_ledger(void)
 {
     return atomic_load_relaxed(&pages_now.ledger);
 }
 
-/* This process's part of the ledger; NULL while it has none: then nothing is governed. */
+/* Returns this process's part of the ledger, or NULL while it has none. Without a slot nothing is
+ * governed. */
 static inline struct ledger_slot *pages_slot(void)
 {
     return atomic_load_relaxed(&pages_now.slot);
 }
 
-/* The books of the process in a slot of the container's ledger. */
+/* Returns the counters of the process in a slot of the container's ledger, for one GPU. */
 static inline struct ledger_device *pages_slot_device(uint32_t slot, unsigned index)
 {
     char *base = (char *)pages_ledger() + LEDGER_SLOTS + slot * sizeof(struct ledger_slot);
@@ -145,18 +150,19 @@ static inline unsigned pages_n_devices(void)
     return pages_now.n_devices;
 }
 
-/* 0 keep the quota locally, 1 deny, 2 open */
+/* Returns what to do without a governor: 0 enforce the quota locally, 1 deny, 2 allow
+ * everything. */
 static inline unsigned pages_on_governor_loss(void)
 {
     return pages_now.on_governor_loss;
 }
 
-/* The grant's index of a device or of the current context's device; -1 if it is not governed. */
+/* Index in the grant of a device, or of the current context's device; -1 if it is not governed. */
 int pages_index_of(CUdevice dev);
-CUdevice pages_device(unsigned index); /* the other way round; -1 if this process does not see it */
+CUdevice pages_device(unsigned index); /* the inverse; -1 if this process does not see the device */
 int pages_index_current(void);
 
-/* This process gets nothing from here on: no context, no memory, no launch. */
+/* Denies everything to this process from now on: contexts, memory and launches. */
 void pages_deny(void);
 
 static inline bool pages_denied(void)
@@ -164,30 +170,30 @@ static inline bool pages_denied(void)
     return atomic_load_relaxed(&pages_now.denied);
 }
 
-/* Tells the arbiter that the ledger has news. Never blocks. */
+/* Tells the arbiter that the ledger has changed. Never blocks. */
 void pages_poke(void);
 
-/* For a helper, some ten times a second: connects again when the governor was replaced. Never
+/* Reconnects when the governor was replaced. A helper calls it about ten times a second. Never
  * blocks. */
 void pages_rejoin(void);
 uint64_t *pages_before(const uint64_t *sum);
 
-/* One bounded line on standard error, at most 16 in a process's life. */
+/* Writes one line of bounded length to standard error. A process writes at most 16 of them. */
 void control_log(const char *message) cold;
 
 /* gate.c: GPU time. */
 struct gate_work {
-    uintptr_t key;     /* what is launched: durations are learned by it */
-    uint64_t blocks;   /* how much of it */
-    uint64_t guess_ns; /* how long it takes, before that is known; 0: no idea */
+    uintptr_t key;     /* what is launched; durations are learned under this key */
+    uint64_t blocks;   /* size of the launch */
+    uint64_t guess_ns; /* expected duration until one is measured; 0: unknown */
     CUstream stream;
-    bool together; /* with work on other GPUs: it cannot be held */
-    bool single;   /* it may take long: learned by itself, whatever the grant */
+    bool together; /* needs work on other GPUs at the same time, so it cannot be held */
+    bool single;   /* may be long: its duration is learned under its own key in every grant */
 };
 
 struct gate_ticket {
     int device; /* -1: not governed, nothing to do in gate_leave() */
-    bool mark;  /* record a marker behind the call */
+    bool mark;  /* record a marker behind the work */
     CUstream stream;
     CUcontext ctx;
     uint32_t era;
@@ -196,7 +202,7 @@ struct gate_ticket {
 CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work);
 void gate_leave(const struct gate_ticket *ticket, CUresult result);
 void gate_note_dependency(void);
-bool gate_lost(uint64_t now); /* the governor is away, or its page says nonsense */
+bool gate_lost(uint64_t now); /* the governor is away, or its page is invalid */
 void gate_forget_stream(CUstream stream);
 void gate_forget_context(CUcontext ctx);
 bool gate_capturing(CUstream stream);
@@ -207,20 +213,21 @@ void gate_capture_end(CUstream stream);
 void gate_join_begin(void);
 void gate_join_end(void);
 void gate_after_fork(void);
-void gate_watch(int device); /* the helper is needed although nothing was launched yet */
+void gate_watch(int device); /* starts the helper even if nothing was launched yet */
 
 static inline uint64_t gate_blocks(unsigned x, unsigned y, unsigned z)
 {
     return (uint64_t)x * y * z;
 }
 
-/* The per-thread forms mean the per-thread stream where others mean the legacy one. */
+/* The per-thread forms of a function use the per-thread stream where the others use the legacy
+ * one. */
 static inline CUstream gate_ptsz(CUstream stream)
 {
     return stream ? stream : CU_STREAM_PER_THREAD;
 }
 
-/* A launch without a configuration is the driver's to refuse. */
+/* A launch without a configuration counts as no blocks: the driver rejects it. */
 static inline uint64_t gate_config_blocks(const CUlaunchConfig *config)
 {
     return config ? gate_blocks(config->gridDimX, config->gridDimY, config->gridDimZ) : 0;
@@ -231,12 +238,12 @@ static inline CUstream gate_config_stream(const CUlaunchConfig *config)
     return config ? config->hStream : NULL;
 }
 
-/* copies.c: device-side copies and fills pass the gate, too; other copies are counted. */
+/* copies.c: copies and fills on the device also pass the gate; other copies are only counted. */
 enum copy_flow {
     COPY_DEVICE, /* within the GPU's memory */
     COPY_FILL,
     COPY_HOST,  /* to or from the host */
-    COPY_OTHER, /* not to be told, or nothing is copied */
+    COPY_OTHER, /* direction unknown, or nothing is copied */
 };
 
 struct copy {

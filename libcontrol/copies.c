@@ -1,9 +1,9 @@
 /*
- * Copies and fills. Those within the GPU's memory are work like a kernel's and pass the gate,
- * unless they are too small to matter; those to and from the host are counted.
+ * Copies and fills. Those within the GPU's memory are work like that of a kernel and pass the gate,
+ * unless they are too small to matter. Those to and from the host are only counted.
  *
- * On an H200 a copy of 4 MiB takes 7 us, of which 5 are the same for any size; beyond that it is
- * 2 TB/s for a copy and 4 TB/s for a fill.
+ * On an H200 a copy of 4 MiB takes 7 us, of which 5 us are the same for any size. Beyond that, the
+ * rate is 2 TB/s for a copy and 4 TB/s for a fill.
  */
 #include "copies.h"
 
@@ -17,7 +17,7 @@
 #define FILL_KIND    2
 #define CU_POINTER_ATTRIBUTE_MEMORY_TYPE 2
 
-/* Sizes with the same leading bits are one kind of work: each a fifth longer at most. */
+/* Sizes with the same three leading bits are one kind of work. They differ by a quarter at most. */
 static uint64_t copy_class(uint64_t bytes)
 {
     unsigned bits = 63 - (unsigned)__builtin_clzll(bytes | 1);
@@ -58,7 +58,7 @@ CUresult copy_enter(struct gate_ticket *ticket, struct copy copy, CUstream strea
     return CUDA_SUCCESS;
 }
 
-/* Work that is none of a kernel's kind and too small to matter, of a call that is no copy. */
+/* Counts work that is too small to matter, of a call that neither launches nor copies. */
 void copy_note_small(void)
 {
     struct gate_ticket ticket;
@@ -68,7 +68,8 @@ void copy_note_small(void)
 
 /* ---- what a call copies, and where ---- */
 
-/* The driver knows host memory only if it is pinned; what it does not know is the host's, too. */
+/* The driver knows host memory only if it is pinned. Memory that it does not know is the host's as
+ * well. */
 static bool copy_on_device(CUdeviceptr address)
 {
     unsigned int type = 0;
@@ -87,7 +88,7 @@ struct copy copy_any(CUdeviceptr to, CUdeviceptr from, uint64_t bytes)
     return copy;
 }
 
-/* Types of memory as the structures of 2D and 3D copies name them. */
+/* Classifies a copy by the memory types that the structures of 2D and 3D copies name. */
 static struct copy copy_typed(unsigned to, CUdeviceptr to_address, unsigned from,
                               CUdeviceptr from_address, uint64_t bytes)
 {
@@ -137,9 +138,9 @@ struct copy copy_3d_peer(const CUDA_MEMCPY3D_PEER *p)
     return p ? COPY_3D(p) : copy_nothing;
 }
 
-/* Many copies in one call: as one, of the size of those within the device. Many small ones are as
- * much work as a large one; after the first of them that is within the device the others are taken
- * to be, so that the driver is not asked twice for each. */
+/* Many copies in one call count as one, with the size of those within the device. Many small ones
+ * are as much work as a large one. After the first small one within the device, the other small
+ * ones are taken to be as well, so that the driver is not asked twice for each. */
 struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const size_t *sizes,
                        size_t count)
 {
@@ -164,8 +165,8 @@ struct copy copy_batch(const CUdeviceptr *to, const CUdeviceptr *from, const siz
     return copy;
 }
 
-/* The element's size is the array's, or one byte: the larger it is, the more is underestimated, and
- * learned. */
+/* The extent is in elements of the array's, or of one byte, and each counts as one byte. Larger
+ * elements are underestimated until their duration is learned. */
 struct copy copy_batch_3d(const CUDA_MEMCPY3D_BATCH_OP *ops, size_t count)
 {
     struct copy copy = {COPY_DEVICE, 0};

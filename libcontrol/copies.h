@@ -1,4 +1,5 @@
-/* What the calls that copy and fill do, for their entries. */
+/* What a call that copies or fills does: how much, and in which direction. Used by the generated
+ * entries. */
 #pragma once
 
 #include "control.h"

@@ -1,9 +1,9 @@
 """`python -m libcontrol.coverage --driver FILE`: which functions of a driver are governed.
 
-Holds three things against each other: what a libcuda exports, or a header of NVIDIA's declares;
-what is known of these functions (functions.toml); and which of them the control library takes
-(libcontrol.api). A function that takes memory, gives it back or starts work and is not taken is
-ungoverned; one that nobody knows may be.
+Compares three things: what a libcuda exports or a header of NVIDIA's declares, what is known
+about these functions (functions.toml), and which of them the control library hooks
+(libcontrol.api). A function that takes memory, gives it back or starts work is ungoverned if it
+is not hooked. A function that functions.toml does not name is unknown, and may be ungoverned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vdriver.errors import LibraryError
 
 FUNCTIONS = Path(__file__).with_name("functions.toml")
 GOVERNED = ("takes", "gives", "works")
-"""Effects that must not pass by the control library."""
+"""Effects of functions that have to be hooked."""
 
 FORM = re.compile(r"(_v[0-9]+)?(_ptsz|_ptds)?$")
 
@@ -35,14 +35,15 @@ DEFINED = re.compile(
     r"^\s*#define (cu\w+)\s+(?:__CUDA_API_(PT[SD][ZS])\()?(cu\w+)\)?\s*$", re.MULTILINE
 )
 AS_EXPORTED = "\n#if defined(__CUDA_API_VERSION_INTERNAL)\n"
-"""Where cuda.h takes its macros back and declares the forms that they hide, by their own names."""
+"""Text of cuda.h after which it undefines its macros and declares the forms that they hide."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function: its effect (a table of functions.toml, None for an unknown) and our method.
+    """A function of the driver API, its effect and what the control library does with it.
 
-    `method` is that of libcontrol.api, or "forward" where the driver answers alone.
+    `effect` is a table of functions.toml, or None if the function is unknown. `method` is that of
+    libcontrol.api, or "forward" if the call goes to the driver directly.
     """
 
     name: str
@@ -56,12 +57,12 @@ class Function:
 
     @property
     def ungoverned(self) -> bool:
-        """Whether a program gets memory or GPU time by it without being asked."""
+        """Whether a program can get memory or GPU time by it past the control library."""
         return self.effect in GOVERNED and not self.hooked
 
 
 def read_effects(path: Path = FUNCTIONS) -> dict[str, str]:
-    """Return the effect of each function, by its name without the suffixes of its forms."""
+    """Return the effect of each function, by its name without the suffix of a form."""
     tables: Mapping[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     return {name: effect for effect, table in tables.items() for name in table["functions"]}
 
@@ -72,19 +73,19 @@ def base_name(name: str) -> str:
 
 
 def effect_of(name: str, effects: Mapping[str, str]) -> str | None:
-    """Return what a function does, whichever of its forms it is; None when nobody says so."""
+    """Return the effect of a function, given the name of any of its forms; None if unknown."""
     return effects.get(base_name(name))
 
 
 def read_declarations(header: Path) -> frozenset[str]:
-    """Return what a header of the driver API declares, by the names that a driver exports.
+    """Return the functions that a header of the driver API declares, by their exported names.
 
-    A macro may stand for such a name: `cuMemFreeAsync` for `cuMemFreeAsync_ptsz` where a program
-    asks for streams per thread, so that the driver has both.
+    A macro may stand for such a name: a program that asks for streams per thread gets
+    `cuMemFreeAsync_ptsz` for `cuMemFreeAsync`. The driver exports both then.
     """
     text = COMMENT.sub("", header.read_text(encoding="utf-8", errors="replace"))
     public, _, as_exported = text.partition(AS_EXPORTED)
-    # cuGraphInstantiate is one of two functions, and declared as both under their own names.
+    # The macro cuGraphInstantiate is one of two functions. Both are declared by their own names.
     macros = {name: (target, form) for name, form, target in DEFINED.findall(public)}
     names = set(DECLARED.findall(as_exported))
     for name in DECLARED.findall(public):
@@ -96,7 +97,7 @@ def read_declarations(header: Path) -> frozenset[str]:
 
 
 def cover(names: Iterable[str]) -> tuple[Function, ...]:
-    """Return each function of the driver API among these names."""
+    """Return the functions of the driver API among these names, sorted by name."""
     effects, methods = read_effects(), {fn.name: fn.method for fn in CUDA}
     return tuple(
         Function(name, effect_of(name, effects), methods.get(name, "forward"))
@@ -106,13 +107,13 @@ def cover(names: Iterable[str]) -> tuple[Function, ...]:
 
 
 def print_table(functions: Iterable[Function]) -> None:
-    """Print a line for each function: name, effect, method."""
+    """Print a line for each function: its name, effect and method."""
     for f in functions:
         print(f"{f.name:<48} {f.effect or 'unknown':<10} {f.method}")
 
 
 def print_summary(functions: tuple[Function, ...]) -> None:
-    """Print how many functions there are of each kind, and which need somebody's attention."""
+    """Print the number of functions of each kind, and the names that need attention."""
     hooked = sum(f.hooked for f in functions)
     ungoverned = [f for f in functions if f.ungoverned]
     unknown = [f.name for f in functions if f.effect is None]
@@ -130,7 +131,10 @@ def print_summary(functions: tuple[Function, ...]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison; the status is 1 while a function is ungoverned or unknown."""
+    """Print the comparison; return 1 if a function is ungoverned or unknown, 0 if none is.
+
+    Any other status means that the input cannot be read or has no function of the API.
+    """
     parser = argparse.ArgumentParser(prog="python -m libcontrol.coverage", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--driver", type=Path, metavar="FILE", help="a libcuda.so.<version>")

@@ -1,6 +1,6 @@
 /*
- * The types of the CUDA driver API that the control library passes through, with the values of
- * NVIDIA's cuda.h 13.0. Handles are opaque.
+ * Types of the CUDA driver API that pass through the control library, with the values of NVIDIA's
+ * cuda.h 13.0. Handles are opaque.
  */
 #pragma once
 
@@ -52,7 +52,7 @@ typedef enum {
 #define CU_STREAM_LEGACY     ((CUstream)0x1)
 #define CU_STREAM_PER_THREAD ((CUstream)0x2)
 
-/* Only hStream and the grid are read; attrs is passed on untouched. */
+/* Only hStream and the grid are read. attrs is passed on unchanged. */
 typedef struct CUlaunchConfig_st {
     unsigned int gridDimX, gridDimY, gridDimZ;
     unsigned int blockDimX, blockDimY, blockDimZ;

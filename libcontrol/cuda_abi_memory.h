@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef unsigned int CUdeviceptr_v1; /* of the forms without a suffix */
+typedef unsigned int CUdeviceptr_v1; /* in the forms without a suffix */
 typedef struct CUarray_st *CUarray;
 typedef struct CUmipmappedArray_st *CUmipmappedArray;
 typedef struct CUextMemory_st *CUexternalMemory;
@@ -99,7 +99,7 @@ typedef struct CUDA_ARRAY3D_DESCRIPTOR_st {
     unsigned int Flags;
 } CUDA_ARRAY3D_DESCRIPTOR;
 
-/* Only size is read. */
+/* Only `size` is read. */
 typedef struct CUDA_EXTERNAL_MEMORY_HANDLE_DESC_st {
     int type;
     union {
@@ -116,7 +116,7 @@ typedef struct CUDA_EXTERNAL_MEMORY_HANDLE_DESC_st {
 
 typedef struct CUarrayMapInfo_st {
     int resourceType;
-    void *resource; /* an array or a mipmapped one */
+    void *resource; /* an array or a mipmapped array */
     int subresourceType;
     union {
         struct {
@@ -145,7 +145,7 @@ typedef struct CUDA_MEM_ALLOC_NODE_PARAMS_st {
     CUdeviceptr dptr;
 } CUDA_MEM_ALLOC_NODE_PARAMS;
 
-/* Only type is read. */
+/* Only `type` is read. */
 typedef struct CUgraphNodeParams_st {
     int type;
     int reserved0[3];

@@ -4,7 +4,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of the oldest interface, before addresses had 64 bits. */
+/* An address in the oldest interface, before addresses had 64 bits. */
 typedef unsigned int CUdeviceptr_v1;
 
 typedef struct CUgraph_st *CUgraph;
@@ -20,7 +20,7 @@ typedef enum {
     CU_MEMORYTYPE_UNIFIED = 4,
 } CUmemorytype;
 
-/* One end of a copy by CUDA_MEMCPY2D and its like. */
+/* A copy of two dimensions: both ends, then the extent. */
 typedef struct CUDA_MEMCPY2D_st {
     size_t srcXInBytes, srcY;
     CUmemorytype srcMemoryType;
@@ -89,7 +89,7 @@ typedef struct CUDA_MEMCPY3D_v1_st {
     unsigned int WidthInBytes, Height, Depth;
 } CUDA_MEMCPY3D_v1;
 
-/* As CUDA_MEMCPY3D, with the contexts where that has reserved members. */
+/* Like CUDA_MEMCPY3D, with contexts in place of its reserved members. */
 typedef struct CUDA_MEMCPY3D_PEER_st {
     size_t srcXInBytes, srcY, srcZ, srcLOD;
     CUmemorytype srcMemoryType;

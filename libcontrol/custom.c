@@ -1,11 +1,11 @@
-/* Start, look-up and streams: functions of the table that are written by hand. */
+/* Initialization, look-up and streams: functions of the API table that are written by hand. */
 #include "queue.h"
 
 #include <stdlib.h>
 
 #define CU_DEVICE_ATTRIBUTE_MPS_ENABLED 133
 
-#define CUSTOM_LOSS_OPEN     2 /* grant_header.on_governor_loss */
+#define CUSTOM_LOSS_OPEN     2 /* value of grant_header.on_governor_loss */
 #define CUSTOM_MPS_VARIABLE  "CUDA_MPS_PIPE_DIRECTORY"
 #define CUSTOM_MPS_DIRECTORY PAGES_DIRECTORY "/mps"
 
@@ -16,9 +16,9 @@ static bool custom_mps_granted(void)
 }
 
 /*
- * The driver looks for the daemon once, in cuInit, and works without MPS where it finds none. What
- * the program or its image says of a daemon does not count. The environment is changed in the
- * first cuInit, which most programs call before they have threads, and once.
+ * The driver looks for the MPS daemon once, in cuInit, and works without MPS if it finds none. What
+ * the program or its image says about a daemon does not count. The environment is changed once, in
+ * the first cuInit, which most programs call before they have threads.
  */
 static void custom_mps_point(void)
 {
@@ -37,8 +37,8 @@ static void custom_mps_point(void)
 }
 
 /*
- * A client of an MPS server works in the server's context, together with whoever else uses it.
- * Where the container was not given that strategy, a daemon that it started by itself is not used.
+ * A client of an MPS server works in the server's context, together with all its other clients. A
+ * container without that strategy may not use a daemon that it started itself.
  */
 static bool custom_mps_allowed(void)
 {
@@ -60,7 +60,7 @@ static bool custom_mps_allowed(void)
     if (granted) {
         control_log("this container's strategy is mps, and the driver found no MPS server "
                     "at " CUSTOM_MPS_DIRECTORY ": see tidegate ps --json on the node");
-        /* With a context of its own it would take more than its turns are made for. */
+        /* With a context of its own the process would take more than its turns are made for. */
         if (pages_now.on_governor_loss == CUSTOM_LOSS_OPEN)
             return true;
     } else
@@ -131,7 +131,7 @@ CONTROL_EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **pfn, int 
 
 /* ---- streams ---- */
 
-/* The event may be one of a capture: then the stream is in it from here on. */
+/* The event may belong to a capture. Then the stream belongs to it from here on. */
 static bool wait_begin(void)
 {
     bool joins = gate_captures();
@@ -168,7 +168,7 @@ static CUresult stream_gone(CUstream stream, CUresult result)
     if (result == CUDA_SUCCESS) {
         contexts_stream_gone();
         if (gate_captures())
-            gate_capture_end(stream); /* it ended with its stream */
+            gate_capture_end(stream); /* its capture ended with it */
     }
     return result;
 }
@@ -218,7 +218,7 @@ CUSTOM_CAPTURE(cuStreamBeginCaptureToGraph_ptsz, gate_ptsz(hStream),
                 CUstreamCaptureMode mode),
                hStream, hGraph, dependencies, dependencyData, numDependencies, mode)
 
-/* A capture that cannot be ended so has not ended. */
+/* A capture that this call could not end goes on. */
 static CUresult capture_ended(CUstream stream, CUresult result)
 {
     if (gate_captures() && !queue_capturing(stream))
@@ -248,7 +248,8 @@ static bool custom_push_context_of(CUstream stream)
            driver->cuCtxPushCurrent(ctx) == CUDA_SUCCESS;
 }
 
-/* Its kernels wait for each other, so it goes when each GPU has let it, and is then not held. */
+/* Its kernels wait for each other. So it starts once every GPU has admitted it, and is not held
+ * then. */
 CONTROL_EXPORT CUresult cuLaunchCooperativeKernelMultiDevice(CUDA_LAUNCH_PARAMS *launchParamsList,
                                                              unsigned int numDevices,
                                                              unsigned int flags)

@@ -1,2 +1,2 @@
-/* Stands for the original while the control library is linked; see meson.build. */
+/* Takes the place of the original while the control library is linked; see meson.build. */
 typedef int empty_translation_unit;

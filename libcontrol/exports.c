@@ -1,16 +1,16 @@
 /*
  * Physical allocations that were exported as a descriptor.
  *
- * Such an allocation lives as long as the descriptor does, whoever has it by then, and NVML
- * attributes it to nobody once its handle is released (H200: 1 GiB, exported and released, left the
- * process's memory at once and the GPU's when the descriptor was closed). So its charge stays until
- * the last copy of the descriptor is closed, in whichever process.
+ * Such an allocation lives as long as the descriptor, in whichever process that is by then, and
+ * NVML attributes it to no process once its handle is released (H200: 1 GiB, exported and released,
+ * left the process's memory at once, and the GPU's when the descriptor was closed). So it stays
+ * charged until the last copy of the descriptor is closed, in any process.
  *
- * The kernel tells when that was: an epoll instance knows an open file without keeping it open, and
- * /proc/self/fdinfo lists those that it knows. A file of our own stands in the list, too, under a
- * number that nobody else uses: if that is missing, the program has closed our descriptors, nothing
- * is known, and nothing is refunded. A descriptor that cannot be watched counts as open for ever,
- * unless the driver's are of a kind that nobody can wait for.
+ * The kernel shows when that happens: an epoll instance knows an open file without keeping it open,
+ * and /proc/self/fdinfo lists the files that it knows. A file of our own is in the list as well,
+ * under a number that nothing else uses. If it is missing, the program has closed our descriptors:
+ * then nothing is known, and nothing is refunded. A descriptor that cannot be watched counts as
+ * open for ever, unless the driver's descriptors are of a kind that cannot be polled at all.
  */
 #include "control.h"
 
@@ -18,17 +18,17 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
-#define EXPORTS_N    4096 /* descriptors that are told apart; of more than that none is gone */
-#define EXPORTS_HIGH 500  /* our descriptors keep clear of a program's own */
+#define EXPORTS_N    4096 /* descriptors that can be told apart; of more, none counts as closed */
+#define EXPORTS_HIGH 500  /* lowest number of our descriptors, clear of a program's own */
 
 static struct prim_lock exports_lock;
 static int exports_watch = -1;
-static uint64_t exports_own;  /* the number of the file that is always in the list */
-static uint64_t exports_made; /* each exported allocation has a number of its own */
-static uint64_t exports_lost; /* of those up to this one nothing is known any more */
+static uint64_t exports_own;  /* number of our own file, which is always in the list */
+static uint64_t exports_made; /* number of the latest export; each allocation has its own */
+static uint64_t exports_lost; /* nothing is known any more of exports up to this number */
 static uint32_t n_lingering;
 
-/* The files that are open; what the lock guards. */
+/* The files that are open, guarded by the lock. */
 static struct {
     bool known;
     size_t n;
@@ -52,7 +52,8 @@ static long watch_file(int fd, uint64_t number)
     return prim_call(SYS_epoll_ctl, exports_watch, EPOLL_CTL_ADD, fd, &event);
 }
 
-/* "tfd: 5 events: 18 data: 7f pos:0 ino:9fbb sdev:f": data is in hexadecimal digits. */
+/* Reads "tfd: 5 events: 18 data: 7f pos:0 ino:9fbb sdev:f". The number after "data:" is
+ * hexadecimal. */
 static void read_line(const char *line)
 {
     static const char *const name = "data:";
@@ -90,7 +91,7 @@ static void read_line(const char *line)
         open_files.numbers[open_files.n++] = number;
 }
 
-/* With the lock: which of the files are still open somewhere. */
+/* Called with the lock. Finds out which of the files are still open somewhere. */
 static void look(void)
 {
     char path[48], buffer[1024], line[128];
@@ -130,9 +131,8 @@ static bool is_open(uint64_t number, uint8_t flags)
     return false;
 }
 
-/* With the lock. The descriptor may be another file's by now: only if ours is in its list it is
- * ours.
- */
+/* Called with the lock. The descriptor may be another file's by now: it is ours only if our own
+ * file is in its list. */
 static bool watch_start(void)
 {
     int own;
@@ -161,7 +161,7 @@ static bool watch_start(void)
     return false;
 }
 
-/* With a reference to the allocation: it was given a descriptor. */
+/* Called with a reference to the allocation after it was exported as a descriptor. */
 static cold void exported(CUmemGenericAllocationHandle handle, int fd)
 {
     struct block entry = {.key = handle, .kind = BLOCK_EXPORT, .device = -1, .owner = OWNER_NONE};
@@ -202,8 +202,8 @@ static cold void exported(CUmemGenericAllocationHandle handle, int fd)
     prim_unlock(&exports_lock);
 }
 
-/* The last that this process had of an exported allocation is gone. True if it lives on: then it
- * stays charged. */
+/* Called when the last reference and mapping of an exported allocation in this process are gone.
+ * Returns whether the allocation lives on. It then stays charged. */
 cold bool exports_outlive(const struct block *gone)
 {
     struct block *block = blocks_lock(BLOCK_EXPORT, gone->key);
@@ -237,7 +237,7 @@ cold bool exports_outlive(const struct block *gone)
     blocks_unlock(BLOCK_LINGERING, lingering.key);
     if (lives)
         atomic_add_relaxed(&n_lingering, 1);
-    gate_watch(gone->device); /* the helper sees when the descriptor is closed */
+    gate_watch(gone->device); /* the helper notices when the descriptor is closed */
     return true;
 }
 
@@ -252,7 +252,7 @@ static bool closed_visit(const struct block *block, void *data)
     return true;
 }
 
-/* What was closed since is refunded. True if any was. */
+/* Refunds what was closed since the last call. Returns whether anything was. */
 cold static bool exports_settle(void)
 {
     uint64_t bytes[LAYOUT_N_DEVICES] = {0};
@@ -275,7 +275,7 @@ bool exports_refresh(void)
     return unlikely(atomic_load_relaxed(&n_lingering)) && exports_settle();
 }
 
-/* The descriptors are the parent's as well: the child leaves them alone. */
+/* The descriptors also belong to the parent, so the child does not touch them. */
 void exports_after_fork(void)
 {
     exports_lock.word = 0;
@@ -289,7 +289,7 @@ CONTROL_EXPORT CUresult cuMemExportToShareableHandle(void *shareableHandle,
                                                      CUmemAllocationHandleType handleType,
                                                      unsigned long long flags)
 {
-    /* A release by another thread meanwhile ends the handle, and not our entry for it. */
+    /* If another thread releases the handle meanwhile, our entry for it remains. */
     bool kept =
         handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && pages_slot() && vmm_keep(handle);
     CUresult result =

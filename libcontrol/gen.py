@@ -1,8 +1,8 @@
-"""Writes the generated C of the control library from `libcontrol.api` and `libcontrol.layout`.
+"""Write the generated C of the control library from `libcontrol.api` and `libcontrol.layout`.
 
-`python -m libcontrol.gen` writes; `--check` exits 1 and names the files that are stale.
-The generated files are kept in the repository so that a review shows what a row of the table
-really does.
+`python -m libcontrol.gen` writes the files. With `--check` it exits 1 and names those that are
+stale. The generated files are kept in the repository, so that a review shows what a row of the
+table really does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ C_TYPES = {"u8": "uint8_t", "u32": "uint32_t", "u64": "uint64_t"}
 
 
 def layout_header() -> str:
-    """Return layout.gen.h: constants, structures and assertions on every offset."""
+    """Return layout.gen.h: constants, structures, and an assertion on every offset."""
     out = [
         BANNER.format(source="layout.py"),
         "#pragma once\n",
@@ -59,7 +59,10 @@ def split_parameters(params: str) -> list[tuple[str, str]]:
 
 
 def entry(fn: api.Fn) -> str:
-    """Return the C of one entry; raise for a row that cannot be honoured."""
+    """Return the C code of one function of the table.
+
+    Raise ValueError for a row that lacks something that its method needs.
+    """
     names = ", ".join(name for _, name in split_parameters(fn.params))
     head = f"CONTROL_EXPORT CUresult {fn.name}({fn.params})\n{{\n"
     call = f"real->{fn.name}({names})"
@@ -72,7 +75,7 @@ def entry(fn: api.Fn) -> str:
         work = f".key = (uintptr_t){fn.key}, .blocks = {fn.blocks}, .stream = {fn.stream}"
         work += ", .single = true" if graph else ""
         what = f"{fn.stream}, (uintptr_t){fn.key}, {fn.blocks}, {str(graph).lower()}"
-        # The long way is a function of its own, so that the short one needs no stack frame.
+        # The slow path is a function of its own, so that the fast path needs no stack frame.
         return (
             f"static noinline CUresult long_{fn.name}({fn.params})\n{{\n"
             f"    struct gate_work work = {{\n"
@@ -119,8 +122,8 @@ def entry(fn: api.Fn) -> str:
     if fn.method == "refund":
         if not fn.pointer:
             raise ValueError(f"{fn.name}: a refunding function needs pointer")
-        # The block is forgotten before the driver is called: afterwards another thread may already
-        # have been given the same address. A failed call puts it back.
+        # The block is forgotten before the driver is called, because another thread may be given
+        # the same address as soon as it is free. If the call fails, the block is put back.
         return (
             f"{head}    struct account_charge charge;\n"
             f"    account_forget(&charge, {fn.kind}, (uintptr_t){fn.pointer});\n"
@@ -132,7 +135,7 @@ def entry(fn: api.Fn) -> str:
 
 
 def entries_header() -> str:
-    """Return entries.gen.h: the driver's own functions, and prototypes of ours."""
+    """Return entries.gen.h: pointers to the driver's own functions, and prototypes of ours."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "cuda_abi.h"\n']
     out.append(
         "/* The driver's own functions, resolved once from the original;"
@@ -156,7 +159,7 @@ def entries_header() -> str:
 
 
 def entries_source() -> str:
-    """Return entries.gen.c."""
+    """Return entries.gen.c: the functions that are not written by hand, and the table of all."""
     out = [
         BANNER.format(source="api"),
         '#include "control.h"',
@@ -174,7 +177,7 @@ def entries_source() -> str:
 
 
 def nvml_header() -> str:
-    """Return nvml.gen.h: NVML's own functions, and prototypes of ours."""
+    """Return nvml.gen.h: pointers to NVML's own functions, and prototypes of ours."""
     out = [BANNER.format(source="api"), "#pragma once\n", '#include "nvml_abi.h"\n']
     out.append("/* The driver's own functions; NULL where it lacks one. */")
     out.append("struct real_nvml {")
@@ -187,13 +190,16 @@ def nvml_header() -> str:
 
 
 def version_script(functions: tuple[api.Fn, ...]) -> str:
-    """Return a version script that exports exactly the table."""
+    """Return a version script that exports exactly the functions of the table."""
     names = "\n".join(f"    {fn.name};" for fn in functions)
     return BANNER.format(source="api") + "{\nglobal:\n" + names + "\nlocal:\n    *;\n};\n"
 
 
 def generate() -> dict[str, str]:
-    """Return the content of every generated file by name."""
+    """Return the content of every generated file, by name.
+
+    Raise ValueError for a function that is in the tables twice.
+    """
     names = [fn.name for fn in api.CUDA + api.NVML]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
@@ -209,7 +215,7 @@ def generate() -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files, or check them."""
+    """Write the generated files, or check them; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m libcontrol.gen", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if stale")
     args = parser.parse_args(argv)

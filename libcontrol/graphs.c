@@ -1,11 +1,12 @@
 /*
- * Memory of graphs: nodes that allocate, added or captured.
+ * Memory of graphs: nodes that allocate, whether added or captured.
  *
- * The driver backs their addresses from one pool per GPU, at the first launch or the upload of an
- * executable, and keeps it until cuDeviceGraphMemTrim. What that pool holds is charged
- * (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, 7 ns on an H200). What an executable may need is known
- * when it is instantiated: the driver gives the same address to nodes that can share memory, so it
- * is the union of their ranges. A graph with such nodes can be instantiated once and not be cloned.
+ * The driver backs the addresses of such nodes from one pool per GPU, at the first launch or the
+ * upload of an executable graph, and keeps the memory until cuDeviceGraphMemTrim. What that pool
+ * holds is charged (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT, 7 ns on an H200). What an executable
+ * graph may need is known when it is instantiated. The driver gives the same address to nodes that
+ * can share memory, so the need is the union of their ranges. A graph with such nodes can be
+ * instantiated only once, and cannot be cloned.
  */
 #include "control.h"
 
@@ -13,9 +14,9 @@
 #include <sys/mman.h>
 
 #define GRAPHS_UNIT  (32ull << 20)
-#define GRAPHS_DEPTH 8 /* graphs within graphs */
+#define GRAPHS_DEPTH 8 /* deepest nesting of graphs that is followed */
 
-uint32_t graphs_in_use; /* a graph of this process has memory of its own */
+uint32_t graphs_in_use; /* whether a graph of this process has memory of its own */
 static struct held held[LAYOUT_N_DEVICES];
 
 void graphs_note_memory(void)
@@ -54,7 +55,7 @@ void graphs_refresh(int device)
         settle(device, 0);
 }
 
-/* What no graph uses now goes back. True if any did. */
+/* Gives back what no graph uses now. Returns whether there was any. */
 bool graphs_squeeze(int device)
 {
     uint64_t before = held_bytes(&held[device]);
@@ -77,7 +78,7 @@ struct ranges {
     size_t n;
     size_t room;
     int device;
-    bool unknown; /* the driver does not say */
+    bool unknown; /* the driver does not list the nodes */
 };
 
 static bool ranges_add(struct ranges *ranges, struct range range)
@@ -99,7 +100,7 @@ static bool ranges_add(struct ranges *ranges, struct range range)
     return true;
 }
 
-/* By start, in place: a shell sort, because qsort may allocate. */
+/* Sorts by start, in place. This is a shell sort, because qsort may allocate. */
 static void ranges_sort(struct ranges *ranges)
 {
     for (size_t gap = ranges->n / 2; gap; gap /= 2)
@@ -132,7 +133,7 @@ static uint64_t ranges_union(struct ranges *ranges)
     return sum;
 }
 
-/* Adds what the graph's nodes allocate on the GPU of the first one that is governed. */
+/* Adds what the graph's nodes allocate on one GPU: that of the first node on a governed one. */
 static void ranges_collect(struct ranges *ranges, CUgraph graph, unsigned depth)
 {
     CUgraphNode *nodes;
@@ -178,7 +179,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
     struct block *stale;
 
     ranges_collect(&ranges, graph, GRAPHS_DEPTH);
-    /* What a graph needs may be unknown; what its launches have taken is charged all the same. */
+    /* It may be unknown what a graph needs, but what its launches took is charged nevertheless. */
     if (!ranges.n && ranges.unknown)
         ranges.device = pages_index_current();
     if (ranges.n || (ranges.unknown && ranges.device >= 0)) {
@@ -189,7 +190,7 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
             blocks_remove(stale);
         blocks_add(&block);
         blocks_unlock(BLOCK_EXEC, block.key);
-        gate_watch(ranges.device); /* the GPU may take the memory when it comes to the graph */
+        gate_watch(ranges.device); /* the GPU may take the memory only when it reaches the graph */
     }
     if (ranges.items)
         prim_unmap(ranges.items, ranges.room * sizeof *ranges.items);
@@ -198,8 +199,8 @@ static void instantiated(CUgraphExec exec, CUgraph graph)
 
 /* ---- launches ---- */
 
-/* The claim of a launch, from before it until after it; launches of one executable follow each
- * other. */
+/* Replaces the claim of a launch, which lasts from before the launch until after it, and returns
+ * the former one. Launches of one executable graph never overlap. */
 static uint64_t exec_exchange(CUgraphExec exec, uint64_t claim, struct block *found)
 {
     struct block *block = blocks_lock(BLOCK_EXEC, (uintptr_t)exec);
@@ -299,7 +300,7 @@ static void after_instantiation(CUresult result, const CUgraphExec *exec, CUgrap
     if (likely(!atomic_load_relaxed(&graphs_in_use)) || result != CUDA_SUCCESS)
         return;
     instantiated(*exec, graph);
-    graph_settle(*exec); /* it may have been uploaded, too */
+    graph_settle(*exec); /* it may have been uploaded as well */
 }
 
 CONTROL_EXPORT CUresult cuGraphInstantiate(CUgraphExec *phGraphExec, CUgraph hGraph,

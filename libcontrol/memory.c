@@ -1,4 +1,4 @@
-/* Memory of other processes that is opened here. NVML attributes it to them alone. */
+/* Memory of other processes that is opened here. NVML attributes it to those processes alone. */
 #include "control.h"
 
 static CUresult ipc_opened(CUresult result, CUdeviceptr *pdptr)

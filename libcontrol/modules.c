@@ -1,26 +1,27 @@
 /*
- * Modules and libraries: their code and their global variables take device memory, and nobody says
- * how much.
+ * Modules and libraries: their code and their global variables take device memory, and no call
+ * tells how much.
  *
- * The driver's own cuMemGetInfo, before and after, does, as long as the neighbours are quiet; 4 us
- * each on an H200, beside a load of a millisecond. Little is provisional until the governor has
- * looked. Much is not believed before that: the load waits for a look, and is undone if the
- * container is over its quota then. What the look does not find in the process, although the GPU
- * has more that is nobody's, is managed variables (H200: 128 MiB of them, taken at the load): they
- * are charged until the module ends. While neighbours come and go nobody can tell: then it is
- * noted, and charged as soon as somebody can.
+ * The driver's own cuMemGetInfo, before and after a load, shows it as long as other containers are
+ * quiet. Each call takes 4 us on an H200, and a load a millisecond. A small amount is provisional
+ * until the governor has sampled. A large amount is not believed before that: the load waits for a
+ * sample, and is undone if the container is over its quota then. If the sample does not find the
+ * memory in the process, but more of the GPU's memory belongs to no process, then it is managed
+ * variables (H200: 128 MiB of them, taken at the load). They are charged until the module ends.
+ * While other containers come and go this cannot be determined. It is noted then, and charged as
+ * soon as it can be.
  *
- * A library is loaded into a context when its first kernel is asked for there. Nobody expects that
- * to fail for want of memory, and the code of a framework is large: a load that leaves the
- * container a little over its quota is debt like all that the driver takes by itself. Managed
- * variables are not.
+ * A library is loaded into a context when its first kernel is requested there. Programs do not
+ * expect that to fail for lack of memory, and the code of a framework is large. So a load that
+ * leaves the container a little over its quota is debt, like everything that the driver takes on
+ * its own. Managed variables are not.
  */
 #include "control.h"
 
 #include <string.h>
 
 #define MODULES_MUCH    (16ull << 20)
-#define MODULES_DEBT    (128ull << 20) /* that libraries may be over the quota by, at first use */
+#define MODULES_DEBT    (128ull << 20) /* how far a library may exceed the quota, at first use */
 #define MODULES_WAIT_NS (2000 * NS_PER_MS)
 #define MODULES_N_LOOKS 8
 #define MODULES_N_TRIES 50
@@ -28,25 +29,25 @@
 #define MODULES_N_OPEN  16
 #define MODULES_NAP_NS  (100 * NS_PER_US)
 
-static uint32_t n_waiting; /* libraries that were loaded into no context yet */
+static uint32_t n_waiting; /* libraries that are not loaded into any context yet */
 uint32_t modules_kernels;
 static bool hidden_any; /* a module or library has memory that NVML does not attribute */
 
 struct load {
     int device;
-    size_t before;     /* free on the GPU */
-    uint64_t charged;  /* to this process: its other threads allocate meanwhile */
-    uint64_t overhead; /* what the governor had found */
-    bool told;         /* the next two are known */
-    uint64_t nobodys;  /* of the GPU: see grant_device.unattributed */
+    size_t before;     /* bytes free on the GPU at the start */
+    uint64_t charged;  /* charged to this process at the start; its other threads go on */
+    uint64_t overhead; /* memory_overhead at the start */
+    bool told;         /* whether the next two are known */
+    uint64_t nobodys;  /* memory of no process: see grant_device.unattributed */
     uint32_t n_processes;
     uint64_t returned; /* what the container's processes ever gave back */
-    uint64_t hidden;   /* what it charged at last */
-    uint64_t missing;  /* what it may have to be charged, which nobody could tell yet */
-    uint64_t taken;    /* what it took besides */
+    uint64_t hidden;   /* found at the end: what was charged as memory of no process */
+    uint64_t missing;  /* what may have to be charged, but cannot be determined yet */
+    uint64_t taken;    /* what it took apart from `hidden` */
 };
 
-/* A load of which it is not known what it has that NVML attributes to nobody. */
+/* A load for which it is not known yet how much of it NVML attributes to no process. */
 struct open_load {
     uint64_t handle; /* 0: none */
     uint8_t owner;
@@ -90,7 +91,8 @@ static const struct grant_device *grant_of(const struct load *load)
     return pages_grant_device((unsigned)load->device);
 }
 
-/* Both of one moment: another thread's memory is charged a little longer than it is taken. */
+/* Reads both as of one moment, because the memory of other threads is charged a little longer than
+ * it is taken. */
 static void look_now(int device, size_t *free_bytes, uint64_t *charged)
 {
     uint64_t before;
@@ -105,8 +107,8 @@ static void look_now(int device, size_t *free_bytes, uint64_t *charged)
     }
 }
 
-/* What is nobody's, and of how many processes that was told: both of one look. False if nobody has
- * ever looked. */
+/* Reads how much memory belongs to no process, and the number of processes, both from the same
+ * sample. Returns false if there was no sample yet. */
 static bool nobodys_now(const struct grant_device *grant, uint64_t *nobodys, uint32_t *n_processes)
 {
     bool told = false;
@@ -135,8 +137,8 @@ static void load_begin(struct load *load)
     look_now(load->device, &load->before, &load->charged);
 }
 
-/* By how much what is nobody's has grown since; processes that came meanwhile brought their part.
- */
+/* Returns by how much the memory of no process has grown since the load began, less what new
+ * processes brought. */
 static uint64_t load_grown(const struct load *load)
 {
     const struct grant_device *grant = grant_of(load);
@@ -152,10 +154,10 @@ static uint64_t load_grown(const struct load *load)
 }
 
 /*
- * What is taken of the GPU since, and was not charged to this process; its other threads allocate
- * and free meanwhile. `freed`: what they free counts, too. It does not where nobody will correct
- * it: a thread that was freeing when the load began, and is charged a moment longer, would look
- * like memory that the load took.
+ * Returns what was taken of the GPU since the load began and is not charged to this process, while
+ * its other threads allocate and free. If `freed`, what they free counts as well. It must not where
+ * no sample will correct the result: memory of a thread that was freeing when the load began, and
+ * that is charged a moment longer, would look like memory that the load took.
  */
 static uint64_t load_taken(const struct load *load, bool freed)
 {
@@ -173,7 +175,7 @@ static uint64_t load_taken(const struct load *load, bool freed)
     return taken > more ? (uint64_t)(taken - more) : 0;
 }
 
-/* The same, without what another thread frees and is still charged for at this moment. */
+/* The same, less what other threads are freeing and are still charged for at the moment. */
 static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, bool freed)
 {
     for (int i = 0; i < MODULES_N_TRIES && taken >= MODULES_MUCH; i++) {
@@ -186,7 +188,7 @@ static uint64_t load_taken_for_long(const struct load *load, uint64_t taken, boo
     return taken;
 }
 
-/* What no look has found in the process. */
+/* Returns the part that no sample has found in the process. */
 static uint64_t load_missing(const struct load *load, uint64_t taken)
 {
     int64_t found =
@@ -197,7 +199,8 @@ static uint64_t load_missing(const struct load *load, uint64_t taken)
     return taken > (uint64_t)found ? taken - (uint64_t)found : 0;
 }
 
-/* Waits for a look that tells what is nobody's: during others the GPU's memory moved. */
+/* Waits for a sample that shows how much memory belongs to no process. Samples during which the
+ * GPU's memory changed do not. */
 static bool load_await_told(const struct load *load, uint64_t since)
 {
     const struct grant_device *grant = grant_of(load);
@@ -212,9 +215,10 @@ static bool load_await_told(const struct load *load, uint64_t since)
 }
 
 /*
- * After a look that did not find it in the process: what is nobody's in the GPU is charged. If
- * nobody can tell, because the container itself takes and gives back all the time, it is all that
- * is missing; if that is the neighbours' doing nothing for now.
+ * Called after a sample that did not find the memory in the process: charges what belongs to no
+ * process. If that cannot be determined because the container itself takes and gives back memory
+ * all the time, everything that is missing is charged; if because other containers do, nothing for
+ * now.
  */
 static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
 {
@@ -239,7 +243,7 @@ static void load_reveal(struct load *load, uint64_t taken, uint64_t since)
         return;
     }
     account_add(load->device, load->hidden, true);
-    /* The next load begins from a look at books that have it. */
+    /* The next load begins with a sample that includes this charge. */
     load_await_told(load, prim_now());
 }
 
@@ -248,7 +252,7 @@ static uint64_t hidden_key(uint64_t handle, uint8_t owner)
     return handle ^ (uint64_t)(owner + 1) << 56;
 }
 
-/* What was charged so ends with the module, or with its context. */
+/* Such a charge ends with the module or with its context. */
 static void hidden_add(const struct load *load, uint64_t handle, uint8_t owner)
 {
     struct block block = {.key = hidden_key(handle, owner),
@@ -271,7 +275,8 @@ static void hidden_add(const struct load *load, uint64_t handle, uint8_t owner)
     account_note_peak(load->device);
 }
 
-/* The one that is longest open makes room: the program has loaded sixteen since. */
+/* If there is no free place, the load that has been open longest makes room: the program has loaded
+ * sixteen others since. */
 static void open_add(const struct load *load, uint64_t handle, uint8_t owner)
 {
     struct open_load *place = open_loads;
@@ -327,7 +332,7 @@ static void hidden_note(const struct load *load, uint64_t handle)
         open_add(load, handle, contexts_owner());
 }
 
-/* What ends is charged for nothing any more. */
+/* Nothing is charged any more for a module, library or context that ends. */
 static void open_forget(uint64_t handle, int owner)
 {
     if (likely(!atomic_load_relaxed(&n_open)))
@@ -355,7 +360,7 @@ static bool hidden_visit(const struct block *block, void *data)
     return true;
 }
 
-/* In whichever contexts it is. */
+/* Ends the charges for a module or library, in all contexts. */
 static void hidden_ends(uint64_t handle)
 {
     struct hidden_end end = {.handle = handle};
@@ -368,8 +373,8 @@ static void hidden_ends(uint64_t handle)
         account_give(device, end.bytes[device], true);
 }
 
-/* False if the container is over its quota now, by more than `debt`: then the load has to be
- * undone, as far as it can be. */
+/* Returns false if the container is over its quota now by more than `debt`. Then the load has to be
+ * undone as far as possible. */
 static bool load_end(struct load *load, CUresult result, uint64_t debt)
 {
     uint64_t now, taken;
@@ -380,7 +385,7 @@ static bool load_end(struct load *load, CUresult result, uint64_t debt)
     now = prim_now();
     if (taken < MODULES_MUCH) {
         account_driver_takes(load->device, taken);
-        /* Many little ones add up; what others gave back may not be known yet. */
+        /* Many small loads add up, but what others gave back may not be known yet. */
         if (likely(!account_over(load->device, MODULES_DEBT)))
             return true;
         account_await_look(load->device, now, MODULES_WAIT_NS);
@@ -395,7 +400,7 @@ static bool load_end(struct load *load, CUresult result, uint64_t debt)
     return !account_over(load->device, load->hidden ? 0 : debt);
 }
 
-/* What a load took is given back when it ends, or modules that come and go would add up. */
+/* What a load took is given back when it ends. Otherwise modules that come and go would add up. */
 static void loaded_note(const struct load *load, uint64_t handle)
 {
     struct block block = {.key = handle,
@@ -427,8 +432,9 @@ static uint64_t loaded_forget(uint64_t handle)
 }
 
 /*
- * What is unloaded is given back, or kept by the driver for the next. The governor's next look
- * tells; while there is none to look, nothing else would ever lower what loads have added up to.
+ * The driver gives back what is unloaded, or keeps it for the next load. The governor's next sample
+ * shows which. While no governor samples, it is measured here, because nothing else would ever
+ * lower what loads have added up to.
  */
 static void unload_begin(struct load *load)
 {
@@ -520,7 +526,7 @@ CONTROL_EXPORT CUresult cuModuleUnload(CUmodule hmod)
 
 /* ---- libraries ---- */
 
-/* Whether a library may come to a context by what follows. */
+/* Returns whether the call that follows may load a library into a context. */
 static bool libraries_wait(void)
 {
     return atomic_load_relaxed(&n_waiting) || contexts_several();
@@ -536,7 +542,7 @@ static void library_note(CUlibrary library)
     blocks_unlock(BLOCK_LIBRARY, block.key);
 }
 
-/* True if the library is loaded into the current context by what follows. */
+/* Returns true if the call that follows loads the library into the current context. */
 static bool library_enters(CUlibrary library, uint64_t *bitp)
 {
     struct block *block;
@@ -555,9 +561,9 @@ static bool library_enters(CUlibrary library, uint64_t *bitp)
 }
 
 /*
- * A kernel's handle may be launched as it is, which loads its library unseen. So it is known until
- * the library is somewhere, and a launch of it asks for its function first. Meanwhile no launch
- * goes at sight.
+ * A kernel's handle can be launched directly, which loads its library unnoticed. So the kernel is
+ * in the table until the library is loaded somewhere, and a launch of it requests its function
+ * first. Until then no launch takes the fast path.
  */
 static void kernel_note(CUkernel kernel, CUlibrary library)
 {
@@ -578,7 +584,7 @@ static void kernel_note(CUkernel kernel, CUlibrary library)
     gate_end_all_passes();
 }
 
-/* Older drivers do not say. */
+/* Asks the table first, because older drivers cannot tell. */
 static bool kernel_library(CUkernel kernel, CUlibrary *libraryp)
 {
     struct block *block = blocks_lock(BLOCK_KERNEL, (uintptr_t)kernel);
@@ -606,7 +612,7 @@ static void kernels_forget(CUlibrary library)
         blocks_sweep(kernel_visit, &value);
 }
 
-/* Before a launch, while there are such kernels. */
+/* Called before a launch while there are such kernels. */
 cold CUresult modules_launch(uint64_t function)
 {
     struct block *block = blocks_lock(BLOCK_KERNEL, function);
@@ -632,7 +638,7 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
     CUresult result = real->cuLibraryEnumerateKernels(kernels, numKernels, lib);
     unsigned int count = 0;
 
-    /* Behind the last one the array is as it was. */
+    /* The elements behind the last kernel are unchanged. */
     if (result == CUDA_SUCCESS && atomic_load_relaxed(&n_waiting) &&
         driver->cuLibraryGetKernelCount(&count, lib) == CUDA_SUCCESS)
         for (unsigned int i = 0; i < numKernels && i < count; i++)
@@ -640,8 +646,8 @@ CONTROL_EXPORT CUresult cuLibraryEnumerateKernels(CUkernel *kernels, unsigned in
     return result;
 }
 
-/* It does not fit, or could not be loaded. Under the application a library cannot be unloaded; who
- * asks again is told the same until there is room. */
+/* Ends a load of a library into a context. A library that does not fit cannot be unloaded while the
+ * application uses it. So each later request is refused as well, until there is room. */
 static CUresult library_entered(struct load *load, CUlibrary library, uint64_t bit, CUresult result)
 {
     bool fits = load_end(load, result, MODULES_DEBT);
@@ -749,7 +755,7 @@ CONTROL_EXPORT CUresult cuLibraryUnload(CUlibrary library)
         blocks_unlock(BLOCK_LIBRARY, gone.key);
     }
     unload_end(&load, (uintptr_t)library, result);
-    /* It was perhaps loaded on other GPUs, too. */
+    /* It may have been loaded on other GPUs as well. */
     if (known && result == CUDA_SUCCESS)
         for (int device = 0; device < (int)pages_n_devices(); device++)
             if (device != load.device)
@@ -812,7 +818,7 @@ CONTROL_EXPORT CUresult cuLibraryGetUnifiedFunction(void **fptr, CUlibrary libra
     return library_entered(&load, library, bit, result);
 }
 
-/* Loaded for certain, where the driver would wait for a launch. It cannot be undone. */
+/* Loads at once, where the driver would otherwise wait for a launch. This cannot be undone. */
 CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
 {
     struct load load;
@@ -821,7 +827,7 @@ CONTROL_EXPORT CUresult cuFuncLoad(CUfunction function)
     load_begin(&load);
     result = real->cuFuncLoad(function);
     load_end(&load, result, 0);
-    hidden_note(&load, (uintptr_t)function); /* its context ends it */
+    hidden_note(&load, (uintptr_t)function); /* ends with its context */
     return result;
 }
 
@@ -853,7 +859,8 @@ static bool owner_visit(const struct block *block, void *data)
     return false;
 }
 
-/* Libraries that were loaded into it are not any more; another context may get its number. */
+/* Libraries that were loaded into the context no longer are, and another context may get its
+ * number. */
 void modules_context_gone(uint8_t owner)
 {
     open_forget(0, owner);

@@ -1,8 +1,8 @@
 /*
  * Memory that is bound to a multicast object.
  *
- * The object itself takes nothing. What is bound to it stays allocated until it is unbound or the
- * object ends, and an object ends like an allocation: with the last of its references and mappings.
+ * The object itself takes none. What is bound to it stays allocated until it is unbound or the
+ * object ends. An object ends like an allocation: with the last of its references and mappings.
  */
 #include "control.h"
 
@@ -11,7 +11,8 @@ static uint64_t binding_key(uint64_t object, uint64_t offset, uint64_t device)
     return object ^ (offset << 13 | offset >> 51) ^ (device + 1) << 56;
 }
 
-/* In `size`: the object. Answers the allocation, 0 if nothing of ours is bound there. */
+/* Removes a binding to the object, which is the entry's `size`. Returns the allocation, or 0 if
+ * none of ours is bound there. */
 static uint64_t binding_take(uint64_t object, uint64_t offset, uint64_t device)
 {
     uint64_t key = binding_key(object, offset, device);
@@ -71,7 +72,8 @@ static uint64_t device_of(uint64_t handle)
                : 0;
 }
 
-/* Kept before the driver's call, so that a release meanwhile does not end the charge. */
+/* The allocation was kept before the driver's call, so that a release meanwhile does not end its
+ * charge. */
 static CUresult bound(uint64_t object, uint64_t offset, uint64_t handle, bool kept, CUresult result)
 {
     if (kept && result == CUDA_SUCCESS)

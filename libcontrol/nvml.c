@@ -1,13 +1,14 @@
 /*
- * The stand-in for libnvidia-ml: the container's quota is the GPU, and its processes are all there
- * are.
+ * The stand-in for libnvidia-ml: it shows the container's quota as the whole GPU, and the
+ * container's processes as all that there are.
  *
- * What is not defined here is the driver's: a look-up by name falls through to it. A function here
- * asks the driver first, so that arguments, versions and what a GPU does not support are judged as
- * ever, and then answers in its place for a GPU of the container. Other GPUs are passed through.
+ * Functions that are not defined here are the driver's: a look-up by name falls through to it. A
+ * function defined here first asks the driver, which checks arguments, versions and what the GPU
+ * supports. It then replaces the answer for a GPU of the container. Other GPUs are passed through.
  *
- * Utilisation is of what the container may use: a container with a cap of 30 % that uses 30 % of
- * the GPU is at 100 %. It is as of the governor's last look, a quarter of a second ago at most.
+ * Utilisation is relative to what the container may use: a container with a cap of 30 % that uses
+ * 30 % of the GPU shows 100 %. It is as of the governor's last sample, a quarter of a second ago at
+ * most.
  */
 #include "nvml_stand_in.h"
 #include "prim.h"
@@ -77,9 +78,10 @@ static unsigned int percent(uint64_t value)
 }
 
 /*
- * How much of its time the memory was busy is known of the whole GPU only. The container is given
- * what it would see if its work moved as much memory in a second of GPU time as everybody's does:
- * alone on the GPU that is the driver's own figure, and idle it is nothing.
+ * How much of the time the memory was busy is known only for the whole GPU. The container is shown
+ * what it would see if its work moved as much memory per second of GPU time as the work of all
+ * containers does. A container that is alone on the GPU sees the driver's own figure, and an idle
+ * one sees zero.
  */
 static unsigned int memory_part(unsigned int memory, unsigned int gpu, unsigned int own)
 {
@@ -126,8 +128,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetDynamicPstatesInfo(nvmlDevice_t device,
 }
 
 /*
- * The driver keeps some seconds of samples. We have the last look's: who asks as often as the
- * governor looks misses none.
+ * The driver keeps samples of some seconds. Here there is only the governor's last one: a program
+ * that asks as often as the governor samples misses none.
  */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetSamples(nvmlDevice_t device, nvmlSamplingType_t type,
                                               unsigned long long last, nvmlValueType_t *valueType,

@@ -1,4 +1,5 @@
-/* The types of NVML that its stand-in answers with, with the values of NVIDIA's nvml.h 13.0. */
+/* The types of NVML that the stand-in uses in its answers, with the values of NVIDIA's nvml.h
+ * 13.0. */
 #pragma once
 
 typedef struct nvmlDevice_st *nvmlDevice_t;
@@ -20,8 +21,8 @@ typedef int nvmlValueType_t;
 #define NVML_MAX_GPU_UTILIZATIONS       8
 #define NVML_GPU_UTILIZATION_DOMAIN_GPU 0
 #define NVML_GPU_UTILIZATION_DOMAIN_FB  1
-#define NVML_PROCESS_MODE_COMPUTE       0          /* of nvmlProcessDetailList_t.mode */
-#define NVML_NO_INSTANCE                0xffffffff /* of MIG: neither GPU nor compute instance */
+#define NVML_PROCESS_MODE_COMPUTE       0          /* a value of nvmlProcessDetailList_t.mode */
+#define NVML_NO_INSTANCE                0xffffffff /* neither a GPU nor a compute instance of MIG */
 
 typedef struct {
     unsigned long long total, free, used;

@@ -1,8 +1,8 @@
 /*
  * The grant as the stand-in for NVML reads it: the page, and the usage part behind it.
  *
- * A monitoring program needs no slot in the ledger and no socket; it maps the grant's file
- * read-only. Nothing is kept but the mapping, so any thread may ask at any time.
+ * A monitoring program needs neither a slot in the ledger nor a socket. It maps the grant's file
+ * read-only. Only the mapping is kept, so any thread may ask at any time.
  */
 #include "nvml_stand_in.h"
 
@@ -15,8 +15,8 @@
 
 #define GRANT_PATH "/run/tidegate/grant"
 
-/* The governor writes all entries by one copy; should it lose its processor meanwhile, it is waited
- * for: 0.1 s in all. */
+/* The governor writes all entries by one copy. If it loses its processor meanwhile, a reader waits
+ * for it: 0.1 s in all. */
 #define READ_TRIES   1000
 #define READ_WAIT_NS (50 * NS_PER_US)
 
@@ -50,7 +50,7 @@ static const struct grant_header *map_grant(void)
                                     __ATOMIC_ACQUIRE))
         return page;
     prim_unmap((void *)page, size);
-    return first; /* another thread was faster; NULL: this is no grant that we know */
+    return first; /* another thread was faster; NULL: not a grant that is known */
 }
 
 static int hex_digit(char c)
@@ -64,7 +64,7 @@ static int hex_digit(char c)
     return -1;
 }
 
-/* "GPU-11111111-2222-..." or "MIG-11111111-2222-..." to 16 bytes. */
+/* Parses "GPU-11111111-2222-..." or "MIG-11111111-2222-..." into 16 bytes. */
 static bool parse_uuid(const char *text, uint8_t *bytes)
 {
     unsigned n = 0;
@@ -117,7 +117,7 @@ static unsigned copy_entries(const struct usage_header *header, unsigned device,
     for (uint32_t i = 0; i < n_entries && i < LAYOUT_N_SLOTS; i++) {
         const struct usage_entry *entry = &entries[i];
 
-        /* A process that has taken nothing has no context: NVML would not list it. */
+        /* A process that has taken no memory has no context, and NVML would not list it. */
         if (!atomic_load_relaxed(&entry->state) || !atomic_load_relaxed(&entry->memory[device]))
             continue;
         list[n].pid = atomic_load_relaxed(&entry->pid);
@@ -142,8 +142,9 @@ uint64_t page_time(void)
 }
 
 /*
- * The sequence is odd while the governor writes. It may have been killed right then, so this does
- * not wait for ever: each number is whole even so, and the next governor makes a file of its own.
+ * The sequence is odd while the governor writes. The governor may have been killed at that moment,
+ * so this does not wait for ever. Each number is whole even then, and the next governor writes the
+ * entries again.
  */
 unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],
                         uint64_t *time_usp)

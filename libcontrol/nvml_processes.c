@@ -1,21 +1,22 @@
 /*
  * The stand-in for libnvidia-ml: processes.
  *
- * They are those of the usage part, by their pids in the container. All of them came through
- * libcuda and so are compute processes; none is under MPS, and MIG's instances are none of theirs.
+ * They are the processes of the usage part, by their pids in the container. All of them came
+ * through libcuda, so they are compute processes. None is listed under MPS or as part of a MIG
+ * instance.
  */
 #include "nvml_stand_in.h"
 #include "prim.h"
 
 #include <string.h>
 
-/* What the driver says of a list for which it was given no room. */
+/* Whether this is the driver's answer for a list that has no room. */
 static bool lists(nvmlReturn_t result)
 {
     return result == NVML_SUCCESS || result == NVML_ERROR_INSUFFICIENT_SIZE;
 }
 
-/* Answers with `n` entries of the container's where `room` were asked for. */
+/* Answers with `n` entries where the caller has room for *count. */
 static nvmlReturn_t offer(unsigned int *count, const void *array, unsigned n)
 {
     unsigned int room = *count;
@@ -26,7 +27,7 @@ static nvmlReturn_t offer(unsigned int *count, const void *array, unsigned n)
     return n > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-/* The first form's entry is the beginning of the later ones'. */
+/* The entry of the first form is the beginning of the entries of the later forms. */
 static nvmlReturn_t put_processes(const struct page_device *own, bool compute, unsigned int *count,
                                   void *infos, size_t size)
 {
@@ -102,7 +103,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetRunningProcessDetailList(nvmlDevice_t devi
     return result;
 }
 
-/* Like the driver's samples: of processes that worked, and newer than `last`. */
+/* Like the driver's samples: only processes that worked, and only if newer than `last`. */
 static unsigned busy_processes(const struct page_device *own, unsigned long long last,
                                struct page_process list[LAYOUT_N_SLOTS], uint64_t *time_usp)
 {
@@ -117,7 +118,7 @@ static unsigned busy_processes(const struct page_device *own, unsigned long long
     return kept;
 }
 
-/* Memory traffic and the video engines are known of the whole GPU only, not by process. */
+/* Memory traffic and the video engines are known only for the whole GPU, not per process. */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device,
                                                          nvmlProcessUtilizationSample_t *samples,
                                                          unsigned int *count,
@@ -183,8 +184,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetProcessesUtilizationInfo(nvmlDevice_t devi
     return NVML_SUCCESS;
 }
 
-/* The driver would list every process of the node, those that ended too; we know those that live.
- */
+/* The driver would list every process of the node, including those that ended. Here only the live
+ * ones are known. */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsigned int *count,
                                                      unsigned int *pids)
 {
@@ -209,8 +210,8 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingPids(nvmlDevice_t device, unsign
 }
 
 /*
- * The driver knows processes by their pids on the host, where the container's number may be
- * somebody else's: its answer is used only to learn whether accounting is there at all.
+ * The driver knows processes by their pids on the host, where the number may be that of another
+ * process. Its answer is used only to find out whether accounting is available.
  */
 NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingStats(nvmlDevice_t device, unsigned int pid,
                                                       nvmlAccountingStats_t *stats)
@@ -236,7 +237,7 @@ NVML_EXPORT nvmlReturn_t nvmlDeviceGetAccountingStats(nvmlDevice_t device, unsig
             .gpuUtilization = list[i].mean_utilisation,
             .maxMemoryUsage = list[i].memory_peak,
             .startTime = list[i].start_us,
-            .isRunning = 1, /* and time is 0 while it does, as with the driver */
+            .isRunning = 1, /* `time` is 0 meanwhile, as with the driver */
         };
         return NVML_SUCCESS;
     }

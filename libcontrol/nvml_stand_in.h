@@ -1,4 +1,5 @@
-/* The stand-in for NVML: the driver's own functions, and what is read of the container's grant. */
+/* The stand-in for NVML: the driver's own functions, and what is read from the container's
+ * grant. */
 #pragma once
 
 #include "layout.gen.h"
@@ -12,11 +13,11 @@
 extern struct real_nvml real;
 extern nvmlReturn_t (*real_uuid)(nvmlDevice_t device, char *uuid, unsigned int length);
 
-/* nvml_page.c: a GPU of the container. */
+/* nvml_page.c: one GPU of the container. */
 struct page_device {
     const struct grant_device *grant;
-    unsigned index; /* in the usage part's entries */
-    bool usage;     /* the grant has a usage part */
+    unsigned index; /* of the GPU in the entries of the usage part */
+    bool usage;     /* whether the grant has a usage part */
 };
 
 /* One process of the container on one GPU. */
@@ -27,12 +28,12 @@ struct page_process {
     uint64_t start_us;
 };
 
-/* False: this GPU is none of the container's, or there is no grant. */
+/* Returns false if the GPU is not the container's, or if there is no grant. */
 bool page_find(nvmlDevice_t device, struct page_device *foundp);
 
-/* Lists the processes that use the GPU, and says when that was. The device has a usage part. */
+/* Lists the processes that use the GPU, and says as of when. The device must have a usage part. */
 unsigned page_processes(const struct page_device *device, struct page_process list[LAYOUT_N_SLOTS],
                         uint64_t *time_usp);
 
-/* When the usage part was written, microseconds since 1970. */
+/* Returns when the usage part was written, in microseconds since 1970. */
 uint64_t page_time(void);

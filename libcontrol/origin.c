@@ -1,9 +1,10 @@
 /*
  * The original: the driver's own libcuda.
  *
- * The control library needs it (DT_NEEDED) as libcuda-origin.so.1, so it is loaded before any of
- * our code runs and every name that we lack falls through to it. The constructor only resolves
- * pointers: no thread, lock, allocation or CUDA call.
+ * The control library needs it (DT_NEEDED) as libcuda-origin.so.1. So it is loaded before any of
+ * our code runs, and every name that the control library lacks falls through to it. The constructor
+ * only resolves pointers: it starts no thread, takes no lock, allocates nothing and makes no CUDA
+ * call.
  */
 #include "control.h"
 
@@ -14,16 +15,18 @@
 struct real_cuda origin_real;
 struct driver_cuda origin_driver;
 
-/* An older driver lacks some functions of the table. It would answer a look-up with "not found". */
+/* Stands for a function of the table that an older driver lacks. Such a driver answers a look-up
+ * with "not found". */
 static CUresult origin_missing(void)
 {
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
 /*
- * Look-ups by cuGetProcAddress are answered by the driver; where its answer is one of the functions
- * that we stand in front of, ours is given instead. Open addressing: the table is built once and is
- * at most half full, so a look-up is a multiplication and about one comparison.
+ * The driver answers look-ups by cuGetProcAddress. If its answer is one of the functions that the
+ * control library replaces, the application is given ours instead. The table uses open addressing,
+ * is built once and is at most half full, so a look-up costs a multiplication and about one
+ * comparison.
  */
 #define ORIGIN_TABLE_BITS 10
 static struct {
@@ -54,7 +57,7 @@ static void origin_insert(void *theirs, void *ours)
     unsigned at = origin_slot(theirs);
 
     while (origin_table[at].theirs) {
-        /* Two names of one function: the first of the table keeps it. */
+        /* If two names lead to the same function, the first in the table keeps it. */
         if (origin_table[at].theirs == theirs)
             return;
         at = (at + 1) % (1 << ORIGIN_TABLE_BITS);

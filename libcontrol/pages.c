@@ -1,15 +1,15 @@
 /*
  * The grant page and the ledger, as this process sees them.
  *
- * The grant page is a file of the directory that the hook mounted; it is mapped read-only. The
- * ledger comes over the container's socket at the first cuInit, together with this process's slot
- * in it. The socket stays open for as long as the process lives: a byte on it tells the arbiter to
- * look. When the governor is replaced the connection ends, and a helper makes another one; slot and
- * ledger stay.
+ * The grant page is a file in the directory that the hook mounted, and is mapped read-only. The
+ * ledger comes through the container's socket at the first cuInit, together with the number of this
+ * process's slot. The socket stays open for the life of the process: a byte on it tells the arbiter
+ * to read the ledger. When the governor is replaced, the connection ends and a helper makes a new
+ * one; slot and ledger stay.
  *
- * Without a grant page there is no quota to hold to and cuInit says that the system is not ready.
- * Without a governor cuInit waits for the next one a while. Then the process keeps books of its
- * own, and takes them along when there is one.
+ * Without a grant page there is no quota to enforce, and cuInit answers that the system is not
+ * ready. Without a governor cuInit waits for the next one for a while. After that the process keeps
+ * a ledger of its own, and moves its counters when a governor is back.
  */
 #include "control.h"
 
@@ -22,33 +22,34 @@
 #include <sys/stat.h>
 #include <sys/un.h>
 
-/* A governor that was there so long ago is being restarted: cuInit waits for it. */
+/* If the heartbeat is younger than this, the governor is taken to be restarting and cuInit waits
+ * for it. */
 #define PAGES_RESTART_NS (10 * NS_PER_S)
-#define PAGES_TRY_NS     (100 * NS_PER_MS) /* between two attempts to connect */
-#define PAGES_N_TRIES    10                /* in vain while it says that it lives */
-#define PAGES_SLOW_NS    (5 * NS_PER_S)    /* for an answer, and between attempts after many */
+#define PAGES_TRY_NS     (100 * NS_PER_MS) /* interval between two attempts to connect */
+#define PAGES_N_TRIES    10                /* attempts that may fail while its heartbeat goes on */
+#define PAGES_SLOW_NS    (5 * NS_PER_S) /* longest wait for an answer; interval of late attempts */
 
 struct pages_file {
     uint64_t device, inode;
 };
 
-/* A connection that was asked for and is not answered yet. */
+/* A new connection that is not answered yet. */
 struct pages_return {
-    uint32_t busy; /* a helper is at it */
+    uint32_t busy; /* a helper is working on it */
     int fd;        /* -1: none */
     uint64_t inode;
-    uint64_t until; /* the answer comes before, or the connection is given up */
-    uint64_t next;  /* no other attempt before */
+    uint64_t until; /* the connection is given up if not answered by then */
+    uint64_t next;  /* no attempt before this time */
     unsigned n_tries;
-    bool refused; /* no governor has books of this process */
+    bool refused; /* the governor does not know this process's slot */
 };
 
-/* Books that were taken along into another ledger: see pages_move_books(). */
+/* The ledger that this process had before: see pages_move_books(). */
 struct pages_moved {
-    bool by_itself; /* the books in use are ours alone */
+    bool by_itself; /* the ledger in use belongs to this process alone */
     struct ledger_header *ledger;
-    struct ledger_slot *old;  /* in it: a thread may come too late, and count here */
-    struct ledger_slot *seen; /* what of `old` is in the new one */
+    struct ledger_slot *old;  /* our slot in it; a late thread may still count here */
+    struct ledger_slot *seen; /* what of `old` has been counted in the new one */
 };
 
 struct pages pages_now;
@@ -57,14 +58,14 @@ static struct pages_moved moved;
 static int governor_fd = -1;
 static uint64_t governor_inode;
 static struct pages_file ledger_file;
-static int device_index[LAYOUT_N_DEVICES * 4]; /* by CUdevice ordinal: grant index + 1 */
+static int device_index[LAYOUT_N_DEVICES * 4]; /* by CUdevice ordinal: index in the grant plus 1 */
 static struct prim_lock start_lock;
-static uint32_t started; /* 0 not yet, 1 ready, 2 no grant */
+static uint32_t started; /* 0 not yet, 1 ready, 2 no grant or refused */
 
 enum pages_answer {
     PAGES_JOINED,
-    PAGES_NOBODY,  /* the governor is not there */
-    PAGES_REFUSED, /* it is, and does not want this process */
+    PAGES_NOBODY,  /* the governor does not answer */
+    PAGES_REFUSED, /* it does, and refuses this process */
 };
 
 static bool pages_identify(int fd, uint64_t *inodep, uint64_t *sizep)
@@ -132,7 +133,7 @@ static long pages_send(int fd, const char *byte, int flags)
     return prim_call(SYS_sendto, fd, byte, 1, MSG_NOSIGNAL | flags, NULL, 0);
 }
 
-/* Returns a socket out of the way: high numbers keep clear of programs that manage low descriptors
+/* Returns a socket with a high number, to keep clear of programs that manage low descriptors
  * themselves. */
 static int pages_socket(int flags)
 {
@@ -156,8 +157,8 @@ static long pages_connect(int fd)
     return prim_call(SYS_connect, fd, &address, sizeof address);
 }
 
-/* Reads the answer: the number of a slot, and the ledger's descriptor, -1 without one. Returns what
- * recvmsg does. */
+/* Reads the answer: the number of a slot, and the ledger's descriptor or -1. Returns what recvmsg
+ * does. */
 static long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
 {
     union {
@@ -184,8 +185,8 @@ static long pages_receive(int fd, int flags, uint32_t *slotp, int *ledger_fdp)
     return n;
 }
 
-/* The governor answers a process's first byte with its slot's number and the ledger's descriptor.
- */
+/* Sends the first byte, to which the governor answers with the number of a slot and the ledger's
+ * descriptor. Returns the descriptor, or -1. */
 static int pages_register(int fd, uint32_t *slotp)
 {
     static const char request = LAYOUT_REGISTER;
@@ -207,7 +208,7 @@ static enum pages_answer pages_join(void)
 {
     struct ledger_header *mapped;
     enum pages_answer answer = PAGES_NOBODY;
-    struct timeval patience = {5, 0}; /* a full backlog blocks, too */
+    struct timeval patience = {5, 0}; /* connect() blocks if the backlog is full */
     uint32_t index = 0;
     int ledger_fd = -1;
     int fd = pages_socket(0);
@@ -240,8 +241,8 @@ fail:
     return answer;
 }
 
-/* Joins, and waits for a governor that is being restarted. One that is gone for longer is not
- * waited for, and one that lives and cannot be reached not for long. */
+/* Joins, and waits for a governor that is being restarted. Does not wait for one that has been away
+ * for longer, and not for long for one that runs but cannot be reached. */
 static enum pages_answer pages_join_patiently(void)
 {
     uint64_t until = prim_now() + PAGES_RESTART_NS;
@@ -280,7 +281,8 @@ static bool pages_keep_own_books(void)
     return true;
 }
 
-/* A program that closes every descriptor has closed ours, and may have opened another since. */
+/* Returns whether the descriptor is still ours. A program that closes every descriptor has closed
+ * it, and may have opened another file under its number since. */
 static bool pages_is_ours(int fd, uint64_t ours)
 {
     uint64_t inode = 0;
@@ -323,7 +325,8 @@ static void pages_call_again(struct pages_return *r, uint64_t now)
         pages_give_up(r, now);
 }
 
-/* The new connection takes the number of the old one, which other threads may be about to use. */
+/* The new connection takes over the number of the old one, which other threads may be about to
+ * use. */
 static void pages_take_connection(struct pages_return *r)
 {
     if (pages_still_ours()) {
@@ -338,10 +341,10 @@ static void pages_take_connection(struct pages_return *r)
     pages_poke();
 }
 
-/* ---- books that were kept alone ---- */
+/* ---- moving to another ledger ---- */
 
 #define SUM(field) offsetof(struct ledger_device, field)
-/* What only goes up and down; what else a slot has is of the moment. */
+/* Counters, which move by their differences. The rest of a slot describes only the present. */
 static const unsigned short sums[] = {
     SUM(busy_ns),  SUM(memory),    SUM(blocks),         SUM(launches),     SUM(waits),
     SUM(wait_ns),  SUM(refused),   SUM(markers),        SUM(predicted_ns), SUM(error_ns),
@@ -357,9 +360,9 @@ static struct ledger_device *pages_device_of(struct ledger_slot *slot, unsigned 
 }
 
 /**
- * pages_before() - where a sum of this process's books was counted before they were taken along
+ * pages_before() - where a counter of this process was kept before the move to another ledger
  *
- * NULL: it was not, or these are the old books themselves.
+ * Returns NULL if there was no move, or if `sum` is in the old ledger itself.
  */
 uint64_t *pages_before(const uint64_t *sum)
 {
@@ -370,7 +373,7 @@ uint64_t *pages_before(const uint64_t *sum)
     return old && old != now && at < sizeof *old ? (uint64_t *)((char *)old + at) : NULL;
 }
 
-/* Counts in `to` what was counted in the old books since the last time. */
+/* Adds to `to` what was counted in the old ledger since the last call. */
 static void pages_forward(struct ledger_slot *to)
 {
     for (unsigned device = 0; device < pages_now.n_devices; device++) {
@@ -394,11 +397,12 @@ static void pages_forward(struct ledger_slot *to)
 }
 
 /*
- * A process that started while the governor was away, or whose ledger the governor has lost, takes
- * its books along into the one that it is given; once. Other threads count meanwhile, and no lock
- * keeps them: what they count in the old books after these were read is counted in the new ones at
- * one of the next looks, so each sum is right in the end. The old books stay mapped. A thread that
- * waits for GPU time has one launch more that the arbiter does not see begin.
+ * A process that started while the governor was away, or with a ledger that the governor has lost,
+ * moves its counters into the ledger that it is given. It does so only once. Other threads go on
+ * counting meanwhile, without a lock. What they count in the old ledger after it was read is added
+ * to the new one by a later call of pages_forward(), so each sum is right in the end. The old
+ * ledger stays mapped. A thread that is waiting for GPU time announces its next launch in the old
+ * ledger, so the arbiter does not see that launch begin.
  */
 static bool pages_move_books(uint32_t index, int ledger_fd, const struct pages_file *file)
 {
@@ -481,10 +485,10 @@ static bool pages_governor_lives(uint64_t now)
 {
     uint64_t heartbeat = atomic_load_relaxed(&pages_now.grant->heartbeat_ns);
 
-    return now - heartbeat + NS_PER_S < 2 * NS_PER_S; /* in the future it is nonsense */
+    return now - heartbeat + NS_PER_S < 2 * NS_PER_S; /* a time in the future is invalid */
 }
 
-/* One step at a time: a helper does not wait. */
+/* Takes one step per call, because a helper must not wait. */
 void pages_rejoin(void)
 {
     struct pages_return *r = &coming_back;
@@ -503,7 +507,8 @@ void pages_rejoin(void)
     atomic_store_release(&r->busy, 0);
 }
 
-/* A forked child shares the parent's mappings but is another process: it registers for itself. */
+/* A forked child shares the parent's mappings but is another process, so it registers on its
+ * own. */
 static void pages_after_fork(void)
 {
     if (pages_still_ours())
@@ -559,7 +564,7 @@ bool pages_start(void)
                 pages_now.n_devices = LAYOUT_N_DEVICES;
             pages_now.on_governor_loss = pages_now.grant->on_governor_loss;
             answer = pages_join_patiently();
-            /* Books of its own are for a process that starts while the governor is away. */
+            /* A ledger of its own is only for a process that starts while the governor is away. */
             if (answer == PAGES_NOBODY && !gate_lost(prim_now())) {
                 control_log(
                     "the governor runs, and this process cannot reach it at " PAGES_DIRECTORY
@@ -591,7 +596,7 @@ void pages_match_devices(void)
         CUdevice device;
         CUuuid uuid;
 
-        /* The second form names a slice of a GPU where the first names the GPU (MIG). */
+        /* Under MIG the second form names the slice of a GPU where the first names the GPU. */
         if (driver->cuDeviceGet(&device, ordinal) != CUDA_SUCCESS ||
             (driver->cuDeviceGetUuid_v2(&uuid, device) != CUDA_SUCCESS &&
              driver->cuDeviceGetUuid(&uuid, device) != CUDA_SUCCESS))

@@ -1,15 +1,16 @@
 /*
  * Stream-ordered allocation: what the driver's pools hold is charged, not what is live in them.
  *
- * A pool grows in units of 32 MiB and gives units back when it likes to, so it is asked
- * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation of ours, where
- * memory is short, and now and then by another thread. Before an allocation the most that the pool
- * may grow by is claimed. Where that is not to be had, but what is free in the pool may do for a
- * small block, the allocation goes ahead without and is taken back if the pool grew all the same.
+ * A pool grows in units of 32 MiB and may return units at any time. So it is asked
+ * (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, 21 ns on an H200) after each allocation that passes here,
+ * when memory is short, and regularly by a helper. Before an allocation, the most that the pool may
+ * grow by is claimed. If that does not fit, but the free memory in the pool may be enough for a
+ * small block, the allocation goes ahead without a claim. It is taken back if the pool grew
+ * nevertheless.
  *
  * Frees need nothing. A pool that the application destroys, or that ends with the primary context,
- * may hold memory until its last block is freed, and must not be asked any more: what it held last
- * is handed over to NVML, as what the driver takes by itself.
+ * may hold memory until its last block is freed, and must not be asked any more. What it held last
+ * is left to NVML from then on, as memory that the driver takes on its own.
  */
 #include "control.h"
 
@@ -22,31 +23,31 @@
 #define POOLS_WAIT_NS     (10 * NS_PER_US)
 #define POOLS_N_WAITS     200
 #define POOLS_DISTRUST_NS (100 * NS_PER_MS)
-#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* who has it and is killed has it for so long */
+#define POOLS_TRUST_NS    (100 * NS_PER_MS) /* lifetime of a trust, also if its process is killed */
 
 enum pool_state {
-    POOL_FREE,   /* nobody's place */
+    POOL_FREE,   /* the place is unused */
     POOL_LIVE,   /* may be asked */
-    POOL_SILENT, /* must not be asked until the application uses it again */
+    POOL_SILENT, /* must not be asked before the application uses it again */
 };
 
-/* Places are used again but never unmapped, so that readers need no lock. */
+/* Places are reused but never unmapped, so readers need no lock. */
 struct pool {
     struct pool *next;
     CUmemoryPool handle;
     int device; /* -1: what it holds is not charged */
     bool unseen;
     uint32_t state;
-    uint32_t n_askers; /* threads that ask it without the application's leave */
-    uint64_t trust_at; /* not before: it grew when it was trusted last */
-    uint64_t level;    /* it outgrew the quota until it holds less than that; 0: it did not */
+    uint32_t n_askers; /* threads that query it outside the application's calls */
+    uint64_t trust_at; /* not trusted before this time, because it grew on trust */
+    uint64_t level;    /* if not 0: it outgrew the quota until it holds less than this */
     struct held held;
 };
 
 static struct pool *buckets[POOLS_N_BUCKETS];
 static struct pool *spare;
 static struct prim_lock pools_lock;
-static struct pool *last[LAYOUT_N_DEVICES]; /* each GPU's current pool, as far as we know */
+static struct pool *last[LAYOUT_N_DEVICES]; /* each GPU's current pool, as far as known */
 
 /* ---- what is held ---- */
 
@@ -60,8 +61,9 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
 {
     uint64_t before, now, bytes, word;
 
-    /* Whoever replaces the word meanwhile may have asked after us: then we ask again. An answer
-     * that changes nothing is written, too, lest an older one is written after it. */
+    /* A thread that replaces the word meanwhile may have asked later than this one; then ask
+     * again. An answer that changes nothing is written as well, so that no older one is written
+     * after it. */
     do {
         before = now = 0;
         word = atomic_load_acquire(&held->word);
@@ -79,7 +81,7 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
             account_add(device, grown - claimed, unseen);
         } else {
             account_give(device, claimed - grown, unseen);
-            /* It may have shrunk before it grew. */
+            /* The pool may have shrunk before it grew. */
             account_shrunk(device, claimed - grown, unseen);
         }
         account_note_peak(device);
@@ -91,7 +93,7 @@ void held_settle(struct held *held, int device, bool unseen, uint64_t claimed,
     account_landed(device, claimed, unseen);
 }
 
-/* What was charged is charged no more, and is the caller's to account for. */
+/* Clears the amount and returns it. The caller accounts for what was charged. */
 uint64_t held_clear(struct held *held)
 {
     uint64_t word = atomic_load_acquire(&held->word);
@@ -110,7 +112,7 @@ static bool pool_ask(const void *whom, uint64_t *bytes)
                                          bytes) == CUDA_SUCCESS;
 }
 
-/* A pool that had outgrown the quota is at its level again, or ends. */
+/* A pool that outgrew the quota is below its level again, or ends. */
 static void pool_back(struct pool *pool, uint64_t held)
 {
     uint64_t level = atomic_load_relaxed(&pool->level);
@@ -149,8 +151,8 @@ static struct pool *pool_find(CUmemoryPool handle)
     return pool;
 }
 
-/* Under the lock: a place in the handle's bucket. Those that were used before are there for ever.
- */
+/* Called with the lock. Returns a place in the handle's bucket. A place is reused, but stays in its
+ * bucket for ever. */
 static struct pool *pool_place(CUmemoryPool handle)
 {
     struct pool **bucket = bucket_of(handle);
@@ -193,11 +195,12 @@ static cold struct pool *pool_add(CUmemoryPool handle, int device, bool unseen)
     }
     prim_unlock(&pools_lock);
     if (device >= 0)
-        gate_watch(device); /* what the pool gives back by itself is seen by the helper */
+        gate_watch(device); /* the helper notices what the pool returns unasked */
     return pool;
 }
 
-/* Like cuMemAllocManaged: of the current context's GPU, or else of the first. */
+/* Managed pools are charged like cuMemAllocManaged: to the current context's GPU, or else to the
+ * first. */
 static int pool_managed_device(void)
 {
     int device = pages_index_current();
@@ -205,7 +208,8 @@ static int pool_managed_device(void)
     return device < 0 ? 0 : device;
 }
 
-/* A pool that we have not seen made: a GPU's default one, or one of the host. */
+/* Adds a pool that was not created through this library: a GPU's default pool, or one of the
+ * host. */
 static cold struct pool *pool_meet(CUmemoryPool handle)
 {
     for (int device = 0; device < (int)pages_n_devices(); device++) {
@@ -222,7 +226,7 @@ static cold struct pool *pool_meet(CUmemoryPool handle)
             known == handle)
             return pool_add(handle, device, true);
     }
-    /* Managed memory that is nowhere in particular, or on the host at first. */
+    /* Pools for managed memory that has no location, or is on the host at first. */
     for (int type = CU_MEM_LOCATION_TYPE_NONE; type <= CU_MEM_LOCATION_TYPE_HOST;
          type += CU_MEM_LOCATION_TYPE_HOST) {
         CUmemLocation location = {type, 0};
@@ -252,10 +256,10 @@ static struct pool *pool_of(CUmemoryPool handle)
     return pool;
 }
 
-/* The current pool of the stream's GPU. */
+/* Returns the current pool of the stream's GPU. */
 static struct pool *pool_of_stream(CUstream stream)
 {
-    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* + 1 */
+    static CUdevice ordinals[LAYOUT_N_DEVICES]; /* the driver's ordinal plus 1; 0: not asked yet */
     int device = -1;
     struct pool *pool;
     CUmemoryPool handle;
@@ -295,11 +299,11 @@ struct pool_ticket {
     struct pool *pool; /* NULL: nothing to account for */
     uint64_t claimed;
     bool unsure;      /* the pool may have grown by more than was claimed */
-    uint64_t trusted; /* what ends the trust in which it was taken */
-    uint64_t held;    /* what the pool held then */
+    uint64_t trusted; /* value with which pool_trust_end() ends the trust; 0: none */
+    uint64_t held;    /* what the pool held before a block was taken on trust */
 };
 
-/* What the pool has to grow by at least. */
+/* Returns the bytes by which the pool has to grow at least. */
 static uint64_t pool_growth(struct pool *pool, uint64_t size)
 {
     uint64_t live = 0;
@@ -313,7 +317,7 @@ static uint64_t pool_growth(struct pool *pool, uint64_t size)
     return live > held ? account_round(live - held, POOLS_UNIT) : 0;
 }
 
-/* Whether a pool of the container has grown beyond the quota, and not shrunk since. */
+/* Returns whether a pool of the container grew beyond the quota and has not shrunk since. */
 static bool pool_outgrew(int device)
 {
     struct ledger_header *ledger = pages_ledger();
@@ -325,7 +329,7 @@ static bool pool_outgrew(int device)
     return false;
 }
 
-/* Until it has shrunk nobody of the container is trusted beyond the quota. */
+/* Until the pool has shrunk, no process of the container is trusted beyond the quota. */
 static void pool_outgrows(struct pool *pool)
 {
     uint64_t level = 0;
@@ -335,7 +339,7 @@ static void pool_outgrows(struct pool *pool)
         atomic_add_seq_cst(&pages_ledger_device((unsigned)pool->device)->outgrown, 1);
 }
 
-/* What it grew by is charged by now: nobody is trusted while the container is over its quota. */
+/* The growth is charged by now, so no process is trusted while the container is over its quota. */
 static void pool_trust_end(struct pool *pool, uint64_t until)
 {
     __atomic_compare_exchange_n(&pages_ledger()->trust_ns[pool->device], &until, 0, false,
@@ -343,10 +347,10 @@ static void pool_trust_end(struct pool *pool, uint64_t until)
 }
 
 /*
- * One thread of the container at a time takes a small block on trust, so that the quota is passed
- * by one unit. Returns what ends the trust, 0 if there is none. A container that is over its quota
- * already, because the driver took something, may use what its pools have free, but for a while
- * after a pool grew.
+ * Only one thread of the container at a time takes a small block on trust, so the quota is exceeded
+ * by one unit at most. Returns the value that ends the trust, or 0 if none is given. A container
+ * that is over its quota already, because the driver took something, may use what its pools have
+ * free, except for a while after a pool grew.
  */
 static uint64_t pool_trust(struct pool *pool)
 {
@@ -357,11 +361,11 @@ static uint64_t pool_trust(struct pool *pool)
 
         if (now < atomic_load_relaxed(&pool->trust_at))
             return 0;
-        /* A time that is further away is none of ours. */
+        /* A time further in the future was not written by this library. */
         if ((until <= now || until > now + POOLS_TRUST_NS) &&
             __atomic_compare_exchange_n(word, &until, now + POOLS_TRUST_NS, false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED)) {
-            /* Only now: whoever had it before may have made a pool grow. */
+            /* Checked only now: the thread that was trusted before may have made a pool grow. */
             if (account_used(pool->device) <= account_limit(pool->device) ||
                 !pool_outgrew(pool->device))
                 return now + POOLS_TRUST_NS;
@@ -374,10 +378,10 @@ static uint64_t pool_trust(struct pool *pool)
 }
 
 /*
- * Memory is short. A block that is smaller than a unit may still find a place in what the pool
- * holds: it goes ahead without a claim for a unit, and is taken back if the pool grew for it. A
- * larger one needs its whole size: what is free in the pool is given back first, and is claimed
- * again, because nobody knows whether it would do.
+ * Memory is short. A block that is smaller than a unit may still fit into what the pool holds. It
+ * goes ahead without a claim, and is taken back if the pool grew for it. A larger one needs its
+ * whole size: what is free in the pool is given back first and then claimed again, because it is
+ * not known whether it would be enough.
  */
 static cold CUresult pool_enter_tight(struct pool_ticket *ticket, uint64_t size)
 {
@@ -425,7 +429,7 @@ static CUresult pool_enter(struct pool_ticket *ticket, struct pool *pool, uint64
     return pool_enter_tight(ticket, size);
 }
 
-/* The pool grew beyond the quota: the block goes back, in the order of its stream. */
+/* The pool grew beyond the quota: frees the block, in the order of its stream. */
 static cold CUresult pool_revoke(struct pool *pool, CUdeviceptr *dptr, CUstream stream)
 {
     atomic_store_relaxed(&pool->trust_at, prim_now() + POOLS_DISTRUST_NS);
@@ -503,9 +507,10 @@ CONTROL_EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr *dptr, size_t b
     return pool_leave(&ticket, result, dptr, stream);
 }
 
-/* ---- asking without the application's leave ---- */
+/* ---- queries outside the application's calls ---- */
 
-/* A pool that is asked is not destroyed meanwhile: see pool_hush(). */
+/* Announces a query, so that the pool is not destroyed meanwhile: see pool_hush(). Returns false if
+ * the pool must not be asked. */
 static bool pool_approach(struct pool *pool)
 {
     if (atomic_load_acquire(&pool->state) != POOL_LIVE || pool->device < 0)
@@ -522,7 +527,7 @@ static void pool_retreat(struct pool *pool)
     atomic_sub_seq_cst(&pool->n_askers, 1);
 }
 
-/* From here on nobody asks the pool. */
+/* When this returns, no thread asks the pool any more. */
 static void pool_hush(struct pool *pool)
 {
     atomic_store_seq_cst(&pool->state, POOL_SILENT);
@@ -552,8 +557,8 @@ void pools_refresh(int device)
             }
 }
 
-/* What pools hold unused goes back to the driver; none of this waits for the GPU. True if any did.
- */
+/* Gives unused memory of the pools back to the driver, without waiting for the GPU. Returns whether
+ * there was any. */
 cold bool pools_squeeze(int device)
 {
     uint64_t *memory = &pages_ledger_device((unsigned)device)->memory;
@@ -573,7 +578,8 @@ cold bool pools_squeeze(int device)
     return atomic_load_relaxed(memory) < before;
 }
 
-/* The pools of this GPU may end, or not: they are asked again when the application uses them. */
+/* The pools of this GPU may be about to end. Those that do not are asked again when the application
+ * uses them. */
 cold void pools_hand_over(int device)
 {
     int saved = errno;
@@ -614,7 +620,7 @@ CONTROL_EXPORT CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps
     return result;
 }
 
-/* What it holds is the exporter's; the pointers that are imported are charged. */
+/* Its memory is the exporter's. Only the pointers that are imported are charged. */
 CONTROL_EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool_out, void *handle,
                                                            CUmemAllocationHandleType handleType,
                                                            unsigned long long flags)
@@ -626,7 +632,8 @@ CONTROL_EXPORT CUresult cuMemPoolImportFromShareableHandle(CUmemoryPool *pool_ou
     return result;
 }
 
-/* The place is nobody's from before the call on: afterwards another pool may have the handle. */
+/* The place has no handle from before the call on, because another pool may have the handle
+ * afterwards. */
 CONTROL_EXPORT CUresult cuMemPoolDestroy(CUmemoryPool pool)
 {
     struct pool *known = pages_slot() ? pool_find(pool) : NULL;
@@ -665,7 +672,7 @@ CONTROL_EXPORT CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t minBytesToKeep
     return result;
 }
 
-/* One block of another process's pool. It ends with cuMemFree or cuMemFreeAsync. */
+/* Imports one block from another process's pool. cuMemFree or cuMemFreeAsync ends it. */
 CONTROL_EXPORT CUresult cuMemPoolImportPointer(CUdeviceptr *ptr_out, CUmemoryPool pool,
                                                CUmemPoolPtrExportData *shareData)
 {

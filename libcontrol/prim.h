@@ -1,10 +1,10 @@
 /*
- * The operating system and the compiler, as far as the control library and the arbiter need them.
+ * What the control library and the arbiter need from the operating system and the compiler.
  *
- * The library is mapped into other people's processes, in images with any glibc since 2.17: symbols
- * that moved between glibc's libraries are bound to their oldest version here. System calls are
- * made directly: errno is the application's, and glibc's functions for most of them end a thread
- * that somebody cancelled, with whatever lock it holds.
+ * The library is mapped into foreign processes, in images with any glibc from 2.17 on. Symbols that
+ * moved between glibc's libraries are therefore bound to their oldest version here. System calls
+ * are made directly, because errno belongs to the application and because most of glibc's wrappers
+ * are cancellation points: they would end a cancelled thread while it holds a lock.
  */
 #pragma once
 
@@ -44,21 +44,22 @@ __asm__(".symver pthread_detach,pthread_detach@" PRIM_OLDEST);
 #define NS_PER_MS 1000000ull
 #define NS_PER_S  1000000000ull
 
-/* The memory order is in the name, so that a reader sees it at the call. */
+/* The memory order is part of the name, so that it is visible at the call. */
 #define atomic_load_relaxed(p)     __atomic_load_n((p), __ATOMIC_RELAXED)
 #define atomic_load_acquire(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define atomic_load_seq_cst(p)     __atomic_load_n((p), __ATOMIC_SEQ_CST)
 #define atomic_store_relaxed(p, v) __atomic_store_n((p), (v), __ATOMIC_RELAXED)
 #define atomic_store_release(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 #define atomic_store_seq_cst(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
-/* Where a lock keeps other writers away: readers see whole numbers, and no bus is locked. */
+/* For a word that only the holder of a lock writes: readers see whole numbers, and the bus is not
+ * locked. */
 #define atomic_bump(p, v)             atomic_store_relaxed((p), atomic_load_relaxed(p) + (v))
 #define atomic_add_relaxed(p, v)      __atomic_fetch_add((p), (v), __ATOMIC_RELAXED)
 #define atomic_add_seq_cst(p, v)      __atomic_fetch_add((p), (v), __ATOMIC_SEQ_CST)
 #define atomic_sub_seq_cst(p, v)      __atomic_fetch_sub((p), (v), __ATOMIC_SEQ_CST)
 #define atomic_exchange_acq_rel(p, v) __atomic_exchange_n((p), (v), __ATOMIC_ACQ_REL)
 
-/* A system call. Returns what the kernel does: an error is a negative errno. */
+/* Makes a system call. Returns what the kernel returns: a negative errno on error. */
 #define prim_call(number, ...) prim_call_fill(number, __VA_ARGS__, 0, 0, 0, 0, 0)
 #define prim_call_fill(number, a, b, c, d, e, f, ...)                                              \
     prim_call_raw(number, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), (long)(f))
@@ -93,7 +94,7 @@ static inline long prim_call_raw(long number, long a, long b, long c, long d, lo
 #endif
 }
 
-/* NULL if there is no such memory. */
+/* Returns NULL on failure. */
 static inline void *prim_map(size_t size, int protection, int flags, int fd)
 {
     long address = prim_call(SYS_mmap, NULL, size, protection, flags, fd, 0);
@@ -111,7 +112,7 @@ static inline void prim_unmap(void *address, size_t size)
     prim_call(SYS_munmap, address, size);
 }
 
-/* Returns the descriptor; negative: there is none. */
+/* Returns the descriptor, or a negative errno. */
 static inline int prim_open(const char *path)
 {
     return (int)prim_call(SYS_openat, AT_FDCWD, path, O_RDONLY | O_CLOEXEC);
@@ -152,8 +153,9 @@ static inline void prim_relax(void)
 }
 
 /*
- * Waits while *word is expected, for ns nanoseconds at most. Works on read-only shared mappings.
- * The caller looks again for itself: every cause of waking looks the same.
+ * Waits for at most `ns` nanoseconds while *word equals `expected`. Works on read-only shared
+ * mappings. Returns nothing, because all causes of a wake-up look the same; the caller checks its
+ * condition again.
  */
 static inline void prim_futex_wait(const uint32_t *word, uint32_t expected, uint64_t ns)
 {
@@ -167,7 +169,7 @@ static inline void prim_futex_wake(uint32_t *word)
     prim_call(SYS_futex, word, FUTEX_WAKE, INT_MAX);
 }
 
-/* A lock of three states (free, held, held with waiters): Drepper, "Futexes are tricky", 2011. */
+/* A lock with three states (free, held, held with waiters): Drepper, "Futexes are tricky", 2011. */
 struct prim_lock {
     uint32_t word;
 };

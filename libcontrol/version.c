@@ -1,5 +1,5 @@
 /*
- * Which release a container has in libcuda's place, for a person who looks at one that has run for
- * long: strings libcuda.so.1 | grep tidegate-control
+ * Shows which release has taken libcuda's place in a container, which may have run for long:
+ * strings libcuda.so.1 | grep tidegate-control
  */
 __attribute__((used)) static const char version[] = "tidegate-control " TIDEGATE_VERSION;

@@ -1,11 +1,11 @@
 /*
  * Physical allocations (cuMemCreate) and their mappings.
  *
- * An allocation lives as long as a reference to its handle (creation, cuMemRetainAllocationHandle)
- * or a mapping of it does. The driver never gives a handle that still has a mapping to another
- * allocation, so the handle names it throughout. A mapping is of a whole allocation; one call may
- * unmap several. An imported allocation holds memory of somebody else, and is charged when its
- * first mapping tells how much.
+ * An allocation lives as long as a reference to its handle (from its creation or from
+ * cuMemRetainAllocationHandle) or a mapping of it. The driver does not reuse a handle that still
+ * has a mapping, so the handle identifies the allocation throughout. A mapping is always of a whole
+ * allocation; one call may unmap several. An imported allocation is memory of another process. It
+ * is charged when its first mapping shows its size.
  */
 #include "control.h"
 
@@ -56,7 +56,7 @@ CONTROL_EXPORT CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t
     return result;
 }
 
-/* The call that lets an allocation go is under way, or not any more. */
+/* The call that releases an allocation is under way, or no longer is. */
 static void handle_moves(const struct block *gone, bool moves)
 {
     if (!gone->key || gone->device < 0)
@@ -67,7 +67,7 @@ static void handle_moves(const struct block *gone, bool moves)
         account_landed(gone->device, gone->size, gone->flags & BLOCK_UNSEEN);
 }
 
-/* Takes a reference or a mapping off, and with the last of both the allocation off the table. */
+/* Removes a reference or a mapping and, after the last of both, the allocation from the table. */
 static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -89,7 +89,7 @@ static bool handle_leave(CUmemGenericAllocationHandle handle, bool mapping, stru
     return known;
 }
 
-/* The driver did not let it go after all. */
+/* The driver did not release it after all. */
 static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, struct block *gone)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -108,8 +108,7 @@ static void handle_return(CUmemGenericAllocationHandle handle, bool mapping, str
 
 static void handle_refund(const struct block *gone)
 {
-    /* An object that was exported may live on elsewhere: what is bound to it stays until it is
-     * unbound. */
+    /* An exported object may live on elsewhere. What is bound to it stays until it is unbound. */
     if (gone->key && gone->flags & BLOCK_OBJECT && !(gone->flags & BLOCK_EXPORTED))
         multicast_ends(gone->key);
     if (!gone->key || gone->device < 0 || !gone->size)
@@ -142,7 +141,7 @@ void vmm_let_go(uint64_t handle)
     handle_refund(&gone);
 }
 
-/* A multicast object has references and mappings like an allocation, and no size. */
+/* A multicast object has references and mappings like an allocation, but no size. */
 void vmm_note_object(uint64_t handle)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -199,7 +198,7 @@ CONTROL_EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHan
 
     if (result != CUDA_SUCCESS || !pages_slot())
         return result;
-    /* What has no properties is no memory: a multicast object. */
+    /* A handle without properties is not memory but a multicast object. */
     if (driver->cuMemGetAllocationPropertiesFromHandle(&prop, *handle) != CUDA_SUCCESS) {
         vmm_note_object(*handle);
         return result;
@@ -216,8 +215,8 @@ CONTROL_EXPORT CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHan
     return result;
 }
 
-/* The mapping is counted before the driver makes it, so that a release meanwhile keeps the charge.
- * An import that is mapped first gets its charge. */
+/* Counts the mapping before the driver makes it, so that a release in the meantime does not end the
+ * charge. An import is charged when it is mapped for the first time. */
 static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool *knownp)
 {
     struct block *block = blocks_lock(BLOCK_HANDLE, handle);
@@ -251,7 +250,8 @@ static CUresult map_enter(CUmemGenericAllocationHandle handle, size_t size, bool
     return CUDA_SUCCESS;
 }
 
-/* An import that is not mapped at all has no size again: this one may have been wrong. */
+/* An import that is no longer mapped has no size again, because the size of this mapping may have
+ * been wrong. */
 static void map_fails(CUmemGenericAllocationHandle handle)
 {
     struct block gone = {0};
@@ -299,17 +299,18 @@ CONTROL_EXPORT CUresult cuMemMap(CUdeviceptr ptr, size_t size, size_t offset,
 }
 
 /*
- * Goes over the mappings of a range, three ways. LEAVE comes before the driver's call: as soon as
- * it has unmapped the last of an allocation, another may have the handle. What goes then is noted
- * in the mapping itself, because there can be any number of them. END comes after the call, UNDO
- * after one that failed.
+ * Walks over the mappings of a range, in one of three steps. LEAVE comes before the driver's call,
+ * because as soon as the driver has unmapped the last mapping of an allocation, another may get the
+ * handle. What is released then is noted in the mapping itself, because there can be any number of
+ * them. END comes after the call, and UNDO after a call that failed.
  */
 enum unmap_step { UNMAP_LEAVE, UNMAP_END, UNMAP_UNDO };
 
-#define UNMAP_LEFT 1 /* in `count`: the handle has been told */
-#define UNMAP_LAST 2 /* and it was the last that kept the allocation */
+#define UNMAP_LEFT 1 /* in `count`: the mapping was taken off its handle */
+#define UNMAP_LAST 2 /* and it was the last that kept the allocation alive */
 
-/* By this thread: of two that unmap a range at once, one is refused by the driver. */
+/* A value for this thread: if two threads unmap a range at once, the driver rejects one of the
+ * calls. */
 static uint32_t unmap_left(void)
 {
     static __thread char here;
@@ -376,7 +377,7 @@ static void unmap_range(CUdeviceptr ptr, size_t size, enum unmap_step step)
 
         blocks_unlock(BLOCK_MAPPING, ptr);
         if (!mapping.size)
-            break; /* nothing is mapped there: the driver refuses the range */
+            break; /* nothing is mapped there: the driver rejects the range */
         unmap_one(ptr, mapping, step);
         ptr += mapping.size;
     }

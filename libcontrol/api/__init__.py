@@ -1,7 +1,7 @@
 """The driver API as a table: what the control library does with each function of libcuda.
 
-What the table does not name is forwarded without our help: the control library needs (DT_NEEDED)
-the original, so that every look-up of such a name falls through to it.
+A function that is not in the table reaches the driver directly: the control library needs
+(DT_NEEDED) the original, so a look-up of such a name falls through to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start and look-up."""
+"""Rows for initialization and for the look-up of functions."""
 
 from __future__ import annotations
 

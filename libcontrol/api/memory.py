@@ -1,7 +1,7 @@
-"""What takes device memory, gives it back and tells of it.
+"""Rows for functions that take device memory, give it back or report it.
 
-Functions without a suffix beside one with `_v2` are the forms of CUDA before 3.2, with addresses
-and sizes of 32 bits.
+Where a function exists with and without the suffix `_v2`, the one without is the form of CUDA
+before 3.2, with addresses and sizes of 32 bits.
 """
 
 from __future__ import annotations

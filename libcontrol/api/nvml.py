@@ -1,8 +1,9 @@
-"""What the stand-in for libnvidia-ml answers.
+"""Rows for the functions of libnvidia-ml that the stand-in answers.
 
-Of NVIDIA's header 13.0 these are the functions that tell memory in use, utilisation or processes
-of a GPU. BAR 1, the video engines, GPM's metrics and the fields of nvmlDeviceGetFieldValues (none
-of which is about memory in use or processes) are the whole GPU's and go to the driver.
+They are the functions of NVIDIA's header 13.0 that tell the memory in use, the utilisation or the
+processes of a GPU. BAR 1, the video engines, GPM's metrics and the fields of
+nvmlDeviceGetFieldValues (none of which is about memory in use or processes) concern the whole GPU
+and are left to the driver.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from libcontrol.api.row import Fn
 
 
 def _lists(kind: str) -> tuple[Fn, ...]:
-    """Return the three forms of a list of processes; from the second on an entry has MIG's ids."""
+    """Return the three forms of a list of processes; from the second on, entries have MIG ids."""
     name = f"nvmlDeviceGet{kind}RunningProcesses"
     return tuple(
         Fn(

@@ -1,17 +1,17 @@
 """One row of the table: a function of the driver API and its method.
 
-- `gate`     starts work on the GPU: may go while the container holds GPU time. `key` is the
+- `gate`     starts work on the GPU, which may go while the container has the grant. `key` is the
              expression that identifies the work (its duration is learned under it), `blocks`
-             distinguishes sizes of the same work, `stream` is the stream it goes to. `before` is an
-             expression that may refuse the call, `after` follows it; they are left out while
-             `needed` is false.
-- `copy`     copies or fills: `copy` says how much and where (copies.h); what is within the GPU's
-             memory and large enough passes the gate, the rest is counted.
-- `charge`   takes device memory: `size` is reserved before the driver is called, `pointer` names
-             the block afterwards, `settle` (optional) is the size once the driver has answered;
-             `kind` is one of account.h's.
+             distinguishes sizes of the same work, and `stream` is the stream that it goes to.
+             `before` is an expression that may refuse the call, and `after` follows the call. The
+             fast path skips both, and no launch takes it while `needed` is true.
+- `copy`     copies or fills: `copy` says how much and where (copies.h). What is within the GPU's
+             memory and large enough passes the gate; the rest is counted.
+- `charge`   takes device memory: `size` is reserved before the driver is called, and `pointer`
+             names the block afterwards. `settle` (optional) is the size once the driver has
+             answered, and `kind` is one of account.h's kinds.
 - `refund`   gives device memory back: `pointer` names the block, `kind` says what it is.
-- `custom`   written by hand in C.
+- `custom`   is written by hand in C.
 
 Parameters are as in NVIDIA's cuda.h 13.0.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 
 class Fn(NamedTuple):
-    """One function of the driver API."""
+    """One function of the driver API or of NVML, with C declarations and expressions as text."""
 
     name: str
     params: str
@@ -41,11 +41,11 @@ class Fn(NamedTuple):
 
 
 def with_ptsz(fn: Fn) -> tuple[Fn, Fn]:
-    """Return the row and its form for the per-thread default stream."""
+    """Return the row and that of its form for the per-thread default stream."""
     stream = f"gate_ptsz({fn.stream})" if fn.stream else ""
     return fn, fn._replace(name=fn.name + "_ptsz", stream=stream)
 
 
 def with_ptds(fn: Fn) -> tuple[Fn, Fn]:
-    """Return the row of a call without a stream and its form for the per-thread default stream."""
+    """Return the row of a call without a stream, and that of its per-thread form."""
     return fn, fn._replace(name=fn.name + "_ptds", stream="CU_STREAM_PER_THREAD")

@@ -48,7 +48,12 @@ PERIOD = 100 * MS
 """Interval within which caps hold and all containers that take turns have theirs. Switching costs
 0.6 ms (H100, H200): at 100 ms three containers deliver 100.7 % of solo, at 20 ms 94 to 95."""
 WINDOW = 10
-"""Number of periods over which the cap of a container of class latency holds."""
+"""Number of periods in a second, within which the cap of a container of class latency holds."""
+FINE = 10 * MS
+"""Longest interval to the next step while such a container works. Steps say when it used what."""
+SLACK = 5 * MS
+"""Time by which such a container may exceed its cap in a second that begins anywhere. Within one
+that begins with a period it may not, which keeps its average exact; driver calls may be late."""
 ROUNDS = {1: 3, 2: 3, 3: 2}
 """Rounds per period by the number of busy channel groups, while the first rank is empty; one round
 where there are more groups. A turn costs some 0.2 ms (H200). With a whole number of rounds, each
@@ -160,6 +165,42 @@ class Load(NamedTuple):
     """GPU time in the last period, in nanoseconds."""
 
 
+class _Second:
+    """What a container used within the last second, to the length of a step."""
+
+    def __init__(self) -> None:
+        # Begin and end of each step in which it used the GPU, and the GPU time.
+        self._parts: deque[tuple[int, int, float]] = deque()
+        self._sum = 0.0
+
+    def add(self, begin: int, end: int, ns: float) -> None:
+        """Add what was used between two times, and forget what is older than a second."""
+        if ns and end > begin:
+            self._parts.append((begin, end, ns))
+            self._sum += ns
+        while self._parts and self._parts[0][1] <= end - WINDOW * PERIOD:
+            self._sum -= self._parts.popleft()[2]
+        if not self._parts:
+            self._sum = 0.0  # no remainder of the additions
+
+    def total(self, now: int) -> float:
+        """Return the sum. A step that began more than a second ago counts in proportion."""
+        since = now - WINDOW * PERIOD
+        if not self._parts or self._parts[0][0] >= since:
+            return self._sum
+        begin, end, ns = self._parts[0]
+        return self._sum - ns * (min(end, since) - begin) / (end - begin)
+
+    def falls_to(self, amount: float) -> int:
+        """Return when the total will be no more than an amount if nothing is added."""
+        left = self._sum
+        for begin, end, ns in self._parts:
+            if left - ns <= amount:
+                return WINDOW * PERIOD + begin + int((end - begin) * max(0.0, left - amount) / ns)
+            left -= ns
+        return 0
+
+
 class _Tenant:
     def __init__(self, share: Share, now: int) -> None:
         self.share = share
@@ -172,6 +213,9 @@ class _Tenant:
         self.groups = 1  # channel groups with work; each has turns of its own
         self.recent: deque[float] = deque(maxlen=WINDOW - 1)  # GPU time in each of the last periods
         self.costs: deque[float] = deque(maxlen=WINDOW - 1)
+        self.second = _Second()
+        self.room = 0.0  # left below its cap within the last second, and SLACK
+        self.is_over = False  # it had none, and is off until it is below its cap again
         self.used_at = now  # when it last used the GPU
         self.on_at = now  # when it was last switched on
         self.could_use = 0.0  # time that it was on and no other used; did_use: what it used
@@ -205,8 +249,21 @@ class _Tenant:
         own = self.share.limit * PERIOD - self.carried
         if self.share.latency:
             left = self.share.limit * WINDOW * PERIOD - sum(self.recent)
+            left = min(left, self.spent + (0.0 if self.is_over else self.room))
             return left if self.first else min(own, left)
         return max(0.0, own)
+
+    @property
+    def second_at_most(self) -> float:
+        """What it may use within any second."""
+        return self.share.limit * WINDOW * PERIOD + SLACK
+
+    def use(self, begin: int, now: int, ns: int) -> None:
+        """Account for what it used between two times."""
+        self.spent += ns
+        self.second.add(begin, now, ns)
+        self.room = self.second_at_most - self.second.total(now)
+        self.is_over = self.room <= (SLACK if self.is_over else 0)
 
     @property
     def left(self) -> float:
@@ -325,11 +382,11 @@ class Policy:
             used.get(i, 0) * GAP / (t.slice + END) for i, t in self._tenants.items() if t.on
         )
         kept = self._turn if self._turn_end < NEVER else None
-        self._now = max(now, self._now)
+        begin, self._now = self._now, max(now, self._now)
         for number, tenant in self._tenants.items():
             ns = used.get(number, 0)
             share = tenant.share
-            tenant.spent += ns
+            tenant.use(begin, self._now, ns)
             cost = self._early.get(number, 0) * 2 * GAP
             tenant.cost += cost
             tenant.n_early += self._early.get(number, 0)
@@ -578,9 +635,14 @@ class Policy:
             if tenant.is_spent:  # it waits for the others to reach their caps
                 at.append(now + min(LATER, max(SOON, int(self._round_left))))
             elif tenant.is_capped:
+                if tenant.share.latency:
+                    at.append(now + FINE)
                 # Slices of the first rank do not tell how much of the GPU it uses.
                 is_rate = tenant.busy and not any(self._tenants[j].first for j in on)
                 rate = settings[i].slice_ns / slices if is_rate else 1.0
                 left = (tenant.budget - tenant.spent) / min(1.0, max(rate, 0.01))
                 at.append(now + max(self._grain, int(left)))
+        for tenant in self._tenants.values():
+            if tenant.share.latency and tenant.is_over and tenant.is_capped:
+                at.append(tenant.second.falls_to(tenant.second_at_most - SLACK))
         return max(now + MS // 2, min(at))

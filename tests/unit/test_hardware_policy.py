@@ -37,6 +37,8 @@ class Run:
     waits: dict[int, list[float]]
     changes: int
     settings: list[dict[int, Setting]] = field(default_factory=list)
+    sliding: list[dict[int, float]] = field(default_factory=list)
+    """As `seconds`, of those that begin at each grain."""
 
     def mean(self, i):
         return sum(self.waits[i]) / len(self.waits[i])
@@ -78,7 +80,7 @@ def carry_out(gpu, before, settings, advance):
             advance(gpu.now + SET_SLICE)
 
 
-def run(shares, contexts, seconds=6, warm=2):
+def run(shares, contexts, seconds=6, warm=2, grain=PERIOD):
     """Have the policy steer the GPU for `warm` seconds, and look at `seconds` after that."""
     gpu, policy = Gpu(contexts), Policy(0)
     for i, share in shares.items():
@@ -90,9 +92,9 @@ def run(shares, contexts, seconds=6, warm=2):
 
     def advance(until):
         while gpu.now < until:
-            for i, ns in gpu.advance(min(until, (gpu.now // PERIOD + 1) * PERIOD)).items():
+            for i, ns in gpu.advance(min(until, (gpu.now // grain + 1) * grain)).items():
                 used[i] = used.get(i, 0) + ns
-            if gpu.now % PERIOD == 0:
+            if gpu.now % grain == 0:
                 history.append({i: c.done for i, c in contexts.items()})
                 if gpu.now == warm * S:
                     n.update({i: len(c.waits) for i, c in contexts.items()})
@@ -110,17 +112,21 @@ def run(shares, contexts, seconds=6, warm=2):
         carry_out(gpu, before, setting, advance)
         before = setting
         advance(wake)
-    history = history[warm * S // PERIOD - 1 : (warm + seconds) * S // PERIOD]
+    history = history[max(0, warm * S // grain - 1) : (warm + seconds) * S // grain]
 
     def windows(length):
-        part = history[:: length // PERIOD]
+        part = history[:: length // grain]
         return [{i: 100 * (b[i] - a[i]) / length for i in a} for a, b in itertools.pairwise(part)]
 
     whole = {
-        i: 100 * (history[-1][i] - history[0][i]) / ((len(history) - 1) * PERIOD) for i in contexts
+        i: 100 * (history[-1][i] - history[0][i]) / ((len(history) - 1) * grain) for i in contexts
     }
     waits = {i: [w / MS for w in c.waits[n[i] :]] for i, c in contexts.items()}
-    return Run(whole, windows(PERIOD), windows(S), waits, changes, seen)
+    sliding = [
+        {i: 100 * (b[i] - a[i]) / S for i in a}
+        for a, b in zip(history, history[S // grain :], strict=False)
+    ]
+    return Run(whole, windows(PERIOD), windows(S), waits, changes, seen, sliding)
 
 
 # ---- guarantees and caps ----
@@ -374,6 +380,19 @@ def test_a_latency_container_that_offers_more_than_its_cap_is_held_to_it():
     assert [window[1] for window in r.seconds] == pytest.approx([30] * len(r.seconds), abs=1)
     assert r.used[2] >= 39
     assert r.used[3] >= 27
+
+
+@pytest.mark.parametrize("limit", [0.05, 0.1, 0.3])
+@pytest.mark.parametrize("begin_ms", [2050, 2070, 2095, 2100])
+def test_the_cap_of_a_latency_container_holds_within_any_second(limit, begin_ms):
+    """Of what it used at the end of a period, the second that begins there has more to come."""
+    late = Context(mean=10**18, length=60 * S)
+    late.next_at = begin_ms * MS
+    shares = {1: Share(min(limit, 0.2), limit, latency=True), 2: Share(0.4, 1), 3: Share(0.3, 1)}
+    r = run(shares, {1: late, 2: endless(), 3: endless()}, 8, grain=5 * MS)
+    assert max(window[1] for window in r.sliding) <= 100 * limit + 1
+    later = [window[1] for window in r.sliding[200:]]  # it has worked for a second
+    assert sum(later) / len(later) >= 100 * shares[1].guarantee - 0.5
 
 
 def test_a_latency_container_that_slept_may_use_its_second_at_once():

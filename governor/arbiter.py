@@ -1,7 +1,8 @@
-"""The arbiter library seen from Python.
+"""The arbiter library, as called from Python.
 
-`Arbiter` is the pure policy, for tests on a virtual clock and what-if runs; `Runner` is the thread
-that applies it to containers' pages. The structures mirror libcontrol/arbiter.h and runner.h.
+`Arbiter` is the pure policy, for tests on a virtual clock and what-if runs. `Runner` is the thread
+that applies the policy to containers' pages. The structures mirror libcontrol/arbiter.h and
+runner.h.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WHOLE = 1_000_000
 
 
 class ArbiterConfig(ctypes.Structure):
-    """struct arbiter_config: nanoseconds."""
+    """struct arbiter_config, in nanoseconds."""
 
     _fields_ = (
         ("quantum_ns", ctypes.c_uint64),
@@ -37,7 +38,7 @@ class ArbiterConfig(ctypes.Structure):
 
 
 class View(ctypes.Structure):
-    """struct arbiter_view: who holds the GPU, until when, and when to step again."""
+    """struct arbiter_view: which tenant holds the GPU, until when, and when to step again."""
 
     _fields_ = (
         ("holder", ctypes.c_int32),
@@ -70,11 +71,12 @@ class Stats(ctypes.Structure):
 WAIT_LEAST_NS = 250_000
 N_WAITS = 14
 WAIT_BOUNDS_NS = tuple(WAIT_LEAST_NS << i for i in range(N_WAITS - 1))
-"""The longest wait that each count has but the last, which has all longer ones."""
+"""Upper bounds of the counts in `Waits`, in nanoseconds. The last count has none: it takes all
+longer waits."""
 
 
 class Waits(ctypes.Structure):
-    """struct runner_waits of one container: its grants by how long it waited for them."""
+    """struct runner_waits of one container: its grants by how long it waited for each."""
 
     _fields_ = (
         ("counts", ctypes.c_uint64 * N_WAITS),
@@ -94,10 +96,10 @@ class RunnerConfig(ctypes.Structure):
 
 
 def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig:
-    """Return the arbiter's part of the node's configuration, for a GPU that is shared so."""
+    """Return the arbiter's part of the node's configuration, for a GPU with this strategy."""
     if strategy == "mps":
-        # Clients of one server share its context: a hand-over costs no change of contexts, so
-        # grants need not be long. Who is next is decided half a grant ahead at most.
+        # Clients of one server share its context: a hand-over does not change contexts, so grants
+        # need not be long. The next holder is decided half a grant ahead at most.
         quantum_ns = int(config.mps_quantum_ms * 1e6)
         return ArbiterConfig(
             quantum_ns=quantum_ns,
@@ -107,7 +109,8 @@ def arbiter_config(config: Config, strategy: str = "timeslice") -> ArbiterConfig
             lead_ns=min(400_000, quantum_ns // 2),
             switch_ns=0,
             overhead_ns=min(500_000, quantum_ns // 8),
-            # What is left when a hand-over begins is what the next one's work runs beside.
+            # The work that is left when a hand-over begins runs at the same time as the next
+            # holder's.
             beside_ns=min(config.lookahead_us * 1000, quantum_ns // 4),
         )
     return ArbiterConfig(
@@ -177,7 +180,7 @@ def load_library(directory: str | Path) -> ctypes.CDLL:
 
 
 class Arbiter:
-    """The policy for one GPU on a clock of the caller's. Shares are parts per million."""
+    """The policy for one GPU, on the caller's clock. Shares are parts per million."""
 
     def __init__(self, library: ctypes.CDLL, config: ArbiterConfig) -> None:
         self._library = library
@@ -194,15 +197,18 @@ class Arbiter:
 
     @property
     def pointer(self) -> int:
-        """The object, for the library."""
+        """Address of the object, for the library."""
         return int(self._self)
 
     def add(self, guarantee: int, limit: int, now: int) -> int:
-        """Return the new tenant's number, or NOBODY when all are taken."""
+        """Return the number of a new tenant, or NOBODY when all are taken."""
         return int(self._library.arbiter_add(self._self, guarantee, limit, now))
 
     def begin(self, epoch: int) -> None:
-        """Tell the number of a grant of an arbiter before this one: those to come are beyond it."""
+        """Begin after `epoch`, the number of an earlier arbiter's grant.
+
+        Grants to come have higher numbers.
+        """
         self._library.arbiter_begin(self._self, epoch)
 
     def set(self, tenant: int, guarantee: int, limit: int, *, latency: bool = False) -> None:  # noqa: ARG002
@@ -210,37 +216,37 @@ class Arbiter:
         self._library.arbiter_set(self._self, tenant, guarantee, limit)
 
     def remove(self, tenant: int, now: int) -> None:
-        """Forget a tenant; what it held is free."""
+        """Forget a tenant; the GPU is free if the tenant held it."""
         self._library.arbiter_remove(self._self, tenant, now)
 
     def want(self, tenant: int, now: int, *, want: bool) -> None:
-        """Tell whether a tenant waits for GPU time."""
+        """Report whether a tenant waits for GPU time."""
         self._library.arbiter_want(self._self, tenant, want, now)
 
     def released(
         self, release_ns: int, residual_ns: int = 0, *, used: bool = True, processes: int = 1
     ) -> None:
-        """Tell that the holder gave the grant back, with so much work still on the GPU.
+        """Report that the holder gave the grant back while `residual_ns` of its work remains.
 
-        So many processes worked in it; unless it was not used.
+        `processes` of its processes worked in the grant; none did if it was not `used`.
         """
         n_active = processes if used else 0
         self._library.arbiter_released(self._self, release_ns, residual_ns, n_active)
 
     def alive(self, alive_ns: int) -> None:
-        """Tell when the holder said last that work of its overdue grant still runs."""
+        """Report when the holder last said that work of its overdue grant still runs."""
         self._library.arbiter_alive(self._self, alive_ns)
 
     def sign(self, tenant: int, sign_ns: int) -> None:
-        """Tell when a tenant last showed that it runs."""
+        """Report when a tenant last showed that it runs."""
         self._library.arbiter_sign(self._self, tenant, sign_ns)
 
     def busy(self, tenant: int, busy_ns: int) -> None:
-        """Tell how much GPU time a tenant has used, ever, by the GPU's clock."""
+        """Report how much GPU time a tenant has used in total, by the GPU's clock."""
         self._library.arbiter_busy(self._self, tenant, busy_ns)
 
     def step(self, now: int) -> View:
-        """Return what holds from now on."""
+        """Return what holds from `now` on."""
         view = View()
         self._library.arbiter_step(self._self, now, ctypes.byref(view))
         return view
@@ -253,7 +259,7 @@ class Arbiter:
 
 
 class Gangs:
-    """The policy for containers with several GPUs, which are numbers below 32; see gangs.h."""
+    """The policy for containers with several GPUs, which are numbered below 32; see gangs.h."""
 
     def __init__(self, library: ctypes.CDLL, config: ArbiterConfig) -> None:
         self._library = library
@@ -269,15 +275,15 @@ class Gangs:
         self._self = None
 
     def add(self, tenants: Mapping[int, int]) -> int:
-        """Let a container's tenants, by GPU, be granted together; return its number, or NOBODY."""
+        """Grant a container's tenants, by GPU, together; return its number, or NOBODY."""
         return int(self._library.gangs_add(self._self, *_gang(tenants)))
 
     def remove(self, gang: int) -> None:
-        """Forget a gang; its tenants are granted one by one."""
+        """Forget a gang; its tenants are then granted one by one."""
         self._library.gangs_remove(self._self, gang)
 
     def step(self, gpu: int, arbiter: Arbiter, now: int) -> tuple[View, list[int]]:
-        """Step one GPU's arbiter; return what holds there, and which other GPUs to step."""
+        """Step one GPU's arbiter; return what holds there, and which other GPUs need a step."""
         view = View()
         poked = int(
             self._library.gangs_step(self._self, gpu, arbiter.pointer, now, ctypes.byref(view))
@@ -291,7 +297,7 @@ def _gang(tenants: Mapping[int, int]) -> tuple[object, object, int]:
 
 
 def runner_config(config: Config, strategy: str = "timeslice") -> RunnerConfig:
-    """Return what the threads need of the node's configuration."""
+    """Return the part of the node's configuration that the threads need."""
     return RunnerConfig(
         arbiter=arbiter_config(config, strategy),
         lookahead_ns=config.lookahead_us * 1000,
@@ -301,7 +307,7 @@ def runner_config(config: Config, strategy: str = "timeslice") -> RunnerConfig:
 
 
 class Runners:
-    """What the threads of all GPUs share: containers with several, granted together."""
+    """What the threads of all GPUs share: containers with several GPUs, granted together."""
 
     def __init__(self, library: ctypes.CDLL, config: Config) -> None:
         self._library = library
@@ -311,16 +317,16 @@ class Runners:
 
     @property
     def pointer(self) -> int:
-        """The object, for the library."""
+        """Address of the object, for the library."""
         return int(self._self)
 
     def close(self) -> None:
-        """End it, after the last of the threads."""
+        """Free the object, after the last of the threads has stopped."""
         self._library.runners_free(self._self)
         self._self = None
 
     def add(self, runners: Sequence[Runner], tenants: Sequence[int]) -> int:
-        """Let a container's tenants be granted together; return its number here, or NOBODY."""
+        """Grant a container's tenants together; return the container's number here, or NOBODY."""
         n = len(tenants)
         pointers = (ctypes.c_void_p * n)(*[runner.pointer for runner in runners])
         return int(
@@ -328,23 +334,23 @@ class Runners:
         )
 
     def remove(self, gang: int) -> None:
-        """Let a container's GPUs be granted one by one: before its tenants are removed."""
+        """Grant a container's GPUs one by one again, before its tenants are removed."""
         if self._self:
             self._library.runners_remove(self._self, gang)
 
 
 class Together(Protocol):
-    """What has containers on several GPUs at once."""
+    """What lets containers run on several GPUs at once."""
 
     def add(self, runners: Sequence[Any], tenants: Sequence[int], /) -> int:
-        """Have a container on all of them at once; return its number here, or NOBODY."""
+        """Let a container run on all of them at once; return its number here, or NOBODY."""
 
     def remove(self, gang: int, /) -> None:
-        """Forget it, before its tenants are removed."""
+        """Forget a container, before its tenants are removed."""
 
 
 class Runner:
-    """The thread that shares one GPU among containers, by a strategy."""
+    """The thread that shares one GPU among containers by a strategy."""
 
     def __init__(
         self,
@@ -371,7 +377,7 @@ class Runner:
 
     @property
     def pointer(self) -> int:
-        """The object, for the library."""
+        """Address of the object, for the library."""
         return int(self._self)
 
     def close(self) -> None:
@@ -391,7 +397,7 @@ class Runner:
         *,
         latency: bool = False,  # noqa: ARG002
     ) -> int:
-        """Share the GPU with a container whose pages these are; `device` is its index in them."""
+        """Share the GPU with the container of these pages; `device` is its index in them."""
         views = (ctypes.c_char.from_buffer(grant), ctypes.c_char.from_buffer(ledger))
         tenant = int(
             self._library.runner_add(
@@ -413,13 +419,14 @@ class Runner:
         self._library.runner_set(self._self, tenant, guarantee, limit)
 
     def remove(self, tenant: int) -> None:
-        """Forget a container: its pages are not touched any more once this returns."""
+        """Forget a container; its pages are no longer accessed once this returns."""
         if self._self:
             self._library.runner_remove(self._self, tenant)
         self._pages.pop(tenant, None)
 
     not_steered = ""
-    """Why grants divide the time where the node wants the GPU's own scheduler to."""
+    """Why grants divide the time although the node asks for the GPU's own scheduler; empty
+    otherwise."""
 
     @property
     def is_steered(self) -> bool:
@@ -429,19 +436,19 @@ class Runner:
     def enter(
         self, tenant: int, slot: int, pid: int, pidfd: int, contexts: Callable[[], int]
     ) -> None:
-        """Hear of a container's process, and how many contexts it says that it has."""
+        """Take note of a container's process, and of how many contexts it reports to have."""
 
     def leave(self, tenant: int, slot: int) -> None:
-        """Hear that a container's process has ended."""
+        """Take note that a container's process has ended."""
 
     def open(self, *, is_open: bool) -> None:
-        """Let all containers start work at any time, or grant it to them in turn."""
+        """Let all containers start work at any time, or grant the GPU to them in turn."""
         self._library.runner_open(self._self, is_open)
 
     def watch(self, fd: int, others: Sequence[Runner] = ()) -> None:
-        """Wake, and wake the threads of the process's other GPUs, when it writes to its socket.
+        """Wake the threads of the process's GPUs when the process writes to its socket.
 
-        The descriptor is duplicated.
+        That is this thread, and those of `others`. The descriptor is duplicated.
         """
         copy = os.dup(fd)
         pointers = (ctypes.c_void_p * len(others))(*[runner.pointer for runner in others])
@@ -453,7 +460,7 @@ class Runner:
     def due(self) -> bool:
         """Return whether a process on this GPU waits for a look at NVML.
 
-        Asked a hundred times a second, with a page for each container: so it is not Python's to do.
+        Called a hundred times a second; it reads a page of each container, so it is not in Python.
         """
         return bool(self._library.runner_due(self._self))
 

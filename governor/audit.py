@@ -1,11 +1,11 @@
-"""Looks at NVML held against the containers' books, and what is done about those who go around.
+"""Comparison of looks at NVML with the containers' books, and the response to violations.
 
 Three things are violations (governor/violations.py says when): more memory than the quota, a
-process that computes without having registered, and work without a grant. What is done is the
-node's `on_violation`: say so; have the GPU's own scheduler hold the process to the container's
-quota; freeze the container for a time that doubles while it goes on; or kill its first process. A
-container that is frozen is thawed in time whatever becomes of NVML, when the governor stops and,
-after one that died, when the next one starts.
+process that computes without having registered, and work without a grant. The node's `on_violation`
+says what is done: report it; have the GPU's own scheduler hold the process to the container's
+quota; freeze the container, for a time that doubles while the violation goes on; or kill its first
+process. A frozen container is thawed when its time is over, even if NVML fails, and when the
+governor stops. If a governor died, the next one thaws the container at its start.
 """
 
 from __future__ import annotations
@@ -46,62 +46,65 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 log = structlog.get_logger()
 
 AUDIT_NS = LOOK_NS * 4 // 5
-"""Looks that come sooner are for those who wait for memory."""
+"""Shortest time between two looks that are judged, in nanoseconds. Looks that come sooner are made
+for processes that wait for memory."""
 
 LISTED_NS = 1_000_000_000
-"""So long after its end a process may be listed."""
+"""How long NVML may list a process after its end, in nanoseconds."""
 
 SMALL_NS = 10_000
 BYTES_PER_NS = 20
 QUIET = 0.02
-"""Small copies and fills and those to the host pass without a grant: so long one takes at most, so
-much is copied, and so much of the time is nothing."""
+"""Small copies and fills, and copies to and from the host, pass without a grant. Each takes at most
+SMALL_NS, plus a nanosecond for every BYTES_PER_NS bytes. Below the fraction QUIET of the time they
+count as no work."""
 
 _GONE = (errno.ENOENT, errno.ENODEV, errno.ENOTDIR)
 
 POLL_S = 0.25
-"""So often a frozen container is asked whether it is being killed."""
+"""Interval at which a frozen container is checked for a pending SIGKILL, in seconds."""
 
 RECORD = "frozen.json"
 
 AGAIN_S = 5.0
-"""So often it is tried again to thaw who could not be: nobody else would."""
+"""A container that could not be thawed is tried again at this interval, in seconds, because nothing
+else would thaw it."""
 
 
 @dataclass
 class _Device:
-    """A container on one GPU between looks."""
+    """A container on one GPU, as it is kept between looks."""
 
     judge: Judge
     looked_ns: int
     books: tuple[int, int, int] = (0, 0, 0)
     passing_ns: int = 0
-    """What ungoverned copies and fills took at most, ever."""
+    """The most time that ungoverned copies and fills have taken so far."""
 
 
 @dataclass
 class _Watched:
-    """A container between looks."""
+    """A container, as it is kept between looks."""
 
     container: Container
     devices: dict[str, _Device] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    """While it is frozen by us."""
+    """Its control groups while they are frozen by the governor."""
     frozen_s: float | None = None
-    """How long it was frozen last, while the violation lasts."""
+    """How long it was frozen last, in seconds; None when no violation lasts."""
     thaw_at: float = 0.0
     watched_until: float = 0.0
     timer: asyncio.TimerHandle | None = None
     excused: str = ""
-    """Why it could not be frozen, as it was said last."""
+    """Why it could not be frozen, as logged last."""
     registered_ns: dict[int, int] = field(default_factory=dict)
-    """When each process was last seen registered, of those that were so lately."""
+    """When each process was last seen registered; of those that were registered until lately."""
     limited: dict[int, bool] = field(default_factory=dict)
-    """GPUs on which processes without a registration are to be held to its quota: are they?"""
+    """GPUs on which unregistered processes are to be held to its quota, and whether they are."""
 
     @property
     def accused(self) -> bool:
-        """Whether a violation lasts."""
+        """Whether any violation lasts."""
         return any(device.judge.accuses for device in self.devices.values())
 
     def find_registered(self, now_ns: int) -> frozenset[int]:
@@ -117,7 +120,7 @@ class _Watched:
 
 
 class Auditor:
-    """Looks at the containers of one governor. On its loop."""
+    """Audits the containers of one governor, on its event loop."""
 
     def __init__(self, containers: Mapping[str, Container], tally: Tally, config: Config) -> None:
         self._containers = containers
@@ -127,18 +130,18 @@ class Auditor:
         self._audited_ns: dict[str, int] = {}
         self._record = Path(config.runtime_dir) / RECORD
         self._began_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        self._left: list[dict[str, str]] = []  # still frozen, as the record has them
+        self._left: list[dict[str, str]] = []  # entries of the record that are still frozen
         self._again_at = 0.0
         self._thaw_leftovers()
 
     def configure(self, config: Config) -> None:
-        """Do what a new configuration says from now on; who is frozen is thawed in its time."""
+        """Follow a new configuration from now on; a frozen container is thawed in its time."""
         self._policy = config.on_violation
 
     # Looking
 
     def wants_samples(self, device: Device) -> bool:
-        """Return whether utilisation is needed of this GPU: somebody had memory of it lately."""
+        """Return whether samples are needed of a GPU: a container had memory of it lately."""
         return any(
             container.findings.seen[i]
             for container in self._containers.values()
@@ -153,7 +156,7 @@ class Auditor:
         processes: Sequence[ProcessMemory],
         charges: Mapping[Container, Mapping[Process, Charge]],
     ) -> None:
-        """Take a look at a GPU that is over into account; `charges` are from before it."""
+        """Judge the containers by a look at a GPU; `charges` are from before the look."""
         now_ns = time.monotonic_ns()
         if now_ns - self._audited_ns.get(device.uuid, -AUDIT_NS) < AUDIT_NS:
             return
@@ -162,7 +165,7 @@ class Auditor:
         if self._left and time.monotonic() >= self._again_at:
             self._thaw_again()
         owners = self._owners(device, processes)
-        # Their times are of the wall clock, by which nothing else is measured here.
+        # The samples have times of the wall clock, by which nothing else is measured here.
         wall_ns = time.time_ns() - time.monotonic_ns()
         for watched in list(self._watched.values()):
             container = watched.container
@@ -193,7 +196,7 @@ class Auditor:
             self._act(watched)
 
     def _keep_up(self) -> None:
-        """Forget who has ended, and get to know who has come."""
+        """Forget containers that have ended, and take up new ones."""
         here = set(self._containers.values())
         for container in self._watched.keys() - here:
             watched = self._watched.pop(container)
@@ -208,7 +211,7 @@ class Auditor:
     def _owners(
         self, device: Device, processes: Sequence[ProcessMemory]
     ) -> dict[int, Container | None]:
-        """Return whose each process is: registered, or found by control group or namespace."""
+        """Return each process's container: by registration, control group or namespace."""
         here = [
             one
             for one in self._watched.values()
@@ -221,7 +224,10 @@ class Auditor:
         }
 
     def _is_new(self, pid: int) -> bool:
-        """Return whether a process began under this governor: one that came before had nobody."""
+        """Return whether a process began under this governor.
+
+        One that began before had no governor to register with.
+        """
         return started_ns(pid) > self._began_ns
 
     def _is_idle(
@@ -232,9 +238,10 @@ class Auditor:
         charges: Mapping[Process, Charge],
         now_ns: int,
     ) -> bool:
-        """Return whether the container had no grant since the look before, nor reported work.
+        """Return whether the container had no grant since the last look, and reported no work.
 
-        What it reports is its own word. Against who writes that it worked, `compute` says nothing.
+        Its report is its own word: a container that claims to have worked is not accused of
+        `compute`.
         """
         stats = watched.container.stats(i)
         books = (
@@ -259,7 +266,7 @@ class Auditor:
         before.books, before.passing_ns, before.looked_ns = books, passing_ns, now_ns
         return idle
 
-    # Saying
+    # Reporting
 
     def _tell(self, watched: _Watched, i: int, episode: Episode, *, began: bool) -> None:
         container = watched.container
@@ -300,7 +307,7 @@ class Auditor:
         )
 
     def _limit(self, watched: _Watched, i: int, pids: frozenset[int]) -> None:
-        """Hold processes that have not registered to their container's quota, or no more."""
+        """Hold unregistered processes to their container's quota, or stop holding them."""
         container = watched.container
         wanted = pids if self._policy == "limit" else frozenset()
         if not wanted and i not in watched.limited:
@@ -319,7 +326,7 @@ class Auditor:
             del watched.limited[i]
 
     def _act(self, watched: _Watched) -> None:
-        """Freeze who is accused, and again if he still is when he has been looked at."""
+        """Freeze an accused container, and again if it still is accused after it was watched."""
         if self._policy != "throttle" or watched.groups:
             return
         if watched.frozen_s is not None and time.monotonic() < watched.watched_until:
@@ -336,7 +343,7 @@ class Auditor:
         stopped: list[Group] = []
         try:
             watched.groups = self._open_groups(watched)
-            # Written before: a governor that dies in between leaves word of it.
+            # Written before the freeze, so that a governor that dies in between leaves a record.
             self._write_record()
             for group in watched.groups:
                 group.freeze()
@@ -371,9 +378,9 @@ class Auditor:
         self._poll(watched)
 
     def _open_groups(self, watched: _Watched) -> list[Group]:
-        """Open the control groups of all that is one container; CannotFreezeError if none can be.
+        """Open the control groups of a container's members; CannotFreezeError if none can be.
 
-        Of containers that share a claim those are frozen that can be.
+        Of containers that share a claim, those that cannot be frozen are left out.
         """
         container = watched.container
         others = {
@@ -391,7 +398,7 @@ class Auditor:
             except CannotFreezeError as e:
                 reason = e
                 continue
-            # The group is found by a pid, and that is the container's as long as it lives.
+            # The group was found by a pid, which is the container's as long as the process lives.
             if member.has_ended():
                 group.close()
             else:
@@ -406,14 +413,14 @@ class Auditor:
         watched.timer = loop.call_later(min(POLL_S, left), self._tick, watched)
 
     def _tick(self, watched: _Watched) -> None:
-        """Thaw a container when its time is over, or when somebody kills it."""
+        """Thaw a container when its time is over, or when it is being killed."""
         container = watched.container
         if container not in self._containers.values():
             self._thaw(watched, "ended")
         elif time.monotonic() >= watched.thaw_at:
             self._thaw(watched, "time")
         elif _is_killed(container):
-            # In version 1 the frozen do not even die.
+            # In version 1 of control groups, frozen processes do not even die.
             self._thaw(watched, "killed")
         else:
             self._poll(watched)
@@ -438,7 +445,7 @@ class Auditor:
         self._forget_record()
         log.info("container-thawed", container=container.identifier, why=why)
 
-    # What must not be forgotten
+    # The record of what is frozen
 
     def _write_record(self) -> None:
         frozen = self._left + [
@@ -452,12 +459,12 @@ class Auditor:
         new.replace(self._record)
 
     def _forget_record(self) -> None:
-        """Write that somebody is frozen no more; who is thawed twice takes no harm."""
+        """Update the record after a thaw; if that fails, a second thaw does no harm."""
         with contextlib.suppress(OSError):
             self._write_record()
 
     def _thaw_leftovers(self) -> None:
-        """Thaw what a governor that died had frozen."""
+        """Thaw what a governor that died had left frozen."""
         try:
             frozen = list(json.loads(self._record.read_text(encoding="utf-8"))["frozen"])
         except FileNotFoundError:
@@ -477,7 +484,7 @@ class Auditor:
         self._forget_record()
 
     def _thaw_left(self, one: Any, mounts: Mapping[str, Path], *, again: bool = False) -> None:
-        """Thaw who is in the record, whoever wrote that; who cannot be thawed stays in it."""
+        """Thaw an entry of the record, which may contain anything; if that fails, it stays."""
         try:
             container = one.get("container")
             group = Group(str(one["hierarchy"]), str(one["cgroup"]), mounts)
@@ -503,7 +510,7 @@ class Auditor:
             )
 
     def close(self) -> None:
-        """Thaw everybody: nobody else would."""
+        """Thaw every container: nothing else would."""
         for watched in self._watched.values():
             self._thaw(watched, "stopping")
 
@@ -517,7 +524,7 @@ def _entry(container: Container, group: Group) -> dict[str, str]:
 
 
 def _is_gone(e: Exception) -> bool:
-    """Return whether what could not be thawed is not there: otherwise somebody is still frozen."""
+    """Return whether what could not be thawed is gone; otherwise it is still frozen."""
     cause = e.__cause__ if isinstance(e, CannotFreezeError) else e
     return not isinstance(cause, OSError) or cause.errno in _GONE
 
@@ -545,7 +552,7 @@ def _samples(
 
 
 def _is_killed(container: Container) -> bool:
-    """Return whether SIGKILL waits for a container's first process, or one of several."""
+    """Return whether SIGKILL is pending for the first process of any member."""
     bit = 1 << (signal.SIGKILL - 1)
     return any(
         int(status_fields(member.pid).get(name, "0"), 16) & bit

@@ -1,8 +1,8 @@
-"""Admission: who has how much of which GPU. Pure: no file, no clock, no driver.
+"""Admission: what each container has of which GPU. Pure: no file, no clock, no driver.
 
-The sum of memory quotas never passes a GPU's memory less the reserve, the sum of guaranteed shares
-never passes 100 %. Which GPUs a container gets is `placement`'s to say, why it gets none
-`shortage`'s.
+The sum of memory quotas never exceeds a GPU's memory less the reserve, and the sum of guaranteed
+shares never exceeds 100 %. `placement` decides which GPUs a container gets, and `shortage` says why
+it gets none.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from oci_hook.request import Request
 from vdriver.nvml import Topology
 
 CLAIMED = "claim "
-"""So the names of claims' shares begin in the books; a container's is its key."""
+"""Prefix of the names of claims' shares in the books; a container's name there is its key."""
 
 
 @dataclass(frozen=True)
 class Nodes:
     """The device nodes of GPUs that a container has, by their minor numbers.
 
-    None are known of where the engine was not told to make any, and on a node without them.
-    `exact`: these GPUs were chosen by name, so the container is meant to have each of them.
+    None are known if the engine was not told to create any, and on a node without them. With
+    `exact` the GPUs were chosen by name, so the container is meant to have each of them.
     """
 
     minors: frozenset[int] = frozenset()
     exact: bool = False
 
     def has(self, device: Device) -> bool:
-        """Return whether the container can reach a GPU, as far as that is known."""
+        """Return whether the container can reach a GPU, as far as its nodes are known."""
         return not self.minors or device.minor is None or device.minor in self.minors
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class _Gpu:
     quotas: dict[str, Quota] = field(default_factory=dict)
     strategy: str = "timeslice"
     lost: str | None = None  # why it does not answer
-    closed: str | None = None  # why it takes no container now, though it answers
+    closed: str | None = None  # why it takes no container now, although it answers
 
     @property
     def memory_used(self) -> int:
@@ -67,7 +67,7 @@ def share_key(claim: Claim, share: Share) -> str:
 
 
 def check_memory(memory: int, config: Config, what: str) -> None:
-    """Refuse memory in which no process could make a context; `what` names it to the reader."""
+    """Refuse memory in which no process could create a context; `what` names it in the message."""
     if memory < config.context_memory:
         raise RefusedError(
             f"{what} is {show_memory(memory)}, a process's context alone takes"
@@ -79,8 +79,8 @@ def check_memory(memory: int, config: Config, what: str) -> None:
 def complete_quota(request: Request, config: Config, *, annotated: bool = True) -> Quota:
     """Return the quota that a request means on this node, or refuse what can never work.
 
-    `annotated` says that annotations came with the container. Without any it is known by a device
-    of tidegate.gpu/shared alone, and the user may have written annotations all the same.
+    `annotated` says that annotations came with the container. Without any, the only sign is a
+    device of tidegate.gpu/shared, and the user may still have written annotations.
     """
     memory = request.memory if request.memory is not None else config.defaults.memory
     if memory is None and not annotated:
@@ -117,9 +117,9 @@ def complete_quota(request: Request, config: Config, *, annotated: bool = True) 
 
 
 class Books:
-    """The GPUs of the node and what is granted of them.
+    """The GPUs of the node, and what is granted of them.
 
-    `left_out` are GPUs that NVML lists and that cannot be shared, by index, with the reason.
+    `left_out` are GPUs that NVML lists but that cannot be shared, by index, with the reason.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Books:
         self._left_out = dict(left_out or {})
 
     def configure(self, config: Config) -> None:
-        """Admit by a new configuration from now on; how GPUs are shared stays."""
+        """Admit by a new configuration from now on; the way in which GPUs are shared stays."""
         self._config = config
 
     @property
@@ -157,9 +157,9 @@ class Books:
     ) -> tuple[Quota, tuple[Device, ...]]:
         """Enter a container and return its quota and GPUs; RefusedError changes nothing.
 
-        The GPUs are in the order in which they were named, otherwise in NVML's. They are among
-        those whose device nodes the container has, as far as that is known. `annotated` is for the
-        words of a refusal.
+        Named GPUs are returned in the order in which they were named, others in NVML's order. They
+        are among the GPUs that the container has device nodes of, as far as these are known.
+        `annotated` affects only the wording of a refusal.
         """
         nodes = nodes or Nodes()
         quota = complete_quota(request, self._config, annotated=annotated)
@@ -212,8 +212,8 @@ class Books:
     def restore(self, key: str, quota: Quota, uuids: tuple[str, ...]) -> tuple[Device, ...]:
         """Enter a container that runs already, with the quota and the GPUs that it has.
 
-        Nothing is asked for: it may have more than a new one would get. RefusedError changes
-        nothing: a GPU is gone.
+        There is no check for room: it may have more than a new container would get. RefusedError,
+        which changes nothing, means that a GPU is gone.
         """
         devices = self.named(uuids)
         for uuid in uuids:
@@ -221,7 +221,7 @@ class Books:
         return devices
 
     def named(self, uuids: Iterable[str]) -> tuple[Device, ...]:
-        """Return GPUs by their UUIDs; RefusedError for one that the node has no more."""
+        """Return GPUs by their UUIDs; RefusedError for one that the node no longer has."""
         known = {gpu.device.uuid: gpu.device for gpu in self._gpus}
         for uuid in uuids:
             if uuid not in known:
@@ -250,7 +250,7 @@ class Books:
             gpu.quotas[key] = quota
 
     def leave(self, key: str) -> None:
-        """Strike a container out; one that is not in the books is no error."""
+        """Remove a container; one that is not in the books is not an error."""
         for gpu in self._gpus:
             gpu.quotas.pop(key, None)
 
@@ -283,12 +283,12 @@ class Books:
             short = f"{claim} asks for {room.short_of(share.quota)}"
             if share.quota.memory > room.whole:
                 raise RefusedError(short, hint=f"ask for {room.whole // MIB}Mi of memory at most")
-            # Which claims and containers have it is the server's to say.
+            # The server knows which claims and containers occupy the GPU.
             raise OccupiedError(short, hint="wait", device=share.device)
         gpu.quotas[share_key(claim, share)] = share.quota
 
     def change_claim(self, old: Claim, new: Claim) -> None:
-        """Put a claim in the place of another; RefusedError changes nothing."""
+        """Replace a claim by another; RefusedError changes nothing."""
         self.leave_claim(old)
         try:
             self.admit_claim(new)
@@ -297,7 +297,7 @@ class Books:
             raise
 
     def restore_claim(self, claim: Claim) -> tuple[str, ...]:
-        """Enter a claim that was admitted before, and return the GPUs of it that are gone."""
+        """Enter a claim that was admitted before, and return those of its GPUs that are gone."""
         known = {gpu.device.uuid: gpu for gpu in self._gpus}
         for share in claim.shares:
             if share.device in known:
@@ -305,14 +305,14 @@ class Books:
         return tuple(share.device for share in claim.shares if share.device not in known)
 
     def leave_claim(self, claim: Claim) -> None:
-        """Strike a claim out; one that is not in the books is no error."""
+        """Remove a claim; one that is not in the books is not an error."""
         for share in claim.shares:
             self.leave(share_key(claim, share))
 
     def claimed(self, claim: Claim, uuids: Iterable[str]) -> tuple[Device, ...]:
         """Return GPUs of a claim for a container that uses them now, in NVML's order.
 
-        RefusedError where one does not answer or takes nobody.
+        RefusedError if one does not answer or takes no container.
         """
         gpus = sorted(
             (self._claimed(claim, uuid) for uuid in uuids), key=lambda gpu: gpu.device.index
@@ -346,21 +346,21 @@ class Books:
         )
 
     def set_lost(self, uuid: str, reason: str | None) -> None:
-        """Grant nothing more of a GPU that does not answer, and again when it does (None).
+        """Stop granting parts of a GPU that does not answer, or resume when it does (None).
 
-        What is granted stays.
+        What is granted already stays.
         """
         self._gpu(uuid).lost = reason
 
     def set_closed(self, uuid: str, reason: str | None) -> None:
-        """Let no container in on a GPU for now, or again (None); those that are there stay."""
+        """Let no container in on a GPU for now, or again (None); those that have it stay."""
         self._gpu(uuid).closed = reason
 
     def _gpu(self, uuid: str) -> _Gpu:
         return next(gpu for gpu in self._gpus if gpu.device.uuid == uuid)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `tidegate check` shows of the GPUs: bytes, percent and ways between them."""
+        """Return what `tidegate check` shows about the GPUs: bytes, percent, and their routes."""
         return {
             "placement": self._config.placement,
             "context_memory": self._config.context_memory,
@@ -423,15 +423,15 @@ class Books:
         )
 
     def _takes(self, gpu: _Gpu, request: Request) -> bool:
-        """Return whether a GPU is shared as a container wants it, or can have it."""
+        """Return whether a GPU is shared in a way that the container wants or can use."""
         if request.strategy != "auto":
             return gpu.strategy == request.strategy
-        # A client of MPS has one server, and each GPU has its own.
+        # A client of MPS uses one server, and each GPU has a server of its own.
         several = (len(request.devices) or request.gpus or 1) > 1
         return gpu.strategy == "timeslice" or not several
 
     def _check_strategy(self, gpus: Sequence[_Gpu], request: Request) -> None:
-        """Refuse GPUs that were named and are shared otherwise, or take nobody now."""
+        """Refuse named GPUs that are shared in another way, or that take no container now."""
         for gpu in gpus:
             if not self._takes(gpu, request):
                 asked = (
@@ -457,7 +457,7 @@ class Books:
         return f"by {wanted} this node shares GPU {', '.join(others)}"
 
     def _check(self, gpus: Sequence[_Gpu], quota: Quota) -> None:
-        """Refuse a quota that does not fit on each of these."""
+        """Refuse a quota that does not fit on each of these GPUs."""
         for gpu in gpus:
             if gpu.lost is not None:
                 raise RefusedError(

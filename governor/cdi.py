@@ -1,8 +1,8 @@
 """The node's GPUs as CDI devices: `tidegate.gpu/shared=0`, `=GPU-...`, `=all`.
 
-An engine that knows CDI (Podman, Docker, containerd, CRI-O) makes the nodes and enters the hook,
-and needs no configuration of ours. How much of the GPU a container gets its annotations say, or
-the node's defaults.
+An engine that knows CDI (Podman, Docker, containerd, CRI-O) creates the device nodes and enters the
+hook, and needs no configuration of ours. The container's annotations say how much of the GPU it
+gets, or else the node's defaults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from oci_hook.edits import CONTROL, Node, hook_entry, host_nodes
 KIND = "tidegate.gpu/shared"
 CLAIM_KIND = "tidegate.gpu/claim"
 VERSION = "0.5.0"
-"""The lowest in which a device's name may begin with a digit; older engines refuse newer ones."""
+"""The lowest version in which a device's name may begin with a digit; older engines refuse newer
+ones."""
 HOOK = "/usr/bin/tidegate-hook"
 
 
@@ -33,10 +34,10 @@ def make_spec(
     dev_dir: str = "/dev",
     simulated: str | None = None,
 ) -> dict[str, Any]:
-    """Return the specification of these GPUs, as the CDI specification says.
+    """Return the specification of these GPUs, in the format of CDI.
 
     A GPU without a device node, which is a simulated one, has none in it; the directory `simulated`
-    is mounted in its place. DeviceError for a node that the host does not have.
+    is mounted instead. DeviceError for a node that the host does not have.
     """
     minors = tuple(device.minor for device in devices if device.minor is not None)
     found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
@@ -67,7 +68,7 @@ def make_spec(
 
 
 def claim_device(uid: str, share: str) -> str:
-    """Return the name of the device of a claim's share: no name has a slash in it there."""
+    """Return the name of the device of a claim's share; it must not contain a slash."""
     return f"{uid}-{share.replace('/', '_')}"
 
 
@@ -82,7 +83,7 @@ def make_claim_spec(
     """Return the specification of a claim: a device for each share, by its name and minor number.
 
     A container gets the nodes of its shares' GPUs, and for each share an entry of the hook that
-    names it; the end is told once. DeviceError for a node that the host does not have.
+    names the share. Its end is told once. DeviceError for a node that the host does not have.
     """
     minors = tuple(dict.fromkeys(minor for _, minor in shares if minor is not None))
     found = [_node(dev_dir, node) for node in host_nodes(dev_dir, minors)]
@@ -110,7 +111,7 @@ def make_claim_spec(
 
 
 def _edits(nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    # Edits that are empty are refused, and NVIDIA's own runtime is to stay away in any case.
+    # Empty edits are refused; and NVIDIA's own runtime has to stay away in any case.
     edits: dict[str, Any] = {"env": ["NVIDIA_VISIBLE_DEVICES=void"]}
     if nodes:
         edits["deviceNodes"] = nodes

@@ -1,7 +1,8 @@
-"""Which container a process of the host is in, by the kernel; and containers frozen for a while.
+"""Which container a process of the host is in, according to the kernel; and freezing of containers.
 
-A name says nothing: a process is a container's when it is in its control group, or in the pid
-namespace of its first process. Both versions of control groups are known, and both at once.
+A name proves nothing: a process belongs to a container if it is in the container's control group,
+or in the pid namespace of its first process. Both versions of control groups are supported, also at
+the same time.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from pathlib import Path
 from governor.processes import PROC, read_status
 
 V2 = ""
-"""The hierarchy of version 2, as /proc/PID/cgroup calls it; others go by their controllers."""
+"""The hierarchy of version 2, as /proc/PID/cgroup calls it; others are named by their controllers.
+"""
 FREEZER = "freezer"
 
 NS_GET_PARENT = 0xB702
 MOST_NESTED = 32
-"""Pid namespaces in one another, at most (the kernel's MAX_PID_NS_LEVEL)."""
+"""Maximum nesting of pid namespaces (the kernel's MAX_PID_NS_LEVEL)."""
 
 
 def read_cgroups(pid: int | str, proc: Path = PROC) -> dict[str, str]:
@@ -39,7 +41,7 @@ def read_cgroups(pid: int | str, proc: Path = PROC) -> dict[str, str]:
 def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], ...]:
     """Return the pid namespaces that a process is in, innermost first; empty when it is gone.
 
-    A container may make namespaces of its own inside; those around ours are not told.
+    A container may create namespaces inside its own. Those around the governor's are not visible.
     """
     found: list[tuple[int, int]] = []
     try:
@@ -54,7 +56,7 @@ def pid_namespaces(pid: int | str, proc: Path = PROC) -> tuple[tuple[int, int], 
             os.close(fd)
             fd = outer
     except OSError:
-        pass  # EPERM: around ours
+        pass  # EPERM: around the governor's
     finally:
         os.close(fd)
     return tuple(found)
@@ -66,7 +68,7 @@ def is_below(path: str, group: str) -> bool:
 
 
 def _outer(path: str) -> Iterator[str]:
-    """Yield a control group and those around it, up to the root's."""
+    """Yield a control group and the groups around it, up to the root's."""
     while path:
         yield path
         path = path.rpartition("/")[0]
@@ -74,35 +76,36 @@ def _outer(path: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Membership:
-    """What tells a container's processes from others: nothing that it shares with anybody."""
+    """What tells a container's processes from others: nothing that two containers share."""
 
     cgroups: Mapping[str, str] = field(default_factory=dict)
     namespace: tuple[int, int] | None = None
 
     def has_cgroups(self, cgroups: Mapping[str, str]) -> bool:
-        """Return whether a process in these control groups is the container's."""
+        """Return whether a process in these control groups belongs to the container."""
         return any(
             hierarchy in cgroups and is_below(cgroups[hierarchy], group)
             for hierarchy, group in self.cgroups.items()
         )
 
     def has_namespaces(self, namespaces: tuple[tuple[int, int], ...]) -> bool:
-        """Return whether a process in these pid namespaces is the container's."""
+        """Return whether a process in these pid namespaces belongs to the container."""
         return self.namespace is not None and self.namespace in namespaces
 
 
 def find_membership(
     pid: int, proc: Path = PROC, is_named: Callable[[str], bool] | None = None
 ) -> Membership:
-    """Return what tells the container whose first process is `pid`; nothing when that is gone.
+    """Return what identifies a container with first process `pid`; empty when that is gone.
 
-    To be asked before anything of the image has run: the first process may move into a group below
-    its own (systemd does), which its siblings are not in. Afterwards `is_named` says whether a part
-    of a path is the container's name: then the group of that name counts, where there is one.
+    To be called before anything of the image has run: the first process may move into a group below
+    its own (systemd does), where its siblings are not. Later, `is_named` says whether a part of a
+    path is the container's name. Then the group of that name counts, if there is one.
 
     A control group counts if neither the governor nor the process's parent (a runtime, a shim) is
-    in it: where a runtime makes none, the container is in that of whoever started it. A pid
-    namespace counts if the process is the first in it: one that it joined has others' processes.
+    in it: if a runtime creates none, the container is in the group of the process that started it.
+    A pid namespace counts if the process is the first in it: one that it joined contains other
+    processes.
     """
     status = read_status(pid, proc)
     others = [read_cgroups("self", proc)]
@@ -111,13 +114,14 @@ def find_membership(
     cgroups = {
         hierarchy: path
         for hierarchy, path in read_cgroups(pid, proc).items()
-        # Outside of our own cgroup namespace paths begin with /.. and tell nothing.
+        # Outside of the governor's own cgroup namespace, paths begin with /.. and say nothing.
         if path != "/"
         and not path.startswith("/..")
         and not any(is_below(other.get(hierarchy, "/"), path) for other in others)
     }
     if is_named is not None:
-        # The outermost counts, which comes last: below its own a container names what it likes.
+        # The outermost group counts, which comes last: below its own, a container chooses the
+        # names.
         named = {
             hierarchy: group
             for hierarchy, path in cgroups.items()
@@ -136,13 +140,13 @@ def find_membership(
 
 
 def find_mounts(proc: Path = PROC) -> dict[str, Path]:
-    """Return where the hierarchies are mounted that can freeze: version 2 and `freezer`."""
+    """Return the mount points of the hierarchies that can freeze: version 2 and `freezer`."""
     found: dict[str, Path] = {}
     for line in (proc / "self/mountinfo").read_text(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         root, point = before.split()[3:5]
         kind, _, options = after.split(" ", 2)
-        # Of a part of a hierarchy the paths of /proc/PID/cgroup say nothing.
+        # If a part of a hierarchy is mounted, the paths of /proc/PID/cgroup do not apply to it.
         if root != "/":
             continue
         path = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), point))
@@ -160,7 +164,7 @@ class CannotFreezeError(Exception):
 class Group:
     """A control group that can be frozen, open as a directory; `close` it.
 
-    CannotFreezeError where it is not there, is the root's, or has no means to freeze.
+    CannotFreezeError if it does not exist, is the root's, or has no means to freeze.
     """
 
     def __init__(self, hierarchy: str, path: str, mounts: Mapping[str, Path]) -> None:
@@ -186,11 +190,11 @@ class Group:
             raise CannotFreezeError(f"control group {path}: {e.strerror}") from e
 
     def close(self) -> None:
-        """Let go of the directory; frozen stays frozen."""
+        """Close the directory; a frozen group stays frozen."""
         os.close(self._fd)
 
     def is_frozen(self) -> bool:
-        """Return whether somebody froze it, or is about to: itself, not one around it."""
+        """Return whether this group itself, not one around it, is frozen or about to be."""
         if self.hierarchy != FREEZER:
             return self._read("cgroup.freeze").strip() == "1"
         with contextlib.suppress(FileNotFoundError):
@@ -198,11 +202,11 @@ class Group:
         return self._read("freezer.state").strip() != "THAWED"
 
     def freeze(self) -> None:
-        """Stop its processes, and those in groups below, when they are next out of the kernel."""
+        """Stop its processes, and those in groups below, when they next leave the kernel."""
         self._write(self._words[1])
 
     def thaw(self) -> None:
-        """Let them go on."""
+        """Let its processes go on."""
         self._write(self._words[0])
 
     def _read(self, name: str) -> str:
@@ -221,8 +225,8 @@ class Group:
 
 
 def _candidates(membership: Membership) -> Iterator[tuple[str, str, str]]:
-    """Return the groups that may freeze: the hierarchy as mounted, as told, and the path."""
-    # Version 2 first: there a container that is killed while it is frozen ends.
+    """Yield the groups that may freeze: the hierarchy as mounted, as in /proc, and the path."""
+    # Version 2 first: there a container that is killed while it is frozen does end.
     for hierarchy in (V2, FREEZER):
         for controllers, path in membership.cgroups.items():
             if hierarchy in ((V2,) if controllers == V2 else controllers.split(",")):
@@ -238,8 +242,8 @@ def open_group(
 ) -> Group:
     """Open the control group by which the container with first process `pid` can be frozen.
 
-    It is the container's alone: not the root's, and neither the governor nor any of the `others`,
-    by their ids, is in it. CannotFreezeError says why there is none.
+    The group is the container's alone: it is not the root's, and neither the governor nor any of
+    `others`, which are given by their ids, is in it. CannotFreezeError says why there is none.
     """
     reason = "it has no control group of its own"
     found: list[Group] = []
@@ -269,7 +273,8 @@ def open_group(
             reason = str(e)
             continue
         found.append(group)
-    # Whoever froze it already, its runtime, lets it go on, not we; that may use the other version.
+    # If its runtime has frozen it already, perhaps by the other version, then the runtime thaws it,
+    # not the governor.
     try:
         if any(group.is_frozen() for group in found):
             reason = "it is frozen already"

@@ -1,8 +1,8 @@
-"""Claims: shares of GPUs that a cluster's scheduler has given a pod, as the node's driver told us.
+"""Claims: shares of GPUs that a cluster's scheduler has given to a pod, told by the node's driver.
 
-A claim is booked when it is told and until it is taken back, whether a container uses it or not.
-Containers that use the same shares, one after the other or at the same time, have one quota
-together. Pure: no file, no clock, no driver.
+A claim is booked from when it is told until it is taken back, whether or not a container uses it.
+Containers that use the same shares, one after another or at the same time, have one quota together.
+Pure: no file, no clock, no driver.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from governor.quota import LATENCY, MIB, THROUGHPUT, Quota
 from libcontrol.layout import N_DEVICES
 
 NODE = "node.tidegate.gpu"
-"""The namespace of claims that stand for no object of a cluster but for units that the kubelet has
-given away, to pods of any namespace. It has a dot, which no namespace's name has."""
+"""The namespace of claims that stand for no object of a cluster, but for units that the kubelet has
+given to pods of any namespace. It contains a dot, which no namespace's name does."""
 
 MOST_SHOWN = 4
-"""Of a claim's shares in one line."""
+"""Maximum number of a claim's shares that are shown in one line."""
 EQUAL = "a container has the same quota on each of its GPUs"
 
 
@@ -36,13 +36,13 @@ class Share:
 
     @property
     def request(self) -> str:
-        """What of the claim it was allocated for: `gpu` of `gpu/0`."""
+        """The request of the claim that it was allocated for: `gpu` of `gpu/0`."""
         return self.name.rpartition("/")[0] or self.name
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with its shares, by their names; `leaving` from when it was taken back."""
+    """A claim with its shares, by their names; `leaving` once it was taken back."""
 
     uid: str
     namespace: str
@@ -54,14 +54,14 @@ class Claim:
         return f"claim {self.namespace}/{self.name}"
 
     def amounts(self) -> str:
-        """Return what it has of which GPUs, for people: of many shares the first."""
+        """Return what the claim has of which GPUs, for people; of many shares, the first ones."""
         shown = [f"{words(share.quota)} of {share.device}" for share in self.shares[:MOST_SHOWN]]
         if len(self.shares) > MOST_SHOWN:
             shown.append(f"{len(self.shares) - MOST_SHOWN} shares more")
         return ", ".join(shown)
 
     def describe(self) -> dict[str, Any]:
-        """Return it as `parse_claim` takes it."""
+        """Return the claim in the form that `parse_claim` takes."""
         return {
             "uid": self.uid,
             "namespace": self.namespace,
@@ -81,14 +81,14 @@ class Claim:
         }
 
     def same(self, other: Claim) -> bool:
-        """Return whether two say the same; whether one is leaving is another matter."""
+        """Return whether two claims say the same; `leaving` does not matter."""
         return replace(self, leaving=False) == replace(other, leaving=False)
 
 
 def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
-    """Return the claim of a request that the schema has let through; RequestError where it is none.
+    """Return the claim in a request that the schema has let through.
 
-    The order of its shares says nothing.
+    The order of its shares does not matter. RequestError if it is not a valid claim.
     """
     shares = [
         Share(
@@ -120,7 +120,7 @@ def parse_claim(document: Mapping[str, Any], *, leaving: bool = False) -> Claim:
 
 
 def check_claim(claim: Claim) -> None:
-    """Refuse what no container could use: a request's shares go to a container together."""
+    """Refuse a claim that no container could use: a request's shares go to a container together."""
     for request in dict.fromkeys(share.request for share in claim.shares):
         merge([(claim, share) for share in claim.shares if share.request == request])
 
@@ -128,8 +128,8 @@ def check_claim(claim: Claim) -> None:
 def merge(shares: Sequence[tuple[Claim, Share]]) -> dict[str, Quota]:
     """Return the quota on each GPU, by its UUID, of a container that has these shares.
 
-    Several of one GPU are added up, and are of class latency if each is. RefusedError where the
-    GPUs' are not equal.
+    Several shares of one GPU are added up; the sum is of class latency if each of them is.
+    RefusedError if the GPUs' quotas are not equal.
     """
     quotas: dict[str, Quota] = {}
     for _, share in shares:
@@ -166,7 +166,7 @@ def _name(shares: Iterable[tuple[Claim, Share]]) -> str:
 
 
 def words(quota: Quota) -> str:
-    """Return a quota for people."""
+    """Return a quota in words, for people."""
     limit = "" if quota.compute_limit == quota.compute else f" (at most {quota.compute_limit} %)"
     at_once = ", class latency" if quota.is_latency else ""
     return f"{quota.memory // MIB} MiB and {quota.compute} %{limit}{at_once}"
@@ -179,7 +179,7 @@ Use = tuple[str, str]
 def uses_key(uses: Iterable[Use]) -> str:
     """Return the name of the directory of the containers that use these shares.
 
-    No container's id leads to the same: none has a NUL in it.
+    No container's id leads to the same name, because no id contains a NUL.
     """
     text = "\0".join(("claims", *sorted(f"{uid}/{name}" for uid, name in uses)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

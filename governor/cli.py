@@ -1,7 +1,7 @@
 """The command `tidegate`: one verb, one module in governor/verbs/, imported when it is called.
 
 A verb's module has `SUMMARY`, `add_arguments(parser)` and `run(args)`, which returns the exit
-status. Only this module maps an error to a line on stderr and to an exit status.
+status. Only this module turns an error into a line on stderr and an exit status.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Verb(Protocol):
         """Add the verb's own options."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it, and return the exit status."""
+        """Run the verb, and return the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; whatever an operator can act on becomes one line on stderr."""
+    """Run one verb; an error that an operator can act on becomes one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A name that the terminal's encoding lacks is no reason to show nothing at all.
+            # A name that the terminal's encoding lacks must not keep the rest from being shown.
             stream.reconfigure(errors="backslashreplace")
     args = list(sys.argv[1:] if argv is None else argv)
-    # The verb stands first, so its module alone is imported: `ps` does not wait for pyelftools.
+    # The verb comes first, so only its module is imported: `ps` does not wait for pyelftools.
     verbs = (args[0],) if args and args[0] in VERBS else VERBS
     options = parser(verbs).parse_verb(args)
     try:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # `tidegate ps | head`: the reader has left, and flushing at exit would complain again.
+        # `tidegate ps | head`: the reader has gone, and flushing at exit would complain again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except PermissionError as e:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(verbs: Sequence[str] = VERBS) -> Parser:
-    """Return the parser of these verbs; of all of them for --help, the man page and completion."""
+    """Return the parser of these verbs; --help, the man page and completion need all verbs."""
     top = Parser(prog="tidegate", description="Shares a GPU among containers by quota.")
     top.add_argument("--version", action="version", version=f"tidegate {VERSION}")
     subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -101,10 +101,10 @@ def load(name: str) -> Verb:
 
 
 def _as_line(error: Exception) -> tuple[str, int] | None:
-    """Return the line and the exit status of an error of ours, None for anybody else's.
+    """Return the line and the exit status of an error of ours, None for any other.
 
-    Recognised by what they carry: the packages have no base class in common, so that the hook
-    imports nothing of the others.
+    Errors of ours are recognised by their attributes: the packages have no base class in common, so
+    that the hook imports nothing of the others.
     """
     status, hint = getattr(error, "status", None), getattr(error, "hint", None)
     if not isinstance(status, int) or not isinstance(getattr(error, "code", None), str):

@@ -1,4 +1,4 @@
-"""Asks the governor, for the command line."""
+"""Requests to the governor, for the command line."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _KINDS: dict[str, type[TidegateError]] = {
 
 
 def node_config(file: str | None, runtime_dir: str | None) -> Config:
-    """Return what it takes to ask the governor: files count for where it listens, and no more.
+    """Return the configuration with which to ask the governor; it only says where that listens.
 
-    The node's own may be wrong: the governor goes on with what it has, so it is asked all the same.
+    The node's own files may be wrong: the governor goes on with what it has, so it is asked all the
+    same.
     """
     if runtime_dir is not None:
         return Config(runtime_dir=runtime_dir)
@@ -39,7 +40,7 @@ def node_config(file: str | None, runtime_dir: str | None) -> Config:
 def ask(config: Config, op: str, timeout: float = 5.0, **fields: object) -> dict[str, Any]:
     """Send one request and return the answer, which is `ok`.
 
-    GovernorError says why none came, RefusedError and RequestError what the governor said.
+    GovernorError says why no answer came, RefusedError and RequestError what the governor said.
     """
     path = f"{config.runtime_dir}/governor.sock"
     hint = "start tidegate-governor, or name its directory with --runtime-dir"

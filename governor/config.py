@@ -1,8 +1,8 @@
 """The node's configuration: YAML files, each checked against config.schema.json, and merged.
 
-A file `NAME.yaml` comes first, then `NAME.d/*.yaml` in the order of their names; of what is said
-twice the last counts. Files that are absent mean the defaults; one that is wrong is an error that
-names it and the option. Nothing is guessed from a wrong file.
+A file `NAME.yaml` comes first, then `NAME.d/*.yaml` in the order of their names; if a value is
+given twice, the last one counts. Absent files mean the defaults. A wrong file is an error that
+names the file and the option; nothing is guessed from it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ PATH = Path("/etc/tidegate/config.yaml")
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
 MIB = 1 << 20
 FILE_LIMIT = 1 << 16
-"""Of a configuration file, bytes: one that never ends is not read, and what is takes a second."""
+"""Largest size of a configuration file, in bytes. An endless file is not read, and one of this size
+takes a second."""
 
 LISTED = "tidegate.yaml(5) lists the options"
-"""Packages bring the manual page, and not the documents."""
+"""Packages contain the manual page, but not the documents."""
 STRATEGIES = ("timeslice", "mps")
-"""How a GPU can be shared; the first is what a node does that says nothing."""
+"""The ways to share a GPU; the first is the default of a node."""
 
 _QUANTITY = re.compile(r"([0-9]{1,15})(Ki|Mi|Gi|Ti)?")
 
@@ -52,7 +53,7 @@ def parse_listen(
     name: str = "configuration",
     option: str = "metrics.listen",
 ) -> str:
-    """Return where to serve metrics, or the page. To YAML 1.1 the word off is false."""
+    """Return where to serve metrics, or the page. In YAML 1.1 the word off means false."""
     if value is False:
         return "off"
     address = re.fullmatch(r"(?:127\.0\.0\.1|\[::1\]):([1-9][0-9]{0,4})", str(value))
@@ -66,12 +67,12 @@ def parse_listen(
 
 
 def _spin_us() -> int:
-    # A thread that spins takes a core: on a small machine from the one that it waits for.
+    # A thread that spins occupies a core; on a small machine, the core of the thread it waits for.
     return 250 if (os.cpu_count() or 1) >= 4 else 0
 
 
 def _lookahead_us() -> int:
-    # How long a thread that slept takes to answer; where none may spin it is the longer.
+    # How long a thread that slept takes to answer, which is longer where threads may not spin.
     return 120 if _spin_us() else 300
 
 
@@ -90,24 +91,24 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Metrics:
-    """Where metrics are served: off, unix, or an address of this machine's own."""
+    """Where metrics are served: off, unix, or a loopback address."""
 
     listen: str = "off"
 
 
 @dataclass(frozen=True)
 class Web:
-    """Where the page is served: off, unix, or an address of this machine's own."""
+    """Where the page is served: off, unix, or a loopback address."""
 
     listen: str = "off"
 
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration in force. Sizes are bytes, the units of times are in the names.
+    """The configuration in force. Sizes are in bytes; the units of times are in the names.
 
     The defaults of times come from measurements on an H200 with driver 580: a change of context
-    takes 130 us, a grant of 4 ms keeps the loss of hand-overs near 3 %.
+    takes 130 us, and a grant of 4 ms keeps the loss of hand-overs near 3 %.
     """
 
     runtime_dir: str = "/run/tidegate"
@@ -138,17 +139,17 @@ class Config:
     defaults: Defaults = field(default_factory=Defaults)
 
     def strategy_of(self, index: int, uuid: str) -> str:
-        """Return how a GPU is shared: as the node says of it, otherwise the first it allows."""
+        """Return how a GPU is shared: as the node says, otherwise by the first strategy allowed."""
         own = self.gpus.get(uuid) or self.gpus.get(str(index)) or {}
         return own.get("strategy", self.strategies[0])
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration, the files that it was merged from, and which of them said what.
+    """A configuration, the files that it was merged from, and which file set which option.
 
-    `origins` names a file by option, like `placement` and `defaults.memory`; what it lacks has its
-    default.
+    `origins` maps an option, like `placement` or `defaults.memory`, to a file; an option that is
+    not in it has its default.
     """
 
     config: Config
@@ -157,14 +158,14 @@ class Loaded:
 
 
 def parse_config(text: str, name: str = "configuration") -> Config:
-    """Return the configuration that `text` describes; ConfigError names what is wrong with it."""
+    """Return the configuration that `text` describes; ConfigError says what is wrong with it."""
     return merge_config([(name, text)]).config
 
 
 def merge_config(texts: Iterable[tuple[str, str]]) -> Loaded:
-    """Return what several files say together, each with its name; the last one has the last word.
+    """Return what several files, each with its name, say together; the last one prevails.
 
-    Mappings are merged by their keys; a list takes the place of the one before.
+    Mappings are merged by their keys; a list replaces the one before.
     """
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -198,10 +199,10 @@ def _merge(into: dict[str, Any], document: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _loader() -> Any:
-    """Return what reads YAML: without aliases, and with every name said once.
+    """Return the YAML loader: it accepts no aliases, and no name twice in a mapping.
 
-    A few lines of aliases to aliases are a document of gigabytes to whoever looks at it, and what
-    is said twice in one file is a mistake.
+    A few lines of aliases to aliases expand to a document of gigabytes, and a name that is given
+    twice in one file is a mistake.
     """
     import yaml
     from yaml.composer import ComposerError
@@ -238,7 +239,7 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
         said = " ".join(part for part in (e.problem, e.context) if part)
         raise ConfigError(f"{name}: not YAML{where}: {said}"[:300], hint="correct the file") from e
     except Exception as e:
-        # What it makes of tags and of depth is any of Python's errors.
+        # Tags and deep nesting can raise any of Python's exceptions.
         reason = " ".join(str(e).split()) or type(e).__name__
         raise ConfigError(f"{name}: not YAML: {reason}"[:300], hint="correct the file") from e
     document = {} if document is None else document
@@ -249,7 +250,7 @@ def _parse_document(text: str, name: str) -> dict[str, Any]:
         error = jsonschema.exceptions.best_match(
             jsonschema.Draft202012Validator(read_schema()).iter_errors(document)
         )
-    except ValueError as e:  # Python writes no number of thousands of digits
+    except ValueError as e:  # Python prints no number of thousands of digits
         raise ConfigError(f"{name}: {e}"[:300], hint="correct the file") from e
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the file"
@@ -270,8 +271,8 @@ def read_schema() -> dict[str, Any]:
 
 
 EFFECTS = ("now", "next", "restart")
-"""When a value that is loaded anew counts: at once, for what starts from then on, or for the next
-governor. An option whose `effect` the schema does not say needs a restart."""
+"""When a reloaded value counts: at once, for what starts from then on, or for the next governor. An
+option without `effect` in the schema needs a restart."""
 
 
 def effect_of(option: str) -> str:
@@ -281,7 +282,7 @@ def effect_of(option: str) -> str:
 
 
 def option_schema(option: str) -> dict[str, Any]:
-    """Return what the schema says of an option, like `placement` or `defaults.memory`."""
+    """Return what the schema says about an option, like `placement` or `defaults.memory`."""
     found: dict[str, Any] = read_schema()
     for name in option.split("."):
         found = found["properties"][name]
@@ -289,7 +290,7 @@ def option_schema(option: str) -> dict[str, Any]:
 
 
 def show_value(option: str, value: Any) -> str:
-    """Return an option's value as one would write it."""
+    """Return an option's value as a person would write it."""
     if option_schema(option).get("type") == ["string", "integer"] and isinstance(value, int):
         unit, size = next((u, s) for u, s in reversed(UNITS.items()) if value % s == 0)
         return f"{value // size}{unit}"
@@ -313,7 +314,7 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
 
 
 def _unknown(name: str, error: Any) -> ConfigError:
-    """Return the error for an option that is none, with the one that was probably meant."""
+    """Return the error for an unknown option, with the one that was probably meant."""
     import difflib
 
     path = [str(part) for part in error.absolute_path]
@@ -331,18 +332,18 @@ def _unknown(name: str, error: Any) -> ConfigError:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value with 2.0 as 2: JSON Schema takes it for an integer, the arbiter does not."""
+    """Return a value with 2.0 as 2: an integer to JSON Schema, but not to the arbiter."""
     if isinstance(value, dict):
         return {key: _whole(inner) for key, inner in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _read_values(document: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return one file's values as Config has them, options that a file leaves out left out."""
+    """Return one file's values in Config's form; options that it leaves out stay out."""
     values = dict(document)
     for option in ("quantum_ms", "quantum_most_ms", "mps_quantum_ms", "mps_fault_s"):
         if math.isnan(values.get(option, 1)):
-            # Neither below the minimum nor above the maximum.
+            # NaN is neither below the minimum nor above the maximum.
             raise ConfigError(f"{name}: {option}: not a number", hint="write it like 4.0")
     for option in ("memory_reserve", "context_memory"):
         if option in values:
@@ -377,9 +378,10 @@ def _build(values: dict[str, Any], origins: Mapping[str, str]) -> Config:
 
 
 def find_files(path: Path) -> list[Path]:
-    """Return the files that are merged: the one at `path` if it is there, then its drop-ins.
+    """Return the files that are merged: the one at `path` if it exists, then its drop-ins.
 
-    Those of `config.yaml` are `config.d/*.yaml` beside it; ConfigError where they cannot be listed.
+    The drop-ins of `config.yaml` are `config.d/*.yaml` next to it; ConfigError if they cannot be
+    listed.
     """
     found = [path] if os.path.lexists(path) else []
     if path.suffix != ".yaml":
@@ -395,22 +397,22 @@ def find_files(path: Path) -> list[Path]:
 
 
 def is_drop_in(name: str) -> bool:
-    """Return whether a file of that name in the directory of drop-ins is read."""
+    """Return whether a file with this name is read from the directory of drop-ins."""
     return name.endswith(".yaml") and not name.startswith(".")
 
 
 def load_config(path: str | Path | None = None) -> Loaded:
-    """Read the file at `path` and its drop-ins; without a path the node's own, if there are any."""
+    """Read the file at `path` and its drop-ins; without a path, the node's own, if any."""
     file = Path(path or PATH)
     files = find_files(file)
     if path is not None and file not in files:
-        files.insert(0, file)  # that it is not there is said by who reads it
+        files.insert(0, file)  # reading it reports that it does not exist
     return merge_config([(str(one), _read_text(one)) for one in files])
 
 
 def _read_text(file: Path) -> str:
     try:
-        # Not to wait for whoever would write into a FIFO of that name.
+        # Do not wait for a process that would write into a FIFO of that name.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             mode = os.fstat(fd).st_mode
@@ -431,7 +433,7 @@ def _read_text(file: Path) -> str:
 
 
 def read_config(path: str | Path | None = None) -> Config:
-    """Read the file at `path` and its drop-ins; without a path the node's own, if there are any."""
+    """Read the file at `path` and its drop-ins; without a path, the node's own, if any."""
     return load_config(path).config
 
 

@@ -1,10 +1,10 @@
 """One admitted container: its directory, its two pages, its socket and its processes.
 
-Containers that use the same shares of claims are one here, with several first processes: what one
-of them is charged the others cannot have.
+Containers that use the same shares of claims are the members of one `Container`, each with its own
+first process. They have one account: what one of them is charged is not available to the others.
 
-The directory is bound into the container read-only; it holds the grant page and the socket, not
-the socket file alone, because a bound socket file refuses for ever after the governor restarts.
+The directory holds the grant page and the socket, and is bind-mounted into the container read-only.
+A bind mount of the socket file alone would refuse connections forever after a governor's restart.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ log = structlog.get_logger()
 
 
 def container_key(identifier: str) -> str:
-    """Return the name of a container's directory: an id is foreign text, a digest is not.
+    """Return the name of a container's directory: a digest, because an id is foreign text.
 
-    What may be an id can be any bytes (`cgroup_names`).
+    Text that may be an id can contain any bytes (`cgroup_names`).
     """
     return hashlib.sha256(identifier.encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -78,16 +78,17 @@ def container_key(identifier: str) -> str:
 _SO_PEERPIDFD = 77
 
 CLAIMS = "claims"
-"""The file in a container's directory that says whose shares it uses."""
+"""File in a container's directory that records the claims and shares which the container uses."""
 
 MOST_UNANSWERED = 64
-"""Connections of one container that have said nothing yet, or wait for their turn; and as many of
-others' that have said nothing."""
+"""Maximum number of connections from a container's own processes that have sent nothing yet or wait
+for their turn. Connections from processes outside the container have an equal limit of their own.
+"""
 ANSWER_S = 5.0
-"""So long a connection may say nothing."""
+"""Longest time that a connection may stay silent, in seconds."""
 REGISTRATION_S = 0.01
 REGISTRATIONS = 256
-"""A container's processes connect a hundred times a second, after a burst of 256."""
+"""A container's processes may connect a hundred times a second, after a burst of 256."""
 STRANGER = "it is not in the container's control group; enter with the engine's exec, not nsenter"
 
 
@@ -99,12 +100,12 @@ class _Use:
     used: int = 0
     peak: int = 0
     part: float = 0.0  # of the GPU's time, percent
-    worked: float = 0.0  # the sum of part times nanoseconds
+    worked: float = 0.0  # `part` times nanoseconds, summed
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a container uses of one GPU's memory, bytes."""
+    """What a container uses of one GPU's memory, in bytes."""
 
     charged: int
     overhead: int
@@ -114,7 +115,7 @@ class Memory:
 
 @dataclass(eq=False)
 class Member:
-    """A container as its engine made it; it lives as long as its first process."""
+    """A container as its engine created it; it lives as long as its first process."""
 
     identifier: str
     row: MemberRow
@@ -122,7 +123,7 @@ class Member:
 
     @property
     def pid(self) -> int:
-        """Its first process."""
+        """The pid of its first process."""
         return self.row.process.pid
 
     @property
@@ -132,7 +133,7 @@ class Member:
 
     @property
     def confirmed(self) -> bool:
-        """Whether its start was told to be over."""
+        """Whether its start was confirmed."""
         return self.row.confirmed
 
     def has_ended(self) -> bool:
@@ -140,26 +141,26 @@ class Member:
         return _is_readable(self.pidfd)
 
     def is_process(self, pidfd: int) -> bool:
-        """Return whether a pidfd is of its first process, which lives."""
+        """Return whether a pidfd refers to its first process, and that process is alive."""
         process = identify(pidfd)
         return process.pid > 0 and process == self.row.process
 
 
 @dataclass(eq=False)
 class Process:
-    """A registered process; compared by identity, for a slot and a pid come again."""
+    """A registered process; compared by identity, because slots and pids are reused."""
 
     slot: int
     pid: int
     start: int
     pidfd: int
-    socket: socket.socket | None  # None: it has not come back to this governor yet
+    socket: socket.socket | None  # None until it has come back to this governor
     inner_pid: int
     start_us: int
     start_ns: int
     uses: list[_Use]
     member: Member | None = None
-    """Whose it is, where several containers are one."""
+    """The member that the process belongs to, where there are several."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Remains:
-    """What the governor before has left of a container that runs.
+    """What the previous governor has left of a container that runs.
 
-    `grant` and `ledger` are None where they could not be found again, and are made anew; then
-    nobody who runs sees them. With each process comes its pidfd. `membership` is None where it was
-    not kept. `others` are the containers beside the first, with their pidfds.
+    `grant` and `ledger` are None where they could not be found again. They are then made anew, and
+    no running process sees the new ones. Each process comes with its pidfd. `membership` is None
+    where it was not kept. `others` are the members after the first, with their pidfds.
     """
 
     key: str
@@ -204,14 +205,20 @@ def _hung_up(peer: socket.socket | None) -> bool:
 
 
 def _part(peer: socket.socket) -> None:
-    """End a connection for whoever else has it: the arbiter, and to whom the process gave it."""
+    """End a connection for every process that has a descriptor of it.
+
+    The arbiter has one, and so has any process to which the registered process passed its own.
+    """
     with contextlib.suppress(OSError):
         peer.shutdown(socket.SHUT_RDWR)
     peer.close()
 
 
 def _peer(own: socket.socket, pid: int) -> int:
-    """Return a pidfd of who connected; before Linux 6.5 of whoever has its number by now."""
+    """Return a pidfd of the process that connected.
+
+    Before Linux 6.5 it is of the process that has that process's pid by now.
+    """
     try:
         return int.from_bytes(
             own.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4), sys.byteorder, signed=True
@@ -223,13 +230,13 @@ def _peer(own: socket.socket, pid: int) -> int:
 
 
 def _is_readable(fd: int) -> bool:
-    poll = select.poll()  # select() refuses descriptors from 1024 on
+    poll = select.poll()  # select() rejects descriptors from 1024 on
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 class Container:
-    """Made by an admission, ended by `close`."""
+    """An admitted container, or several that use the same shares; ended by `close`."""
 
     def __init__(
         self,
@@ -246,9 +253,9 @@ class Container:
         whose: Whose | None = None,
         claims: Sequence[tuple[Claim, Share]] = (),
     ) -> None:
-        """Make what a new container needs, or take over one that runs: what remains of it.
+        """Create what a new container needs, or take over a running one from its `remains`.
 
-        `claims` are the shares that it uses, where it has its quota from them.
+        `claims` are the shares that it uses, if its quota comes from claims.
         """
         self.claims = tuple(claims)
         self.uses: tuple[Use, ...] = tuple((claim.uid, share.name) for claim, share in claims)
@@ -268,7 +275,8 @@ class Container:
         self._state = state or State()
         self._mps = mps
         self._runners = [runners[device.uuid] for device in devices]
-        self._held: dict[int, dict[int, int]] = {}  # by GPU: pidfds of processes without a slot
+        # Pidfds of the processes without a slot that are held, by GPU and pid.
+        self._held: dict[int, dict[int, int]] = {}
         self._tenants: list[int] = []
         self._gang = NOBODY
         self._processes: dict[int, Process] = {}  # by slot
@@ -277,20 +285,21 @@ class Container:
         self._told_ns = [0] * len(devices)
         self._counters = Counters(len(devices))
         self._rates = [Rates() for _ in devices]
-        self.called: str | None = None  # by its engine; None as long as nobody has looked
+        self.called: str | None = None  # its name at its engine; None until it was looked up
         self.findings = Findings(len(devices))
-        # What the page says of memory holds until we have looked ourselves.
+        # What the page says about memory stands until this governor's first look.
         self._kept = [remains is not None] * len(devices)
         self._listener: Listener | None = None
         self._closed = False
-        self._unanswered = {True: 0, False: 0}  # its own processes', and others'
+        self._unanswered = {True: 0, False: 0}  # its own processes' (True), and others'
         self._lines = PacedLog(log)
         self._refusals = {True: PacedLog(log), False: PacedLog(log)}
         self._loop = asyncio.get_running_loop()
         try:
             if remains is None:
                 shutil.rmtree(self.directory, ignore_errors=True)
-            # The governor has made that; whoever took it away does not open it to others.
+            # The governor has created the parent directory. If it was removed since, the new one
+            # must not be open to other users.
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o755, exist_ok=remains is not None)
             grant = remains.grant if remains else None
@@ -322,7 +331,7 @@ class Container:
             for i, runner in enumerate(self._runners):
                 tenant = runner.add(*shares, self.grant, i, self.ledger, latency=quota.is_latency)
                 self._tenants.append(tenant)
-            for slot in self._processes:  # of one that runs already
+            for slot in self._processes:  # of a container that runs already
                 self._tell_runners(slot)
             together = self._together
             if together is not None and len(self._tenants) > 1:
@@ -331,21 +340,21 @@ class Container:
             self._forget(keep=remains is not None)
             raise
 
-    # Who has it
+    # Members
 
     @property
     def identifier(self) -> str:
-        """The id of the container; where there are several, of the one that came first."""
+        """The id of the container; of the oldest member, where there are several."""
         return self.members[0].identifier if self.members else ""
 
     @property
     def pid(self) -> int:
-        """The first process of that one."""
+        """The first process of the oldest member."""
         return self.members[0].pid if self.members else 0
 
     @property
     def confirmed(self) -> bool:
-        """Whether the start of one of them is over."""
+        """Whether the start of at least one member is confirmed."""
         return any(member.confirmed for member in self.members)
 
     @staticmethod
@@ -359,7 +368,7 @@ class Container:
             )
 
     def join(self, identifier: str, pidfd: int, whose: Whose) -> Member:
-        """Let one more container use the same shares."""
+        """Add a container that uses the same shares."""
         first = identify(pidfd)
         membership = find_membership(first.pid)
         row = MemberRow(identifier, first, membership=membership, whose=whose)
@@ -371,22 +380,22 @@ class Container:
         return member
 
     def confirm(self, member: Member) -> ContainerRow:
-        """Return the row in which a member's start is over."""
+        """Return the row in which a member's start is confirmed."""
         members = [
             replace(one.row, confirmed=True) if one is member else one.row for one in self.members
         ]
         return self.row.of(members)
 
     def confirmed_as(self, row: ContainerRow) -> None:
-        """Take the rows of members that were written."""
+        """Adopt the members' rows that were written to the state."""
         self.row = row
         for member, own in zip(self.members, row.members, strict=True):
             member.row = own
 
     def part(self, member: Member) -> None:
-        """Let go of a container that has ended, or did not start; another one stays."""
+        """Remove a member that has ended or did not start; at least one other member stays."""
         if member is self.members[0]:
-            self.called = None  # by the next one's name from now on
+            self.called = None  # from now on the next member's name counts
         self.members.remove(member)
         self._loop.remove_reader(member.pidfd)
         os.close(member.pidfd)
@@ -402,21 +411,25 @@ class Container:
         self._on_end(self, member)
 
     def member_of(self, pid: int) -> Member | None:
-        """Return whose a process is; nobody's when all have control groups and it is in none."""
+        """Return the member that a process belongs to.
+
+        A process that is in no member's control group belongs to the first member that has none of
+        its own. Where all members have control groups, it belongs to no member (None).
+        """
         groups = read_cgroups(pid)
         own = [one for one in self.members if one.membership.has_cgroups(groups)]
         return next(iter(own), next((m for m in self.members if not m.membership.cgroups), None))
 
     def has_cgroups(self, groups: Mapping[str, str]) -> bool:
-        """Return whether a process in these control groups is the container's."""
+        """Return whether a process in these control groups belongs to the container."""
         return any(member.membership.has_cgroups(groups) for member in self.members)
 
     def has_namespaces(self, namespaces: tuple[tuple[int, int], ...]) -> bool:
-        """Return whether a process in these pid namespaces is the container's."""
+        """Return whether a process in these pid namespaces belongs to the container."""
         return any(member.membership.has_namespaces(namespaces) for member in self.members)
 
     def _note_claims(self) -> None:
-        """Write down beside the page whose quota it is: a state that is damaged has forgotten."""
+        """Record the claims next to the grant page, in case the database is damaged."""
         claims = {claim.uid: claim.describe() for claim, _ in self.claims}
         path = self.directory / CLAIMS
         path.write_text(json.dumps({"claims": list(claims.values()), "uses": self.uses}) + "\n")
@@ -424,7 +437,8 @@ class Container:
 
     def _find_membership(self, first: Identity, remains: Remains | None) -> Membership:
         if remains is None:
-            # The runtime has put the first process into its group; nothing of the image has run.
+            # The runtime has put the first process into its group, and no code of the image has run
+            # yet.
             return find_membership(first.pid)
         if remains.membership is not None:
             return remains.membership
@@ -434,7 +448,7 @@ class Container:
         return any(container_key(name) == self.key for name in names_in(part))
 
     def _take_over(self, remains: Remains, config: Config) -> None:
-        """Keep the slots of the processes that still run; what others were charged is free."""
+        """Keep the slots of the processes that still run; what others were charged becomes free."""
         take_over(self.grant, config, self.strategy)
         usage = {(entry["pid"], entry["start_us"]): entry for entry in pages.read_usage(self.grant)}
         for row, pidfd in remains.processes:
@@ -466,7 +480,7 @@ class Container:
         )
 
     async def listen(self, on_end: Callable[[Container, Member], None]) -> None:
-        """Serve the container's processes, and call `on_end` when a first process has ended."""
+        """Serve the container's processes; call `on_end` when a first process has ended."""
         self._on_end = on_end
         try:
             self._listener = Listener(
@@ -475,16 +489,16 @@ class Container:
                 self._register,
             )
         finally:
-            # Also of one that cannot be reached: it has to end.
+            # Also for a container that cannot be reached: its end has to be noticed.
             for member in self.members:
                 self._loop.add_reader(member.pidfd, self._member_ended, member)
 
     async def _register(self, own: socket.socket) -> None:
-        """Give a process its slot: one byte comes, the slot's number and the ledger go back.
+        """Give a process its slot: it sends one byte and gets the slot's number and the ledger.
 
-        A process that had one from the governor before sends another byte and keeps it. Whoever
-        connects or registers without end takes neither descriptors nor rows nor lines of the log
-        from others.
+        A process that had a slot from the previous governor sends another byte and keeps that slot.
+        A process that connects or registers in a loop does not use up the descriptors, rows or log
+        lines of other containers.
         """
         credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid = struct.unpack("3i", credentials)[0]
@@ -514,8 +528,8 @@ class Container:
             else:
                 self._admit_process(pid, own)
         except (OSError, RuntimeError) as e:
-            # Said in so many words: a process that only sees its connection end takes us for
-            # gone, and would keep a quota for itself alone.
+            # Refuse explicitly: a process that only sees its connection end takes the governor to
+            # be away, and would keep a whole quota for itself alone.
             with contextlib.suppress(OSError):
                 own.send(struct.pack("I", layout.NO_SLOT))
             self._refusals[is_own].warning(
@@ -525,7 +539,7 @@ class Container:
         return True
 
     def _admit_process(self, pid: int, own: socket.socket) -> None:
-        # A process that became another program has hung up, and comes again.
+        # A process that executed another program has hung up, and registers again.
         for known in [p for p in self._processes.values() if p.pid == pid and _hung_up(p.socket)]:
             self._end_process(known.slot)
         slot = next(
@@ -535,7 +549,7 @@ class Container:
         if slot is None:
             raise RuntimeError(f"{layout.N_SLOTS} processes of this container use the GPU already")
         pidfd = _peer(own, pid)
-        # Who connected may have ended since, and its number be another's.
+        # The process that connected may have ended since, and its pid may be another process's.
         who = identify(pidfd)
         if not pid or who.pid != pid:
             os.close(pidfd)
@@ -556,7 +570,7 @@ class Container:
             uses=[_Use() for _ in self.devices],
             member=member,
         )
-        # Before the slot is in use: one that is, and is nobody's, means that the file was damaged.
+        # Before the slot is in use: a slot in use that has no row means that the file was damaged.
         self._state.register(
             self.key, ProcessRow(slot, Identity(pid, process.start), process.start_us)
         )
@@ -570,15 +584,15 @@ class Container:
         self._lines.info("process-registered", container=self.identifier, pid=pid, slot=slot)
 
     def _is_own(self, pid: int) -> bool:
-        """Return whether a process is in the container's control group, or it has none of its own.
+        """Return whether a process is in the container's control group, or the container has none.
 
-        Where containers share a pid namespace, the equals of its processes reach its directory by
-        /proc/PID/root; nothing but the control group tells them apart.
+        Where containers share a pid namespace, processes of another container with equal rights can
+        reach this one's directory by /proc/PID/root. Only the control group tells them apart.
         """
         return self.member_of(pid) is not None
 
     def _readmit_process(self, pid: int, own: socket.socket) -> None:
-        """Connect again to a process that the governor before registered, or that lost us."""
+        """Reconnect a process that the previous governor registered, or that lost this one."""
         start = start_time(pid)
         for process in self._processes.values():
             if (process.pid, process.start) == (pid, start) and _hung_up(process.socket):
@@ -594,7 +608,7 @@ class Container:
         raise RuntimeError("it says that it is registered, and is not")
 
     def _enter(self, process: Process) -> None:
-        """Put a process in its slot."""
+        """Put a process into its slot."""
         slot = process.slot
         base = pages.slot_base(slot)
         pages.write(self.ledger, base, "ledger_slot", "namespace", pid_namespace(process.pid))
@@ -607,14 +621,14 @@ class Container:
         self._tell_runners(slot)
 
     def _tell_runners(self, slot: int) -> None:
-        """Tell each GPU's scheduler of a process, which has a context there sooner or later."""
+        """Announce a process to each GPU's scheduler: sooner or later it has a context there."""
         process = self._processes[slot]
         for device, (runner, tenant) in enumerate(zip(self._runners, self._tenants, strict=False)):
             contexts = partial(self._contexts, layout.ledger_device(slot, device))
             runner.enter(tenant, slot, process.pid, process.pidfd, contexts)
 
     def _contexts(self, base: int) -> int:
-        """Return how many contexts a process says that it has; it may say anything."""
+        """Return how many contexts a process claims to have; the number is not checked."""
         return pages.read(self.ledger, base, "ledger_device", "contexts")
 
     def _answer(self, process: Process, own: socket.socket) -> None:
@@ -633,21 +647,21 @@ class Container:
         return process
 
     def _end_process(self, slot: int) -> None:
-        """Take back what a process that ended was charged; the driver has freed it by then."""
+        """Take back what a process that ended was charged; the driver has freed it by now."""
         process = self._forget_process(slot)
         if process.socket is not None:
             _part(process.socket)
         for device in range(len(self.devices)):
-            # Its part of the debt at once, too: the next look may be a quarter of a second away.
+            # Its part of the debt as well: the next look may be a quarter of a second away.
             self._publish_memory(device)
         self._publish_usage()
         self._lines.info("process-ended", container=self.identifier, pid=process.pid, slot=slot)
 
     def hold(self, device: int, pids: frozenset[int], owns: Callable[[int], bool]) -> bool:
-        """Have the GPU's scheduler hold these processes to the quota, and no others of this kind.
+        """Have the GPU's scheduler hold exactly these unregistered processes to the quota.
 
-        They are the container's and have not registered; `owns` tells that of a number. Returns
-        whether its scheduler is steered: nothing else could hold them.
+        They belong to the container; `owns` tells whether a pid does. Returns whether the scheduler
+        is steered: nothing else could hold the processes.
         """
         runner, tenant = self._runners[device], self._tenants[device]
         if not runner.is_steered:
@@ -660,14 +674,15 @@ class Container:
                 pidfd = os.pidfd_open(pid)
             except OSError:
                 continue
-            # From here on the number is nobody else's as long as the process lives.
+            # From here on the pid is no other process's as long as this process lives.
             if not owns(pid):
                 os.close(pidfd)
                 continue
-            # Slots count from 0, and an unregistered process has none; it has a context.
+            # Slots are numbered from 0. An unregistered process has none, so its negative pid takes
+            # the slot's place. It has a context.
             try:
                 runner.enter(tenant, -pid, pid, pidfd, lambda: 1)
-            except OSError:  # no descriptor is left: at the next look
+            except OSError:  # no descriptor is left: retried at the next look
                 os.close(pidfd)
                 continue
             held[pid] = pidfd
@@ -683,7 +698,7 @@ class Container:
 
     @property
     def strategy(self) -> str:
-        """How its GPUs are shared."""
+        """The strategy by which its GPUs are shared."""
         return "timeslice" if self._mps is None else "mps"
 
     def tell_mps(self, event: Event) -> None:
@@ -700,11 +715,11 @@ class Container:
             log.warning("container-not-told", container=self.identifier, error=e.strerror)
 
     def pids(self) -> frozenset[int]:
-        """Return the registered processes, by their pids on the host."""
+        """Return the host pids of the registered processes."""
         return frozenset(process.pid for process in self._processes.values())
 
     def charges(self, device: int) -> dict[Process, Charge]:
-        """Return what the ledger says of each process on the container's GPU `device`."""
+        """Return what the ledger says about each process on the container's GPU `device`."""
         whole = self.devices[device].memory
         return {
             process: read_charge(self.ledger, slot, device, whole)
@@ -712,15 +727,15 @@ class Container:
         }
 
     def is_open(self, device: int) -> bool:
-        """Return whether the container has GPU `device` for itself until further notice."""
+        """Return whether the container holds GPU `device` by an open grant."""
         base = layout.grant_device(device)
         return pages.read(self.grant, base, "grant_device", "deadline_ns") == layout.OPEN
 
     def reconcile(self, device: int, before: Mapping[Process, Charge], look: Look | None) -> None:
-        """Hold the books against a look at NVML, and publish what that says.
+        """Compare the books with a look at NVML, and publish the result.
 
-        `before` are the charges from before the look; None means that NVML failed: what it saw last
-        stands, and `reconciled_ns` says how old that is.
+        `before` are the charges from before the look. `look` is None if NVML failed: what NVML saw
+        last stands, and `reconciled_ns` says how old that is.
         """
         after = self.charges(device)
         now_ns = time.monotonic_ns()
@@ -740,7 +755,7 @@ class Container:
             use.peak = max(use.peak, use.used)
         self._publish_memory(device)
         if look is not None:
-            # After the debt: whoever sees the time finds what the look found.
+            # After the debt: a process that reads this time also finds what the look found.
             pages.write(self.grant, base, "grant_device", "reconciled_ns", since)
         self._measure(device, now_ns, after, look)
         self._publish_usage()
@@ -748,10 +763,11 @@ class Container:
     def tell_nobodys(
         self, device: int, began_ns: int, nobodys: int, each: int, n_processes: int
     ) -> None:
-        """Publish what a look that began then found of a GPU that is nobody's.
+        """Publish how much memory that belongs to no process a look found on a GPU.
 
-        `nobodys` are the bytes in use that NVML attributes to no process and that no container's
-        books say of, which may be negative; `each` of them come with a process.
+        `began_ns` is when the look began. `nobodys` are the bytes in use that NVML attributes to no
+        process and that no container's books mention; the number may be negative. Each process
+        brings `each` bytes of them.
         """
         base = layout.grant_device(device)
         if self._told_ns[device] == began_ns:
@@ -827,7 +843,7 @@ class Container:
         pages.write_usage(self.grant, entries, time.time_ns() // 1000)
 
     def used(self, device: int) -> int:
-        """Return the bytes in use on GPU `device`: what NVML saw last, and the books now."""
+        """Return the bytes in use on GPU `device`, by NVML's last look and the books as of now."""
         base = layout.grant_device(device)
         since = pages.read(self.grant, base, "grant_device", "reconciled_ns")
         return sum(
@@ -836,7 +852,7 @@ class Container:
         )
 
     def gpu_times(self) -> dict[str, GpuTime]:
-        """Return the time that the container had of each GPU, by UUID; it never goes back."""
+        """Return the container's time on each GPU, by UUID; it never goes back."""
         now_ns = time.monotonic_ns()
         return {
             device.uuid: self._counters.time(i, self.stats(i), now_ns)
@@ -844,7 +860,7 @@ class Container:
         }
 
     def _rate(self, device: int) -> dict[str, float | None]:
-        """Return what it had of GPU `device` lately, percent of the time, and remember it."""
+        """Return its recent rates on GPU `device`, in percent, and remember this reading."""
         now_ns = time.monotonic_ns()
         time_of = self._counters.time(device, self.stats(device), now_ns)
         waited_ns = self.counted(device)["wait_ns"]
@@ -853,15 +869,15 @@ class Container:
         )
 
     def configure(self, config: Config) -> None:
-        """Put new settings of the node in force; how large a context is stays as it was."""
+        """Put new settings of the node in force; the size of a context stays as it was."""
         take_over(self.grant, config, self.strategy)
 
     def counted(self, device: int) -> Mapping[str, int]:
-        """Return what its processes counted on GPU `device`, those that ended included."""
+        """Return what its processes counted on GPU `device`, including those that ended."""
         return self._counters.processes(self.ledger, self._processes, device)
 
     def memory(self, device: int) -> Memory:
-        """Return what it uses of GPU `device`; no number passes the GPU's memory a process."""
+        """Return what it uses of GPU `device`; no process counts for more than the GPU's memory."""
         charged = sum(charge.memory for charge in self.charges(device).values())
         peak = pages.read(self.ledger, 0, "ledger_header", "memory_peak", device)
         return Memory(
@@ -872,17 +888,18 @@ class Container:
         )
 
     def passing(self, device: int) -> Passing:
-        """Return what its processes say that passes on GPU `device` without a grant."""
+        """Return what its processes report that runs on GPU `device` without a grant."""
         return read_passing(self.ledger, self._processes, device)
 
     def lives(self) -> bool:
-        """Return whether a first process has not ended."""
+        """Return whether at least one member's first process has not ended."""
         return any(not member.has_ended() for member in self.members)
 
     def kill(self) -> None:
-        """End its first process, and with that its pid namespace; OSError if that fails.
+        """Kill its first process, and with it its pid namespace; OSError if that fails.
 
-        Where several containers are one, each of them: what is held is held by all.
+        Where there are several members all are killed, because what is held is held by all of them;
+        OSError then means that none could be killed.
         """
         failed: list[OSError] = []
         for member in self.members:
@@ -894,7 +911,7 @@ class Container:
             raise failed[0]
 
     def stats(self, device: int) -> Stats:
-        """Return what the arbiter says of GPU `device`."""
+        """Return the arbiter's counters for GPU `device`."""
         return self._runners[device].stats(self._tenants[device])
 
     def waits(self, device: int) -> Waits:
@@ -920,7 +937,7 @@ class Container:
     def describe(self) -> list[dict[str, Any]]:
         """Return what `tidegate ps` shows: bytes, percent, nanoseconds and counts.
 
-        Of each container that is one with others; what these have of GPUs they have together.
+        There is one entry for each member. What members have of GPUs they have together.
         """
         devices = []
         for i, device in enumerate(self.devices):
@@ -998,48 +1015,48 @@ class Container:
         ]
 
     def _processes_of(self, member: Member) -> list[int]:
-        """Return the registered processes of a container; what is nobody's is the oldest's."""
+        """Return a member's registered processes; those of no member count as the oldest's."""
         oldest = self.members[0]
         return sorted(
             {
-                process.pid  # once, whatever it opened connections for
+                process.pid  # once, however many connections it opened
                 for process in self._processes.values()
                 if (process.member or oldest) is member
             }
         )
 
     def _waiting(self, device: int) -> int:
-        """Return how many of its processes say that they wait for time on GPU `device`."""
+        """Return how many of its processes report that they wait for time on GPU `device`."""
         return sum(
             pages.read(self.ledger, layout.ledger_device(slot, device), "ledger_device", "want") > 0
             for slot in self._processes
         )
 
     def close(self, *, keep: bool = False) -> None:
-        """Take everything back: the GPU, the slots, the socket, the directory.
+        """Release everything: the GPU, the slots, the socket, the directory.
 
-        With `keep` the container runs on without us: its pages, what its processes are charged,
-        its directory and what the state says of it stay, and it keeps its quota by itself.
+        With `keep` the container runs on without the governor: its pages, what its processes are
+        charged, its directory and its rows in the state stay, and it keeps to its quota on its own.
         """
         if self._closed:
             return
         self._closed = True
         if not keep:
-            # First: a directory that the state does not know is looked at, and removed.
+            # The row goes first: a directory that no row names is examined, and removed.
             self._state.leave(self.key)
         for member in self.members:
             with contextlib.suppress(OSError, ValueError):
                 self._loop.remove_reader(member.pidfd)
         if self._listener is not None:
             self._listener.close()
-            self._listener = None  # it holds us
+            self._listener = None  # it refers to this object
         for slot in () if keep else list(self._processes):
             self._end_process(slot)
         self._forget(keep=keep)
 
     @property
     def _together(self) -> Together | None:
-        """What has it on all its GPUs at once; None where they are divided in different ways."""
+        """What schedules all its GPUs at once; None where they are divided in different ways."""
         ways = {id(runner.together): runner.together for runner in self._runners}
         return ways.popitem()[1] if len(ways) == 1 else None
 

@@ -1,9 +1,9 @@
-"""Counters that never go back: of a container while it is there, and of a GPU whatever ends on it.
+"""Counters that never go back: of a container while it exists, and of a GPU whatever ends on it.
 
-What a process counted stands in its slot of the ledger and is cleared with it; what a container
-held is the arbiter's, and forgotten with the container. Whoever draws a rate takes a counter that
-goes back for one that began anew, so sums are kept here. Numbers of a ledger are foreign: they may
-be nonsense, and go back; here they are bounded, and the highest stands.
+What a process counted is in its slot of the ledger, and is cleared with the slot. What a container
+held is kept by the arbiter, and forgotten with the container. A program that draws a rate takes a
+counter that goes back for one that began anew, so sums are kept here. Numbers of a ledger are
+foreign: they may be nonsense, and go back. Here they are bounded, and the highest value stands.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from governor.violations import Episode
 from libcontrol import layout, pages
 
 OF_PROCESSES = ("launches", "waits", "wait_ns", "refused")
-"""Fields of a ledger's device that are counted on when their process ends."""
+"""Fields of a ledger's device that go on counting when their process has ended."""
 
 MOST = 2**62
-"""No counter passes it: years of nanoseconds. What says more is nonsense."""
+"""No counter exceeds it: in nanoseconds it is years. A higher report is nonsense."""
 
 
 @dataclass(frozen=True)
 class GpuTime:
-    """What the arbiter says of a container on a GPU, or of all on it: nanoseconds and counts.
+    """What the arbiter says about a container on a GPU, or about all containers on it.
 
-    `held_ns` has the grant under way; `handover_ns` is held and not charged, of grants whose charge
-    is settled.
+    Nanoseconds and counts. `held_ns` includes the grant under way. `handover_ns` is time that was
+    held and not charged, of grants with a settled charge.
     """
 
     held_ns: int = 0
@@ -49,7 +49,10 @@ class GpuTime:
 
 
 def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
-    """Return a container's GPU time as of now: a grant without end is booked at its end only."""
+    """Return a container's GPU time as of now.
+
+    It includes the grant under way, because an open grant is booked only at its end.
+    """
     running = max(0, now_ns - int(stats.since_ns)) if stats.since_ns else 0
     return GpuTime(
         held_ns=int(stats.held_ns) + running,
@@ -62,9 +65,9 @@ def gpu_time(stats: Stats, now_ns: int) -> GpuTime:
 
 
 def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
-    """Return the bound that this part of a container's waits for grants keep, in milliseconds.
+    """Return the bound that this part of a container's waits for grants keeps, in milliseconds.
 
-    `waits` are counts as Runner.waits() has them. None: there are none; inf: it is beyond the
+    `waits` are counts as in Runner.waits(). None if there are none; inf if that wait is beyond the
     longest bound.
     """
     whole = sum(waits)
@@ -74,7 +77,7 @@ def wait_bound_ms(waits: Sequence[int], part: float) -> float | None:
 
 
 class Counters:
-    """Of one container, by GPU."""
+    """The counters of one container, by GPU."""
 
     def __init__(self, n_devices: int) -> None:
         self._past = [Counter[str]() for _ in range(n_devices)]
@@ -87,7 +90,7 @@ class Counters:
             past.update(_read(ledger, slot, device))
 
     def processes(self, ledger: mmap, slots: Iterable[int], device: int) -> Mapping[str, int]:
-        """Return what the processes in these slots and those that ended counted."""
+        """Return what the processes in these slots, and those that ended, have counted."""
         now = self._past[device].copy()
         for slot in slots:
             now.update(_read(ledger, slot, device))
@@ -97,9 +100,9 @@ class Counters:
         return dict(told)
 
     def time(self, device: int, stats: Stats, now_ns: int) -> GpuTime:
-        """Return the container's GPU time.
+        """Return the container's GPU time, which never goes back.
 
-        What is under way may turn out to have ended a little earlier than it was looked at.
+        A grant under way may turn out to have ended a little before it was looked at.
         """
         new, old = gpu_time(stats, now_ns), self._time[device]
         self._time[device] = GpuTime(
@@ -116,17 +119,19 @@ def _read(ledger: mmap, slot: int, device: int) -> dict[str, int]:
 
 
 RATE_NS = 2_000_000_000
-"""So far back a rate reaches: some hundred grants, and short enough to see what happens."""
+"""Time over which a rate is taken, in nanoseconds: some hundred grants, and short enough to show
+what happens."""
 LEAST_NS = 100_000_000
-"""Over less a rate says nothing."""
+"""Shortest time over which a rate says anything, in nanoseconds."""
 MOST_RATE = 1e6
-"""Percent: ten thousand threads that wait all the time. What a ledger says may be nonsense."""
+"""Highest rate, in percent: that of ten thousand threads that wait all the time. A ledger may
+contain nonsense."""
 
 
 class Rates:
     """What a container had of a GPU over the last two seconds, in percent of that time.
 
-    Each look is remembered, so whoever asks gets the time since the oldest one within the window.
+    Each look is remembered, so every caller gets the rate since the oldest look within the window.
     """
 
     def __init__(self) -> None:
@@ -151,7 +156,7 @@ class Rates:
 
 @dataclass
 class Looks:
-    """Looks at NVML on one GPU: how many, how many failed, and seconds that they took together."""
+    """Looks at NVML on one GPU: how many, how many failed, and how many seconds they took."""
 
     made: int = 0
     failed: int = 0
@@ -159,14 +164,15 @@ class Looks:
 
 
 MOST_REMEMBERED = 64
-"""Of refusals, and of violations, the last so many are remembered."""
+"""Number of refusals, and of violations, that are remembered."""
 TEXT_LIMIT = 1024
-"""Characters of what is remembered of a refusal; a request can have 64 KiB of foreign text."""
+"""Longest text that is remembered of a refusal, in characters; a request can contain 64 KiB of
+foreign text."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An admission that was refused: when, in seconds since 1970, whose, and why."""
+    """An admission that was refused: when (seconds since 1970), which container, and why."""
 
     at: float
     container: str
@@ -176,15 +182,15 @@ class Refusal:
 
 
 class Timed(Protocol):
-    """What a container says of its GPUs' time."""
+    """What a container says about its time on GPUs."""
 
     def gpu_times(self) -> Mapping[str, GpuTime]:
-        """Return its time of each GPU, by UUID."""
+        """Return its time on each GPU, by UUID."""
 
 
 @dataclass
 class Tally:
-    """What the governor counted since it started, of containers that ended, too."""
+    """What the governor has counted since it started, also of containers that ended."""
 
     admitted: int = 0
     refused: Counter[str] = field(default_factory=Counter)
@@ -196,11 +202,11 @@ class Tally:
     looks: dict[str, Looks] = field(default_factory=dict)
     """By the GPU's UUID."""
     refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MOST_REMEMBERED))
-    """The last ones, the newest at the end."""
+    """The last refusals, the newest at the end."""
     episodes: deque[tuple[str, Episode]] = field(
         default_factory=lambda: deque(maxlen=MOST_REMEMBERED)
     )
-    """The last violations with their containers' ids, of containers that ended, too."""
+    """The last violations with their containers' ids, also of containers that ended."""
     _past: dict[str, GpuTime] = field(default_factory=dict)
 
     def refuse(self, at: float, container: str, code: str, message: str, hint: str) -> None:
@@ -215,7 +221,7 @@ class Tally:
         self.episodes.append((container, episode))
 
     def container_ended(self, container: Timed) -> None:
-        """Keep what a container had, while the arbiter still knows it."""
+        """Keep what a container had, while the arbiter still knows the container."""
         for uuid, time in container.gpu_times().items():
             self._past[uuid] = self._past.get(uuid, GpuTime()) + time
 

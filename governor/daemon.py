@@ -50,21 +50,22 @@ from vdriver.nvml import Nvml
 log = structlog.get_logger()
 
 WAIT_S = 0.05
-"""Between two looks whether another governor has ended."""
+"""Interval at which `--wait` checks whether the other governor has ended, in seconds."""
 SUMMARY = "Share this node's GPUs among containers by quota"
 OVERRIDES = ("runtime_dir", "state_dir", "driver_dir")
-"""Options of the configuration that the command line may say instead."""
+"""Options of the configuration that the command line can override."""
 
 
 SIMULATED = ("SIMGPU_DIR", Path("/dev/tidegate-simgpu"))
-"""Where the simulated driver finds its GPUs: what a variable names, or a directory."""
+"""Where the simulated driver finds its GPUs: the directory that this variable names, or this one.
+"""
 
 
 def require_simulated(driver_dir: str) -> str | None:
-    """Return the directory of simulated GPUs where the mirror is of their driver, else None.
+    """Return the directory of simulated GPUs if the mirror is of their driver, else None.
 
-    It is refused where this process does not say where they are: NVML alone would ask for a kernel
-    module, of which there is none.
+    GovernorError if this process is not told where they are: NVML alone would ask for a kernel
+    module, which simulated GPUs do not have.
     """
     generation = Path(driver_dir) / "current"
     manifest = read_manifest(generation.resolve())
@@ -99,7 +100,7 @@ def original_nvml(driver_dir: str) -> Path:
 
 
 def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
-    """Return the node's GPUs, and by index why others cannot be shared."""
+    """Return the node's GPUs, and the reason why others cannot be shared, by index."""
     devices: list[Device] = []
     left_out: dict[int, str] = {}
     for index, found in enumerate(nvml.survey()):
@@ -115,7 +116,7 @@ def find_devices(nvml: Nvml) -> tuple[list[Device], dict[int, str]]:
 
 
 def _find_mps(config: Config, devices: list[Device], server: Server) -> list[Mps]:
-    """Give the server the MPS daemons that the configuration wants, closed until they run."""
+    """Give the server the MPS daemons that are configured; their GPUs are closed until they run."""
     wanted = [d for d in devices if config.strategy_of(d.index, d.uuid) == "mps"]
     if wanted:
         tools = find_tools(read_manifest((Path(config.driver_dir) / "current").resolve()))
@@ -135,8 +136,8 @@ def _part_from(server: Server, mps: Mps) -> None:
 
 
 LOCK = "governor.lock"
-"""In the runtime directory, mode 0600. The directory itself can be opened, and so locked, by any
-user of the host, which would keep every governor from starting."""
+"""Lock file in the runtime directory, mode 0600. Any user of the host can open, and therefore lock,
+the directory itself, which would keep every governor from starting."""
 SOCKET = "governor.sock"
 
 
@@ -144,7 +145,7 @@ def _open_lock(directory: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(directory / LOCK, flags, 0o600)
-        os.fchmod(fd, 0o600)  # whatever made it
+        os.fchmod(fd, 0o600)  # whatever created the file
     except OSError as e:
         raise GovernorError(
             f"{directory / LOCK}: {e.strerror}", hint="run as root; a link there is removed by hand"
@@ -153,9 +154,9 @@ def _open_lock(directory: Path) -> int:
 
 
 def _take_lock(lock: int, directory: Path) -> None:
-    """Take the place in a directory; BlockingIOError where a governor runs there.
+    """Take the governor's place in a directory; BlockingIOError if a governor runs there.
 
-    One that answers has the place without the lock, too: older ones locked the directory.
+    A governor that answers has the place even without the lock: older ones locked the directory.
     """
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -163,7 +164,7 @@ def _take_lock(lock: int, directory: Path) -> None:
         try:
             client.connect(str(directory / SOCKET))
         except BlockingIOError:
-            pass  # its queue is full, so it is listened to
+            pass  # its queue is full, so a governor listens
         except OSError:
             return
     fcntl.flock(lock, fcntl.LOCK_UN)
@@ -171,9 +172,9 @@ def _take_lock(lock: int, directory: Path) -> None:
 
 
 async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
-    """Wait for another governor in `directory` to end; return a descriptor that `listening` takes.
+    """Wait for another governor in `directory` to end; return a descriptor for `listening`.
 
-    None where `stop` came first.
+    None if `stop` was set first.
     """
     lock = _open_lock(directory)
     said = False
@@ -196,9 +197,9 @@ async def wait_for_place(directory: Path, stop: asyncio.Event) -> int | None:
 def listening(path: Path, lock: int | None = None) -> Iterator[socket.socket]:
     """Listen at `path`; refuse to take the place of a governor that runs there.
 
-    A file beside it is locked, because two that start at once would each find no other one that
-    answers, and one whose socket was removed does not answer. `lock` is a descriptor of that file
-    which is locked already; it is closed at the end.
+    A file next to the socket is locked. Without it, two governors that start at once would each
+    find no other that answers, and a governor with a removed socket does not answer. `lock` is a
+    descriptor of that file on which the lock is held already; it is closed at the end.
     """
     with contextlib.ExitStack() as stack:
         if lock is None:
@@ -239,7 +240,7 @@ def _bound(path: Path) -> Iterator[socket.socket]:
 
 
 LONGEST_SOCKET = 107
-"""Of a socket's path, bytes: the kernel's."""
+"""Longest path of a socket, in bytes, as the kernel limits it."""
 
 
 def _make_directories(runtime: Path) -> None:
@@ -251,9 +252,9 @@ def _make_directories(runtime: Path) -> None:
         )
     try:
         runtime.mkdir(parents=True, exist_ok=True)
-        # Users of the host have no business there; a container comes by its own mount.
+        # Users of the host have no business there; a container has a mount of its own.
         (runtime / CONTAINERS).mkdir(mode=0o700, exist_ok=True)
-        (runtime / CONTAINERS).chmod(0o700)  # of a governor before
+        (runtime / CONTAINERS).chmod(0o700)  # an earlier governor may have made it
     except OSError as e:
         raise GovernorError(f"{runtime}: {e.strerror}", hint="run as root") from e
 
@@ -266,7 +267,7 @@ def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
     had_terminal = sys.stderr.isatty()
 
     def hang_up() -> None:
-        # The terminal of a governor in the foreground may be what hung up.
+        # For a governor in the foreground, it may be its terminal that hung up.
         (stop if had_terminal and not os.isatty(2) else hangups).set()
 
     loop.add_signal_handler(signal.SIGHUP, hang_up)
@@ -274,9 +275,9 @@ def _hear(stop: asyncio.Event, hangups: asyncio.Event) -> None:
 
 
 async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
-    """Serve until a signal says to stop, by the configuration that `load` returns.
+    """Serve by the configuration that `load` returns, until a signal says to stop.
 
-    `wait`: another governor in the same directory is waited for, instead of being an error.
+    With `wait`, another governor in the same directory is waited for, instead of being an error.
     """
     settings = Settings(load)
     config = settings.config
@@ -316,7 +317,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         server.versions = {"driver": nvml.driver_version(), "cuda": nvml.cuda_version()}
         stack.callback(server.close)
         for mps in _find_mps(config, devices, server):
-            # Before the server lets go of the containers.
+            # This runs before the server lets go of the containers.
             stack.callback(_part_from, server, mps)
         await server.adopt()
         auditor = Auditor(server.containers, server.tally, config)
@@ -325,7 +326,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
         settings.tell(auditor.configure)
         server.settings = settings
         tasks = [loop.create_task(mps.run()) for mps in server.mps.values()]
-        # Who asks meanwhile waits at the socket: better than to hear that it is being started.
+        # Requests wait at the socket meanwhile, instead of being told that MPS is being started.
         for mps in server.mps.values():
             await mps.tried()
         tasks += [
@@ -369,7 +370,7 @@ async def govern(load: Callable[[], Loaded], *, wait: bool = False) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of its command line."""
+    """Return the parser of the governor's command line."""
     made = Parser(prog="tidegate-governor", description=SUMMARY + ".")
     made.add_argument(
         "--config", metavar="FILE", help="configuration file (/etc/tidegate/config.yaml)"
@@ -386,7 +387,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def load_overridden(args: argparse.Namespace) -> Loaded:
-    """Return what the files say, with what the command line says instead."""
+    """Return what the files say, with what the command line overrides."""
     loaded = load_config(args.config)
     given = {name: getattr(args, name) for name in OVERRIDES if getattr(args, name)}
     return replace(loaded, config=replace(loaded.config, **given))
@@ -401,7 +402,7 @@ def _make_runner(
     together: Runners,
     board: Board,
 ) -> Runner:
-    """Return what divides a GPU's time: its own scheduler where the node wants that and it can."""
+    """Return what divides a GPU's time: the GPU's own scheduler, if wanted and possible."""
     strategy = config.strategy_of(device.index, device.uuid)
     why = ""
     if config.scheduling == "hardware" and strategy != "timeslice":
@@ -431,7 +432,7 @@ def _make_runner(
 
 def main(argv: list[str] | None = None) -> int:
     """Run the governor; return its exit status."""
-    # Until there is somebody to hear it, or it would end us.
+    # Blocked until a handler is installed: SIGHUP would end the governor.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     args = parser().parse_args(argv)
     logs.configure()

@@ -1,7 +1,7 @@
 """What can go wrong in the governor and the command, sorted as an operator would sort it.
 
-Every error is one line: the message says what was found, the hint says what to do. `code` is
-stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
+Every error is one line: the message says what was found, the hint says what to do. `code` is stable
+and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TidegateError(Exception):
 
 
 def one_line(text: str) -> str:
-    """Return text as a line that a terminal only shows: what was found may be anybody's words."""
+    """Return text as one line that a terminal only displays: it may contain foreign words."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
@@ -51,7 +51,7 @@ class RefusedError(TidegateError):
 
 
 class OccupiedError(RefusedError):
-    """What a claim was given is there, and something else has it still: it may pass.
+    """What a claim was given exists, but something else still has it; that may pass.
 
     `device` is the GPU's UUID.
     """

@@ -1,9 +1,9 @@
 """What the hook and the governor wrote to the node's log: found, read, and put into one form.
 
-Both write one JSON object a line. The hook, and the wrapper runtime with it, sends it to syslog
-(tag `tidegate-hook`), or to a file of its own; the governor writes it to its standard error, which
-its unit gives to the journal. So there are three sources: the journal, the text files of a syslog
-daemon, and files of JSON lines. This module knows all three.
+Both write one JSON object per line. The hook, like the wrapper runtime, sends it to syslog (tag
+`tidegate-hook`), or to a file of its own. The governor writes it to its standard error, which its
+unit sends to the journal. So there are three sources: the journal, the text files of a syslog
+daemon, and files of JSON lines. This module reads all three.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _REFUSALS = {"request-refused", "process-refused"}
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: when (as its source wrote it), who said it, and what."""
+    """Something that happened: when (as its source wrote it), the source, and what."""
 
     time: str
-    source: str  # hook, runtime, governor, or "user NUMBER": anybody may write to the log
+    source: str  # hook, runtime, governor, or "user NUMBER": any user can log
     fields: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """What happened, by the hook's outcome or the governor's name for it."""
+        """What happened: the hook's outcome, or the governor's name for the event."""
         return str(self.fields.get("outcome") or self.fields.get("event") or "?")
 
     @property
     def container(self) -> str:
-        """Which container it is about, empty where it is about none."""
+        """The container that the event is about; empty if it is about none."""
         for field in ("id", "container", "key"):
             if isinstance(value := self.fields.get(field), str):
                 return value
@@ -67,7 +67,7 @@ class Event:
 
     @property
     def failure(self) -> bool:
-        """Whether it says that something did not go as it should."""
+        """Whether the event says that something did not go as it should."""
         return (
             self.fields.get("outcome") in _FAILURES
             or self.fields.get("level") in _LEVELS
@@ -76,12 +76,12 @@ class Event:
         )
 
     def about(self, container: str) -> bool:
-        """Whether it is about a container, named by its id, the beginning of that, or its key.
+        """Return whether it is about a container, named by its id, the id's beginning, or its key.
 
-        Or by its pod or claim, as NAMESPACE/NAME, or the claim's uid.
+        Or by its pod or claim as NAMESPACE/NAME, or by the claim's uid.
         """
         named = [self.fields.get(field) for field in ("id", "container", "key")]
-        # Whole names: a pod's is how many others' begin.
+        # Whole names only: a pod's name may be how many other pods' names begin.
         whole = [self.fields.get(field) for field in ("pod", "claim", "uid")]
         claims = self.fields.get("claims")
         whole += claims if isinstance(claims, list) else ()
@@ -90,7 +90,7 @@ class Event:
         )
 
     def text(self) -> str:
-        """Return what was said, in words."""
+        """Return what the event says, in words."""
         fields = self.fields
         if "message" in fields:
             code = f"{fields['code']}: " if fields.get("code") else ""
@@ -101,7 +101,7 @@ class Event:
         return ", ".join(f"{name} {value}" for name, value in fields.items() if name not in hidden)
 
     def _whose(self) -> str:
-        """Return the pod and the claims that it is about, where it says so."""
+        """Return the pod and the claims that the event is about, if it names any."""
         claims = self.fields.get("claims")
         named = [("pod", self.fields.get("pod")), ("claim", self.fields.get("claim"))]
         named += [("claim", claim) for claim in (claims if isinstance(claims, list) else ())]
@@ -110,9 +110,9 @@ class Event:
 
 
 def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
-    """Return the event of one line: JSON, alone or behind what a syslog daemon writes before it.
+    """Return the event of one line: JSON, alone or after the prefix of a syslog daemon.
 
-    None for every other line. `source` and `stamp` are what is known of it from elsewhere.
+    None for every other line. `source` and `stamp` are what is known about it from elsewhere.
     """
     text = line.strip()
     if not text.startswith("{"):
@@ -137,7 +137,7 @@ def parse_line(line: str, source: str = "", stamp: str = "") -> Event | None:
 
 
 def parse_journal(line: str) -> Event | None:
-    """Return the event of one line of `journalctl -o json`, None where it has none of ours."""
+    """Return the event of one line of `journalctl -o json`; None if it is not Tidegate's."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
@@ -146,7 +146,7 @@ def parse_journal(line: str) -> Event | None:
         return None
     message = entry.get("MESSAGE")
     if isinstance(message, list):
-        # With a byte that is not to be printed in it, a message comes as numbers.
+        # A message that contains an unprintable byte comes as a list of numbers.
         with contextlib.suppress(ValueError, TypeError):
             message = bytes(message).decode(errors="replace")
     if not isinstance(message, str):
@@ -157,20 +157,21 @@ def parse_journal(line: str) -> Event | None:
         stamp = at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     tag = str(entry.get("SYSLOG_IDENTIFIER", ""))
     source = "hook" if tag == HOOK else "governor"
-    # The journal knows who wrote; the tag is the writer's word. It may be a rootless engine's hook.
+    # The journal knows which user wrote it; the tag is the writer's word. The user may be a
+    # rootless engine's, for its hook.
     if (user := str(entry.get("_UID", "0"))) != "0":
         source = f"user {user}"
     event = parse_line(message, source, stamp)
     if event is None and source == "governor" and message.startswith(f"{GOVERNOR}: "):
-        # What it says when it cannot start is for whoever started it, and no JSON.
+        # What the governor says when it cannot start is for its caller, and is not JSON.
         said = {"event": "governor-failed", "level": "error"}
         event = Event(stamp, source, {**said, "message": message.removeprefix(f"{GOVERNOR}: ")})
     return event
 
 
 def journal_command(since: str | None, *, follow: bool) -> list[str]:
-    """Return the command that has the journal print our lines."""
-    # --all: a message of more than 4096 bytes is `null` without it, and a plan is longer.
+    """Return the command that has the journal print Tidegate's lines."""
+    # Without --all, a message of more than 4096 bytes is `null`, and a plan is longer.
     command = ["journalctl", "--quiet", "--no-pager", "--all", "--output=json"]
     command += [f"--since={since}"] if since else []
     command += ["--follow", "--lines=all"] if follow else []
@@ -178,7 +179,7 @@ def journal_command(since: str | None, *, follow: bool) -> list[str]:
 
 
 def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
-    """Yield the journal's events, oldest first; RequestError where there is no journal to read."""
+    """Yield the journal's events, oldest first; RequestError if there is no journal to read."""
     command = journal_command(since, follow=follow)
     try:
         process = subprocess.Popen(
@@ -202,7 +203,7 @@ def read_journal(since: str | None, *, follow: bool) -> Iterator[Event]:
 
 
 def read_files(paths: Sequence[Path], *, follow: bool) -> Iterator[Event]:
-    """Yield the events of files, one file after the other; RequestError where one is not there."""
+    """Yield the events of files, one file after the other; RequestError if one is not there."""
     followed: list[tuple[Path, Iterator[str]]] = []
     for path in paths:
         lines = _lines(path, follow=follow)
@@ -223,7 +224,10 @@ def _events(lines: Iterator[str]) -> Iterator[Event]:
 
 
 def _lines(path: Path, *, follow: bool) -> Iterator[str]:
-    """Yield whole lines; when followed an empty one for "no more now", and the file made anew."""
+    """Yield whole lines; when following, an empty one if there are no more now.
+
+    A file that was truncated or made anew is read from its beginning.
+    """
     rest = b""
     try:
         file = path.open("rb")
@@ -242,7 +246,7 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
                     yield rest.decode(errors="replace")
                 return
             yield ""
-            # A rotation moves the file away: what comes next is in one of the same name.
+            # A rotation moves the file away; what comes next is in a new one of the same name.
             with contextlib.suppress(OSError):
                 if path.stat().st_ino != os.fstat(file.fileno()).st_ino:
                     other = path.open("rb")
@@ -253,7 +257,7 @@ def _lines(path: Path, *, follow: bool) -> Iterator[str]:
 
 
 def has_journal() -> bool:
-    """Whether this node keeps a journal."""
+    """Return whether this node keeps a journal."""
     return any(
         next(Path(directory).glob("*/*.journal"), None) is not None
         for directory in ("/var/log/journal", "/run/log/journal")
@@ -261,7 +265,7 @@ def has_journal() -> bool:
 
 
 def select(events: Iterable[Event], container: str | None, *, everything: bool) -> Iterator[Event]:
-    """Yield what is asked for: of one container, and failures unless everything is."""
+    """Yield what is asked for: events of one container, and failures unless `everything` is."""
     for event in events:
         if container is not None and not event.about(container):
             continue

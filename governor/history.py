@@ -1,8 +1,8 @@
-"""What containers had of their GPUs over the last 15 minutes, a step of five seconds at a time.
+"""What containers had of their GPUs over the last 15 minutes, in steps of five seconds.
 
-Pure: no clock, no container, no file. Whoever looks says when and what; between two looks a rate is
-taken for even. Memory is bounded: a container takes 5 KiB a GPU, and no more than `MOST_SERIES` are
-kept, whichever ended first going first.
+Pure: no clock, no container, no file. The caller says when it looks and what it sees. Between two
+looks a rate is taken to be even. Memory is bounded: a container takes 5 KiB per GPU, and at most
+`MOST_SERIES` are kept, of which the one that ended first goes first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ STEP_S = 5
 STEP_NS = STEP_S * 1_000_000_000
 STEPS = 180
 MOST_SERIES = 1024
-"""Of containers times GPUs, those that ended within the time included."""
+"""Maximum number of series, one per container and GPU, including those that ended within the time.
+"""
 
 PART = 100
-"""So many make a percent."""
+"""Parts in a percent."""
 
 COLUMNS = {
     "used": "H",
@@ -30,13 +31,13 @@ COLUMNS = {
     "memory_limit": "Q",
     "refused": "I",
 }
-"""What is kept of each step, and as what: parts of a percent, percent, bytes, counts."""
+"""What is kept of each step, and its array type: parts of a percent, percent, bytes, counts."""
 PARTS = ("used", "lent")
 
 
 @dataclass(frozen=True)
 class Use:
-    """A container on a GPU, at a look. Times and refusals are counted from its begin."""
+    """A container on a GPU, at a look. Times and refusals are counted from its beginning."""
 
     key: str
     container: str
@@ -53,7 +54,7 @@ class Use:
 
 @dataclass
 class _Series:
-    """What is known of a container on a GPU, by step; the place of a step is `step % STEPS`."""
+    """What is known about a container on a GPU, by step; a step is at index `step % STEPS`."""
 
     number: int
     use: Use
@@ -74,7 +75,7 @@ class _Series:
         self.last = steps[-1]
 
     def cut(self, since: int, last: int) -> tuple[int, dict[str, array[int]]]:
-        """Return the first step behind `since` that there is, and the values from there on."""
+        """Return the first step after `since` that exists, and the values from there on."""
         begin = max(self.first, since + 1, last - STEPS + 1)
         first, behind = begin % STEPS, (self.last + 1) % STEPS
         if begin > self.last:
@@ -87,7 +88,7 @@ class _Series:
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of the history: plain values in it are no longer the history's own."""
+    """A part of the history, with copies of its values."""
 
     last: int
     left_out: int
@@ -108,7 +109,7 @@ class Cut:
 
 
 class History:
-    """Of one governor, from its start at `start_ns`; steps are counted from there, from 0."""
+    """The history of one governor since `start_ns`; steps are counted from there, from 0."""
 
     def __init__(self, start_ns: int) -> None:
         self._start_ns = start_ns
@@ -116,7 +117,7 @@ class History:
         self.last = -1
         """The last step that is over and was looked at."""
         self.left_out = 0
-        """Containers, times GPUs, that are there and for which there is no room."""
+        """Containers, times GPUs, that run and for which there is no room."""
         self._numbers = 0
         self._here: dict[Hashable, _Series] = {}
         self._ended: list[_Series] = []
@@ -127,19 +128,22 @@ class History:
         return self._start_ns + (self.last + 2) * STEP_NS
 
     def part(self, who: Hashable, use: Use) -> None:
-        """Take in what somebody had at the end; what he did since the last look is not lost."""
+        """Take in what a container had at its end.
+
+        Otherwise what it did since the last look would be lost.
+        """
         if len(self._parted) < MOST_SERIES:
             self._parted.append((who, use))
 
     def look(self, now_ns: int, uses: Iterable[tuple[Hashable, Use]]) -> None:
-        """Take in what everybody has had by now. Who is known and not named has ended."""
+        """Take in what all containers have had by now; a known one that is missing has ended."""
         last = (now_ns - self._start_ns) // STEP_NS - 1
         if last <= self.last:
             return
         steps = range(max(self.last + 1, last - STEPS + 1), last + 1)
         passed = max(1, now_ns - self._looked_ns)
         self.last, self._looked_ns, self.left_out = last, now_ns, 0
-        # Those that ended last, or the room for them would be taken from those that are here.
+        # Those that ended come last, or they would take the room of those that run.
         here = dict(uses)
         for who, use in here.items():
             self._write(who, use, steps, passed)
@@ -163,7 +167,7 @@ class History:
                     return
                 self._ended.pop(0)
             self._numbers += 1
-            # Its counters began with it, somewhere in the last of these steps.
+            # Its counters began with it, at some time in the last of these steps.
             last = steps[-1]
             series = self._here[who] = _Series(self._numbers, use, last, last)
             passed_ns = min(passed_ns, STEP_NS)
@@ -174,8 +178,9 @@ class History:
         used = 100 * PART * charged // passed_ns
         lent = 100 * PART * booked // passed_ns
         if use.limit == 100:
-            # Who is alone may have the GPU without an end in sight, and nothing of that is booked
-            # as lent: he keeps it from nobody. What is beyond his guarantee is lent all the same.
+            # A container that is alone may have the GPU without an end in sight. Nothing of that is
+            # booked as lent, because it keeps the time from no other container. What is beyond its
+            # guarantee is lent all the same.
             lent = max(lent, used - use.guarantee * PART)
         series.write(
             steps,
@@ -189,12 +194,12 @@ class History:
                 "refused": 0,
             },
         )
-        # They cannot be spread, so they were all in the last step.
+        # Refusals cannot be spread over the steps, so all of them count for the last one.
         refused = use.refused - (before.refused if before else 0)
         series.write(steps[-1:], {"refused": refused})
 
     def cut(self, since: int) -> Cut:
-        """Return what there is behind the step `since`: of each container, if only its name."""
+        """Return what there is after step `since`; a container without any has only its name."""
         series = []
         for one in sorted([*self._here.values(), *self._ended], key=lambda one: one.number):
             first, values = one.cut(since, self.last)

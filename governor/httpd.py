@@ -1,7 +1,7 @@
-"""HTTP as far as the governor speaks it: GET, one request a connection, and where may be listened.
+"""The part of HTTP that the governor speaks: GET, one request per connection, local addresses only.
 
-There is neither a password nor TLS here, so nothing is served elsewhere than at a socket below
-`runtime_dir`, for root and its group, or at a loopback address, for all of this machine.
+There is neither a password nor TLS, so it listens only at a socket below `runtime_dir`, for root
+and its group, or at a loopback address, for every user of this machine.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Result = TypeVar("Result")
 
 HEAD_LIMIT = 8 << 10
 REQUEST_S = 5.0
-"""From a connection to the end of its answer at most."""
+"""Longest time from a connection to the end of its answer, in seconds."""
 MOST_CONNECTIONS = 8
 AGAIN_S = 10.0
-"""After which a place that could not be had is tried again."""
+"""Interval at which an address that could not be had is tried again, in seconds."""
 
 CLOSE = "Connection: close\r\n"
 
 
 class Endpoint(abc.ABC):
-    """Answers GET requests; what is no such request is refused. Subclasses say what is there.
+    """Answers GET requests and refuses all others; subclasses say what is served.
 
-    No client can keep more than a connection for five seconds. Eight are answered, eight more hear
-    that these are too many, and others are closed at once.
+    No client can hold more than a connection, and that for five seconds. Eight connections are
+    answered, eight more are told that there are too many, and others are closed at once.
     """
 
     where = ""
-    """What a refusal says of where something is, one line."""
+    """One line for refusals that says where something is served."""
     headers = ""
-    """Of every answer, refusals too."""
+    """Headers of every answer, including refusals."""
 
     def __init__(self, name: str) -> None:
         self._connections = 0
@@ -61,10 +61,10 @@ class Endpoint(abc.ABC):
 
     @abc.abstractmethod
     def has(self, target: str) -> bool:
-        """Return whether something is at `target`."""
+        """Return whether anything is served at `target`."""
 
     async def in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Do what takes long, and touches nothing of the governor's, beside its loop."""
+        """Run what takes long, and uses nothing of the governor's, outside its loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
 
     async def serve(self, listener: socket.socket) -> None:
@@ -90,13 +90,14 @@ class Endpoint(abc.ABC):
                 writer.write(answer)
                 await writer.drain()
                 writer.write_eof()
-                # What it still sends is read, or closing would take the answer back (RST).
+                # What the client still sends is read; otherwise closing would discard the answer
+                # (RST).
                 while await reader.read(HEAD_LIMIT):
                     pass
         except asyncio.LimitOverrunError:
             writer.write(self.status("431 Request Header Fields Too Large"))
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
-            # Cancelled when the governor stops: asyncio of 3.11 makes noise about tasks that are.
+            # Cancelled when the governor stops: asyncio of Python 3.11 complains about such tasks.
             writer.transport.abort()
         finally:
             self._connections -= 1
@@ -110,7 +111,7 @@ class Endpoint(abc.ABC):
         try:
             headers = http.client.parse_headers(io.BytesIO(rest))
         except (http.client.HTTPException, ValueError):
-            # Python takes a Content-Type apart by itself, and stumbles over what some say.
+            # Python parses a Content-Type unasked, and fails on some of them.
             return self.status("400 Bad Request")
         method, target, _ = words
         if not self.has(target.partition("?")[0]):
@@ -120,12 +121,12 @@ class Endpoint(abc.ABC):
         return await self.answer(target, headers)
 
     def status(self, status: str, more: str = "", *, why: str = "") -> bytes:
-        """Return an answer that is a status and one line, which says why or where something is."""
+        """Return an answer of a status and one line, which says why or where something is."""
         text = f"{status}; {why or self.where}"
         return self.content(f"{text}\n".encode(), "text/plain", more, status=status)
 
     def content(self, body: bytes, kind: str, more: str = "", *, status: str = "200 OK") -> bytes:
-        """Return a whole answer; `more` are headers of this one."""
+        """Return a whole answer; `more` are headers of this answer only."""
         head = (
             f"HTTP/1.1 {status}\r\n{more}{self.headers}Content-Type: {kind}\r\n"
             f"Content-Length: {len(body)}\r\n{CLOSE}\r\n"
@@ -137,10 +138,10 @@ Listening = AbstractContextManager[socket.socket | None]
 
 
 class Offer:
-    """Where an endpoint is served; tried again where it cannot be had: quotas hold without."""
+    """Where an endpoint is served; retried if not available, because quotas hold without it."""
 
     def __init__(self, listening: Callable[[], Listening]) -> None:
-        """Open it, or log why that cannot be."""
+        """Open it, or log why that is not possible."""
         self._listening = listening
         self._said = ""
         self._stack = contextlib.ExitStack()
@@ -156,14 +157,14 @@ class Offer:
             return None
 
     async def serve(self, endpoint: Endpoint) -> None:
-        """Serve there, from when it can be had, until cancelled."""
+        """Serve there once it is available, until cancelled."""
         while self._listener is None:
             await asyncio.sleep(AGAIN_S)
             self._listener = self._open()
         await endpoint.serve(self._listener)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._stack.close()
 
 
@@ -171,7 +172,7 @@ class Offer:
 def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket.socket | None]:
     """Listen `where` an option says: off (None), unix (at `path`), or an address.
 
-    GovernorError when that cannot be; `what` and `option` are in its words.
+    GovernorError if that is not possible; `what` and `option` are for its message.
     """
     if where == "off":
         yield None
@@ -188,7 +189,7 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
         ) from e
     with listener:
         listener.setblocking(False)
-        listener.listen()  # who comes before it is served waits, and is not refused
+        listener.listen()  # early connections wait until they are served, and are not refused
         try:
             yield listener
         finally:
@@ -197,7 +198,7 @@ def listening(where: str, path: Path, what: str, option: str) -> Iterator[socket
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    # One governor for a runtime_dir, so what is there is of one that died.
+    # A runtime_dir has one governor, so what is there was left by one that died.
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o117)

@@ -21,20 +21,20 @@ log = structlog.get_logger()
 
 BACKLOG = 100
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""The governor lacks what a connection needs, for a moment or longer."""
+"""Errors that mean that the governor lacks what a connection needs, for a moment or longer."""
 SHORT_S = 1.0
 
 
 class Listener:
     """Accepts connections one at a time; those that come too fast wait in the kernel's queue.
 
-    Once that is full `connect` waits, so a process that connects in a loop is slowed down itself.
+    Once the queue is full, `connect` waits, so a process that connects in a loop slows itself down.
     """
 
     def __init__(
         self, path: Path, pace: Pace, serve: Callable[[socket.socket], Awaitable[None]]
     ) -> None:
-        """Listen at `path`; `serve` is called for each connection, which it has to close."""
+        """Listen at `path`; `serve` is called with each connection, and has to close it."""
         self._path, self._pace, self._serve = path, pace, serve
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -45,7 +45,7 @@ class Listener:
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()
             self._socket.bind(str(path))
-            path.chmod(0o666)  # any user of the container; the directory is in no other
+            path.chmod(0o666)  # any user of the container; no other container has the directory
             self._socket.listen(BACKLOG)
         except OSError:
             self._socket.close()
@@ -53,7 +53,7 @@ class Listener:
         self._listen()
 
     def close(self) -> None:
-        """Accept nothing more, and end what is being served."""
+        """Accept nothing more, and end the connections that are being served."""
         if self._timer is not None:
             self._timer.cancel()
         self._loop.remove_reader(self._socket)

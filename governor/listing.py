@@ -1,7 +1,7 @@
 """The containers of this node as `tidegate ps`, `top` and `inspect` show them.
 
-What the governor knows of each, with what its engine calls it; as rows of a table, and as the lines
-that say which violations last.
+What the governor knows about each is combined with the name that its engine has for it, as rows of
+a table, and as lines that say which violations last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from governor.quota import THROUGHPUT
 
 MIB = 1 << 20
 SHORT = 12
-"""Of an id that is a digest is shown as much as engines show, or more where that is two's."""
+"""Number of characters shown of an id that is a digest, as engines do; more if two ids begin alike.
+"""
 
 HEAD = (
     *("CONTAINER", "NAME", "POD", "CLAIM", "GPU"),
@@ -27,23 +28,23 @@ HEAD = (
 )
 ID, NAME, POD, CLAIM, CLASS, STRATEGY = 0, 1, 2, 3, 8, 9
 OPTIONAL = (NAME, POD, CLAIM, CLASS)
-"""Columns that are left out where nobody has anything in them."""
+"""Columns that are left out if no container has anything in them."""
 
 
 class Listing:
-    """Asks the governor, and remembers names: they do not change while a container runs."""
+    """Asks the governor, and remembers names, which do not change while a container runs."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._names: dict[str, Name] = {}
 
     def containers(self) -> list[dict[str, Any]]:
-        """Return what the governor says of each, with `engine`, `name` and `pod`."""
+        """Return what the governor says about each container, with `engine`, `name` and `pod`."""
         answer: list[dict[str, Any]] = ask(self._config, "list")["containers"]
         known, self._names = self._names, {}
         for one in answer:
             for device in one["devices"]:
-                # Of a governor from before these, until its restart.
+                # An older governor, which runs until its restart, does not have these fields.
                 for name in ("delivered", "lent", "waited", "waiting"):
                     device.setdefault(name, None)
             key = str(one["key"])
@@ -54,13 +55,13 @@ class Listing:
         return answer
 
     def gpus(self) -> list[dict[str, Any]]:
-        """Return what the governor says of each GPU."""
+        """Return what the governor says about each GPU."""
         answer: list[dict[str, Any]] = ask(self._config, "gpus")["gpus"]
         return answer
 
 
 def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the container of that id, name or pod, or the only one whose id begins so."""
+    """Return the container of that id, name or pod, or the only one with an id that begins so."""
     for one in containers:
         if one["id"] == wanted:
             return one
@@ -70,7 +71,7 @@ def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for one in containers
         if wanted and wanted in (one["name"], one["pod"], one["pod"].rpartition("/")[2])
     ]
-    # A name is a tenant's to choose, and may be how another's id begins.
+    # A tenant chooses the name, and it may be how another container's id begins.
     found = begins + [one for one in named if one not in begins]
     if len(found) == 1:
         return found[0]
@@ -80,14 +81,14 @@ def find(wanted: str, containers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def safe(text: object) -> str:
-    """Return foreign text so that a terminal only shows it."""
+    """Return foreign text in a form that a terminal only displays."""
     return "".join(c if c.isprintable() else "?" for c in str(text))
 
 
 def cell(text: object) -> str:
     """Return foreign text for a line that is cut: each character is one column wide.
 
-    One that takes two would have lines wrap, and push what has to be seen off the screen.
+    A character of two columns would make lines wrap, and push what has to be seen off the screen.
     """
     return "".join(c if _is_narrow(c) else "?" for c in safe(text))
 
@@ -111,13 +112,13 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def table(containers: Sequence[dict[str, Any]], width: int | None = None) -> list[str]:
     """Return the heads, and a line for each container and GPU.
 
-    Where that is wider than `width` columns go that can be done without, as far as it takes; of the
-    state, which comes last, no more than the head has to fit.
+    If that is wider than `width`, columns that can be done without are dropped, as many as needed.
+    Of the state, which comes last, only as much as the head has to fit.
     """
     short = short_ids([str(one["id"]) for one in containers])
     rows = [row for one in containers for row in _rows(one, short[str(one["id"])])]
     left_out = {i for i in OPTIONAL if not any(row[i] for row in rows)}
-    # Who has a name or a pod can be told from others without his id.
+    # A container with a name or a pod can be told from others without its id.
     dispensable = [STRATEGY, CLAIM, *_names(rows)]
     while True:
         shown = [[cell for i, cell in enumerate(row) if i not in left_out] for row in (HEAD, *rows)]
@@ -128,7 +129,7 @@ def table(containers: Sequence[dict[str, Any]], width: int | None = None) -> lis
 
 
 def _names(rows: Sequence[tuple[str, ...]]) -> list[int]:
-    """Return which columns of names can go, so that each container keeps one of its own."""
+    """Return the columns of names that can go, so that each container keeps a name of its own."""
     for kept in (NAME, POD, ID):
         names = {row[kept]: row[ID] for row in rows if row[kept]}
         if len(names) == len({row[ID] for row in rows}) and all(row[kept] for row in rows):
@@ -137,7 +138,7 @@ def _names(rows: Sequence[tuple[str, ...]]) -> list[int]:
 
 
 def short_ids(ids: Sequence[str]) -> dict[str, str]:
-    """Return what is shown of each id: enough for `find`."""
+    """Return what is shown of each id, which is enough for `find`."""
     short = {}
     for one in ids:
         length = SHORT if len(one) == 64 else 40
@@ -193,20 +194,20 @@ def claims_table(claims: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def claim_state(claim: dict[str, Any]) -> str:
-    """Return how it is with a claim."""
+    """Return the state of a claim."""
     if claim["leaving"]:
         return "leaving"
     return "used" if any(share["containers"] for share in claim["shares"]) else "booked"
 
 
 def claims_of(container: dict[str, Any]) -> str:
-    """Return the claims from which a container has its quota, empty where it has it by itself."""
+    """Return the claims that a container has its quota from; empty if the quota is its own."""
     claims = container.get("claims", ())
     return cell(", ".join(f"{claim['namespace']}/{claim['name']}" for claim in claims))
 
 
 def find_claim(wanted: str, claims: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the claim of that uid, NAMESPACE/NAME or name, if it is one only."""
+    """Return the claim of that uid, NAMESPACE/NAME or name, if there is exactly one."""
     found = [
         claim
         for claim in claims
@@ -232,7 +233,7 @@ def lasting(container: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def state(container: dict[str, Any], gpu: str | None = None) -> str:
-    """Return how it is with a container, on one GPU or on all."""
+    """Return the state of a container, on one GPU or on all."""
     kinds = [one["kind"] for one in lasting(container) if gpu in (None, one["gpu"])]
     words = ["frozen"] if container["frozen"] else []
     words += [f"violation: {', '.join(dict.fromkeys(kinds))}"] if kinds else []
@@ -242,7 +243,7 @@ def state(container: dict[str, Any], gpu: str | None = None) -> str:
 
 
 def violation_lines(containers: Iterable[dict[str, Any]]) -> list[str]:
-    """Return a line for each violation that lasts; of containers that share a claim one for all."""
+    """Return a line for each violation that lasts; containers with one claim have one line."""
     now = time.time()
     said: dict[tuple[Any, ...], str] = {}
     for one in containers:

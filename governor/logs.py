@@ -1,4 +1,4 @@
-"""How our services log: an event a line on standard error, JSON where that is no terminal."""
+"""How our services log: one event per line on standard error, as JSON unless on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def configure() -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if sys.stderr.isatty():
-        processors.append(structlog.dev.ConsoleRenderer())  # shows an exception by itself
+        processors.append(structlog.dev.ConsoleRenderer())  # shows exceptions on its own
     else:
         processors += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     structlog.configure(

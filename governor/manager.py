@@ -1,4 +1,4 @@
-"""What the governor tells the service manager: that it is ready, that it lives (sd_notify(3))."""
+"""What the governor tells the service manager (sd_notify(3)): it is ready, it is alive."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import os
 import socket
 
 PATIENCE_S = 0.5
-"""A manager that is stuck itself, with a full queue, holds the governor up for no longer."""
+"""Longest time for which a stuck service manager, with a full queue, holds the governor up, in
+seconds."""
 
 
 def notify(state: str) -> None:
-    """Tell the service manager, where there is one."""
+    """Notify the service manager, if there is one."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -22,14 +23,14 @@ def notify(state: str) -> None:
 
 
 def watchdog_s() -> float | None:
-    """Return within how many seconds the manager wants a sign of life; None where it wants none."""
+    """Return the time within which the manager wants a sign of life, in seconds; None if never."""
     usec = os.environ.get("WATCHDOG_USEC", "")
     is_ours = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
     return int(usec) / 1e6 if is_ours and usec.isdecimal() and int(usec) else None
 
 
 async def feed_watchdog(within_s: float) -> None:
-    """Give signs of life from the event loop, twice in the time in which one is wanted."""
+    """Send signs of life from the event loop, twice within the time in which one is wanted."""
     while True:
         notify("WATCHDOG=1")
         await asyncio.sleep(within_s / 2)

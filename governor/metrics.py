@@ -1,8 +1,8 @@
 """Metrics for Prometheus: their names, where their numbers come from, and an HTTP endpoint.
 
-The numbers are read on the governor's loop, where everything that they come from is written; text
-is made of them on a thread of its own. A scrape within a quarter of a second of another one gets
-the same numbers, so whoever asks all the time costs the governor little.
+The numbers are read on the governor's loop, where everything that they come from is written. They
+are turned into text on a separate thread. A scrape within a quarter of a second of another one gets
+the same numbers, so constant scraping costs the governor little.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ S = 1e-9  # nanoseconds
 
 GPU = ("gpu", "index")
 WHOSE = ("namespace", "pod", "claim")
-"""Of a container of Kubernetes; empty for others."""
+"""Labels of a container that Kubernetes runs; empty for others."""
 CONTAINER = ("container", "gpu", *WHOSE)
 CLAIM = ("claim", "uid", "share", "gpu")
 
 
 @dataclass(frozen=True)
 class Described:
-    """One metric: its name without `_total`, what it is, its labels and what it means."""
+    """One metric: its name without `_total`, its kind, its labels and its meaning."""
 
     name: str
     kind: str
@@ -55,12 +55,12 @@ class Described:
 
     @property
     def shown(self) -> str:
-        """The name that a question has."""
+        """The name that a query uses."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """The names of its samples as they are served."""
+        """The names of its samples, as served."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{part}" for part in ("bucket", "count", "sum"))
         return (self.shown,)
@@ -169,10 +169,11 @@ CLAIM_METRICS = (
 METRICS = (*NODE_METRICS, *GPU_METRICS, *CONTAINER_METRICS, *CLAIM_METRICS)
 
 MOST_TEXT = 1024
-"""Of a label, characters: an id has no more."""
+"""Longest text of a label, in characters: an id is not longer."""
 
 CODES = ("annotation", "refused", "request")
-"""Codes of refusals that are there from the start, so that the first one shows as an increase."""
+"""Codes of refusals that are exported from the start, so that the first one shows as an increase.
+"""
 
 
 _FAMILIES = {
@@ -206,12 +207,15 @@ class _Families:
         family.add_metric(labels, buckets, waits.ns * S)
 
     def all(self) -> list[Metric]:
-        """Return them."""
+        """Return all families."""
         return list(self._made.values())
 
 
 def collect(server: Server) -> list[Metric]:
-    """Return every metric as of now. On the governor's loop: nothing else may write meanwhile."""
+    """Return every metric as of now.
+
+    Runs on the governor's loop, so that nothing is written meanwhile.
+    """
     families = _Families()
     tally = server.tally
     containers = list(server.containers.values())
@@ -223,7 +227,7 @@ def collect(server: Server) -> list[Metric]:
         families.add((code,), admissions_refused=tally.refused[code])
     for kind in KINDS:
         families.add((kind,), violations=tally.violations[kind])
-    # Read once: the sum over containers is what a GPU did.
+    # Read once: a GPU's time is the sum over its containers.
     times = [container.gpu_times() for container in containers]
     _add_gpus(families, server, tally.gpu_times(times))
     for container, own in zip(containers, times, strict=True):
@@ -337,12 +341,12 @@ def _add_container(families: _Families, container: Container, times: Mapping[str
 
 
 def _text(foreign: str) -> str:
-    """Return foreign text as it can be written: half of a surrogate pair cannot be."""
+    """Return foreign text so that it can be encoded: half of a surrogate pair cannot be."""
     return foreign.encode("utf-8", "replace").decode()[:MOST_TEXT]
 
 
 class _Snapshot(Collector):
-    """What prometheus-client's application takes for a registry."""
+    """What prometheus-client's application takes as a registry."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
@@ -353,7 +357,7 @@ class _Snapshot(Collector):
 
 
 SAME_S = 0.25
-"""Scrapes so near to each other get the same numbers."""
+"""Scrapes that are less than this time apart, in seconds, get the same numbers."""
 
 
 class Endpoint(httpd.Endpoint):
@@ -367,11 +371,11 @@ class Endpoint(httpd.Endpoint):
         self._kept: tuple[float, list[Metric]] | None = None
 
     def has(self, target: str) -> bool:
-        """Return whether this is where they are."""
+        """Return whether metrics are at `target`."""
         return target == "/metrics"
 
     async def answer(self, target: str, headers: Message) -> bytes:  # noqa: ARG002 - one place
-        """Return them, as the client takes them."""
+        """Return the metrics in a form that the client accepts."""
         environment = {
             "REQUEST_METHOD": "GET",
             "PATH_INFO": "/metrics",
@@ -401,9 +405,9 @@ def _run(app: Callable[..., Any], environment: Mapping[str, str]) -> bytes:
 
 
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
-    """Listen where the configuration says; None where it says off.
+    """Listen where the configuration says; None if it says off.
 
-    The socket below `runtime_dir` is for root and its group. GovernorError when it cannot be made.
+    The socket below `runtime_dir` is for root and its group. GovernorError if it cannot be made.
     """
     path = Path(config.runtime_dir) / "metrics.sock"
     return httpd.listening(config.metrics.listen, path, "metrics", "metrics.listen")

@@ -1,14 +1,14 @@
 """NVIDIA's MPS server of one GPU: a daemon that is started, watched, and started again.
 
-`nvidia-cuda-mps-control` listens on two sockets. On `control` it takes clients and the commands
-that a client's user may give; on `control_privileged` it takes all commands, from its own user,
-root: which is also who runs in most containers. So a container gets `control` alone, as a hard link
+`nvidia-cuda-mps-control` listens on two sockets. On `control` it takes clients, and the commands
+that a client's user may give. On `control_privileged` it takes all commands from its own user,
+root, which is also the user in most containers. So a container gets `control` alone, as a hard link
 in its own directory, and never the directory of the daemon.
 
-The daemon is in a session of its own and outlives us: containers go on while the governor is away.
-The next governor finds it by who listens on its socket. A fatal fault of one client ends the work
-of all; the server then waits for every one of them to leave before it takes new ones. Those
-who do not leave in time are parted from it: the daemon is ended and started anew.
+The daemon has a session of its own and outlives the governor: containers go on while the governor
+is away. The next governor recognises it as the process that listens on the socket. A fatal fault of
+one client ends the work of all clients, and the server waits for all of them to leave before it
+takes new ones. Clients that do not leave in time are cut off: the daemon is ended and started anew.
 """
 
 from __future__ import annotations
@@ -39,19 +39,21 @@ log = structlog.get_logger()
 
 PROGRAM = "nvidia-cuda-mps-control"
 DIRECTORY = "mps"
-"""Of a container's directory: what its driver is told to look for the daemon in."""
+"""Subdirectory of a container's directory in which its driver is told to look for the daemon."""
 READY_S = 10.0
 POLL_S = 0.1
 SHORTEST_S, LONGEST_S = 0.2, 10.0
-"""Between two starts, the longer the more often it has ended."""
+"""Shortest and longest pause between two starts, in seconds; it doubles while the daemon keeps
+ending."""
 LIVED_S = 60.0
-"""A daemon that ends after so long had started well."""
+"""A daemon that ran for at least this time, in seconds, had started well."""
 LOG_LIMIT = 8 << 20
 READ_LIMIT = 1 << 20
 TOLD_S = 0.05
 BURST_S = 1.0
-"""Clients and commands are told twenty times a second, and counted always: they are the tenants' to
-make, and each is a line of the governor's log."""
+"""Events of clients and commands are reported at most twenty times a second (one per TOLD_S, after
+a burst worth BURST_S) and always counted: tenants can cause any number of them, and each is a line
+of the governor's log."""
 
 _FAILED = -1
 _MULTIUSER = b"multiuser-server"
@@ -60,16 +62,16 @@ _PREFIX = re.compile(r"\[[-0-9]+ [:.0-9]+ +[A-Z][a-z]+ +([0-9]+)\] ?")
 
 @dataclass(frozen=True)
 class Tools:
-    """The host's own programs and libraries of MPS: the server loads the driver itself."""
+    """The host's own programs and libraries for MPS: the server itself loads the driver."""
 
     control: Path
-    search: str  # PATH: the daemon looks for the server in it
+    search: str  # PATH, in which the daemon looks for the server
     libraries: str
-    multiuser: bool  # takes clients of all users; otherwise of one at a time
+    multiuser: bool  # takes clients of all users; otherwise of one user at a time
 
 
 def find_tools(manifest: Manifest) -> Tools:
-    """Return the programs that a generation was mirrored from; GovernorError where it has none."""
+    """Return the programs that a generation was mirrored from; GovernorError if it has none."""
     root = Path(manifest.root)
     sources = {
         Path(file.path).name: root / file.source.lstrip("/")
@@ -94,9 +96,9 @@ def find_tools(manifest: Manifest) -> Tools:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a line of the daemon's or the server's log says.
+    """An event that a line of the daemon's or the server's log reports.
 
-    `pid` is a client's, `writer` who the line says that it is from.
+    `pid` is a client's. `writer` is the process that, by the line itself, wrote it.
     """
 
     kind: str
@@ -121,10 +123,10 @@ _EVENTS = (
 
 
 def read_line(line: str) -> Event | None:
-    """Return what a line of a log says, None if it is nothing to us.
+    """Return the event in a line of a log, None if there is none of interest.
 
-    A client's command is written there as it came, line breaks and all. What it cannot well know
-    is the number of the process that every line begins with.
+    A client's command is written to the log as it came, including line breaks. What the client can
+    hardly know is the pid with which the daemon begins every line.
     """
     prefix = _PREFIX.match(line)
     if not prefix:
@@ -139,7 +141,7 @@ def read_line(line: str) -> Event | None:
 
 
 class Follower:
-    """New lines of a log that somebody else writes."""
+    """New lines of a log that another process writes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -147,7 +149,7 @@ class Follower:
         self._at = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """Return the whole lines that came since; a log that has grown large begins anew."""
+        """Return the whole lines that were added; a log that has grown large is emptied."""
         try:
             with self._path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -158,7 +160,7 @@ class Follower:
         except OSError:
             return []
         self._at += len(data)
-        # What is written faster than it is read is lost: it would fill everybody's /run.
+        # What is written faster than it is read is dropped: it would fill /run for all users of it.
         lost = self._at < size > 2 * LOG_LIMIT
         if self._at >= size > LOG_LIMIT or lost:
             with contextlib.suppress(OSError):
@@ -185,9 +187,10 @@ class Counts:
 
 
 class Mps:
-    """The daemon of one GPU. `tell` hears what happens; `state` is starting, running, fault, down.
+    """The daemon of one GPU.
 
-    Containers may be let in while it is `running`; `reason` says why not otherwise.
+    `tell` is called with each event. `state` is starting, running, fault or down. Containers may be
+    let in while it is `running`; otherwise `reason` says why not.
     """
 
     def __init__(
@@ -212,18 +215,18 @@ class Mps:
         self._child: subprocess.Popen[bytes] | None = None
         self._fault_at: float | None = None
         self._parted = False
-        self._told = 0.0  # until when has been told what clients do
+        self._told = 0.0  # time that the reported events of clients use up
         self._tried = asyncio.Event()
-        self._linked: dict[Path, int] = {}  # containers' directories, by the socket that they have
+        self._linked: dict[Path, int] = {}  # containers' directories, with their socket's inode
 
     def configure(self, config: Config) -> None:
-        """Give clients as long after a fault as a new configuration says."""
+        """Apply a new configuration's time for clients to leave after a fault."""
         self._fault_s = config.mps_fault_s
 
     # ---- containers
 
     def link(self, directory: Path) -> None:
-        """Give a container the way to the daemon: /run/tidegate/mps inside of it."""
+        """Give a container access to the daemon, as /run/tidegate/mps inside it."""
         place = directory / DIRECTORY
         place.mkdir(mode=0o755, exist_ok=True)
         place.chmod(0o755)
@@ -235,7 +238,7 @@ class Mps:
         self._linked.pop(directory / DIRECTORY, None)
 
     def _refresh(self, place: Path) -> None:
-        """A daemon that was started anew listens on a new socket: the link is made again."""
+        """Renew a container's link: a daemon that was started anew listens on a new socket."""
         source = self._pipe / "control"
         new = place / ".control"
         try:
@@ -247,12 +250,12 @@ class Mps:
             new.rename(place / "control")
             self._linked[place] = inode
         except FileNotFoundError:
-            return  # it is not up yet, or the container is gone
+            return  # the daemon is not up yet, or the container is gone
 
     # ---- the daemon
 
     async def run(self) -> None:
-        """Keep the daemon running until cancelled; it runs on after that."""
+        """Keep the daemon running until cancelled; the daemon itself runs on after that."""
         pause = SHORTEST_S
         while True:
             began = time.monotonic()
@@ -277,7 +280,7 @@ class Mps:
         found = self._listener()
         if found:
             self._pid, self._pidfd = found, os.pidfd_open(found)
-        # Before it writes a line; what is there was another's, or has been told.
+        # Before the daemon writes a line: earlier lines are another daemon's, or were reported.
         followers = [Follower(self._logs / name) for name in ("control.log", "server.log")]
         if not found:
             self._spawn()
@@ -291,7 +294,7 @@ class Mps:
             for place in list(self._linked):
                 try:
                     self._refresh(place)
-                except OSError as e:  # its own loss, not the daemon's
+                except OSError as e:  # a loss for that container, not for the daemon
                     if self._linked[place] != _FAILED:
                         log.error("mps-link-failed", path=str(place), error=e.strerror)
                     self._linked[place] = _FAILED
@@ -306,9 +309,9 @@ class Mps:
         self._tell(self, Event("daemon-ended", "the MPS daemon has ended"))
 
     def _listener(self) -> int:
-        """Return the process that listens on the daemon's socket, 0 if none does."""
+        """Return the process that listens on the daemon's socket; 0 if none does."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            probe.settimeout(1)  # one that is stopped accepts nobody, and we would wait with it
+            probe.settimeout(1)  # a stopped daemon does not accept, so do not wait for it
             try:
                 probe.connect(str(self._pipe / "control_privileged"))
             except OSError:
@@ -319,14 +322,14 @@ class Mps:
 
     def _spawn(self) -> None:
         for path in (self._pipe, self._logs):
-            # A server that is not root's has to pass; no container sees these directories.
+            # A server that does not run as root has to get in; no container sees these directories.
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
         for name in ("control", "control_privileged", "control_lock", "log", f"{PROGRAM}.pid"):
             (self._pipe / name).unlink(missing_ok=True)
         command = [str(self._tools.control), "-f"]
         if self._multiuser:
             command.append("-multiuser-server")
-        # In the foreground it writes its log to standard output.
+        # In the foreground, the daemon writes its log to standard output.
         with (self._logs / "control.log").open("ab") as out:
             self._child = subprocess.Popen(
                 command,
@@ -352,7 +355,8 @@ class Mps:
         deadline = time.monotonic() + READY_S
         while self._listener() != self._pid:
             if self._ended():
-                # The name of the option is in the program; whether it is taken only it knows.
+                # The program contains the option's name; only running it shows whether it is
+                # accepted.
                 self._multiuser = self._tools.multiuser and not self._multiuser
                 raise GovernorError(
                     f"{PROGRAM} ended at once", hint=f"see {self._logs}/control.log"
@@ -387,7 +391,7 @@ class Mps:
     def _take(self, event: Event) -> None:
         match event.kind:
             case "fault":
-                # Both logs and several lines tell of one fault.
+                # Both logs, and several lines of each, report one fault.
                 if self._fault_at is None:
                     self.counts.faults += 1
                     self._fault_at = time.monotonic()
@@ -414,7 +418,7 @@ class Mps:
         self._set("running", None)
 
     def _look_at_fault(self) -> None:
-        """End a server that its clients keep from recovering: their contexts are lost anyway."""
+        """End a server that its clients keep from recovering; their contexts are lost anyway."""
         if self._fault_at is None or time.monotonic() - self._fault_at < self._fault_s:
             return
         log.warning("mps-ended-after-fault", gpu=self.device.index, waited_s=self._fault_s)
@@ -422,13 +426,13 @@ class Mps:
         self._kill()
 
     def _kill(self) -> None:
-        """End daemon and server at once."""
+        """Kill daemon and server at once."""
         for pid in (*_children(self._pid), self._pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """End the daemon: nobody uses it any more."""
+        """End the daemon, which no container uses any more."""
         if self._pid and not self._ended():
             self._kill()
             _is_over(self._pidfd, 5)
@@ -436,20 +440,20 @@ class Mps:
         self._forget()
 
     def leave(self) -> None:
-        """Let the daemon run on without us."""
+        """Let the daemon run on without the governor."""
         if self._child is not None:
-            self._child.returncode = 0  # not a child that was forgotten
+            self._child.returncode = 0  # so that Popen does not take it for a forgotten child
         self._child = None
         self._forget()
 
     def describe(self) -> dict[str, Any]:
-        """Return what is known of it, for `tidegate ps` and `tidegate check`."""
+        """Return what is known about the daemon, for `tidegate ps` and `tidegate check`."""
         return {"state": self.state, "reason": self.reason, "pid": self._pid, **vars(self.counts)}
 
 
 def _is_over(pidfd: int, seconds: float = 0) -> bool:
-    """Return whether a process has ended, or does within so long."""
-    poll = select.poll()  # select() refuses descriptors from 1024 on
+    """Return whether a process has ended, or ends within that time."""
+    poll = select.poll()  # select() rejects descriptors from 1024 on
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
 

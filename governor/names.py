@@ -1,7 +1,7 @@
-"""What engines call their containers, for people: Docker and Podman tell no hook.
+"""What engines call their containers, for people: Docker and Podman do not tell a hook.
 
 Kubernetes and nerdctl do, by annotations. For the others the engine's own files are read, as root,
-and only when somebody asks. What stands there is foreign text, and may be wrong, gone or anything.
+and only when a name is asked for. Their content is foreign text; it may be wrong, gone or anything.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LIMIT = 16 << 20
-"""Of a file, bytes: Podman has all its containers in one."""
+"""Largest size of a file, in bytes: Podman has all its containers in one."""
 MOST = 128
-"""Of a name, characters."""
+"""Longest name, in characters."""
 OWN_FILES = ("/etc/hostname", "/etc/hosts", "/etc/resolv.conf")
-"""What Docker mounts from the directory in which it keeps a container's settings."""
+"""Files that Docker mounts from the directory in which it keeps a container's settings."""
 PODMAN_FILES = ("containers.json", "volatile-containers.json")
 
 
 class Name(NamedTuple):
-    """Whose a container is; each may be empty."""
+    """A container's engine, name and pod; each may be empty."""
 
     engine: str = ""
     name: str = ""
@@ -31,7 +31,7 @@ class Name(NamedTuple):
 
     @property
     def whole(self) -> str:
-        """One text, like namespace/pod/container; empty without any."""
+        """One text, like namespace/pod/container; empty if there is neither."""
         return "/".join(part for part in (self.pod, self.name) if part)
 
 
@@ -39,7 +39,7 @@ def find_name(identifier: str, bundle: str, identity: Mapping[str, str]) -> Name
     """Return what a container's engine calls it."""
     engine = _engine(bundle)
     if pod := identity.get("pod", ""):
-        engine = "cri-o" if engine == "podman" else engine  # it has the same storage
+        engine = "cri-o" if engine == "podman" else engine  # both have the same storage
         namespace = identity.get("namespace", "")
         whole = f"{namespace}/{pod}" if namespace else pod
         return Name(engine, _shown(identity.get("container", "")), _shown(whole))
@@ -50,7 +50,7 @@ def find_name(identifier: str, bundle: str, identity: Mapping[str, str]) -> Name
 
 
 def _engine(bundle: str) -> str:
-    """Return whose a bundle is by where it lies: each engine has a place of its own."""
+    """Return the engine of a bundle by its path: each engine has a place of its own."""
     parts = bundle.strip("/").split("/")
     if len(parts) >= 3 and parts[-1] == "userdata" and parts[-3].endswith("-containers"):
         return "podman"
@@ -64,14 +64,14 @@ def _shown(name: object) -> str:
 
 
 def _read_docker(identifier: str, bundle: str) -> object:
-    """Read it beside the files that the container has mounted: Docker's directory may be any."""
+    """Read it next to the files that the container has mounted: Docker may use any directory."""
     config = _read(Path(bundle) / "config.json")
     mounts = config.get("mounts") if isinstance(config, dict) else None
     for mount in mounts if isinstance(mounts, list) else ():
         if not isinstance(mount, dict) or mount.get("destination") not in OWN_FILES:
             continue
         directory = Path(str(mount.get("source"))).parent
-        if directory.name != identifier:  # a file that the user mounts there
+        if directory.name != identifier:  # a file that the user has mounted there
             continue
         settings = _read(directory / "config.v2.json")
         if isinstance(settings, dict) and settings.get("ID") == identifier:
@@ -92,7 +92,7 @@ def _read_podman(identifier: str, bundle: str) -> object:
 
 
 def _read(path: Path) -> Any:
-    """Return a file's JSON, None where it cannot be had: a name is no reason to fail or to wait."""
+    """Return a file's JSON, None if it cannot be had: a name is not worth failing or waiting."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags)

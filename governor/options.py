@@ -1,4 +1,4 @@
-"""Command lines: what is mistyped is one line on stderr."""
+"""Parsing of command lines: a mistake is reported in one line on stderr."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from governor.errors import one_line
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors say in one line what was found, and what tells what is accepted."""
+    """A parser with errors of one line: what was found, and how to learn what is accepted."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with status 2, as argparse does."""
         self.exit(2, f"{self.prog}: {one_line(message)}; {self.prog} --help tells more\n")
 
     def parse_verb(self, args: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments that begin with a verb: what is too much is an error of the verb's."""
+        """Parse arguments that begin with a verb; surplus ones are reported as the verb's error."""
         options, rest = self.parse_known_args(args)
         if rest:
             name = f"{self.prog} {options.verb}"

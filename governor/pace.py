@@ -1,4 +1,4 @@
-"""How often something may happen: what tenants cause is bounded for each container by itself."""
+"""How often something may happen: what tenants cause is bounded for each container separately."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LINES = 64
 
 
 class Pace:
-    """A rate with a burst: so many events at once, and then one each time that `each_s` has passed.
+    """A rate with a burst: `burst` events at once, and then one every `each_s` seconds.
 
     Times are seconds on any clock that does not go back.
     """
 
     def __init__(self, each_s: float, burst: int) -> None:
         self._each_s, self._burst_s = each_s, burst * each_s
-        self._paid_until = -self._burst_s  # what has happened takes the time up to here
+        self._paid_until = -self._burst_s  # events so far take up the time until then
 
     def wait(self, now: float) -> float:
         """Return for how many seconds the next event has to wait."""
@@ -37,7 +37,7 @@ class Pace:
 
 
 class PacedLog:
-    """Lines of the log that a tenant causes. Too many are left out, and the next says how many."""
+    """Log lines that a tenant causes. Some are left out, and the next one says how many."""
 
     def __init__(self, log: Any) -> None:
         self._log = log

@@ -1,11 +1,11 @@
-"""Which GPUs a container gets among those that have room. Pure: no file, no clock, no driver.
+"""Which of the GPUs that have room a container gets. Pure: no file, no clock, no driver.
 
 `spread` takes the emptiest GPUs and `pack` the fullest. `topology` takes GPUs that are near each
-other: of two sets the one whose farthest pair is nearer is better, where these are alike the next
-pair decides, and so on, because GPUs that work together wait for the slowest way between them.
+other. The better of two sets is the one with the nearer farthest pair; if these are alike the next
+pair decides, and so on, because GPUs that work together wait for the slowest route between them.
 Among sets that are equally near it takes the one that leaves the most empty GPUs near each other,
-then the fullest: `spread` there would touch every group before long, and leave none to who comes
-next.
+then the fullest: `spread` would touch every group before long, and leave none to the next
+container.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import combinations
 from vdriver.nvml import Ancestor, Topology
 
 EXACT = 16
-"""Among so many GPUs the best set is found; among more, a good one."""
+"""Number of GPUs among which the best set is found; among more, a good one."""
 
 _UNKNOWN = max(Ancestor) + 1
 
@@ -26,7 +26,7 @@ _UNKNOWN = max(Ancestor) + 1
 class Standing:
     """A GPU when a container comes: what others have of it (percent, bytes), and whether it fits.
 
-    An `empty` GPU has no container, and could have one.
+    An `empty` GPU has no container, but could have one.
     """
 
     fits: bool
@@ -36,10 +36,10 @@ class Standing:
 
 
 class Nearness:
-    """The distances between a node's GPUs: 0 is the smallest that there is here, then 1, 2, ...
+    """The distances between a node's GPUs: 0 is the smallest that occurs here, then 1, 2, ...
 
-    More NVLinks are nearer; then what PCIe has in common decides, then whether the NUMA node is the
-    same. What is not known counts as farther than all that is.
+    More NVLinks are nearer. Next, what the two GPUs have in common on PCIe decides, then whether
+    they are on the same NUMA node. What is unknown counts as farther than everything that is known.
     """
 
     def __init__(self, uuids: Sequence[str], topology: Topology) -> None:
@@ -61,9 +61,9 @@ class Nearness:
 
 
 def place(policy: str, gpus: Sequence[Standing], count: int, near: Nearness) -> tuple[int, ...]:
-    """Return the positions of `count` GPUs that fit, in ascending order; so many must fit.
+    """Return the positions of `count` GPUs that fit, in ascending order; that many must fit.
 
-    The same question has the same answer: what is alike in all else is taken from the front.
+    The same question has the same answer: of GPUs that are alike, the first are taken.
     """
     fitting = [i for i, gpu in enumerate(gpus) if gpu.fits]
     if policy == "topology":
@@ -74,16 +74,17 @@ def place(policy: str, gpus: Sequence[Standing], count: int, near: Nearness) -> 
 
 
 class _Costs:
-    """What a set of GPUs costs, as one number: a sum over its GPUs and over its pairs.
+    """The cost of a set of GPUs, as one number: a sum over its GPUs and over its pairs.
 
-    Digits of it, the most significant first: pairs of each distance, the farthest first; pairs of
-    empty GPUs that are such no longer, the nearest first; what is unused of the GPUs' time, and of
-    their memory. No digit runs over into the next: to compare numbers is to compare digit by digit.
+    Its digits, the most significant first, are: pairs of each distance, the farthest first; pairs
+    of empty GPUs that are no longer such, the nearest first; the unused part of the GPUs' time, and
+    of their memory. No digit runs over into the next, so comparing the numbers compares digit by
+    digit.
     """
 
     def __init__(self, gpus: Sequence[Standing], near: Nearness) -> None:
         n = len(gpus)
-        base = n * n + 1  # more than there are pairs, seen from both ends
+        base = n * n + 1  # more than there are pairs, counted from both ends
         memory = max((gpu.memory_used for gpu in gpus), default=0) + 1
         compute = n * memory
         taken = 101 * n * compute
@@ -99,7 +100,7 @@ class _Costs:
             + (memory - 1 - gpu.memory_used)
             for i, gpu in enumerate(gpus)
         ]
-        # Less what both ends of a pair have counted.
+        # Less what was counted at both ends of a pair.
         self.pair = [
             [0 if i == j else distant * base ** near.distances[i][j] - tie(i, j)
              for j in range(n)]
@@ -107,7 +108,7 @@ class _Costs:
         ]  # fmt: skip
 
     def adding(self, chosen: Sequence[int], gpu: int) -> int:
-        """Return what a GPU costs besides `chosen`."""
+        """Return what a GPU costs in addition to `chosen`."""
         row = self.pair[gpu]
         return self.single[gpu] + sum(row[i] for i in chosen)
 

@@ -1,6 +1,6 @@
-"""Where Tidegate's own files are, told from where this code is: a checkout, a wheel, a package.
+"""Where Tidegate's own files are, by where this code is: in a checkout, a wheel or a package.
 
-Nothing of it is searched for: code goes with the libraries and files that it was installed with.
+Nothing is searched for: code goes with the libraries and files that it was installed with.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import platform
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parents[1]
-"""The directory of our Python packages."""
+"""The directory of Tidegate's Python packages."""
 PRIVATE = Path("/usr/lib/tidegate")
-"""Where packages put what is no command: code below `python`, libraries."""
+"""Where packages put what is not a command: code below `python`, and libraries."""
 
 _BUILT = CODE / "build/meson/libcontrol"
 _IN_WHEEL = CODE / "libcontrol/lib"
 
 
 def triplet(machine: str | None = None) -> str:
-    """Return the name of a machine's directory of libraries, as Debian has it."""
+    """Return the name of a machine's directory of libraries, as in Debian."""
     return f"{machine or platform.machine()}-linux-gnu"
 
 
@@ -38,18 +38,18 @@ def library_dir() -> Path:
         return _BUILT
     if is_wheel():
         return _IN_WHEEL
-    # Another prefix than /usr has the same shape.
+    # A prefix other than /usr has the same layout.
     return CODE.parent if (CODE.parent.name, CODE.name) == ("tidegate", "python") else PRIVATE
 
 
 def control_dir() -> Path:
-    """Return where the control libraries are, which a mirror gets a copy of."""
+    """Return where the control libraries are, which are copied into a mirror."""
     directory = library_dir()
     return directory if directory == _BUILT else directory / triplet()
 
 
 def shared_file(name: str) -> Path | None:
-    """Return where a file of packaging/ is, None if it is missing."""
+    """Return the path of a file of packaging/, None if it is missing."""
     if is_checkout():
         directories = [CODE / "packaging"]
     elif is_wheel():

@@ -1,7 +1,6 @@
-"""Processes of this host: who one is beyond its number, and what it has mapped and mounted.
+"""Processes of this host: their identity beyond the pid, and what they have mapped and mounted.
 
-A pid comes again. Together with the time at which the process began it does not, before the next
-boot.
+A pid is reused. Together with the time at which the process began it is unique until the next boot.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class FileIdentity(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What /proc/PID/status says: the parent, and the process's numbers from our namespace in."""
+    """What /proc/PID/status says: the parent, and the pids from this namespace inwards."""
 
     parent: int
     numbers: tuple[int, ...]
 
 
 def boot_id() -> str:
-    """Return the name of this boot."""
+    """Return the id of this boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -47,7 +46,7 @@ def start_time(pid: int, proc: Path = PROC) -> int | None:
     """Return when a process began, in clock ticks since the boot; None when it is gone."""
     try:
         text = (proc / str(pid) / "stat").read_bytes()
-        # The name is in brackets, and may have some itself. Field 22 is the 20th behind it.
+        # The name is in parentheses and may contain some itself. Field 22 is the 20th after it.
         return int(text[text.rindex(b")") + 2 :].split()[19])
     except (OSError, ValueError, IndexError):
         return None
@@ -59,15 +58,15 @@ def started_ns(pid: int, proc: Path = PROC) -> int:
 
 
 def open_process(process: Identity) -> int | None:
-    """Return a pidfd of this very process, None when it is gone; OSError when none can be made."""
+    """Return a pidfd of exactly this process, None if it is gone; OSError if none can be made."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as e:
-        # EINVAL: the number is a thread's by now.
+        # EINVAL: the pid is a thread's by now.
         if e.errno in (errno.ESRCH, errno.EINVAL):
             return None
         raise
-    # From here on the number is nobody else's as long as the process lives.
+    # From here on the pid is no other process's as long as this process lives.
     if start_time(process.pid) == process.start:
         return pidfd
     os.close(pidfd)
@@ -75,13 +74,14 @@ def open_process(process: Identity) -> int | None:
 
 
 def identify(pidfd: int) -> Identity:
-    """Return who a pidfd is of; one that has ended is nobody, pid 0."""
+    """Return the process that a pidfd refers to; pid 0 if it has ended."""
     try:
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):
                 pid = int(line.split()[1])
-                # The number was its own before the time was read, and the time is of whoever had
-                # it then: where it has ended meanwhile the two fit nobody that lives.
+                # The pid was its own before the time was read, and the time is that of the process
+                # that had the pid then. If the first has ended meanwhile, the two together match no
+                # living process.
                 return Identity(pid, start_time(pid) or 0) if pid > 0 else Identity(0, 0)
     except OSError:
         pass
@@ -98,7 +98,7 @@ def status_fields(pid: int, proc: Path = PROC) -> dict[str, str]:
 
 
 def read_status(pid: int, proc: Path = PROC) -> Status | None:
-    """Return the parent and the numbers of a process; None when it is gone."""
+    """Return the parent and the pids of a process; None when it is gone."""
     fields = status_fields(pid, proc)
     if not fields:
         return None
@@ -107,10 +107,10 @@ def read_status(pid: int, proc: Path = PROC) -> Status | None:
 
 
 def namespace_pid(pid: int, init: int) -> int:
-    """Return the number of process `pid` where `init` lives; `pid` itself when it is gone.
+    """Return the pid of process `pid` in the namespace of `init`; `pid` itself when it is gone.
 
-    The kernel lists a process's numbers from our namespace inwards. A container may make namespaces
-    of its own, so it is the depth of its first process that counts, not the innermost number.
+    The kernel lists a process's pids from the governor's namespace inwards. A container may create
+    namespaces of its own, so the depth of its first process counts, not the innermost pid.
     """
     status, first = read_status(pid), read_status(init)
     numbers = status.numbers if status else ()
@@ -121,9 +121,9 @@ def namespace_pid(pid: int, init: int) -> int:
 
 
 def pid_namespace(pid: int) -> int:
-    """Return the inode of a process's PID namespace, 0 when it is gone.
+    """Return the inode of a process's PID namespace, 0 when the process is gone.
 
-    With the number that the process has in it, it names a process among those that live.
+    With the pid that the process has in it, it identifies one of the processes that live.
     """
     try:
         return os.stat(f"/proc/{pid}/ns/pid").st_ino  # noqa: PTH116
@@ -132,10 +132,10 @@ def pid_namespace(pid: int) -> int:
 
 
 def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
-    """Yield what a process has mapped of file system `device` under `name`.
+    """Yield the files of file system `device` that a process has mapped under `name`.
 
-    As a path that opens the file, and its inode. Device and name are looked at before anybody opens
-    anything: a foreign process chooses what it maps, and to open a device may do something.
+    Each is a path that opens the file, and its inode. Device and name are checked before anything
+    is opened: a foreign process chooses what it maps, and opening a device may have effects.
     """
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
     try:
@@ -149,28 +149,32 @@ def mapped(pid: int, name: str, device: int) -> Iterator[tuple[str, int]]:
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[3] == wanted and fields[5] == sought:
             begin, _, end = fields[0].partition(b"-")
-            # maps pads short addresses, map_files does not.
+            # maps pads short addresses with zeros, map_files does not.
             yield f"/proc/{pid}/map_files/{int(begin, 16):x}-{int(end, 16):x}", int(fields[4])
         at = text.find(sought, at + 1)
 
 
 class Mounted(NamedTuple):
-    """Who has a directory mounted, by its name; not whole where we may not look at everybody."""
+    """Processes by the directory that they have mounted.
+
+    `is_whole` is False if some processes could not be looked at.
+    """
 
     by_name: dict[str, list[Identity]]
     is_whole: bool
 
 
 def mounted_below(name: str, device: int) -> Mounted:
-    """Return who has a directory `name`/KEY of file system `device` mounted, by KEY.
+    """Return the processes that have a directory `name`/KEY of `device` mounted, by KEY.
 
-    Of processes in other mount namespaces than ours, in which everybody sees what the host has.
+    `device` is a file system. The processes are in other mount namespaces than the governor's, in
+    which every process sees the directories on the host.
     """
     found: dict[str, list[Identity]] = {}
     is_whole = True
     wanted = f"{os.major(device)}:{os.minor(device)}".encode()
     ours = _mount_namespace("self")
-    known: dict[tuple[str, int, int], list[str]] = {}  # by what processes of a kind see
+    known: dict[tuple[str, int, int], list[str]] = {}  # by namespace and root
     for entry in os.listdir("/proc"):  # noqa: PTH208 - thousands of names, no paths needed
         if not entry.isdigit():
             continue
@@ -178,7 +182,7 @@ def mounted_below(name: str, device: int) -> Mounted:
             namespace = _mount_namespace(entry)
             if namespace == ours:
                 continue
-            # Who is in a chroot sees less of its namespace.
+            # A process in a chroot sees less of its namespace.
             root = os.stat(f"/proc/{entry}/root")  # noqa: PTH116 - thousands of them
             view = namespace, root.st_dev, root.st_ino
             if view not in known:
@@ -187,7 +191,7 @@ def mounted_below(name: str, device: int) -> Mounted:
             for key in known[view] if start is not None else ():
                 found.setdefault(key, []).append(Identity(int(entry), start or 0))
         except PermissionError:
-            # The first process here is in no container; a sandbox may hide it alone.
+            # Pid 1 here is in no container, and a sandbox may hide it alone.
             is_whole = is_whole and entry == "1"
         except OSError:
             continue  # it has ended
@@ -212,10 +216,10 @@ def _directories(pid: str, name: str, device: bytes) -> list[str]:
 
 
 def first_of(processes: list[Identity]) -> Identity:
-    """Return the first process of a container, of those that see its mounts.
+    """Return the first process of a container, among the processes that see its mounts.
 
-    Its parent, the runtime, is not one of them. What `exec` started has such a parent, too, but
-    came later.
+    Its parent, the runtime, is not one of these. A process that `exec` started has such a parent as
+    well, but began later.
     """
     pids = {process.pid for process in processes}
     roots = [
@@ -229,7 +233,8 @@ def first_of(processes: list[Identity]) -> Identity:
 def first_of_each(processes: list[Identity]) -> list[Identity]:
     """Return the first processes of the containers that share a directory, the oldest first.
 
-    Each container has mounts of its own. Who has made itself others inside is below one of them.
+    Each container has mounts of its own. A process that created other mounts inside a container is
+    a descendant of one of its processes.
     """
     pids = {process.pid for process in processes}
     groups: dict[str, list[Identity]] = {}
@@ -254,7 +259,7 @@ def names_in(part: str) -> Iterator[str]:
     """
     bare = part.removesuffix(".scope").removesuffix(".service")
     yield from (part, bare)
-    # An id may have dashes itself: every shorter end of it is tried.
+    # An id may contain dashes itself, so every shorter end of it is tried.
     for i, character in enumerate(bare):
         if character in "-:":
             yield bare[i + 1 :]

@@ -1,4 +1,4 @@
-"""What is granted and of what: a container's quota, and a GPU of the node."""
+"""What is granted, and of what: a container's quota, and a GPU of the node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 MIB = 1 << 20
 UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-"""Of a quantity, as annotations and the configuration write it; the largest comes last."""
+"""Units of a quantity, as annotations and the configuration write it; the largest comes last."""
 
 
 def show_memory(amount: int) -> str:
@@ -22,7 +22,7 @@ def show_memory(amount: int) -> str:
 
 
 THROUGHPUT, LATENCY = CLASSES = ("throughput", "latency")
-"""Of work: that which shall get done, and that which shall be done at once."""
+"""Classes of work: work that has to get done, and work that has to be done at once."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Quota:
 
     @property
     def is_latency(self) -> bool:
-        """Whether it may use its guarantee at any instant."""
+        """Whether the container may use its guarantee at any instant."""
         return self.work_class == LATENCY
 
     def describe(self) -> dict[str, Any]:
-        """Return it as answers and the log have it."""
+        """Return it in the form of answers and the log."""
         return {
             "memory": self.memory,
             "compute": self.compute,
@@ -57,4 +57,4 @@ class Device:
     uuid: str
     name: str
     memory: int
-    minor: int | None = None  # of its device node, where it has one
+    minor: int | None = None  # of its device node, if it has one

@@ -1,7 +1,8 @@
-"""The books against the driver: looks at NVML, a few times a second on each GPU that is shared.
+"""Comparison of the books with the driver: looks at NVML, a few times a second on each shared GPU.
 
-A look says what each process really has. Between two of them a process's library charges what it
-knows of; where the driver took memory by itself, it says when, and the next look comes soon.
+A look says what each process really has. Between two looks, a process's library charges what it
+knows of. Where the driver took memory on its own, the library says when, and the next look comes
+soon.
 """
 
 from __future__ import annotations
@@ -27,35 +28,39 @@ from vdriver.nvml import ProcessMemory, ProcessUse
 log = structlog.get_logger()
 
 SOON_NS = 20_000_000
-"""Two looks at a GPU are at least so far apart."""
+"""Shortest time between two looks at a GPU, in nanoseconds."""
 POLL_S = 0.01
-"""So often the ledgers are asked whether a process waits, while there are processes."""
+"""Interval at which the ledgers are asked whether a process waits, in seconds, while there are
+processes."""
 IDLE_S = 0.05
-"""So often we see whether there are any: a first context takes longer than that to make."""
+"""Interval at which the governor checks whether there are any processes, in seconds: to create a
+first context takes longer."""
 ALONE_NS = 5_000_000_000
-"""So often a GPU that nobody shares is asked whether it still answers."""
+"""Interval at which a GPU that no container shares is asked whether it still answers, in
+nanoseconds."""
 
 
 class Observer(Protocol):
-    """What a look needs of NVML."""
+    """What a look needs from NVML."""
 
     def memory_used(self, uuid: str) -> int | None:
-        """Return the bytes in use on a GPU, None if it does not say; VdriverError when it fails."""
+        """Return the bytes in use on a GPU, None if it does not say; VdriverError if it fails."""
 
     def processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """Return the processes on a GPU; VdriverError when NVML fails."""
+        """Return the processes on a GPU; VdriverError if NVML fails."""
 
     def utilisation(self, uuid: str, since_us: int) -> tuple[ProcessUse, ...]:
-        """Return the samples of processes that are newer; VdriverError when NVML fails."""
+        """Return the processes' samples after `since_us`; VdriverError if NVML fails."""
 
 
 EACH = 16 << 20
-"""What a process brings that NVML attributes to nobody, at most: 8.8 MiB on an H200, driver 580."""
+"""What a process brings at most that NVML attributes to no process, in bytes: 8.8 MiB on an H200,
+driver 580."""
 
 
 @dataclass
 class Nobodys:
-    """What of a GPU's memory is no process's, look by look."""
+    """The part of a GPU's memory that belongs to no process, look by look."""
 
     each: int = EACH
     bytes: int = 0
@@ -63,14 +68,14 @@ class Nobodys:
     began_ns: int = 0
 
     def tell(self, container: Container, device: int) -> None:
-        """Tell a container what was found last, if it has not heard of it."""
+        """Tell a container what was found last, if it was not told yet."""
         if self.n is not None:
             container.tell_nobodys(device, self.began_ns, self.bytes, self.each, self.n)
 
     def look(self, began_ns: int, found: int, n_processes: int) -> None:
-        """Take in what was found beside so many processes, and learn what each of them brings.
+        """Take in what was found with so many processes, and learn what each of them brings.
 
-        The least that was seen counts: what else comes meanwhile is not a process's by itself.
+        The least that was seen counts: whatever else appears meanwhile is not brought by a process.
         """
         if self.n is not None and n_processes > self.n:
             self.each = min(self.each, max(0, (found - self.bytes) // (n_processes - self.n)))
@@ -78,15 +83,15 @@ class Nobodys:
 
 
 class Waiting(Protocol):
-    """Who knows whether a process waits for a look at a GPU: its arbiter's runner."""
+    """Knows whether a process waits for a look at a GPU: the runner of the GPU's arbiter."""
 
     def due(self) -> bool:
-        """Return whether one does: the driver took memory that only NVML knows."""
+        """Return whether a process waits: the driver took memory that only NVML knows of."""
 
 
 @dataclass
 class _Watch:
-    """One GPU between looks."""
+    """One GPU, as it is kept between looks."""
 
     device: Device
     since_ns: int = field(default_factory=time.monotonic_ns)
@@ -95,35 +100,35 @@ class _Watch:
     samples: tuple[ProcessUse, ...] = ()
     failing: bool = False
     nobodys: Nobodys = field(default_factory=Nobodys)
-    blind: bool = False  # it does not tell utilisation
+    blind: bool = False  # it does not report utilisation
 
     def sharing(self, server: Server) -> Iterator[tuple[Container, int]]:
-        """Return the containers that have this GPU, with its index in each."""
+        """Yield the containers that have this GPU, with its index in each."""
         for container in list(server.containers.values()):
             for i, own in enumerate(container.devices):
                 if own.uuid == self.device.uuid:
                     yield container, i
 
     def is_due(self, server: Server, waiting: Waiting, now_ns: int) -> bool:
-        """Return whether to look now: it is time, or a process waits for it."""
+        """Return whether to look now: it is time, or a process waits for a look."""
         passed = now_ns - self.last_ns
         if passed >= LOOK_NS:
             alone_ns = now_ns - max(self.last_ns, self.since_ns)
             return alone_ns >= ALONE_NS or any(True for _ in self.sharing(server))
-        # A driver that fails now will not know better in 20 ms.
+        # A driver that fails now will not do better in 20 ms.
         if passed < SOON_NS or self.failing:
             return False
         return waiting.due()
 
 
 TRIES = 4
-"""So often NVML is asked in one look what is nobody's, while the GPU's memory moves."""
+"""How often one look asks NVML what belongs to no process, while the GPU's memory changes."""
 
 
 def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], int | None]:
-    """Return the processes on a GPU and the bytes that are no process's.
+    """Return the processes on a GPU, and the bytes that belong to no process.
 
-    These are None when something was taken or given back each time, or NVML does not tell all.
+    The bytes are None if something was taken or given back each time, or if NVML does not tell all.
     """
     for _ in range(TRIES):
         before = nvml.memory_used(uuid)
@@ -138,9 +143,10 @@ def _ask_memory(nvml: Observer, uuid: str) -> tuple[tuple[ProcessMemory, ...], i
 
 
 def _unseen(watch: _Watch, server: Server) -> int | None:
-    """What containers are charged on a GPU that NVML attributes to no process.
+    """Return what containers are charged on a GPU that NVML attributes to no process.
 
-    None while somebody makes a context: NVML shows its memory before it shows whose it is.
+    None while a process creates a context: NVML shows the memory before it shows which process has
+    it.
     """
     charges = [
         charge for container, i in watch.sharing(server) for charge in container.charges(i).values()
@@ -159,9 +165,9 @@ async def reconcile(
     tally: Tally | None = None,
     auditor: Auditor | None = None,
 ) -> None:
-    """Look at each GPU four times a second, and within 20 ms where a process waits for it.
+    """Look at each GPU four times a second, and within 20 ms if a process waits for a look.
 
-    Looks are counted in `tally`, and shown to `auditor`.
+    Looks are counted in `tally`, and given to `auditor`.
     """
     watches = [_Watch(device) for device in devices]
     with ThreadPoolExecutor(1, "nvml") as executor:
@@ -174,7 +180,7 @@ async def reconcile(
                 tally.looked(watch.device.uuid, seconds, failed=watch.failing)
 
         for watch in watches:
-            # What is nobody's before anybody is here.
+            # What belongs to no process before any process is here.
             await look(watch)
         while True:
             busy = any(container.pids() for container in server.containers.values())
@@ -188,7 +194,7 @@ async def reconcile(
 
 
 async def _ask_use(nvml: Observer, watch: _Watch, executor: ThreadPoolExecutor) -> None:
-    """Ask for samples of utilisation. Without them memory is known all the same."""
+    """Ask for samples of utilisation; without them, memory is still known."""
     uuid, since_us = watch.device.uuid, (time.time_ns() - WINDOW_NS) // 1000
     loop = asyncio.get_running_loop()
     try:
@@ -209,8 +215,8 @@ async def _look(
     executor: ThreadPoolExecutor,
     auditor: Auditor | None,
 ) -> None:
-    # The time first: what a process took before it, the driver shows. Books from before and after:
-    # what is freed or taken meanwhile is no debt.
+    # The time is read first: what a process took before it, the driver shows. The books are read
+    # before and after: what is freed or taken meanwhile is not debt.
     began_ns = time.monotonic_ns()
     before = [
         (container, i, container.charges(i), container.is_open(i))
@@ -233,7 +239,7 @@ async def _look(
             nobodys = nobodys - unseen if unseen is not None and settled else None
         if nobodys is not None:
             watch.nobodys.look(began_ns, nobodys, len(seen))
-        # NVML that does not tell a process's memory says nothing against its books.
+        # If NVML does not report a process's memory, that says nothing against its books.
         look = Look(began_ns, {one.pid: one.used or 0 for one in seen}, watch.samples)
     except VdriverError as e:
         if not watch.failing:
@@ -245,7 +251,7 @@ async def _look(
             server.books.set_lost(watch.device.uuid, None)
     watch.failing = look is None
     for container, i, charges, _ in before:
-        # It may have ended meanwhile, and another have come under its name.
+        # The container may have ended meanwhile, and another may have come under its name.
         if server.containers.get(container.key) is container:
             watch.nobodys.tell(container, i)
             container.reconcile(i, charges, look)

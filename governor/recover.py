@@ -1,7 +1,7 @@
-"""What runs when a governor starts: by the state of the one before, and by what the kernel says.
+"""What runs when a governor starts: by the previous governor's state, and by what the kernel says.
 
 The state names containers and processes by pid and start time. What it does not name, because it
-was damaged, is found by the mounts and mappings of the processes that run.
+was damaged, is found by the mounts and mappings of the running processes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _KEY = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Found:
-    """A container that runs; `pidfd` is of its first process."""
+    """A container that runs; `pidfd` refers to its first process."""
 
     identifier: str
     pidfd: int
@@ -60,21 +60,21 @@ class Found:
     whose: Whose
     uses: tuple[Use, ...] = ()
     claims: tuple[Claim, ...] = ()
-    """What its directory says of the claims, where the state has forgotten it."""
+    """What its directory says about the claims, in case the state has lost them."""
 
 
 def find_containers(config: Config, state: State, devices: Sequence[Device]) -> Iterator[Found]:
-    """Yield the containers that run; strike out and remove what is left of others."""
+    """Yield the containers that run; remove what is left of others."""
     search = _Search(Path(config.runtime_dir) / CONTAINERS, state, [d.uuid for d in devices])
     looks: list[tuple[str, Callable[[], Found | None]]] = [
         (row.key, partial(search.known, row)) for row in state.containers.values()
     ]
-    # Before the first is taken over: from then on the state says what we say.
+    # Before the first is taken over: from then on the state contains what this governor writes.
     looks += [(path.name, partial(search.recovered, path)) for path in search.unknown()]
     for key, look in looks:
         try:
             found = look()
-        except Exception as e:  # one container keeps nobody from the others
+        except Exception as e:  # one container must not keep the others from being found
             log.exception("container-not-adopted", key=key, error=repr(e))
         else:
             if found is not None:
@@ -90,7 +90,10 @@ class _Search:
 
     @cached_property
     def _mounted(self) -> Mounted:
-        """Who has a container's directory mounted: all of /proc is read, so only if it must be."""
+        """Processes that have a container's directory mounted.
+
+        Computed only if needed, because it reads all of /proc.
+        """
         return mounted_below(self._directory.name, self._directory.stat().st_dev)
 
     def known(self, row: ContainerRow) -> Found | None:
@@ -110,8 +113,8 @@ class _Search:
         grant = self._grant(row.key)
         if grant is not None:
             try:
-                # The page is what its processes hold to. It was written last when the quota was
-                # changed, and before that was answered.
+                # The page counts, because the processes follow it. A change of the quota is written
+                # there last, and before the answer.
                 quota, devices = read_quota(grant, self._uuids)
                 if devices != row.devices:
                     raise PageError("it has other GPUs than the container")
@@ -131,7 +134,7 @@ class _Search:
         )
 
     def recovered(self, directory: Path) -> Found | None:
-        """Return a container that only its directory tells of, if processes have that mounted."""
+        """Return a container that only its directory names, if processes have that mounted."""
         key = directory.name
         processes = self._mounted.by_name.get(key)
         if not processes and not self._mounted.is_whole:
@@ -169,7 +172,7 @@ class _Search:
         return self._found(row, [pidfd for _, pidfd in living], grant, claims)
 
     def _claims(self, directory: Path) -> tuple[tuple[Use, ...], tuple[Claim, ...]]:
-        """Return what a directory says of the claims whose shares its containers use."""
+        """Return what a directory says about the claims that its containers use shares of."""
         try:
             document = json.loads((directory / CLAIMS).read_text(encoding="utf-8"))
             claims = tuple(parse_claim(one) for one in document["claims"])
@@ -237,17 +240,17 @@ class _Search:
         others = self._taken - {row.ledger}
         ledger = find_ledger(processes, wanted, others)
         if ledger is None:
-            # Nobody uses the GPU, or the state lacks those who do.
+            # No process uses the GPU, or the state lacks those that do.
             ledger = find_ledger(self._mounted.by_name.get(row.key, []), wanted, others)
         return ledger
 
     def _unregistered(
         self, row: ContainerRow, ledger: Ledger, named: set[int]
     ) -> Iterator[tuple[ProcessRow, int]]:
-        """Yield processes in slots that are in use and that no row names: the state was damaged.
+        """Yield the processes of slots that are in use but in no row: the state was damaged.
 
-        A slot says the number that its process has in its own namespace; the process has to have
-        the ledger mapped as well.
+        A slot contains its process's pid in that process's own namespace. The process must also
+        have the ledger mapped.
         """
         slots = {
             slot: pages.read(ledger.page, pages.slot_base(slot), "ledger_slot", "pid")
@@ -268,7 +271,7 @@ class _Search:
         for slot, number in slots.items():
             candidates = numbered.get(number, [])
             if len(candidates) > 1:
-                # In namespaces of their own, as containers have them that share a claim.
+                # They are in namespaces of their own, as in containers that share a claim.
                 base = pages.slot_base(slot)
                 home = pages.read(ledger.page, base, "ledger_slot", "namespace")
                 candidates = [one for one in candidates if pid_namespace(one.pid) == home != 0]

@@ -1,8 +1,8 @@
 """The two shared pages of a container: made for a new one, found again for one that runs.
 
-The grant page is a file that only the governor writes, so what is wrong with it is damage. The
-ledger is a memfd that the container's processes have mapped and nobody has a name for: it is found
-in one of them, and whoever runs there may have mapped anything else under its name.
+Only the governor writes the grant page, which is a file, so anything wrong with it is damage. The
+ledger is a memfd that the container's processes have mapped and that has no name. It is found
+through one of these processes, which may have mapped anything else under the same name.
 """
 
 from __future__ import annotations
@@ -29,35 +29,36 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _LOSS = {"keep": 0, "deny": 1, "open": 2}
 
 SEARCH_S = 0.5
-"""So long one container's ledger is looked for: its processes may have mapped a great deal."""
+"""Time for which one container's ledger is looked for, in seconds: its processes may have a great
+number of mappings."""
 
 
 class PageError(Exception):
-    """A page is not what it should be; says what was found."""
+    """A page is not what it should be; the message says what was found."""
 
 
 class Ledger(NamedTuple):
-    """A ledger: its descriptor, for processes to come, and its memory."""
+    """A ledger: its descriptor, which new processes are sent, and its memory."""
 
     fd: int
     page: mmap.mmap
 
     @property
     def file(self) -> FileIdentity:
-        """Which file it is."""
+        """The identity of the file."""
         status = os.fstat(self.fd)
         return FileIdentity(status.st_dev, status.st_ino)
 
 
 def uuid_bytes(uuid: str) -> bytes:
-    """Return a GPU's UUID as the driver gives it."""
+    """Return a GPU's UUID in the driver's binary form."""
     return bytes.fromhex(uuid.removeprefix("GPU-").removeprefix("MIG-").replace("-", ""))
 
 
 def _settings(config: Config, strategy: str) -> dict[str, int]:
     inflight_ns = config.inflight_us * 1000
     if strategy == "mps":
-        # What is queued beyond a grant would be the next one's wait.
+        # What is queued beyond a grant would make the next holder wait.
         inflight_ns = min(inflight_ns, int(config.mps_quantum_ms * 1e6))
     return {
         "on_governor_loss": _LOSS[config.on_governor_loss],
@@ -77,7 +78,7 @@ def make_grant(
     config: Config,
     strategy: str = "timeslice",
 ) -> mmap.mmap:
-    """Make a grant page at `path`, in the place of what is there."""
+    """Create a grant page at `path`, in the place of what is there."""
     described: list[dict[str, int | bytes]] = [
         {
             "uuid": uuid_bytes(device.uuid),
@@ -96,13 +97,14 @@ def make_grant(
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         os.fchmod(fd, 0o644)
-        # With its memory: a page that a full tmpfs cannot give would end us when it is written.
+        # Allocated now: if a full tmpfs had no memory for the page, writing to it would kill the
+        # governor.
         os.posix_fallocate(fd, 0, layout.GRANT_FILE_SIZE)
         page = mmap.mmap(fd, layout.GRANT_FILE_SIZE)
     finally:
         os.close(fd)
     pages.init_grant(page, settings=_settings(config, strategy), devices=described)
-    # For CUDA_VISIBLE_DEVICES: nobody knows before the start which GPUs are chosen.
+    # For CUDA_VISIBLE_DEVICES: which GPUs are chosen is not known before the start.
     listed = path.with_name("devices")
     listed.unlink(missing_ok=True)
     listed.write_text(",".join(device.uuid for device in devices) + "\n")
@@ -139,9 +141,9 @@ def open_grant(path: Path) -> mmap.mmap:
 
 
 def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str, ...]]:
-    """Return the quota and the GPUs that a grant page says, of those that the node has.
+    """Return the quota and the GPUs in a grant page; each GPU has to be one of `uuids`.
 
-    PageError when it says nonsense.
+    PageError if the page contains nonsense.
     """
     names = {uuid_bytes(uuid): uuid for uuid in uuids}
     count = pages.read(page, 0, "grant_header", "n_devices")
@@ -169,7 +171,7 @@ def read_quota(page: mmap.mmap, uuids: Iterable[str]) -> tuple[Quota, tuple[str,
 
 
 def take_over(page: mmap.mmap, config: Config, strategy: str = "timeslice") -> None:
-    """Put the node's settings into a grant page of the governor before."""
+    """Put the node's settings into a grant page that a previous governor made."""
     for name, value in _settings(config, strategy).items():
         pages.write(page, 0, "grant_header", name, value)
 
@@ -185,7 +187,7 @@ def make_ledger() -> Ledger:
 
 
 def memfd_device() -> int:
-    """Return the file system that memfds are on: nobody else makes files there."""
+    """Return the file system of memfds, on which no other files are made."""
     fd = os.memfd_create("tidegate", os.MFD_CLOEXEC)
     try:
         return os.fstat(fd).st_dev
@@ -198,8 +200,9 @@ def find_ledger(
 ) -> Ledger | None:
     """Return the ledger that one of these processes has mapped, None when none has.
 
-    `file` is which it has to be. Where that is not known it is the first that is as we make them,
-    and no other container's (`taken`): a process can be handed a descriptor.
+    `file` is the file that it has to be. If that is not known, the first file counts that has the
+    form of a ledger and is no other container's (`taken`), because a process can be handed a
+    descriptor.
     """
     device = file.device if file else memfd_device()
     until = time.monotonic() + SEARCH_S
@@ -226,7 +229,7 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
         return None
     with contextlib.suppress(OSError, ValueError):
         status = os.fstat(fd)
-        # Sealed, or its owner could shrink it under our hands, which is a SIGBUS.
+        # Sealed: otherwise its owner could shrink it while it is in use, which is a SIGBUS.
         if (
             FileIdentity(status.st_dev, status.st_ino) == file
             and status.st_size == layout.LEDGER_SIZE
@@ -239,7 +242,7 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
             )
             if header == (layout.LEDGER_MAGIC, layout.VERSION, layout.LEDGER_SIZE):
                 return ledger
-            if known:  # it is ours, whatever somebody wrote over its header
+            if known:  # it is the container's, even if a process has overwritten its header
                 pages.init_ledger(ledger.page)
                 return ledger
             ledger.page.close()
@@ -248,6 +251,6 @@ def _open_ledger(path: str, file: FileIdentity, *, known: bool) -> Ledger | None
 
 
 def close_ledger(ledger: Ledger) -> None:
-    """Let go of a ledger that nobody shall use."""
+    """Let go of a ledger that is not to be used."""
     ledger.page.close()
     os.close(ledger.fd)

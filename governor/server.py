@@ -1,7 +1,7 @@
 """The governor's socket: the hook and the command line ask, one JSON object per line each way.
 
-An admission belongs to the connection that asked for it until it is confirmed: when the connection
-ends first, everything made for it is taken back.
+An admission belongs to the connection that asked for it until it is confirmed. If the connection
+ends first, everything that was made for the admission is taken back.
 """
 
 from __future__ import annotations
@@ -57,19 +57,21 @@ log = structlog.get_logger()
 LINE_LIMIT = 64 << 10
 SHORT_S = 0.1
 RESERVED_S = 30.0
-"""How long GPUs are kept for a container whose devices were written down and that starts not."""
+"""How long GPUs stay reserved for a container that was given their device nodes and does not start,
+in seconds."""
 MOST_RESERVED = 1024
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-"""Somebody has taken what a connection needs; who governs waits until there is some again."""
+"""Errors that mean that the system is short of what a connection needs; the governor waits until it
+is available again."""
 SCHEMA_FILE = Path(__file__).with_name("protocol.schema.json")
 _SCHEMA: dict[str, Any] = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
 _VALIDATOR = jsonschema.Draft202012Validator(_SCHEMA)
 
 
 def _validators_by_op() -> dict[str, jsonschema.Draft202012Validator]:
-    """Return the schema for each operation alone.
+    """Return a validator for each operation alone.
 
-    `oneOf` tries all of them: 0.7 ms of the 5.5 of processor time that a start took here.
+    `oneOf` tries all of them: 0.7 ms of the 5.5 ms of processor time that a start took here.
     """
     whole = dict(_SCHEMA)
     kinds = whole.pop("oneOf")
@@ -89,11 +91,12 @@ Pending = tuple[Container, Member]
 
 
 def parse_request(line: bytes) -> dict[str, Any]:
-    """Return the request in a line; RequestError where it is none."""
+    """Return the request in a line; RequestError if the line is not a request."""
     try:
         document: dict[str, Any] = load_json(line)
-        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is no text
-        # What is just not too deep for JSON can be too deep for who says what is wrong with it.
+        json.dumps(document, ensure_ascii=False).encode()  # half a surrogate pair is not text
+        # What is just not too deep for the JSON parser can be too deep for the validator that says
+        # what is wrong with it.
         error = None if _is_request(document) else _find_error(document)
     except (ValueError, RecursionError) as e:
         raise RequestError(
@@ -114,7 +117,7 @@ def _is_request(document: object) -> bool:
 
 
 def _find_error(document: object) -> jsonschema.ValidationError | None:
-    """Return what is wrong with a document; by the whole schema, which finds what is nearest."""
+    """Return what is wrong with a document, by the whole schema: the error that fits best."""
     error: jsonschema.ValidationError | None = jsonschema.exceptions.best_match(
         _VALIDATOR.iter_errors(document)
     )
@@ -131,7 +134,7 @@ class Server:
         runners: dict[str, Runner],
         state: State | None = None,
     ) -> None:
-        self.mps: dict[str, Mps] = {}  # by GPU, where it is shared so
+        self.mps: dict[str, Mps] = {}  # by GPU, where it is shared by MPS
         self.versions: dict[str, str | None] = {"driver": None, "cuda": None}
         self._config = config
         self._state = state or State()
@@ -142,12 +145,15 @@ class Server:
         self._reserved: dict[str, tuple[tuple[Device, ...], asyncio.TimerHandle]] = {}
         self.tally = Tally()
         self.on_end: Callable[[Container], None] | None = None
-        """Is told of each container that ends, while the arbiter still knows it."""
+        """Called for each container that ends, while the arbiter still knows it."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self.settings: Settings | None = None  # where there are files to read again
+        self.settings: Settings | None = None  # None where there are no files to read again
 
     def configure(self, config: Config) -> None:
-        """Put a new configuration in force, for the containers that are here as far as it says."""
+        """Put a new configuration in force.
+
+        For containers that run it counts only as far as its options say so.
+        """
         self._config = config
         self._books.configure(config)
         for container in self.containers.values():
@@ -157,23 +163,23 @@ class Server:
 
     @property
     def config(self) -> Config:
-        """What is in force."""
+        """The configuration in force."""
         return self._config
 
     @property
     def books(self) -> Books:
-        """Who has how much of which GPU."""
+        """The books: what each container has of which GPU."""
         return self._books
 
     async def adopt(self) -> None:
-        """Take over what the governor before us has left, before anybody is served."""
+        """Take over what the previous governor has left, before any request is served."""
         for claim in self._state.claims.values():
             self._adopt_claim(claim)
         for found in find_containers(self._config, self._state, self._books.devices):
             try:
                 await self._adopt(found)
-            except Exception as e:  # one container keeps nobody from the others
-                # It keeps its quota by itself, as while we were away.
+            except Exception as e:  # one container must not keep the others from being adopted
+                # The container keeps to its quota on its own, as while the governor was away.
                 log.exception("container-not-adopted", key=found.remains.key, error=repr(e))
         for claim in list(self.claims.values()):
             if claim.leaving:
@@ -186,7 +192,10 @@ class Server:
             log.error("claim-without-gpu", claim=_called(claim), uid=claim.uid, gpu=uuid)
 
     def _known_uses(self, found: Found) -> list[tuple[Claim, Share]]:
-        """Return the shares that a container uses; its directory knows what the state forgot."""
+        """Return the shares that a container uses.
+
+        Claims that the state has lost are recovered from the container's directory.
+        """
         for claim in found.claims:
             if claim.uid not in self.claims:
                 self._adopt_claim(claim)
@@ -227,7 +236,7 @@ class Server:
         try:
             await container.listen(self._ended)
         except OSError as e:
-            # Its processes are known; only new ones find nobody.
+            # Its registered processes are known; only new ones cannot reach the governor.
             log.error("container-unreachable", container=found.identifier, error=str(e))
         log.info(
             "container-adopted",
@@ -238,7 +247,7 @@ class Server:
         )
 
     async def keep_state(self) -> None:
-        """Write what could not be written, as soon as it can be."""
+        """Write what could not be written before, as soon as that is possible."""
         while True:
             await asyncio.sleep(1)
             self._state.retry()
@@ -338,7 +347,7 @@ class Server:
                 case _:
                     return {"ok": True, "pid": os.getpid(), "version": VERSION}
         except (TidegateError, HookError) as e:
-            # `tidegate events` finds it by the container, and says what to do.
+            # `tidegate events` finds the line by the container, and shows the hint.
             about = {"container": request["id"]} if "id" in request else {}
             about |= _pod(request.get("identity", {}))
             if claims := self._named_claims(_uses(request)):
@@ -347,7 +356,7 @@ class Server:
                 about = {"uid": request["uid"]}
                 if "namespace" in request:
                     about["claim"] = f"{request['namespace']}/{request['name']}"
-            if request.get("op") != "reload":  # which was said in other words
+            if request.get("op") != "reload":  # it has a log event of its own
                 log.info("request-refused", **about, code=e.code, message=e.message, hint=e.hint)
             if request.get("op") in ("admit", "reserve"):
                 who = str(request.get("id") or find_name("", "", request["identity"]).whole)
@@ -369,8 +378,8 @@ class Server:
                 and member.is_process(descriptors[0])
                 and set(container.uses) == set(uses)
             ):
-                # The hook is entered twice, by two who each make sure that it is, or for each
-                # share of a claim.
+                # The hook may be entered twice, by two components that each make sure that it is
+                # entered, or once for each share of a claim.
                 return {**self._grant(container), "already": True}
             if not (uses and member.has_ended()):
                 raise RefusedError(
@@ -412,8 +421,8 @@ class Server:
             )
             self.containers[key] = made
             pending.append((made, made.members[0]))
-            # Behind its directory: one that no row names is looked at and removed, a row whose
-            # directory is not there yet would be taken for damage.
+            # After the directory: one that no row names is examined and removed, but a row that has
+            # no directory yet would be taken for damage.
             self._state.put(made.row)
             await made.listen(self._ended)
         except BaseException as e:
@@ -437,7 +446,7 @@ class Server:
         descriptors: list[int],
         pending: list[Pending],
     ) -> dict[str, Any]:
-        """Let a container use shares that others use already, with what these have."""
+        """Add a container to those that use the same shares; it gets what they have."""
         whose = Whose(request["bundle"], request["identity"])
         member = container.join(request["id"], descriptors.pop(0), whose)
         try:
@@ -468,7 +477,7 @@ class Server:
         )
 
     def scheduling(self, uuid: str) -> dict[str, str]:
-        """Return what divides a GPU's time, and why where that is not what the node wants."""
+        """Return what divides a GPU's time, and why, if that is not what the node asks for."""
         runner = self._runners[uuid]
         return {
             "scheduling": "hardware" if runner.is_steered else "gate",
@@ -476,14 +485,14 @@ class Server:
         }
 
     def _named_claims(self, uses: Sequence[Use]) -> list[str]:
-        """Return what claims are called, their uids where they are not known."""
+        """Return the names of claims; the uid of a claim that is not known."""
         known = (self.claims.get(uid) or uid for uid, _ in uses)
         return sorted({one if isinstance(one, str) else _called(one) for one in known})
 
     def _find_shares(
         self, uses: Sequence[Use], request: dict[str, Any]
     ) -> list[tuple[Claim, Share]]:
-        """Return the shares that a container may use; RefusedError says why not."""
+        """Return the shares that a container may use; RefusedError says why it may not."""
         shares = []
         for uid, name in uses:
             claim = self.claims.get(uid)
@@ -516,12 +525,13 @@ class Server:
         return shares
 
     def _keep_apart(self, uses: Sequence[Use]) -> None:
-        """Refuse a container that uses a share together with others than those who use it now."""
+        """Refuse a container that would combine a share with other shares than its users do now."""
         for container in list(self.containers.values()):
             both = set(container.uses) & set(uses)
             if not both:
                 continue
-            # Whose end nobody has seen yet: a pod's containers follow each other closely.
+            # A member's end may not have been noticed yet: a pod's containers follow each other
+            # closely.
             for member in list(container.members):
                 if member.has_ended():
                     self._part(container, member, "ended")
@@ -537,7 +547,7 @@ class Server:
     # Claims
 
     def _claim(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Book a claim, in the file before it is answered; the same again is no error."""
+        """Book a claim, in the file before the answer; the same claim again is not an error."""
         claim = parse_claim(request)
         known = self.claims.get(claim.uid)
         check_claim(claim)
@@ -548,7 +558,7 @@ class Server:
                 raise
             e.hint = self._occupants(e.device, claim.uid)
             if not e.hint:
-                # Its own shares together are more than the GPU: nothing that ends makes room.
+                # Its own shares together exceed the GPU: no container's end makes room for them.
                 raise RefusedError(e.message, hint="ask for less of one GPU") from e
             raise
         if known is None or not known.same(claim):
@@ -561,10 +571,10 @@ class Server:
         return {"ok": True, "uid": claim.uid, "shares": self._describe_shares(claim)}
 
     def _book(self, claim: Claim, known: Claim | None) -> None:
-        """Enter a claim, in the place of what is known of it; an error changes nothing."""
+        """Enter a claim in the place of what is known about it; an error changes nothing."""
         if known is not None and known.same(claim):
             if known.leaving:
-                # It was taken back too early, or is told again by who has forgotten that.
+                # It was taken back too early, or its sender has forgotten that and tells it again.
                 self._state.put_claim(claim)
                 self.claims[claim.uid] = claim
             return
@@ -594,7 +604,7 @@ class Server:
         self.claims[claim.uid] = claim
 
     def _part_ended(self, devices: set[str]) -> None:
-        """Part the containers on these GPUs whose end was not noticed yet."""
+        """Remove members on these GPUs that have ended without being noticed."""
         for container in list(self.containers.values()):
             if any(device.uuid in devices for device in container.devices):
                 for member in list(container.members):
@@ -602,7 +612,7 @@ class Server:
                         self._part(container, member, "ended")
 
     def _occupants(self, uuid: str, but: str) -> str:
-        """Return what has parts of a GPU besides a claim, as a hint; empty where nothing has."""
+        """Return what has parts of a GPU besides claim `but`, as a hint; empty if nothing has."""
         ending, booked = [], []
         for claim in list(self.claims.values()):
             quotas = [share.quota for share in claim.shares if share.device == uuid]
@@ -648,7 +658,10 @@ class Server:
         return {"ok": True}
 
     def _user_of(self, uid: str) -> Container | None:
-        """Return who uses a share of a claim; those whose end nobody has seen yet are parted."""
+        """Return a container that uses a share of a claim.
+
+        Members that have ended without being noticed are removed first.
+        """
         for container in list(self.containers.values()):
             if not any(uid == own for own, _ in container.uses):
                 continue
@@ -660,7 +673,7 @@ class Server:
         return None
 
     def _strike_claim(self, claim: Claim) -> None:
-        """Forget a claim that was taken back, if nobody uses it any more."""
+        """Forget a claim that was taken back, if no container uses it any more."""
         if any(uid == claim.uid for c in self.containers.values() for uid, _ in c.uses):
             return
         del self.claims[claim.uid]
@@ -722,7 +735,7 @@ class Server:
         }
 
     def _reserve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Keep GPUs for a container whose devices are being written down, for a while."""
+        """Reserve GPUs for a while, for a container that is being given their device nodes."""
         parsed = parse_annotations(request["annotations"])
         check_request(parsed, request["annotations"])
         self._strike(request.get("replaces", ""))
@@ -744,7 +757,7 @@ class Server:
         }
 
     def _strike(self, token: str) -> tuple[Device, ...]:
-        """Take a reservation out of the books; one that is not known, or no more, is no error."""
+        """Remove a reservation from the books; one that is unknown or over is not an error."""
         devices, expiry = self._reserved.pop(token, ((), None))
         if expiry is not None:
             expiry.cancel()
@@ -757,7 +770,8 @@ class Server:
     def _redeem(self, request: dict[str, Any], parsed: Request) -> Request:
         """Give a container the GPUs that were reserved for it.
 
-        Whose reservation is gone gets what its nodes allow: they were written down with it.
+        If its reservation is gone, it gets what its device nodes allow: they were written down with
+        the reservation.
         """
         devices = self._strike(request.get("reservation", ""))
         if not devices:
@@ -779,7 +793,7 @@ class Server:
         return {"ok": True}
 
     def _find(self, identifier: str) -> tuple[Container, Member] | None:
-        """Return a container by its id, or by the name that it has while that is not known."""
+        """Return a container by its id, or by the name that it has while its id is not known."""
         container = self.containers.get(container_key(identifier))
         if container is not None:
             return container, container.members[0]
@@ -793,7 +807,8 @@ class Server:
 
     def _release(self, identifier: str) -> dict[str, Any]:
         found = self._find(identifier)
-        # Another engine's of the same id may run: nobody but its process says that it has ended.
+        # Another engine's container of the same id may run: only its process says that it has
+        # ended.
         if found is not None and found[1].has_ended():
             self._part(*found, "released")
         return {"ok": True}
@@ -830,7 +845,7 @@ class Server:
             )
         self._books.change(container.key, quota)
         try:
-            # Before its page, which is what counts after a restart.
+            # Before the grant page, which is what counts after a restart.
             self._state.put(replace(container.row, quota=quota))
         except StateError:
             self._books.change(container.key, old)
@@ -840,7 +855,7 @@ class Server:
         return {"ok": True, **quota.describe()}
 
     def mps_event(self, mps: Mps, event: Event) -> None:
-        """Take in what happened to a GPU's MPS server, and tell the containers whose it is."""
+        """Handle what happened to a GPU's MPS server, and tell the containers that share it."""
         if event.kind == "state":
             self._books.set_closed(mps.device.uuid, mps.reason)
             log.info("mps-state", gpu=mps.device.index, state=mps.state)
@@ -860,21 +875,21 @@ class Server:
         )
         if event.kind in ("fault", "server-ended", "daemon-ended"):
             for container in concerned:
-                # Who the others are is nobody's business.
+                # A container must not learn which the others are.
                 own = by == container.identifier
                 said = "a process of this container" if own else "a process of some container"
                 what = f"{said} had a fatal fault" if event.kind == "fault" else "the server ended"
                 container.tell_mps(Event(event.kind, f"{what}; start what used the GPU again"))
 
     def mps_used(self, mps: Mps) -> bool:
-        """Return whether containers have the GPU."""
+        """Return whether any container has the GPU."""
         return any(mps.device in container.devices for container in self.containers.values())
 
     def _ended(self, container: Container, member: Member) -> None:
         self._part(container, member, "ended")
 
     def _part(self, container: Container, member: Member, why: str) -> None:
-        """Let go of one container; with the last that is one with it goes what they had."""
+        """Remove one member; with the last one goes what the members had."""
         if self.containers.get(container.key) is not container or member not in container.members:
             return
         if len(container.members) == 1:
@@ -900,7 +915,7 @@ class Server:
                 self._strike_claim(claim)
 
     def close(self) -> None:
-        """Let go of every container; those that run keep their quota by themselves."""
+        """Let go of every container; those that run keep to their quota on their own."""
         for container in list(self.containers.values()):
             for member in list(container.members):
                 if not member.confirmed:
@@ -915,7 +930,7 @@ def _called(claim: Claim) -> str:
 
 
 def _pod(identity: Mapping[str, str]) -> dict[str, str]:
-    """Return whose pod it is, for the log; nothing outside of Kubernetes."""
+    """Return the pod that a container belongs to, for the log; empty outside of Kubernetes."""
     pod, namespace = identity.get("pod"), identity.get("namespace", "")
     return {"pod": f"{namespace}/{pod}"} if pod else {}
 
@@ -930,7 +945,7 @@ def _uses(request: dict[str, Any]) -> tuple[Use, ...]:
 
 
 def _reservation(token: str) -> str:
-    """Return the name of a reservation in the books, which is no container's key."""
+    """Return the name of a reservation in the books, which no container's key can equal."""
     return f"reservation {token}"
 
 
@@ -943,7 +958,7 @@ def _describe(devices: Sequence[Device]) -> list[dict[str, Any]]:
 
 
 def _limit_after(request: dict[str, Any], old: Quota) -> int:
-    """Return the limit of a request that names none: a strict container stays strict."""
+    """Return the limit for a request that names none: a strict container stays strict."""
     compute = int(request.get("compute", old.compute))
     return compute if old.compute_limit == old.compute else max(old.compute_limit, compute)
 

@@ -1,7 +1,7 @@
-"""The configuration in force: read again on demand, kept as it is where what was read is wrong.
+"""The configuration in force: read again on demand, and kept if what was read is wrong.
 
-What a new value counts for is the option's own (`effect` in config.schema.json). Options that need
-a restart keep the value that the governor started with, and are told as long as they differ.
+Each option says when a new value of it counts (`effect` in config.schema.json). Options that need a
+restart keep the value that the governor started with, and are reported as long as they differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Settings:
     """What is in force, and what a look at the files would change. On the governor's loop."""
 
     def __init__(self, load: Callable[[], Loaded]) -> None:
-        """Read the files; ConfigError where they are wrong: nobody runs with that yet."""
+        """Read the files; ConfigError if they are wrong, because no governor runs with them yet."""
         self._load = load
         loaded = load()
         self.config = loaded.config
@@ -37,13 +37,13 @@ class Settings:
         self._told: list[Callable[[Config], None]] = []
 
     def tell(self, listener: Callable[[Config], None]) -> None:
-        """Have `listener` hear of each new configuration."""
+        """Call `listener` with each new configuration."""
         self._told.append(listener)
 
     async def reload(self) -> dict[str, Any]:
         """Put in force what the files say now, and return what that changed.
 
-        ConfigError where they are wrong: then nothing has changed, and it is remembered.
+        ConfigError if they are wrong: then nothing has changed, and the error is remembered.
         """
         async with self._lock:
             try:
@@ -53,7 +53,7 @@ class Settings:
                 log.error("configuration-refused", code=e.code, message=e.message, hint=e.hint)
                 raise ConfigError(f"{e.message}: {KEPT}", hint=e.hint) from e
             changes = _changes(self.config, loaded.config)
-            # The whole of `defaults` where `defaults.memory` is new: they have one effect.
+            # All of `defaults` if `defaults.memory` is new: these options have one effect.
             new = {one["option"].partition(".")[0] for one in changes if one["effect"] != "restart"}
             self.config = replace(
                 self.config, **{name: getattr(loaded.config, name) for name in sorted(new)}
@@ -62,7 +62,7 @@ class Settings:
             for listener in self._told:
                 try:
                     listener(self.config)
-                except Exception as e:  # a mistake of ours ends no governor
+                except Exception as e:  # a mistake of ours must not end the governor
                     log.exception("configuration-not-applied", error=repr(e))
             log.info(
                 "configuration-loaded",
@@ -72,7 +72,7 @@ class Settings:
             return {"files": list(loaded.files), "changes": changes}
 
     async def follow(self, hangups: asyncio.Event) -> None:
-        """Reload whenever `hangups` is set, until cancelled. What is wrong was logged."""
+        """Reload whenever `hangups` is set, until cancelled. Errors were logged already."""
         while True:
             await hangups.wait()
             hangups.clear()
@@ -84,8 +84,8 @@ class Settings:
     async def describe(self) -> dict[str, Any]:
         """Return what is in force, and what a reload would do.
 
-        That is `changes` by the files `found`, or the `error` for which it would be refused;
-        `refused` is what was wrong with the last one, None where it went well.
+        That is `changes`, by the files `found`, or the `error` for which it would be refused.
+        `refused` is the error of the last reload, None if it went well.
         """
         answer: dict[str, Any] = {
             "configuration": describe(self.config),
@@ -107,12 +107,12 @@ class Settings:
 
     async def _read(self) -> Loaded:
         try:
-            # Beside the loop: YAML and its schema take tens of milliseconds.
+            # On a thread: YAML and its schema take tens of milliseconds.
             return await asyncio.to_thread(self._load)
         except TidegateError:
             raise
         except Exception as e:
-            # A mistake of ours in reading what an operator wrote ends no governor either.
+            # A mistake of ours in reading an operator's file must not end the governor either.
             log.exception("configuration-unread", error=repr(e))
             raise ConfigError(
                 f"the configuration cannot be read: {type(e).__name__}",

@@ -1,7 +1,7 @@
-"""Why a quota does not fit, in one line: what is short and by how much, where, and what would fit.
+"""Why a quota does not fit, in one line: what is short, by how much and where, and what would fit.
 
-Pure, like the books that ask it. The line stays readable on a node with many GPUs: it names the one
-that comes nearest and counts the others.
+Pure, like the books that call it. The line stays readable on a node with many GPUs: it names the
+GPU that comes nearest, and counts the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Room:
     memory: int
     compute: int
     whole: int
-    """Bytes that there are to grant while nobody has any."""
+    """Bytes that could be granted if no container had any."""
 
     def holds(self, quota: Quota) -> bool:
         """Return whether a quota fits."""
@@ -43,7 +43,7 @@ class Room:
         return f"GPU {self.index} has {', and '.join(parts)} ({' and '.join(short)} short)"
 
     def short_of(self, quota: Quota) -> str:
-        """Say what is asked for and does not fit, and what is left."""
+        """Say what of a quota does not fit, and what is left."""
         parts = []
         if quota.memory > self.memory:
             parts.append(
@@ -57,7 +57,7 @@ class Room:
         return ", and ".join(parts)
 
     def miss(self, quota: Quota) -> float:
-        """Return how far a quota is from fitting, in parts of what is asked for; 0 if it fits."""
+        """Return how far a quota is from fitting, as a part of what is asked for; 0 if it fits."""
         memory = (quota.memory - self.memory) / quota.memory
         return max(memory, (quota.compute - self.compute) / quota.compute, 0)
 
@@ -75,7 +75,7 @@ def refuse_named(rooms: Sequence[Room], quota: Quota, least: int) -> RefusedErro
 def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> RefusedError:
     """Return the refusal of a quota that has to fit on `count` of `rooms`, and does not.
 
-    `least` is what a container has to have: no less is proposed.
+    `least` is the memory that a container has to have: no less is proposed.
     """
     if count > len(rooms):
         shared = f"{len(rooms)} GPU" if len(rooms) == 1 else f"{len(rooms)} GPUs"
@@ -104,7 +104,7 @@ def refuse_any(rooms: Sequence[Room], quota: Quota, count: int, least: int) -> R
 
 
 def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
-    """Say that there is enough, only not where it would have to be."""
+    """Say that there is enough in all, only not where it would have to be."""
     memory = sum(room.memory >= quota.memory for room in rooms)
     compute = sum(room.compute >= quota.compute for room in rooms)
     if len(rooms) == 1:
@@ -122,7 +122,7 @@ def _in_pieces(rooms: Sequence[Room], quota: Quota, count: int) -> str:
 
 
 def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer: int) -> str:
-    """Propose what would fit now, one thing less of: memory, time or GPUs; both if need be."""
+    """Propose what would fit now: less of memory, time or GPUs, or of two if need be."""
     memory = _nth([r.memory for r in rooms if r.compute >= quota.compute], count) // MIB
     compute = _nth([r.compute for r in rooms if r.memory >= quota.memory], count)
     options = []
@@ -140,7 +140,7 @@ def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer:
             options.append(f"{memory}Mi of memory with {compute} % of the time")
     whole = _nth([room.whole for room in rooms], count)
     if quota.memory > whole:
-        # Waiting helps nobody who asks for more than there is.
+        # Waiting does not help a container that asks for more than there is.
         if options:
             return f"ask for {' or '.join(options)} at most"
         return f"ask for {whole // MIB}Mi of memory at most, when a container has ended"
@@ -150,5 +150,5 @@ def _hint(rooms: Sequence[Room], quota: Quota, count: int, least: int, *, fewer:
 
 
 def _nth(values: Sequence[int], n: int) -> int:
-    """Return the n-th largest, 0 if there are fewer."""
+    """Return the n-th largest value, 0 if there are fewer."""
     return sorted(values, reverse=True)[n - 1] if len(values) >= n else 0

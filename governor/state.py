@@ -1,13 +1,13 @@
 """What the governor knows, in a file that outlives it: claims, containers and their processes.
 
-SQLite in WAL mode. A row is in the file before the answer that promises it is given, so a governor
-that is killed has promised nothing that the next one does not know. The memory of a killed process
-that the kernel has is not lost, so nothing waits for the disk: what does not survive a loss of
+SQLite in WAL mode. A row is in the file before the answer that promises it is sent, so a governor
+that is killed has promised nothing that the next one does not know. What a killed process had
+handed to the kernel is not lost, so no write waits for the disk: what does not survive a loss of
 power belongs to processes that do not survive it either.
 
-The model in memory is what counts. Where the file cannot be written for a while (a full disk) what
-can be refused is refused, what has happened (a process that began or ended) is kept in memory and
-written as soon as it can be.
+The model in memory is what counts. While the file cannot be written (a full disk), requests that
+can be refused are refused. What has happened (a process began or ended) is kept in memory and
+written as soon as possible.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MIGRATIONS = (
     ),
     ("CREATE TABLE claims (uid TEXT PRIMARY KEY, row TEXT, seal TEXT)",),
 )
-"""What leads from each version of the schema to the next, from an empty file on.
+"""Statements that lead from each version of the schema to the next, beginning with an empty file.
 
-Rows are JSON under a digest: SQLite finds a page that is no page, but not a number that a disk
-changed.
+Rows are JSON with a digest: SQLite notices a page that is not valid, but not a number that the disk
+has changed.
 """
 VERSION = len(MIGRATIONS)
 
@@ -66,9 +66,9 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class Whose:
-    """Whose a container is, as its engine says.
+    """The owner of a container, as its engine reports it.
 
-    Its bundle, and `pod`, `namespace`, `name` and so on: foreign text, kept for people to read. All
+    The bundle, and `pod`, `namespace`, `name` and so on: foreign text, kept for people to read. Any
     of it may be missing.
     """
 
@@ -89,11 +89,11 @@ class MemberRow:
 
 @dataclass(frozen=True)
 class ContainerRow:
-    """A container. `identifier` is None where only its digest, the key, is known.
+    """A container; `identifier` is None where only its digest, the key, is known.
 
-    `membership` is None where a governor wrote the row that did not keep it. `uses` are shares of
-    claims, where it has its quota from them; then there may be `others` that have it together with
-    this one, which is the oldest.
+    `membership` is None if the governor that wrote the row did not keep it. `uses` are shares of
+    claims, if the container's quota comes from them. Then there may be `others`, which use them
+    together with this container, the oldest.
     """
 
     key: str
@@ -110,30 +110,30 @@ class ContainerRow:
 
     @property
     def members(self) -> tuple[MemberRow, ...]:
-        """All of them, the oldest first."""
+        """All members, the oldest first."""
         first = MemberRow(
             self.identifier, self.process, self.confirmed, self.membership, self.whose
         )
         return (first, *self.others)
 
     def of(self, members: Sequence[MemberRow]) -> ContainerRow:
-        """Return the same with other members, one at least."""
+        """Return the same row with other members, of which there is at least one."""
         first, *others = members
         return replace(self, **vars(first), others=tuple(others))
 
 
 class _DamageError(Exception):
-    """The file is there and says what it cannot say."""
+    """The file exists, and its content is not valid."""
 
 
 class _NewerError(Exception):
-    """The file is of a version of ours that has not been written yet."""
+    """The file was written by a later version of the governor."""
 
 
 class State:
-    """The model, and the file at `path`; without a path the model alone.
+    """The model, and the file at `path`; without a path, the model alone.
 
-    Opened by `load`. Nothing else has the file open meanwhile: it stays locked.
+    Opened by `load`. The file stays locked while it is open, so no other process has it open.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -142,16 +142,16 @@ class State:
         self._db: sqlite3.Connection | None = None
         self._behind = path is not None  # the file lacks something that the model has
         self._failing = False
-        self._file: FileIdentity | None = None  # which it is: at its path there may be another
+        self._file: FileIdentity | None = None  # at its path there may be another by now
         self.containers: dict[str, ContainerRow] = {}
         self.processes: dict[str, dict[int, ProcessRow]] = {}
         self.claims: dict[str, Claim] = {}
 
     def load(self) -> None:
-        """Read the file; one that is damaged is set aside and said, and the model is empty then.
+        """Read the file; a damaged one is set aside and logged, and the model is empty then.
 
-        GovernorError when another process has it. A file that cannot be read or made is said, and
-        tried again by `retry`.
+        GovernorError if another process has the file open. A file that cannot be read or created is
+        logged, and tried again by `retry`.
         """
         if self._path is None:
             return
@@ -178,12 +178,12 @@ class State:
 
     def _open(self, path: Path) -> sqlite3.Connection:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # SQLite gives its other files the mode of this one.
+        # SQLite creates its other files with the mode of this one.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         path.chmod(0o600)
         db = sqlite3.connect(path, timeout=0, isolation_level=None)
         try:
-            # The lock stays until this process ends, however it does.
+            # The lock lasts until this process ends, however it ends.
             db.execute("PRAGMA locking_mode = EXCLUSIVE")
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
@@ -222,7 +222,7 @@ class State:
 
     @staticmethod
     def _read_claims(db: sqlite3.Connection) -> dict[str, Claim]:
-        """Return the claims, of other boots, too: who told them does not tell again."""
+        """Return the claims, also of earlier boots: their sender does not tell them again."""
         claims: dict[str, Claim] = {}
         for uid, text, seal in db.execute("SELECT uid, row, seal FROM claims"):
             values = _unseal(text, seal)
@@ -234,7 +234,7 @@ class State:
     def _read(
         self, db: sqlite3.Connection
     ) -> tuple[dict[str, ContainerRow], dict[str, dict[int, ProcessRow]], bool]:
-        """Return what the file says of this boot, and whether it says anything of others."""
+        """Return what the file says about this boot, and whether it has rows of other boots."""
         containers: dict[str, ContainerRow] = {}
         processes: dict[str, dict[int, ProcessRow]] = {}
         old = False
@@ -264,7 +264,7 @@ class State:
             if values["key"] != key or values["slot"] != slot:
                 raise ValueError(f"process {slot} of {key} is stored in the place of another")
             if key not in containers:
-                old = True  # its container's boot, or what a container left
+                old = True  # of another boot, or left over from a container
                 continue
             processes.setdefault(key, {})[slot] = ProcessRow(
                 slot, Identity(*values["process"]), values["start_us"]
@@ -273,7 +273,7 @@ class State:
 
     @staticmethod
     def _set_aside(path: Path, why: str) -> Path | None:
-        """Move the file and what belongs to it out of the way; None when that fails."""
+        """Move the file and its companions out of the way; return None if that fails."""
         number = 1
         while (aside := path.with_name(f"{path.name}.{why}-{number}")).exists():
             number += 1
@@ -288,7 +288,7 @@ class State:
             return None
         return aside
 
-    # ---- what is promised: StateError, and nothing changed, when it cannot be written ----
+    # ---- promises: if one cannot be written, StateError, and nothing has changed ----
 
     def put(self, row: ContainerRow) -> None:
         """Enter a container, or change it."""
@@ -299,7 +299,7 @@ class State:
         self._promise(self.claims, claim.uid, claim, lambda db: self._put_claim(db, claim))
 
     def strike_claim(self, uid: str) -> None:
-        """Strike a claim out."""
+        """Remove a claim."""
         self._promise(
             self.claims,
             uid,
@@ -332,15 +332,15 @@ class State:
                 hint="make room, or make it writable; containers that run go on",
             ) from e
 
-    # ---- what has happened: kept in memory when it cannot be written ----
+    # ---- events: kept in memory if they cannot be written ----
 
     def note(self, row: ContainerRow) -> None:
-        """Enter a container that runs, whether that can be written or not."""
+        """Enter a container that runs, even if that cannot be written."""
         self.containers[row.key] = row
         self._note(lambda db: self._put(db, row))
 
     def leave(self, key: str) -> None:
-        """Strike a container out, with its processes; one that is not there is no error."""
+        """Remove a container with its processes; one that is not there is not an error."""
         if self.containers.pop(key, None) is None:
             return
         self.processes.pop(key, None)
@@ -352,22 +352,22 @@ class State:
         self._note(write)
 
     def leave_claim(self, uid: str) -> None:
-        """Strike a claim out whose last container has ended; one that is not there is no error."""
+        """Remove a claim after its last container has ended; an unknown one is not an error."""
         if self.claims.pop(uid, None) is not None:
             self._note(lambda db: db.execute("DELETE FROM claims WHERE uid = ?", (uid,)))
 
     def note_claim(self, claim: Claim) -> None:
-        """Enter a claim that containers use, whether that can be written or not."""
+        """Enter a claim that containers use, even if that cannot be written."""
         self.claims[claim.uid] = claim
         self._note(lambda db: self._put_claim(db, claim))
 
     def register(self, key: str, row: ProcessRow) -> None:
-        """Enter a process in its slot."""
+        """Enter a process with its slot."""
         self.processes.setdefault(key, {})[row.slot] = row
         self._note(lambda db: self._put_process(db, key, row))
 
     def unregister(self, key: str, slot: int) -> None:
-        """Strike a process out."""
+        """Remove a process."""
         if self.processes.get(key, {}).pop(slot, None) is not None:
             self._note(
                 lambda db: db.execute(
@@ -376,7 +376,7 @@ class State:
             )
 
     def retry(self) -> None:
-        """Write what could not be written before; make the file anew when somebody took it away."""
+        """Write what could not be written before; create the file anew if it was removed."""
         if self._path is None:
             return
         if self._db is not None and _which(self._path) != self._file:
@@ -386,7 +386,7 @@ class State:
             self._note(None)
 
     def close(self) -> None:
-        """Let go of the file; what it says stays."""
+        """Close the file; its content stays."""
         self._drop()
 
     # ---- writing ----
@@ -441,7 +441,7 @@ class State:
             self._said(e)
 
     def _write(self, write: Callable[[sqlite3.Connection], object] | None) -> None:
-        """Write one change, or all of the model where the file lacks more than that."""
+        """Write one change, or the whole model where the file lacks more than that."""
         if self._path is None:
             return
         db = self._db or self._reopen(self._path)
@@ -474,7 +474,7 @@ class State:
                 self._put_process(db, key, process)
 
     def _reopen(self, path: Path) -> sqlite3.Connection:
-        """Open the file for the model that there is: what it says itself is older."""
+        """Open the file for the model in memory; the content of the file is older."""
         containers, processes, claims = self.containers, self.processes, self.claims
         try:
             return self._open(path)
@@ -504,7 +504,10 @@ class State:
 
 
 def _quota_values(quota: Quota) -> list[int | str]:
-    """Return what `Quota` is made of; a governor that knows no classes reads what has none."""
+    """Return the values that make up a `Quota`.
+
+    The default class is left out, so that a governor that knows no classes can read the rest.
+    """
     values: list[int | str] = [quota.memory, quota.compute, quota.compute_limit]
     return values if quota.work_class == THROUGHPUT else [*values, quota.work_class]
 
@@ -516,7 +519,7 @@ def _transaction(db: sqlite3.Connection) -> Iterator[None]:
         yield
         db.execute("COMMIT")
     except BaseException:
-        # A full disk has ended it already.
+        # A full disk has ended the transaction already.
         if db.in_transaction:
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
@@ -537,7 +540,7 @@ def _code(e: sqlite3.Error) -> int:
 
 
 def _is_damage(e: sqlite3.Error) -> bool:
-    """Whether an error is the content's fault; a table that is not there has no code of its own."""
+    """Return whether the content is to blame; a missing table has no code of its own."""
     code = _code(e)
     return code in _DAMAGED or code in (sqlite3.SQLITE_OK, sqlite3.SQLITE_ERROR)
 

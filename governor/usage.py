@@ -1,7 +1,7 @@
-"""What a process uses of a GPU: its books against what NVML sees, and its part of the GPU's time.
+"""What a process uses of a GPU: its books compared with what NVML sees, and its part of the time.
 
-Pure: no clock, no driver. Books are what a container wrote, so whatever comes from them is bounded
-here, before anything is computed with it. Bytes, nanoseconds and percent.
+Pure: no clock, no driver. The books are written by the container, so everything that comes from
+them is bounded here before anything is computed with it. Bytes, nanoseconds and percent.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from vdriver.nvml import ProcessUse
 Key = TypeVar("Key", bound=Hashable)
 
 WINDOW_NS = 1_000_000_000
-"""Utilisation is of so long a time."""
+"""Time over which utilisation is measured, in nanoseconds."""
 
 LOOK_NS = 250_000_000
-"""A GPU that is shared is looked at so often."""
+"""Interval between two looks at a shared GPU, in nanoseconds."""
 
 NEW_NS = 300_000_000
-"""So long after its creation NVML may not list a context."""
+"""Time after its creation within which NVML may not list a context, in nanoseconds."""
 
 MOST_WAITING = 64
-"""Looks that are kept until the pools were asked."""
+"""Maximum number of looks that are kept until the pools were asked."""
 
 MOST_CONTEXTS = 64
-"""Of one process on one GPU; what says more is nonsense."""
+"""Maximum number of contexts of one process on one GPU; a higher report is nonsense."""
 
 
 @dataclass(frozen=True)
 class Charge:
-    """What the ledger says of one process on one GPU."""
+    """What the ledger says about one process on one GPU."""
 
     memory: int = 0
     unseen: int = 0
@@ -45,12 +45,14 @@ class Charge:
     returned: int = 0
     contexts: int = 0
     moving: int = 0
-    """What calls under way take or give back: the sum of before and after `memory` was read."""
+    """What calls under way take or give back: the sum of the values before and after `memory` was
+    read."""
     pooled: int = 0
     taking: int = 0
     shrunk: int = 0
     told: int = 0
-    """What the process said that the driver took by itself, less what it gave back, ever."""
+    """What the process reported that the driver took on its own, less what it gave back, in total.
+    """
     asked_ns: int = 0
     returned_before: int = 0
     """`returned`, read before the rest; `returned` itself is read after it."""
@@ -63,22 +65,23 @@ class Charge:
         return self.memory - self.unseen
 
     def used(self, overhead: int, since_ns: int) -> int:
-        """Return what the process uses when the last look, at `since_ns`, found `overhead`.
+        """Return what the process uses, if the last look, at `since_ns`, found `overhead`.
 
-        What the driver took after the look nobody has seen.
+        What the driver took after the look was seen by no look; it counts as the process reports
+        it.
         """
         late = self.provisional if self.provisional_ns > since_ns else 0
         return self.memory + overhead + late
 
 
 def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
-    """Return the books of a process on a GPU that has `whole` bytes; no number passes that."""
+    """Return the books of a process on a GPU of `whole` bytes; no number exceeds that."""
     base = layout.ledger_device(slot, device)
     asked_ns, returned_before, shrunk_before, moving_before, pooled_before = (
         pages.read(ledger, base, "ledger_device", name)
         for name in ("asked_ns", "returned", "shrunk", "moving", "pooled")
     )
-    # In an order in which Debt.look() needs them: what ends while they are read is in one at least.
+    # Read in the order that Debt.look() needs: what ends meanwhile is in at least one of them.
     read = {
         name: pages.read(ledger, base, "ledger_device", name)
         for name in (
@@ -111,7 +114,7 @@ def read_charge(ledger: mmap, slot: int, device: int, whole: int) -> Charge:
 class Passing:
     """What passes without a grant: small copies and fills, and copies to and from the host.
 
-    `pending` is whether work of a grant that is over may still run.
+    `pending` says whether work of a grant that is over may still run.
     """
 
     count: int
@@ -120,7 +123,7 @@ class Passing:
 
 
 def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
-    """Return what the processes in `slots` say."""
+    """Return what the processes in `slots` report."""
     count = copied = pending = 0
     for slot in slots:
         base = layout.ledger_device(slot, device)
@@ -135,31 +138,37 @@ def read_passing(ledger: mmap, slots: Iterable[int], device: int) -> Passing:
 
 
 class Debt:
-    """What the driver took by itself for one process: what NVML sees beyond the process's books.
+    """What the driver took on its own for one process: what NVML sees beyond the process's books.
 
-    Books move while NVML is asked. Of what is charged, calls under way may have what they take or
-    give back, and pools may have given back what they held; all else is there. So a look says what
-    the driver took at least and at most, and within that what was known before stands, together
-    with what the process said meanwhile that the driver took. What a process says that the driver
-    takes and the look may have missed counts by the process's own books until the next look.
+    The books move while NVML is asked. Of what is charged, calls under way may or may not have what
+    they take or give back, and pools may have given back what they held; all else is allocated. So
+    a look gives a lower and an upper bound of what the driver took. Within these bounds the earlier
+    value stands, together with what the process has reported since that the driver took. What a
+    process reports that the driver takes, and the look may have missed, counts by the process's own
+    books until the next look.
 
-    Where pools are in use a look alone says little of the most: they may have given something back
-    that the process has not noticed. But it asks them ten times a second, and what they were found
-    without since an earlier look is all that they can have been without in it.
+    Where pools are in use, one look says little about the upper bound: pools may have given
+    something back that the process has not noticed. But the process asks them ten times a second.
+    What they were found without since an earlier look is all that they can have been without during
+    it.
 
-    NVML may not list a new context at once: for a moment it counts for what it is expected to take.
+    NVML may not list a new context at once. For a moment it counts for what it is expected to take.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
         self.last = 0
-        """The same as the last look during which books stood still has it: perhaps too little."""
+        """The debt by the last look during which the books stood still; perhaps too little."""
         self._last_ns = 0
         self._new_until_ns = 0
         self._told = 0
-        self._ahead = 0  # what the last look saw and nobody had told
-        self._waiting: deque[tuple[int, int]] = deque()  # looks whose pools were not asked since
-        self._most: int | None = None  # of the last one whose were, less what was added until then
+        # What the last look saw that the process had not reported.
+        self._ahead = 0
+        # Looks since which the pools were not asked: when each ended, and its upper bound.
+        self._waiting: deque[tuple[int, int]] = deque()
+        # The upper bound by the last look since which they were asked, less what was added until
+        # then.
+        self._most: int | None = None
 
     def look(
         self,
@@ -171,7 +180,7 @@ class Debt:
         *,
         ended_ns: int | None = None,
     ) -> int:
-        """Return the debt after a look from `began_ns` to `ended_ns`, bytes.
+        """Return the debt after a look from `began_ns` to `ended_ns`, in bytes.
 
         It is at most `seen`, or what the contexts are expected to take while one of them is new.
         """
@@ -203,24 +212,25 @@ class Debt:
         self.bytes = max(least, min(debt, most))
         self._ahead = self.bytes - debt
         expected = before.contexts * context_bytes
-        # Half a context less is a context that is missing, and no better knowledge of its size.
+        # If more than half a context is missing, NVML does not list a context yet; it is not that
+        # contexts are smaller than expected.
         if began_ns < self._new_until_ns and self.bytes < expected - context_bytes // 2:
             self.bytes = expected
         self.last = min(self.last, self.bytes)
         return self.bytes
 
     def _news(self, told: int) -> int:
-        """Return what was told since the last look, less what that look saw before it was told."""
+        """Return what was reported since the last look, less what that look had already seen."""
         news, self._told = told - self._told, told
         if self._ahead > 0:
             return news - min(max(0, news), self._ahead)
         return news - max(min(0, news), self._ahead)
 
     def _bound(self, ended_ns: int, most: int, before: Charge, after: Charge) -> int:
-        """Return the most by the last look after which the pools were asked.
+        """Return the upper bound by the last look since which the pools were asked.
 
-        `most` is what this one says, if the pools hold all that they are charged for. What the
-        driver took since that look, and what pools were found without, comes on top.
+        `most` is the upper bound of this look, if the pools hold all that they are charged for.
+        What the driver took since that earlier look, and what pools were found without, is added.
         """
         while self._waiting and self._waiting[0][0] <= after.asked_ns:
             self._most = self._waiting.popleft()[1]
@@ -233,7 +243,7 @@ class Debt:
 
 
 def _is_still(before: Charge, after: Charge) -> bool:
-    """Return whether no call was under way from one to the other."""
+    """Return whether no call was under way between the two readings."""
     return not any((before.moving, after.moving, before.taking, after.taking)) and (
         before.memory,
         before.unseen,
@@ -244,15 +254,16 @@ def _is_still(before: Charge, after: Charge) -> bool:
 class Meter(Generic[Key]):
     """The GPU time of a container's processes over the last second.
 
-    While others share the GPU, the time is the processes' own report (the GPU's clock between
-    their markers), and no more than the container held the GPU by the arbiter's books: a report
-    is written by the container. A container that is alone holds an open grant, in which few
-    markers are recorded and the held time is not booked before its end; there NVML's samples
-    tell, which are right exactly then, because under contention a sample names one process only.
+    While others share the GPU, the time is what the processes report (by the GPU's clock, between
+    their markers), but no more than the container held the GPU by the arbiter's books, because the
+    container writes the report. A container that is alone holds an open grant, in which few markers
+    are recorded, and its held time is not booked before the grant ends. There NVML's samples count.
+    They are right in exactly that case: under contention a sample names only one process.
     """
 
     def __init__(self) -> None:
-        self._looks: deque[tuple[int, dict[Key, int], int]] = deque()  # when; busy, held since then
+        # When each look was, and what was busy and held since the one before.
+        self._looks: deque[tuple[int, dict[Key, int], int]] = deque()
         self._before: tuple[int, dict[Key, int], int] | None = None
         self._open = False
 
@@ -263,10 +274,11 @@ class Meter(Generic[Key]):
         held_ns: int,
         sampled: Mapping[Key, int] | None,
     ) -> dict[Key, float]:
-        """Return the GPU time of each process in percent of the time since a second ago.
+        """Return the GPU time of each process over the last second, in percent.
 
-        `busy` is each process's report of its GPU time ever, `held_ns` what the container held
-        ever, `sampled` NVML's percentages while the grant is open, None while it is not.
+        `busy` is the GPU time that each process reports since its start, and `held_ns` what the
+        container has held since its start. `sampled` is NVML's percentages while the grant is open,
+        and None while it is not.
         """
         if self._before is None:
             self._before = (now_ns, dict(busy), held_ns)
@@ -282,7 +294,7 @@ class Meter(Generic[Key]):
         was_open, self._open = self._open, sampled is not None
         if sampled is not None and was_open:
             return _at_most({key: float(sampled.get(key, 0)) for key in busy}, 100.0)
-        # The first look is the window's begin, not a part of it.
+        # The first look begins the window and is not a part of it.
         window = now_ns - self._looks[0][0]
         if window <= 0:
             return dict.fromkeys(busy, 0.0)
@@ -299,15 +311,15 @@ def _at_most(parts: dict[Key, float], most: float) -> dict[Key, float]:
 
 
 def of_limit(part: float, compute_limit: int) -> int:
-    """Return percent of the GPU as whole percent of a cap in percent, 100 at most."""
+    """Return a percentage of the GPU as whole percent of a cap, at most 100."""
     return min(100, round(part * 100 / compute_limit)) if compute_limit else 0
 
 
 def sampled_percent(samples: Sequence[ProcessUse], pids: frozenset[int]) -> dict[int, int]:
-    """Return NVML's percentage of each of these processes, on average over its samples.
+    """Return NVML's percentage for each of these processes, on average over its samples.
 
-    NVML samples a few times a second and leaves out who did nothing, so a process that works in
-    bursts is shown as it is in them.
+    NVML samples a few times a second and leaves out idle processes, so a process that works in
+    bursts is shown as it is during the bursts.
     """
     own = [sample for sample in samples if sample.pid in pids]
     times = len({sample.time_us for sample in own})

@@ -1,10 +1,10 @@
-"""The version in what a program prints for `--version`."""
+"""Parsing of the version that a program prints for `--version`."""
 
 from __future__ import annotations
 
 import re
 
-# Not the v2 of containerd/v2, which is a part of a word, and not the 3.4 of v2.3.4.
+# Neither the v2 of containerd/v2, which is a part of a word, nor the 3.4 of v2.3.4.
 _VERSION = re.compile(r"(?<![\w.])v?([0-9]+)\.([0-9]+)(?:\.([0-9]+))?")
 
 

@@ -1,11 +1,10 @@
-"""What a look at NVML says against a container: who holds or works more than the books know.
+"""What a look at NVML says against a container: that it holds or works more than the books know.
 
-Pure: no clock, no driver, no file. A look can be mistaken, because its numbers are not of one
-moment, and honest work leaves traces behind its grant. So nothing is a violation that one look
-says: a `Judge` (one for each container and GPU) reports it once when it has been so for a while,
-and once when it is over. A while is uninterrupted time, or time that adds up: a program that keeps
-the rules for a moment now and then, when a look may come, is found by the sum. Bytes, percent,
-nanoseconds.
+Pure: no clock, no driver, no file. A look can be wrong, because its numbers are not of one moment,
+and honest work leaves traces after its grant. So a single look never makes a violation: a `Judge`
+(one for each container and GPU) reports it once when it has lasted for a while, and once when it is
+over. A while is uninterrupted time, or time that adds up: the sum finds a program that keeps the
+rules for a moment now and then, when a look may come. Bytes, percent, nanoseconds.
 """
 
 from __future__ import annotations
@@ -18,60 +17,63 @@ from typing import Any
 MEMORY, UNREGISTERED, COMPUTE = KINDS = ("memory", "unregistered", "compute")
 
 LIBRARIES = 128 << 20
-"""What the code of libraries may be over a quota by, see libcontrol/modules.c."""
+"""How many bytes the code of libraries may exceed a quota by, see libcontrol/modules.c."""
 
 MEMORY_NS = 1_000_000_000
-"""So long, look for look, more is held than is allowed, before it is a violation. A process that
-gives memory back and another that takes it may both have it in one look; the driver's own is
-charged, and new memory refused, within a quarter of a second."""
+"""Time for which each look has to find more memory than is allowed, before that is a violation. A
+process that gives memory back and another that takes it may both have it in one look. Within a
+quarter of a second, memory that the driver took is charged, and new memory is refused."""
 MEMORY_LOOKS = 4
 MEMORY_SUM_NS = 1_000_000_000
-"""Memory beyond what is allowed is added up as bytes times time, looks without it in between: as
-much as is allowed once more for so long is a violation, uninterrupted or not."""
+"""Memory beyond what is allowed is summed up as bytes times time, even if looks without it lie in
+between. The sum makes a violation when it is the allowed memory times this time."""
 
 UNREGISTERED_NS = 500_000_000
-"""A process that starts registers before it has a context; one that ends may be listed after."""
+"""Time for which a process has to compute without having registered. A process that starts
+registers before it has a context, and one that ended may still be listed."""
 UNREGISTERED_LOOKS = 2
 UNREGISTERED_SUM_NS = 500_000_000
-"""The same of several processes that come and go, looks without any in between."""
+"""The same as a sum over processes that come and go, even if looks without any lie in between."""
 SUM_LOOKS = 3
-"""A sum is of so many looks at least."""
+"""Minimum number of looks that a sum is made of."""
 LOOK_NS = 250_000_000
-"""A look says nothing of more time than this before it."""
+"""A look says nothing about more time than this before it."""
 LEAK = 0.1
-"""So much of the time without it is taken off a sum. A look is mistaken seldom, because NVML's list
-is of one call, and by what is allowed at most: it sees what one process has given to another with
-both."""
+"""Part of the time without a violation that is taken off its sum. A look is seldom wrong, because
+NVML's list comes from one call, and then by what is allowed at most: it shows memory that one
+process has given to another with both."""
 
 GONE_NS = 500_000_000
-"""So long nothing is seen of a violation of memory or registration when it is over."""
+"""A violation of memory or registration is over when nothing of it was seen for this time."""
 
 SETTLE_NS = 1_000_000_000
-"""NVML's samples are of up to a second before their time: so long after a container had the GPU or
-reported work, what they say of it may be that."""
+"""NVML's samples reach back for up to a second. For this time after a container had the GPU or
+reported work, samples may be of that work."""
 SAMPLES = 3
 SAMPLED_NS = 400_000_000
-"""At so many times, over so long, a sample names a container that had no grant."""
+"""Number of samples, and the time over which they have to spread, that show that a container
+without a grant works."""
 EVIDENCE_NS = 2_500_000_000
-"""Older samples are forgotten."""
+"""Samples that are older are forgotten."""
 WORKLESS_NS = 2_000_000_000
-"""So long no sample names the container when a violation of compute is over."""
+"""A violation of compute is over when no sample has named the container for this time."""
 LEAST_PERCENT = 5
-"""What a context's own housekeeping shows as at most."""
+"""Lowest percentage that counts: a context's own housekeeping shows as this at most."""
 LATE_NS = 750_000_000
-"""Looks further apart say nothing of the time between: a container whose governor does not answer
-gives itself its share (`on_governor_loss`)."""
+"""Looks that are further apart say nothing about the time between: a container gives itself its
+share when its governor does not answer (`on_governor_loss`)."""
 
 MOST_EPISODES = 32
-"""Of a container are remembered, those that last in any case."""
+"""Number of violations that are remembered of a container; those that last are always kept."""
 
 
 def allowed_memory(limit: int, context_bytes: int) -> int:
-    """Return how much a container with a quota of `limit` may hold by NVML's numbers.
+    """Return how many bytes a container with a quota of `limit` may hold by NVML's numbers.
 
-    The quota; 128 MiB, by which libraries that come with a first kernel may be over it, as nobody
-    expects a launch to fail for the code of a framework; and a quarter of a context, because one
-    that was made while there was room may turn out to be larger than the configuration says.
+    That is the quota; 128 MiB, by which libraries that come with a first kernel may exceed it, as
+    no program expects a launch to fail for the code of a framework; and a quarter of a context,
+    because a context that was created while there was room may be larger than the configuration
+    says.
     """
     return limit + LIBRARIES + context_bytes // 4
 
@@ -87,27 +89,27 @@ class Sample:
 
 @dataclass(frozen=True)
 class Facts:
-    """What one look says of a container on one GPU."""
+    """What one look says about a container on one GPU."""
 
     now_ns: int
     allowed: int
     memory: Mapping[int, int]
-    """What NVML sees of each of its processes, registered or not, by host pid."""
+    """Bytes that NVML sees of each of its processes, registered or not, by host pid."""
     unregistered: frozenset[int] = frozenset()
-    """Those of them that compute and have not registered."""
+    """Those of the processes that compute without having registered."""
     samples: Sequence[Sample] = ()
     idle: bool = False
-    """Since the look before it had no grant, and reported no work."""
+    """Whether it had no grant, and reported no work, since the previous look."""
     frozen: bool = False
-    """We keep it from doing anything: what it does not do now it may do again."""
+    """Whether the governor has frozen it: what it does not do now, it may do again later."""
 
 
 @dataclass
 class Episode:
-    """A violation from its begin to its end: what was found, and what was allowed.
+    """A violation from its beginning to its end: what was found, and what was allowed.
 
-    Bytes for memory, bytes and 0 for a process that is not registered, percent of the GPU and 0 for
-    compute. Times are seconds since 1970.
+    These are bytes for memory, bytes and 0 for an unregistered process, percent of the GPU and 0
+    for compute. Times are seconds since 1970.
     """
 
     kind: str
@@ -133,13 +135,13 @@ class Episode:
 
 @dataclass
 class Findings:
-    """What is kept of a container: written by the auditor, read by whoever shows it."""
+    """What is remembered of a container: written by the auditor, read for display."""
 
     n_devices: int
     episodes: list[Episode] = field(default_factory=list)
     frozen: bool = False
     seen: list[int] = field(init=False)
-    """Bytes that NVML saw of its processes on each GPU, registered or not, at the last look."""
+    """Bytes that NVML saw of its processes, registered or not, on each GPU at the last look."""
     counts: list[Counter[str]] = field(init=False)
     """Violations that began, by kind, on each GPU."""
 
@@ -148,7 +150,7 @@ class Findings:
         self.counts = [Counter() for _ in range(self.n_devices)]
 
     def add(self, episode: Episode) -> None:
-        """Remember a violation that begins, and forget the oldest one that is over."""
+        """Remember a violation that begins; of too many, forget the oldest that is over."""
         self.episodes.append(episode)
         if len(self.episodes) > MOST_EPISODES:
             over = next((one for one in self.episodes if one.ended is not None), None)
@@ -170,7 +172,7 @@ class Findings:
 
 
 class _Lasting:
-    """Something that is so, or not, for a while."""
+    """A condition that counts when it has held for a while, until it has not for a while."""
 
     def __init__(self, begin_ns: int, looks: int, end_ns: int) -> None:
         self._begin_ns, self._looks, self._end_ns = begin_ns, looks, end_ns
@@ -180,7 +182,7 @@ class _Lasting:
         self.lasts = False
 
     def look(self, now_ns: int, *, is_so: bool) -> bool:
-        """Return whether it lasts."""
+        """Return whether the condition lasts, after a look in which it holds or not."""
         if is_so:
             self._since = now_ns if self._since is None else self._since
             self._times += 1
@@ -195,7 +197,7 @@ class _Lasting:
 
 
 class _Sum:
-    """Something that is so now and then: a bucket that fills while it is, and leaks while not."""
+    """A condition that holds now and then: a bucket that fills meanwhile, and leaks otherwise."""
 
     def __init__(self, full_ns: int, end_ns: int) -> None:
         self._full_ns, self._end_ns = full_ns, end_ns
@@ -206,9 +208,10 @@ class _Sum:
         self._lasts = False
 
     def look(self, now_ns: int, rate: float) -> bool:
-        """Return whether it lasts; `rate` is how fast the bucket fills, 0 where there is nothing.
+        """Return whether it lasts; `rate` is how fast the bucket fills, 0 if nothing was found.
 
-        Once it is full the next look in which it is so is enough, until it has leaked.
+        Once the bucket has been full, one more look with the condition is enough, until the bucket
+        has leaked.
         """
         passed = 0 if self._looked is None else min(now_ns - self._looked, LOOK_NS)
         self._looked = now_ns
@@ -227,10 +230,10 @@ class _Sum:
 
 
 class _Working:
-    """Whether NVML's samples name a container that the books say did nothing.
+    """Whether NVML's samples name a container that has done nothing according to the books.
 
-    Under contention a sample names one process, with nearly all of the GPU, so the percentage says
-    little, but that the process is named says that it worked: work of a container that has had no
+    Under contention a sample names one process, with nearly all of the GPU. So the percentage says
+    little. But that the process is named says that it worked, although its container has had no
     grant for longer than a sample reaches back.
     """
 
@@ -262,10 +265,10 @@ class _Working:
     def _collect(self, facts: Facts) -> None:
         now_ns = facts.now_ns
         for sample in facts.samples:
-            # A clock that was set shows times that have not come yet.
+            # If the clock was set, times may lie in the future.
             if (
                 self._idle_since + SETTLE_NS < sample.time_ns <= now_ns
-                and LEAST_PERCENT <= sample.percent <= 100  # drivers have told nonsense
+                and LEAST_PERCENT <= sample.percent <= 100  # drivers have reported nonsense
             ):
                 self._evidence.setdefault(sample.time_ns, sample)
         for at in [at for at in self._evidence if at < now_ns - EVIDENCE_NS]:
@@ -280,7 +283,7 @@ class _Working:
 
 
 class Judge:
-    """One container on one GPU."""
+    """The violations of one container on one GPU."""
 
     def __init__(self, gpu: str) -> None:
         self._gpu = gpu
@@ -297,7 +300,7 @@ class Judge:
         return bool(self._episodes)
 
     def end(self) -> list[Episode]:
-        """Return the violations that last, which are over: the container has ended."""
+        """Return the violations that last; they are over, because the container has ended."""
         lasted = list(self._episodes.values())
         self._episodes.clear()
         return lasted
@@ -338,9 +341,13 @@ LONGEST_S = 32.0
 
 
 def next_freeze(last_s: float | None) -> float:
-    """Return for how many seconds to freeze a container whose last time in a row was `last_s`."""
+    """Return how long to freeze a container, in seconds.
+
+    `last_s` is the length of the previous freeze, None if this one is the first in a row.
+    """
     return FIRST_S if last_s is None else min(2 * last_s, LONGEST_S)
 
 
 WATCH_S = 2.5
-"""So long a container that was thawed is looked at: each violation shows again within it."""
+"""How long a thawed container is watched, in seconds: any violation shows again within this time.
+"""

@@ -1,9 +1,10 @@
-"""A page that shows what happens on the node, and the JSON that it is made of. Read only.
+"""A page that shows what happens on the node, and the JSON that it is made of. Read-only.
 
-It is served as metrics are: nowhere, at a socket, or at a loopback address. A browser reaches those
-too, and runs the pages of anybody, so a request must name this machine by a name that nobody else
-can have (DNS rebinding), and must not come from a page of another origin. Names of containers are
-foreign text; the page writes nothing but text, and says so to the browser (Trusted Types).
+It is served as metrics are: nowhere, at a socket, or at a loopback address. A browser can reach
+such an address, and runs the pages of any site. So a request has to name this machine by a name
+that no other host can have (against DNS rebinding), and must not come from a page of another
+origin. Names of containers are foreign text; the page writes nothing but text, and has the browser
+enforce that (Trusted Types).
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ PAGE_FILE = Path(__file__).with_name("web.html")
 STATE, HISTORY = "/api/v1/state", "/api/v1/history"
 
 SAME_S = 0.25
-"""Requests so near to each other get the same numbers."""
+"""Requests that are less than this time apart, in seconds, get the same numbers."""
 GZIP_FROM = 1024
-"""Bytes that are worth compressing."""
+"""Size from which an answer is compressed, in bytes."""
 
 _OWN_NAME = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _SINCE = re.compile(r"since=([0-9]{1,12})")
@@ -52,7 +53,7 @@ _INLINE = re.compile(r"<(style|script)>(.*?)</\1>", re.DOTALL)
 
 
 def policy_of(page: str) -> str:
-    """Return the Content-Security-Policy under which what stands in the page runs, and no more."""
+    """Return the Content-Security-Policy that allows what is in the page, and nothing else."""
     sources: dict[str, list[str]] = {"style": [], "script": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -74,7 +75,7 @@ def policy_of(page: str) -> str:
 
 
 class Endpoint(httpd.Endpoint):
-    """Answers GET of the page and of what it shows."""
+    """Answers GET requests for the page and for the data that it shows."""
 
     where = f"the page is at /, what it shows at {STATE} and {HISTORY}"
 
@@ -86,7 +87,7 @@ class Endpoint(httpd.Endpoint):
         page = PAGE_FILE.read_text(encoding="utf-8")
         self._page = page.encode()
         self._state: tuple[float, bytes] | None = None
-        self._cuts: dict[int, bytes] = {}  # of the history as of the step `_cut_at`
+        self._cuts: dict[int, bytes] = {}  # by `since`, as of the step `_cut_at`
         self._cut_at = -1
         self.headers = "".join(
             f"{name}: {value}\r\n"
@@ -102,11 +103,11 @@ class Endpoint(httpd.Endpoint):
         )
 
     def has(self, target: str) -> bool:
-        """Return whether something is at `target`."""
+        """Return whether anything is served at `target`."""
         return target in ("/", STATE, HISTORY)
 
     async def answer(self, target: str, headers: Message) -> bytes:
-        """Return the page, or what it shows."""
+        """Return the page, or the data that it shows."""
         hosts = headers.get_all("Host") or []
         if len(hosts) != 1 or not _OWN_NAME.fullmatch(hosts[0].strip()):
             return self.status(
@@ -169,13 +170,13 @@ def _encode(document: dict[str, Any]) -> bytes:
 
 
 def _encode_series(head: dict[str, Any], series: list[dict[str, Any]]) -> bytes:
-    """Encode it in pieces: while one is made, no other thread of the governor gets to run."""
+    """Encode the series one by one: while one is encoded, no other thread of the governor runs."""
     pieces = b",".join(_encode(one) for one in series)
     return _encode(head)[:-1] + b',"series":[' + pieces + b"]}"
 
 
 def _text(foreign: str) -> str:
-    # Half of a surrogate pair is no text to most who read JSON.
+    # To most readers of JSON, half of a surrogate pair is not text.
     return foreign.encode("utf-8", "replace").decode()
 
 
@@ -184,7 +185,10 @@ def _name(container: Container) -> str:
 
 
 def describe(server: Server) -> dict[str, Any]:
-    """Return what the page shows of this moment. On the governor's loop."""
+    """Return what the page shows of this moment.
+
+    Runs on the governor's loop.
+    """
     books = server.books.describe()
     shown = ("uuid", "index", "name", "strategy", "memory", "memory_left", "compute_left", "lost",
              "closed")  # fmt: skip
@@ -246,12 +250,12 @@ def _describe(container: Container) -> dict[str, Any]:
 
 
 def _finite(ms: float | None) -> float | None:
-    """JSON has no infinity: a wait beyond the last bound is -1."""
+    """Return a number that JSON has: a wait beyond the last bound is -1, not infinity."""
     return -1 if ms == math.inf else ms
 
 
 def reason_of(episode: Episode) -> str:
-    """Return in words what was found, and what would have been right."""
+    """Return in words what was found, and what was allowed."""
     if episode.kind == MEMORY:
         found, allowed = episode.found // MIB, episode.allowed // MIB
         return f"its processes hold {found} MiB of GPU memory, {allowed} MiB are allowed"
@@ -261,7 +265,7 @@ def reason_of(episode: Episode) -> str:
 
 
 def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]:
-    """Return what the history wants of a container, for each of its GPUs."""
+    """Yield what the history records of a container, for each of its GPUs."""
     times = container.gpu_times()
     for i, device in enumerate(container.devices):
         time_of = times[device.uuid]
@@ -282,32 +286,32 @@ def uses_of(container: Container) -> Iterator[tuple[tuple[Container, str], Use]]
 
 
 async def find_names(server: Server) -> None:
-    """Find out, once for each container, what its engine calls it, until cancelled."""
+    """Look up the name of each container at its engine, once, until cancelled."""
     while True:
         for container in list(server.containers.values()):
             if container.called is not None:
                 continue
             whose = container.row.whose
             try:
-                # Beside the loop: Docker and Podman have it in files.
+                # On a thread: Docker's and Podman's names are in files.
                 found = await asyncio.to_thread(
                     find_name, container.identifier, whose.bundle, whose.identity
                 )
                 container.called = found.whole
-            except Exception as e:  # it has an id as well
+            except Exception as e:  # its id still names it
                 log.exception("page-look-failed", container=container.identifier, error=repr(e))
                 container.called = ""
         await asyncio.sleep(1)
 
 
 async def keep(server: Server, history: History) -> None:
-    """Look at the containers a step at a time, until cancelled."""
+    """Record the containers' use step by step, until cancelled."""
 
     def part(container: Container) -> None:
         try:
             for who, use in uses_of(container):
                 history.part(who, use)
-        except Exception as e:  # it has to end all the same
+        except Exception as e:  # the container's end must go on all the same
             log.exception("page-look-failed", container=container.identifier, error=repr(e))
 
     server.on_end = part
@@ -318,12 +322,12 @@ async def keep(server: Server, history: History) -> None:
             history.look(
                 time.monotonic_ns(), [use for container in containers for use in uses_of(container)]
             )
-        except Exception as e:  # what is shown is not worth a governor
+        except Exception as e:  # a failure to show something must not end the governor
             log.exception("page-look-failed", error=repr(e))
             await asyncio.sleep(STEP_S)
 
 
 def listening(config: Config) -> AbstractContextManager[socket.socket | None]:
-    """Listen where the configuration says; None where it says off."""
+    """Listen where the configuration says; None if it says off."""
     path = Path(config.runtime_dir) / "web.sock"
     return httpd.listening(config.web.listen, path, "the page", "web.listen")

@@ -4,41 +4,41 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAX_LAG_NS       1000000000.0 /* what a container kept waiting is owed at most, as time */
-#define MAX_CARRY_NS     20000000.0   /* of a report that came later than its grant */
-#define IMPATIENT_GRANTS 64           /* after long ones in which little was done */
-#define ALLOWANCE_GRANTS 20           /* unusually long hand-overs are made up for by others */
-#define BELIEVED    0.25 /* of its share: what more a container may have that reports too little */
-#define COMMON_NS   50000000.0  /* what all that want the GPU are owed, where there is too little */
-#define NAP_NS      5000000.0   /* who sleeps for longer is not expected back */
-#define SLICE_NS    500000.0    /* of a grant that ends for one who was away for a moment */
-#define SCALE_NS    100000000.0 /* of GPU time, within which the scale follows */
+#define MAX_LAG_NS       1000000000.0 /* longest time by which a container may be owed, in ns */
+#define MAX_CARRY_NS     20000000.0   /* most of a late report that is carried over */
+#define IMPATIENT_GRANTS 64           /* grants not waited for after a long one with little work */
+#define ALLOWANCE_GRANTS 20           /* allowances that add up, for unusually long hand-overs */
+#define BELIEVED    0.25 /* part of its share that a container may gain by reporting too little */
+#define COMMON_NS   50000000.0  /* most that all that want the GPU may be owed alike */
+#define NAP_NS      5000000.0   /* a container that sleeps for longer is not expected back */
+#define SLICE_NS    500000.0    /* least length of a grant cut short for one that was just away */
+#define SCALE_NS    100000000.0 /* GPU time within which the scale adapts */
 #define LEAST_SCALE 0.9
-#define FULL        0.985 /* what leaves nothing idle */
-#define SEVERAL     2     /* processes, perhaps */
+#define FULL        0.985 /* demand that leaves nothing idle */
+#define SEVERAL     2     /* processes, perhaps: how many worked is not known */
 
 struct tenant {
     bool used;
     bool want;
-    bool absent;      /* it wants, and does not take what it is granted: see pass_over() */
-    uint64_t sign_ns; /* when it last did anything */
+    bool absent;      /* it wants the GPU, and does not use what it is granted: see pass_over() */
+    uint64_t sign_ns; /* when it last showed that it runs */
     double guarantee; /* of the GPU, 0..1 */
     double limit;
-    double owed_at;              /* theoretical arrival time at the guaranteed rate */
-    double capped_at;            /* the same at the cap */
-    double lent_tag;             /* start tag of the fair order in which idle time is lent */
-    uint64_t asleep;             /* since when it neither wants nor holds; 0: it does */
+    double owed_at;   /* theoretical arrival time at the guaranteed rate */
+    double capped_at; /* the same at the cap */
+    double lent_tag;  /* start tag of the fair order in which idle time is lent */
+    uint64_t asleep;  /* since when it neither wants nor holds the GPU; ARBITER_NEVER: it does */
     double busy_seen, busy_told; /* GPU time by the GPU's clock: accounted for, and reported */
-    /* Grants whose use was estimated and will be corrected by what the GPU's clock says. */
+    /* Grants with an estimated use, which the GPU's clock will correct. */
     double unsettled_charge, unsettled_held;
-    double unsettled_beside; /* how much more than it held may be what it used */
+    double unsettled_beside; /* by how much its use may exceed what it held */
     unsigned n_unsettled;
-    bool was_long;        /* one of them lasted longer than a grant may that nobody watches */
-    unsigned n_impatient; /* grants that are not waited for */
-    double allowance;     /* how much of what it held its reports may still call not used */
+    bool was_long;        /* one of them was overdue for longer than an unwatched grant may be */
+    unsigned n_impatient; /* grants left that are not waited for */
+    double allowance;     /* how much of what it held its reports may still call unused */
     uint64_t allowed;     /* until when that has grown */
     double overhead;      /* estimate of what a grant loses to the hand-over */
-    double nap;           /* how long it sleeps between two pieces of work, on average; 0: long */
+    double nap;           /* average sleep between two pieces of work; 0: it sleeps for long */
     struct arbiter_turn turn; /* of a container with several GPUs */
     struct arbiter_stats stats;
 };
@@ -49,20 +49,20 @@ struct arbiter {
     int32_t holder;
     int32_t last_holder;
     uint32_t epoch;
-    uint32_t newest; /* number of the last grant of all, also of an arbiter before this one */
+    uint32_t newest; /* number of the last grant of all, also of an earlier arbiter */
     uint64_t start, deadline;
-    bool beside;       /* the work of the holder before may run beside the first of this one */
-    uint64_t alive;    /* when the holder said last that its work still runs */
+    bool beside;       /* the previous holder's work may run alongside the first of this grant */
+    uint64_t alive;    /* when the holder last said that its work still runs */
     uint64_t gpu_free; /* when the last holder's work ended */
     bool lent;         /* this grant is beyond the guarantee */
-    bool contended;    /* somebody else waited during this grant */
+    bool contended;    /* another container waited during this grant */
     bool open;
     int32_t standby;
     double lent_clock;
     int32_t n;      /* highest tenant ever, plus one */
-    uint64_t align; /* a container with several GPUs will have its turn then; UINT64_MAX: none */
-    uint64_t kept;  /* until then the GPU is granted to nobody who has no turn */
-    double scale;   /* what is charged of what ran beside others' work; see settle() */
+    uint64_t align; /* a container with several GPUs gets its turn then; ARBITER_NEVER: none */
+    uint64_t kept;  /* until then the GPU goes only to a container in its turn */
+    double scale;   /* factor by which reported use is charged; see settle() */
 };
 
 struct arbiter *arbiter_new(const struct arbiter_config *config)
@@ -124,8 +124,9 @@ int32_t arbiter_add(struct arbiter *arbiter, uint32_t guarantee, uint32_t limit,
     return ARBITER_NOBODY;
 }
 
-/* A page says the number of a grant of an arbiter before this one: those to come are beyond it. A
- * number tells two grants apart; where it wraps around, the later one is the nearer one ahead. */
+/* Tells the number of a grant of an earlier arbiter, as a page says it: the grants to come are
+ * numbered beyond it. A number tells two grants apart. Where numbers wrap around, the later one is
+ * the nearer one ahead. */
 void arbiter_begin(struct arbiter *arbiter, uint32_t epoch)
 {
     if (epoch && (!arbiter->newest || (int32_t)(epoch - arbiter->newest) > 0))
@@ -151,14 +152,14 @@ static bool wants(const struct tenant *t)
     return t->used && t->want && !t->absent;
 }
 
-/* Whether it is away for a moment, as far as is known of it. */
+/* Whether it is away for a moment, as far as is known. */
 static bool is_napping(const struct tenant *t, uint64_t now)
 {
     return !t->want && t->nap > 0 && t->asleep != ARBITER_NEVER &&
            (double)now < (double)t->asleep + 2 * t->nap;
 }
 
-/* What part of the GPU `t` and all others who want it may have. */
+/* Returns what part of the GPU `t` and all others that want it, or soon will, may have. */
 static double demand_with(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
 {
     double demand = 0;
@@ -173,12 +174,13 @@ static double demand_with(const struct arbiter *arbiter, const struct tenant *t,
 }
 
 /*
- * What was estimated at the end of the last grants is replaced by what the GPU's clock measured.
- * The report comes from the container, so it is believed within bounds only.
+ * Replaces what was estimated at the end of the last grants by what the GPU's clock measured. The
+ * report comes from the container, so it is believed within bounds only.
  *
- * Where the last work of a grant runs beside the first of the next, what all of them did adds up to
- * more than the time that it took. If their shares leave nothing idle they are charged for that
- * time together, in proportion: the GPU would have to rest to give nobody more than his share.
+ * Where the last work of a grant runs alongside the first of the next, the use of all containers
+ * adds up to more than the time that has passed. If their shares leave nothing idle, they are
+ * charged for that time together, in proportion: otherwise the GPU would have to rest so that no
+ * container gets more than its share.
  */
 static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_t now)
 {
@@ -188,7 +190,7 @@ static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_
     if (!t->n_unsettled)
         return;
     busy = (t->busy_told - t->busy_seen) * scale;
-    /* It was waited for because its work was said to run; perhaps it waited for somebody itself. */
+    /* It was waited for because its work was said to run. Perhaps that work was waiting itself. */
     if (t->was_long)
         t->n_impatient = busy < t->unsettled_held / 2 ? IMPATIENT_GRANTS : 0;
     t->was_long = false;
@@ -208,8 +210,8 @@ static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_
 
         arbiter->scale = clamp(scale - excess / SCALE_NS, LEAST_SCALE, 1);
     }
-    /* The last markers of a grant are often reported after it: what was above or below the bounds
-     * is carried on. */
+    /* The last markers of a grant are often reported after it, so what was above or below the
+     * bounds is carried over. */
     t->busy_seen = clamp(t->busy_seen + actual / scale, t->busy_told - MAX_CARRY_NS,
                          t->busy_told + MAX_CARRY_NS);
     t->unsettled_charge = t->unsettled_held = t->unsettled_beside = 0;
@@ -217,12 +219,13 @@ static void settle(struct arbiter *arbiter, struct tenant *t, bool lent, uint64_
 }
 
 /*
- * A container that is stopped or frozen goes on to say that it wants the GPU. It is granted nothing
- * before it has shown that it runs, unless nobody else wants anything.
+ * Passes over a container that has shown nothing since `since`. One that is stopped or frozen keeps
+ * saying that it wants the GPU. It is granted nothing until it has shown that it runs, unless no
+ * other container wants the GPU.
  */
 static void pass_over(struct tenant *t, uint64_t since)
 {
-    /* Of several GPUs one may be late: the others' work waits for it. */
+    /* Not with several GPUs: one of them may be late, and the work on the others waits for it. */
     t->absent = t->want && t->sign_ns < since && t->turn.role == ARBITER_ALONE;
 }
 
@@ -236,22 +239,22 @@ void arbiter_sign(struct arbiter *arbiter, int32_t tenant, uint64_t sign_ns)
     if (!t->absent)
         return;
     t->absent = false;
-    /* It slept, as far as what it is owed goes. */
+    /* As far as what it is owed goes, it was asleep. */
     t->owed_at = max(t->owed_at, (double)sign_ns - 2.0 * (double)arbiter->config.quantum_ns);
 }
 
-/* The holder's work ends (or ended) at `end`. */
+/* Ends the grant. The holder's work ends (or ended) at `end`. */
 static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
 {
     struct tenant *t = &arbiter->tenants[arbiter->holder];
     double held = end > arbiter->start ? (double)(end - arbiter->start) : 0;
-    /* However short it says that it was: it has cost the others something. */
+    /* However short the holder says that the grant was, it has cost the others something. */
     double cost = max(held, (double)arbiter->config.overhead_ns / 4);
     double estimate = max((1 - BELIEVED) * cost, cost - t->overhead);
     double believed = BELIEVED * t->guarantee * max(0, (double)end - (double)t->allowed);
 
     if (arbiter->open) {
-        /* Alone: nothing is owed to it and it owes nothing. */
+        /* Alone, it is owed nothing and owes nothing. */
         t->owed_at = max(t->owed_at, (double)end);
         t->capped_at = max(t->capped_at, (double)end);
         t->busy_seen = t->busy_told;
@@ -261,11 +264,11 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         t->was_long = t->was_long || end > arbiter->deadline + arbiter->config.overdue_ns;
         t->unsettled_charge += estimate;
         t->unsettled_held += cost;
-        /* Processes that work at the same time report the same time each. */
+        /* Processes that work at the same time each report all of that time. */
         if (n_active == 1)
             t->unsettled_beside += (double)arbiter->config.beside_ns;
-        /* Nobody else could have used what it left unused alone. Otherwise it is an allowance a
-         * grant, and no more of them for who makes his grants shorter. */
+        /* If no other container waited, none could have used what it left unused. Otherwise it gets
+         * one allowance for each grant, and no more of them by making its grants shorter. */
         believed = believed < (double)arbiter->config.overhead_ns
                        ? believed
                        : (double)arbiter->config.overhead_ns;
@@ -279,8 +282,8 @@ static void end_grant(struct arbiter *arbiter, uint64_t end, uint32_t n_active)
         }
     } else {
         t->stats.handover_ns += (uint64_t)held;
-        /* Others waited while it did nothing: for nothing it would be the first in line for ever.
-         * Who showed nothing either is passed over. */
+        /* Others waited while it did nothing. If that were free, it would be the first in line for
+         * ever. A container that showed no sign either is passed over instead. */
         if (arbiter->contended && !t->absent) {
             charge(t, held, arbiter->lent);
             if (arbiter->lent)
@@ -309,14 +312,14 @@ void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now)
     arbiter->tenants[tenant].want = false;
 }
 
-/* By when a tenant that is owed GPU time should have had a grant. */
+/* Returns by when a tenant that is owed GPU time should have had a grant. */
 static double due_at(const struct arbiter *arbiter, const struct tenant *t)
 {
     return t->owed_at + (double)arbiter->config.quantum_ns / t->guarantee;
 }
 
-/* Whether `t` is so far behind the holder, once that has worked until `at`, that it goes first
- * although that costs a hand-over. */
+/* Whether `t` is so far behind the holder, once the holder has worked until `at`, that it goes
+ * first although that costs a hand-over. */
 static bool is_behind(const struct arbiter *arbiter, const struct tenant *t, double at)
 {
     const struct tenant *holder = &arbiter->tenants[arbiter->holder];
@@ -328,13 +331,13 @@ static bool is_behind(const struct arbiter *arbiter, const struct tenant *t, dou
                                 due_at(arbiter, holder) + used / holder->guarantee;
 }
 
-/* Somebody wants the GPU who did not a moment ago: a grant that is longer than it need be ends
- * sooner, and one of somebody who is ahead of him soon. */
+/* A container has begun to want the GPU. If it is owed time, the current grant is cut to a quantum,
+ * or to SLICE_NS if the container is far behind the holder. */
 static void arrive(struct arbiter *arbiter, const struct tenant *t, uint64_t now)
 {
     double least;
 
-    /* Those with several GPUs come when it is their turn, and go when it ends. */
+    /* Containers with several GPUs come when it is their turn, and go when it ends. */
     if (arbiter->holder == ARBITER_NOBODY || arbiter->open || t->turn.role != ARBITER_ALONE ||
         arbiter->tenants[arbiter->holder].turn.role == ARBITER_CALLED ||
         t == &arbiter->tenants[arbiter->holder] || t->owed_at > (double)now)
@@ -363,7 +366,8 @@ void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t n
         double away = (double)(now - t->asleep);
 
         t->nap = away > NAP_NS ? 0 : t->nap > 0 ? t->nap + 0.2 * (away - t->nap) : away;
-        /* What it was owed when it fell asleep it keeps; what the sleep added, up to the grace. */
+        /* It keeps what it was owed when it fell asleep, and up to the grace of what the sleep
+         * added. */
         if (away > grace && t->owed_at < (double)now - grace)
             t->owed_at = clamp(t->owed_at + away - grace, t->owed_at, (double)now - grace);
     }
@@ -377,7 +381,7 @@ void arbiter_busy(struct arbiter *arbiter, int32_t tenant, uint64_t busy_ns)
     struct tenant *t = &arbiter->tenants[tenant];
 
     t->busy_told = (double)busy_ns;
-    /* What it did before we granted anything is not ours to charge. */
+    /* What it did before its first grant is not charged. */
     if (!t->stats.grants)
         t->busy_seen = t->busy_told;
 }
@@ -405,7 +409,7 @@ void arbiter_released(struct arbiter *arbiter, uint64_t release_ns, uint64_t res
     end_grant(arbiter, release_ns + residual_ns, n_active);
 }
 
-/* When the tenant may have GPU time: as its own, or lent. */
+/* Returns when the tenant may have GPU time, as its own or lent. */
 static double eligible_at(const struct tenant *t)
 {
     if (is_elastic(t) && t->capped_at < t->owed_at)
@@ -421,7 +425,8 @@ static bool somebody_wants(const struct arbiter *arbiter)
     return false;
 }
 
-/* Returns who should have the GPU at `now`, other than `except`; tells whether it would be lent. */
+/* Returns the tenant other than `except` that should have the GPU at `now`; tells whether its time
+ * would be lent. */
 static int32_t choose(const struct arbiter *arbiter, double now, int32_t except, bool *lentp)
 {
     int32_t owed = ARBITER_NOBODY, lent = ARBITER_NOBODY;
@@ -435,7 +440,7 @@ static int32_t choose(const struct arbiter *arbiter, double now, int32_t except,
             continue;
         if (t->turn.role == ARBITER_CALLED && (t->want || t->turn.unasked) &&
             (double)t->turn.until_ns > now) {
-            /* Half of a collective may be beyond the cap: then it is owed back. */
+            /* Half of a collective may go beyond the cap; the container then owes that time. */
             *lentp = is_elastic(t) && t->owed_at > now;
             return i;
         }
@@ -476,9 +481,9 @@ static bool may_continue(const struct arbiter *arbiter, double at)
 }
 
 /*
- * How long a grant is. What a hand-over costs comes off idle time where there is enough of it, and
- * grants are short, so that shares are right over short times. The less is idle the longer they
- * are: part * length of what runs is work.
+ * Returns how long a grant is. Where there is enough idle time, that pays for the hand-overs, and
+ * grants are short, so that shares are right over short times. The less is idle, the longer grants
+ * are: the part of the time that is work, length / (length + cost), has to reach the demand.
  */
 static double grant_length(const struct arbiter *arbiter, const struct tenant *t, uint64_t now)
 {
@@ -491,8 +496,8 @@ static double grant_length(const struct arbiter *arbiter, const struct tenant *t
     return clamp(cost * demand / (1 - demand), least, max(least, most));
 }
 
-/* The end of the holder's grant if somebody sleeps who will be behind him when he is back, and is
- * expected soon; UINT64_MAX if nobody. */
+/* Returns when the holder's grant should end for a container that sleeps, is expected back soon and
+ * will be behind the holder then; ARBITER_NEVER: there is none. */
 static uint64_t expected_back(const struct arbiter *arbiter, uint64_t now)
 {
     uint64_t first = ARBITER_NEVER;
@@ -510,8 +515,9 @@ static uint64_t expected_back(const struct arbiter *arbiter, uint64_t now)
     return first;
 }
 
-/* There is less GPU time than is owed, by hand-overs and by pauses: what everybody is kept waiting
- * for is owed to nobody, so that the bound of what one is owed leaves the differences alone. */
+/* Forgives what all are owed alike. Where hand-overs and pauses leave less GPU time than is owed,
+ * the time for which all containers are kept waiting is owed to none, so that the bound on what one
+ * is owed leaves the differences alone. */
 static void forgive(struct arbiter *arbiter, uint64_t now)
 {
     double common = 1e300;
@@ -585,8 +591,8 @@ static void grant(struct arbiter *arbiter, int32_t tenant, bool lent, uint64_t n
     t->stats.grants++;
 }
 
-/* When the grant is taken from a holder that does not give it back. What was lent is not waited
- * for: it may be an owner's turn. */
+/* Returns when the grant is taken from a holder that does not give it back. A lent grant is waited
+ * for no longer than `overdue_ns`: a container may be owed that time. */
 static uint64_t taken_at(const struct arbiter *arbiter)
 {
     const struct arbiter_config *config = &arbiter->config;
@@ -602,12 +608,13 @@ static uint64_t taken_at(const struct arbiter *arbiter)
         if (latest > sign + config->overdue_ns)
             latest = sign + config->overdue_ns;
     }
-    /* Nobody there is awake to give it back: not since it was due, or has long been. */
+    /* If no sign comes for half of `overdue_ns` after the end or the last sign, no process there is
+     * awake to give the grant back. */
     return latest < seen + config->overdue_ns / 2 ? latest : seen + config->overdue_ns / 2;
 }
 
-/* The earliest time at which somebody other than `except` who wants the GPU may have it. Whose turn
- * it is not may have it when somebody says so. */
+/* Returns the earliest time at which a tenant other than `except` that wants the GPU may have it. A
+ * barred tenant does not count: it may have the GPU when it is called. */
 static uint64_t next_eligible(const struct arbiter *arbiter, uint64_t now, int32_t except)
 {
     double best = 1e300;
@@ -625,7 +632,7 @@ static uint64_t next_eligible(const struct arbiter *arbiter, uint64_t now, int32
     return best > (double)now ? (uint64_t)best + 1 : now;
 }
 
-/* Whether somebody wants the GPU whose turn it is not. */
+/* Whether a tenant wants the GPU that has to wait for its turn. */
 static bool has_barred(const struct arbiter *arbiter, double now)
 {
     for (int32_t i = 0; i < arbiter->n; i++) {
@@ -638,7 +645,7 @@ static bool has_barred(const struct arbiter *arbiter, double now)
     return false;
 }
 
-/* What was open ends at `end`, and is charged from now on. */
+/* Lets an open grant end at `end`, and charges it from now on. */
 static void close_open(struct arbiter *arbiter, uint64_t now, uint64_t end)
 {
     end_grant(arbiter, now, SEVERAL);
@@ -661,7 +668,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
         return;
     }
     if (arbiter->open && arbiter->tenants[arbiter->holder].limit < 1.0) {
-        /* A cap was set meanwhile: from now on it counts. */
+        /* A cap was set meanwhile, and applies from now on. */
         close_open(arbiter, now, now + config->quantum_ns);
         arbiter->contended = false;
     }
@@ -671,7 +678,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
             viewp->wake_ns = next_eligible(arbiter, now, arbiter->holder);
             return;
         }
-        /* The owner of a share returns: what was open ends now. */
+        /* The owner of a share returns, so the open grant ends now. */
         close_open(arbiter, now, now);
         arbiter->contended = true;
         arbiter->standby = rival;
@@ -693,7 +700,7 @@ static void step_holder(struct arbiter *arbiter, uint64_t now, struct arbiter_vi
         } else if (expected_back(arbiter, now) == ARBITER_NEVER &&
                    !has_barred(arbiter, (double)arbiter->deadline) &&
                    may_continue(arbiter, (double)arbiter->deadline)) {
-            /* Nobody else can use it: the grant goes on without a drain. */
+            /* No other container can use the GPU: the grant goes on without a drain. */
             if (t->limit >= 1.0 && next_eligible(arbiter, now, arbiter->holder) == ARBITER_NEVER &&
                 !has_barred(arbiter, 1e300)) {
                 arbiter->open = true;
@@ -743,9 +750,10 @@ void arbiter_step(struct arbiter *arbiter, uint64_t now, struct arbiter_view *vi
 
 /* ---- containers with several GPUs ---- */
 
-/* When `t` goes before who waits, and who holds the GPU is done: what he has launched runs until
- * the end of his grant, whatever is decided. On each of its GPUs the gang would wait for that for
- * another time, and what it runs on the first spins. */
+/* Returns from when on the tenant goes before all that wait, and the holder is done: what the
+ * holder has launched runs until the end of its grant, whatever is decided. The gang would wait for
+ * that on each of its GPUs for a different time, and what it runs on the first would spin.
+ * ARBITER_NEVER: a container that waits goes before it. */
 static uint64_t first_at(const struct arbiter *arbiter, int32_t tenant, double now)
 {
     const struct tenant *t = &arbiter->tenants[tenant];
@@ -807,8 +815,8 @@ void arbiter_look(const struct arbiter *arbiter, int32_t tenant, uint64_t now,
     }
 }
 
-/* Says what a container with several GPUs may do here from now on. Who has the GPU when it is
- * another's turn gives it back after a moment. */
+/* Says what a container with several GPUs may do here from now on. A holder that is in the way of
+ * its turn gives the GPU back after a moment. */
 void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_turn *turn,
                   uint64_t now)
 {
@@ -838,26 +846,27 @@ void arbiter_turn(struct arbiter *arbiter, int32_t tenant, const struct arbiter_
     t->turn = *turn;
 }
 
-/* Whether a tenant's GPUs are granted together, as was said last. */
+/* Whether a tenant's GPUs are granted together, as arbiter_turn() said last. */
 bool arbiter_in_gang(const struct arbiter *arbiter, int32_t tenant)
 {
     return arbiter->tenants[tenant].turn.role != ARBITER_ALONE;
 }
 
-/* Grants that begin from now on end at that time, if they have lasted for a while then. */
+/* Grants that begin from now on end at `at` at the latest, but not within SLICE_NS. */
 void arbiter_align(struct arbiter *arbiter, uint64_t at)
 {
     arbiter->align = at;
 }
 
-/* A container with several GPUs may need the GPU again in a moment, and waits for that on another.
- */
+/* Until `until` the GPU goes only to a container in its turn. One with several GPUs may need it
+ * again in a moment, and waits for that on another GPU. */
 void arbiter_keep(struct arbiter *arbiter, uint64_t until)
 {
     arbiter->kept = until;
 }
 
-/* The holder waits for somebody who waits for him: he is not waited for. */
+/* Takes the grant away. The holder is blocked on a container that itself waits for this grant, so
+ * the arbiter does not wait for it. */
 void arbiter_take(struct arbiter *arbiter, uint64_t now)
 {
     if (arbiter->holder == ARBITER_NOBODY)

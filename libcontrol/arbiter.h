@@ -1,18 +1,18 @@
 /*
  * The arbiter: which container may start work on a GPU, and until when.
  *
- * It is pure: it has no clock, no thread and no memory of others. The caller tells it the time and
- * what happened, `arbiter_step` says what holds from now on and when to call again. So a test runs
- * hours of it on a virtual clock in milliseconds; `runner.c` runs it on the real one.
+ * It is pure: it has no clock, no thread and no shared memory. The caller tells it the time and
+ * what happened; arbiter_step() says what holds from now on and when to call again. So a test runs
+ * hours of it on a virtual clock in milliseconds, and `runner.c` runs it on the real one.
  *
  * Times are nanoseconds, shares are parts per million of the GPU.
  *
  * Each container has a theoretical arrival time (the GCRA of ATM networks): the time at which all
- * that it has used is paid for at its guaranteed rate. It is owed GPU time while that time lies in
- * the past. Among those that are owed, the earliest deadline goes first (theoretical arrival plus
- * the period of one quantum at its rate). When nobody is owed, idle time is lent in start-time fair
- * order to those below their cap; lent time is not charged against the guarantee. A container that
- * was kept waiting keeps what it is owed, one that slept does not.
+ * that it has used is paid for at its guaranteed rate. The container is owed GPU time while that
+ * time lies in the past. Among the containers that are owed time, the earliest deadline goes first
+ * (theoretical arrival plus the period of one quantum at its rate). When none is owed time, idle
+ * time is lent in start-time fair order to those below their cap; lent time is not charged against
+ * the guarantee. A container that was kept waiting keeps what it is owed, one that slept does not.
  */
 #pragma once
 
@@ -25,14 +25,14 @@
 #define ARBITER_WHOLE     1000000u /* share of a whole GPU */
 
 struct arbiter_config {
-    uint64_t quantum_ns;  /* length of one grant */
-    uint64_t most_ns;     /* the same, where what hand-overs cost cannot come off idle time */
-    uint64_t overdue_ns;  /* a grant is taken when it, and the holder's last sign, is older */
-    uint64_t longest_ns;  /* and when it is so long overdue, whatever the holder says */
-    uint64_t lead_ns;     /* the next holder is decided so long before the end of a grant */
-    uint64_t switch_ns;   /* what the GPU needs to change contexts */
-    uint64_t overhead_ns; /* of a grant, what a report may call not used, at most */
-    uint64_t beside_ns;   /* of a grant, what its work may have run beside others', at most */
+    uint64_t quantum_ns; /* length of one grant */
+    uint64_t most_ns;    /* the same, where idle time cannot pay for the hand-overs */
+    uint64_t overdue_ns; /* a grant is taken when its end and the holder's last sign are this old */
+    uint64_t longest_ns; /* and when it is overdue for this long, whatever the holder says */
+    uint64_t lead_ns;    /* the next holder is decided this long before the end of a grant */
+    uint64_t switch_ns;  /* time that the GPU needs to change contexts */
+    uint64_t overhead_ns; /* most of a grant that a report may call unused */
+    uint64_t beside_ns;   /* most of a grant's work that may have run alongside others' */
 };
 
 /* What holds now. */
@@ -41,10 +41,10 @@ struct arbiter_view {
     uint32_t epoch;       /* number of the grant */
     uint64_t start_ns;    /* when it began */
     uint64_t deadline_ns; /* ARBITER_NEVER: open */
-    uint32_t contended;   /* somebody else could use the GPU */
-    uint32_t beside;      /* another's last work may run beside the first of this grant */
-    int32_t standby;      /* who is next, if that is decided */
-    uint64_t standby_ns;  /* let it be awake until then */
+    uint32_t contended;   /* another container could use the GPU */
+    uint32_t beside;      /* another's last work may run alongside the first of this grant */
+    int32_t standby;      /* the next holder, if it is decided */
+    uint64_t standby_ns;  /* the next holder should be awake until then */
     uint64_t wake_ns;     /* step again by then */
 };
 
@@ -52,27 +52,27 @@ struct arbiter_stats {
     uint64_t grants;
     uint64_t charged_ns;  /* GPU time charged */
     uint64_t lent_ns;     /* of that, beyond the guarantee */
-    uint64_t held_ns;     /* of grants that ended */
+    uint64_t held_ns;     /* time held, of grants that ended */
     uint64_t overdue;     /* grants that had to be taken */
-    uint64_t handover_ns; /* held, but not charged: of grants whose charge is settled */
+    uint64_t handover_ns; /* time held but not charged, of grants with a settled charge */
     uint64_t since_ns;    /* when the grant that it holds began; 0: it holds none */
-    uint64_t open;        /* 1: that one has no end, and all of it will be charged */
+    uint64_t open;        /* 1: that grant has no end, and all of it will be charged */
 };
 
 /*
- * What a container with several GPUs may do on one of them (gangs.h): with its turn it goes first
- * and until the turn ends, without it waits.
+ * What a container with several GPUs may do on one of them (gangs.h). In its turn it goes first,
+ * until the turn ends; outside of it, it waits.
  */
 enum arbiter_role {
-    ARBITER_ALONE, /* as if it had this GPU only */
+    ARBITER_ALONE, /* it is treated as if it had this GPU only */
     ARBITER_BARRED,
     ARBITER_CALLED,
 };
 
 struct arbiter_turn {
     enum arbiter_role role;
-    bool unasked;      /* granted before it wants the GPU: it will in a moment */
-    bool contended;    /* somebody waits for the turn's end, here or on another GPU */
+    bool unasked;      /* it is granted before it wants the GPU, which it will in a moment */
+    bool contended;    /* another container waits for the end of the turn, on any of its GPUs */
     uint64_t until_ns; /* end of the turn; ARBITER_NEVER: open */
 };
 
@@ -81,18 +81,18 @@ struct arbiter_standing {
     bool want;
     bool holds;
     bool lent;         /* what it could have now would be lent */
-    bool rivals;       /* somebody else waits here who may have the GPU by the end of this grant */
-    bool others;       /* somebody else waits here, or will */
+    bool rivals;       /* another waits here that may have the GPU by the end of this grant */
+    bool others;       /* another waits here, whenever it may have the GPU */
     bool whole;        /* its cap is the whole GPU */
-    bool may_continue; /* after its grant, as far as its own quota goes */
-    bool stuck;        /* another holds the GPU past the end of his grant */
-    bool free;         /* nobody holds the GPU */
+    bool may_continue; /* it may continue after its grant, as far as its own quota goes */
+    bool stuck;        /* another holds the GPU past the end of its grant */
+    bool free;         /* no container holds the GPU */
     double due;
     double tag;           /* its place in the order in which idle time is lent */
     double busy;          /* GPU time that it says it has used, ever */
     uint64_t ready_ns;    /* when it may have GPU time */
-    uint64_t first_ns;    /* when nobody waits, or holds the GPU, whose turn is before its own */
-    uint64_t deadline_ns; /* of who holds the GPU; ARBITER_NEVER: open */
+    uint64_t first_ns;    /* from when on none goes before it; ARBITER_NEVER: one that waits does */
+    uint64_t deadline_ns; /* of the holder's grant; ARBITER_NEVER: open */
 };
 
 struct arbiter;
@@ -108,7 +108,8 @@ ARBITER_EXPORT void arbiter_set(struct arbiter *arbiter, int32_t tenant, uint32_
                                 uint32_t limit);
 ARBITER_EXPORT void arbiter_remove(struct arbiter *arbiter, int32_t tenant, uint64_t now);
 ARBITER_EXPORT void arbiter_want(struct arbiter *arbiter, int32_t tenant, bool want, uint64_t now);
-/* The holder gave the grant back; so many of its processes had worked in it, 0: it was not used. */
+/* The holder gave the grant back. `n_active`: its processes that worked in it; 0: it was not
+ * used. */
 ARBITER_EXPORT void arbiter_released(struct arbiter *arbiter, uint64_t release_ns,
                                      uint64_t residual_ns, uint32_t n_active);
 ARBITER_EXPORT void arbiter_alive(struct arbiter *arbiter, uint64_t alive_ns);

@@ -1,9 +1,9 @@
-/* Durations of work, learned; see estimate.h. */
+/* Learned durations of work; see estimate.h. */
 #include "estimate.h"
 
 #include "prim.h"
 
-/* How far from its home a kind may be. */
+/* Number of places, from its home on, in which a kind may be. */
 #define ESTIMATE_REACH 8
 
 static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
@@ -13,7 +13,7 @@ static uint32_t estimate_home(uintptr_t key, uint64_t blocks)
     return (uint32_t)(hash >> 52) % ESTIMATE_N_KINDS;
 }
 
-/* Each number is written whole: estimate_look() reads while this happens. */
+/* Begins a kind. Each number is written whole, because estimate_look() reads meanwhile. */
 static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_t blocks, float ns)
 {
     atomic_store_relaxed(&e->kinds[kind].n_samples, 0);
@@ -24,8 +24,8 @@ static void kind_begin(struct estimate *e, uint32_t kind, uintptr_t key, uint64_
 }
 
 /*
- * A table of fixed size: a kind that finds its neighbourhood full takes the place of the first.
- * `guess_ns` is used until the first measurement; 0 for no idea.
+ * Returns the kind's place in a table of fixed size: a kind that finds its neighbourhood full
+ * replaces the first one there. `guess_ns` is used until the first measurement; 0: no idea.
  */
 uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint64_t guess_ns)
 {
@@ -47,9 +47,8 @@ uint32_t estimate_kind(struct estimate *e, uintptr_t key, uint64_t blocks, uint6
 }
 
 /*
- * What a kind is and takes, asked without the lock. False if it is not known. Where a kind takes
- * another's place at this moment the answer may be of either: wrong once, and never beyond the
- * table.
+ * Looks up a kind and its duration without the lock. Returns false if it is not known. While a kind
+ * takes another's place the answer may be of either: it is wrong once, and never beyond the table.
  */
 bool estimate_look(const struct estimate *e, uintptr_t key, uint64_t blocks, uint32_t *kindp,
                    uint64_t *nsp)
@@ -112,7 +111,7 @@ uint64_t estimate_interval_ns(const struct estimate *e, const struct estimate_in
     return sum;
 }
 
-/* That the interval is not longer than it should be is known for some grants. */
+/* Notes that the interval took no longer than it should, for ESTIMATE_CHECKED grants. */
 void estimate_check(struct estimate *e, const struct estimate_interval *interval, uint32_t grant)
 {
     for (uint32_t i = 0; i < interval->n_parts; i++)
@@ -129,9 +128,10 @@ bool estimate_unchecked(const struct estimate *e, const struct estimate_interval
 }
 
 /*
- * Where kernels wait for each other on several GPUs, or run beside others' work, what takes long
- * has mostly waited: an estimate grows by `rise` at once at most, and is near the least. With the
- * mean of both a collective's kernel would fit into no grant but as its first.
+ * Learns from a measured interval. Where kernels wait for each other on several GPUs, or run
+ * alongside others' work, a long measurement is mostly waiting. So one measurement raises an
+ * estimate by the factor `rise` at most, and estimates stay near the shortest one. With the mean of
+ * both, a collective's kernel would fit into no grant but as its first work.
  */
 void estimate_learn(struct estimate *e, const struct estimate_interval *interval,
                     uint64_t measured_ns, float rise)
@@ -148,9 +148,9 @@ void estimate_learn(struct estimate *e, const struct estimate_interval *interval
         float gain, step, ns;
 
         if (!alone && !e->kinds[kind].n_samples)
-            continue; /* a first measurement is of the kind alone */
+            continue; /* the first measurement has to be of the kind alone */
         /* The first measurement counts whole, later ones a quarter; a mixture says less about each
-         * of its parts. One outlier (a neighbour's slice, a clock ramp) moves an estimate by
+         * of its parts. One outlier (a neighbour's time slice, a clock ramp) moves an estimate
          * twofold at most. */
         gain = alone ? (e->kinds[kind].n_samples ? 0.25f : 1.0f) : 0.15f;
         step = 1.0f + gain * (ratio - 1.0f);

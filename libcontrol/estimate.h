@@ -1,10 +1,10 @@
 /*
- * How long a piece of work takes on the GPU when it has the GPU to itself.
+ * Estimates of how long a piece of work takes when it has the GPU to itself.
  *
- * Work is known by what is launched (a function or an executable graph) and how large the launch
- * is. Its duration is learned from intervals between two markers of one stream: an interval of one
- * kind gives its duration directly, one of several kinds shares the error of the prediction out in
- * proportion, which converges on the kinds' own durations as mixtures vary.
+ * Work is known by what is launched (a function or an executable graph) and by the size of the
+ * launch. Its duration is learned from intervals between two markers of one stream. An interval of
+ * one kind gives its duration directly. In one of several kinds the error of the prediction is
+ * shared out in proportion, which converges on the kinds' own durations as mixtures vary.
  */
 #pragma once
 
@@ -12,19 +12,20 @@
 #include <stdint.h>
 
 #define ESTIMATE_N_KINDS    4096
-#define ESTIMATE_UNKNOWN_NS 50000 /* before the first measurement */
+#define ESTIMATE_UNKNOWN_NS 50000 /* assumed before the first measurement */
 #define ESTIMATE_N_PARTS    8
 #define ESTIMATE_N_LEARN    2  /* measurements until a kind is known */
-#define ESTIMATE_CHECKED    32 /* grants for which it is, once it was checked */
+#define ESTIMATE_CHECKED    32 /* grants for which a check that a kind has not grown is valid */
 
-#define ESTIMATE_NEVER 0x80000000u /* in no grant: there are not so many */
+#define ESTIMATE_NEVER 0x80000000u /* never checked; no process has that many grants */
 
-/* By how much a kind is taken to be longer after one measurement, at most: others' time may be in
- * it. Where containers run at the same time it is in one of four, by a tenth or more (H200, before
- * most of these were known), and what is longer than it was is found within a hundred. */
+/* Factor by which one measurement raises the duration of a kind at most, because others' time may
+ * be in it. Where containers run at the same time, that is so in one measurement of four, by a
+ * tenth or more (H200, before most of these were recognised), and work that has grown is found out
+ * within a hundred. */
 #define ESTIMATE_RISE        2.0f
 #define ESTIMATE_RISE_WAITS  1.02f /* it may wait for another GPU */
-#define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run beside it */
+#define ESTIMATE_RISE_BESIDE 1.01f /* others' work may run alongside it */
 
 /* What was launched between two markers. */
 struct estimate_interval {
@@ -36,14 +37,14 @@ struct estimate_interval {
     } parts[ESTIMATE_N_PARTS];
 };
 
-/* What is known on one GPU. The lock of its gate guards it; estimate_look() reads without. */
+/* What is known on one GPU. The lock of its gate guards it; estimate_look() reads without it. */
 struct estimate {
     struct {
         uintptr_t key;
         uint64_t blocks;
         float ns;
         uint32_t n_samples;
-        uint32_t checked; /* the grant in which longer work would last have been found out */
+        uint32_t checked; /* last grant in which it would have been noticed if it took longer */
     } kinds[ESTIMATE_N_KINDS];
 };
 

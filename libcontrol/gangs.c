@@ -1,14 +1,16 @@
-/* Containers with several GPUs are granted together; see gangs.h. */
+/* The policy for containers with several GPUs; see gangs.h. */
 #include "gangs.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define PLAY_NS   1000000000ull /* a GPU counts as used for so long after the last sign */
-#define RECENT_NS 100000000ull  /* and is granted unasked for so long */
-#define QUIET_NS  300000ull     /* nobody of the gang wants or holds a GPU: its turn is over */
-#define SPLIT_NS  500000ull     /* a GPU given back, the other not: half of something runs there */
-#define SPLIT_LENGTH_NS 500000ull /* of the grant in which the other half begins */
+#define PLAY_NS   1000000000ull /* a GPU counts as used for this long after the last sign */
+#define RECENT_NS 100000000ull  /* and is granted unasked for this long */
+#define QUIET_NS  300000ull     /* no GPU of the gang is in use for this long: its turn is over */
+/* How long a GPU that a gang gave back is kept while the gang holds another: half of a collective
+ * may run there. */
+#define SPLIT_NS        500000ull
+#define SPLIT_LENGTH_NS 500000ull /* length of the grant in which the other half begins */
 
 /* One GPU of a gang. */
 struct member {
@@ -27,9 +29,9 @@ struct member {
 struct gang {
     bool used;
     bool turn;
-    bool contended;    /* somebody waits for the end of the turn */
+    bool contended;    /* another container waits for the end of the turn */
     uint64_t end;      /* of the turn; ARBITER_NEVER: open */
-    uint64_t quiet_ns; /* the last sign of any */
+    uint64_t quiet_ns; /* when any of its GPUs was last wanted or held */
     uint32_t n;
     struct member members[GANGS_N_OWN];
 };
@@ -38,11 +40,11 @@ struct gangs {
     struct arbiter_config config;
     struct gang gangs[GANGS_N];
     uint32_t n;         /* highest in use, plus one */
-    uint64_t concerned; /* GPUs of a gang */
-    uint64_t stale;     /* GPUs on which a gang has ended since their last step */
+    uint64_t concerned; /* GPUs of any gang */
+    uint64_t stale;     /* GPUs on which a gang was removed since their last step */
     uint64_t now;       /* of the last step */
-    uint64_t wake;      /* somebody's step is due by then */
-    uint64_t poked;     /* GPUs whose gangs may do something else than at their last step */
+    uint64_t wake;      /* a step is due by then */
+    uint64_t poked;     /* GPUs on which gangs may do something else than at the last step there */
 };
 
 struct gangs *gangs_new(const struct arbiter_config *config)
@@ -74,8 +76,8 @@ static uint64_t gpus_of(const struct gang *g)
     return gpus;
 }
 
-/* Makes a gang of a container's tenants, one a GPU. Returns its number, or ARBITER_NOBODY: then its
- * GPUs are granted one by one. */
+/* Makes a gang of a container's tenants, one for each GPU. Returns its number, or ARBITER_NOBODY:
+ * then its GPUs are granted one by one. */
 int32_t gangs_add(struct gangs *gangs, const uint32_t *gpus, const int32_t *tenants, uint32_t n)
 {
     if (n > GANGS_N_OWN)
@@ -130,7 +132,7 @@ static bool is_played(const struct gangs *gangs, const struct member *m)
     return m->standing.want || m->standing.holds || (m->seen && gangs->now < m->seen_ns + PLAY_NS);
 }
 
-/* The GPUs that it uses; it is a gang if they are several. */
+/* Returns the GPUs that the container uses; with several it is a gang. */
 static uint64_t played(const struct gangs *gangs, const struct gang *g)
 {
     uint64_t gpus = 0;
@@ -164,14 +166,14 @@ static bool holds(const struct gang *g)
     return false;
 }
 
-/* Calls for a step at `at`, if that is still to come. */
+/* Asks for a step at `at`, if that is still to come. */
 static void wake_at(struct gangs *gangs, uint64_t at)
 {
     if (at > gangs->now && at < gangs->wake)
         gangs->wake = at;
 }
 
-/* From when on each of its GPUs lets it begin; ARBITER_NEVER: somebody goes before it. */
+/* Returns from when on all of its GPUs let it begin; ARBITER_NEVER: another goes before it. */
 static uint64_t begins_at(const struct gangs *gangs, const struct gang *g)
 {
     uint64_t at = 0;
@@ -191,7 +193,7 @@ static uint64_t begins_at(const struct gangs *gangs, const struct gang *g)
     return at;
 }
 
-/* When its quota allows it to begin. */
+/* Returns when its quota allows it to begin. */
 static uint64_t ready_at(const struct gangs *gangs, const struct gang *g)
 {
     uint64_t at = 0;
@@ -202,7 +204,7 @@ static uint64_t ready_at(const struct gangs *gangs, const struct gang *g)
     return at;
 }
 
-/* Whether another gang waits for the end of `g`'s turn, and may begin by `end`. */
+/* Whether another gang waits for the end of `g`'s turn and may begin by `end`. */
 static bool has_rival(const struct gangs *gangs, const struct gang *g, uint64_t end)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
@@ -225,7 +227,7 @@ static void begin_turn(struct gangs *gangs, struct gang *g)
     }
     g->turn = true;
     g->contended = true;
-    /* What begins and ends on several GPUs costs more: it is as long as a grant may be. */
+    /* It costs more to begin and end on several GPUs, so a turn is as long as a grant may be. */
     g->end = gangs->now + gangs->config.most_ns + gangs->config.switch_ns;
     g->quiet_ns = gangs->now;
     gangs->poked |= gpus_of(g);
@@ -237,20 +239,20 @@ static void end_turn(struct gangs *gangs, struct gang *g)
     gangs->poked |= gpus_of(g);
 }
 
-/* A gang that still waits for a GPU of its own so long after its turn is not waited for. */
+/* Whether a gang's turn has been over for so long that it is not waited for any more. */
 static bool is_given_up(const struct gangs *gangs, const struct gang *g)
 {
     return g->end != ARBITER_NEVER && gangs->now >= g->end + gangs->config.overdue_ns;
 }
 
-/* Whether a GPU of the gang's turn is not granted any more, but for half of something. */
+/* Whether a GPU is not granted any more in the gang's turn, except for half of a collective. */
 static bool is_over(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     return m->done || (g->end != ARBITER_NEVER && gangs->now >= g->end);
 }
 
-/* Whether it has been given back while the rest of the gang still holds its GPUs, and more is to
- * be done: the other half of what runs there may be waiting for this one. */
+/* Whether a GPU was given back, the gang wants it again and still holds others: the other half of
+ * what runs there may be waiting for this one. */
 static bool is_split(const struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     return g->turn && holds(g) && !is_given_up(gangs, g) && m->split_ns <= gangs->now &&
@@ -262,7 +264,8 @@ static uint64_t split_since(const struct gang *g, const struct member *m)
     return m->done ? m->changed_ns : g->end;
 }
 
-/* If the rest does not come to an end either it gets a short grant, for 20 ms at most. */
+/* Gives a GPU that was given back a short grant if the rest of the gang does not end either. This
+ * lasts for 20 ms at most. */
 static void mend_split(struct gangs *gangs, struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++) {
@@ -281,7 +284,8 @@ static void mend_split(struct gangs *gangs, struct gang *g)
     }
 }
 
-/* Somebody waits: the turn ends. Nobody does: it goes on everywhere, without a drain. */
+/* Lets the turn end if another container waits. If none does, it goes on everywhere, without a
+ * drain. */
 static void extend_turn(struct gangs *gangs, struct gang *g)
 {
     bool others = false, whole = true, may_continue = true, done = false, contended = false;
@@ -320,7 +324,7 @@ static void extend_turn(struct gangs *gangs, struct gang *g)
     }
 }
 
-/* Whether it waits for a GPU that it has not given back in this turn. */
+/* Whether the gang waits for a GPU that it has not given back in this turn. */
 static bool waits(const struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++)
@@ -329,8 +333,8 @@ static bool waits(const struct gang *g)
     return false;
 }
 
-/* Whether it has given everything back: it could have no more in this turn, and keep others from
- * theirs. */
+/* Whether the gang has given everything back: it could get nothing more in this turn, and would
+ * keep others from theirs. */
 static bool is_spent(const struct gangs *gangs, const struct gang *g)
 {
     for (uint32_t i = 0; i < g->n; i++)
@@ -357,7 +361,8 @@ static void keep_turn(struct gangs *gangs, struct gang *g)
     mend_split(gangs, g);
 }
 
-/* Whether a gang's turn may begin now; `anywhere`: because one of its GPUs is free, or its own. */
+/* Whether a gang's turn may begin now. At least one of its GPUs has to be its own, or wanted and
+ * free or at the end of a grant. */
 static bool may_begin(struct gangs *gangs, const struct gang *g)
 {
     uint64_t mine = played(gangs, g), at = begins_at(gangs, g);
@@ -382,8 +387,9 @@ static bool may_begin(struct gangs *gangs, const struct gang *g)
     return anywhere;
 }
 
-/* Those who would have to be lent time go behind those who are owed it; among them goes first who
- * has the least of what it should have, on the GPU where it has the most. */
+/* Whether gang `a` goes before gang `b`. Those that would have to be lent time go behind those that
+ * are owed it. Among them, the one goes first that has the least of what it should have, on the GPU
+ * where it has the most. */
 static bool goes_before(const struct gangs *gangs, const struct gang *a, const struct gang *b)
 {
     double due[2] = {0, 0}, tag[2] = {0, 0};
@@ -407,7 +413,7 @@ static bool goes_before(const struct gangs *gangs, const struct gang *a, const s
     return lent[0] ? tag[0] < tag[1] : due[0] < due[1];
 }
 
-/* Decides whose turn begins and ends. */
+/* Decides which turns begin and end. */
 static void decide(struct gangs *gangs)
 {
     struct gang *next;
@@ -438,7 +444,7 @@ static void look(struct gangs *gangs, struct gang *g, struct member *m,
     double busy = m->standing.busy;
 
     arbiter_look(arbiter, m->tenant, gangs->now, &m->standing);
-    /* Who holds it may have been granted it unasked. */
+    /* Holding the GPU is no sign of use: it may have been granted unasked. */
     if (m->standing.want || m->standing.busy > busy) {
         m->seen = true;
         m->seen_ns = gangs->now;
@@ -448,7 +454,7 @@ static void look(struct gangs *gangs, struct gang *g, struct member *m,
     m->granted = m->granted || m->standing.holds;
     if (held && !m->standing.holds) {
         m->changed_ns = gangs->now;
-        gangs->poked |= gpus_of(g); /* others are kept until all is over */
+        gangs->poked |= gpus_of(g); /* its other GPUs are kept until all is over */
         m->done = m->standing.want ||
                   (g->end != ARBITER_NEVER && gangs->now + gangs->config.lead_ns >= g->end);
         m->split_ns = 0;
@@ -473,8 +479,8 @@ static void order(struct gangs *gangs, const struct gang *g, const struct member
     arbiter_turn(arbiter, m->tenant, &turn, gangs->now);
 }
 
-/* A gang that waits for one of its GPUs holds another past the end of its grant, and its turn is
- * long over or another gang's: perhaps what it waits for waits for what it holds. */
+/* Whether a gang holds a GPU past the end of its grant and waits for another, while its turn is
+ * long over or another gang's. Perhaps what it waits for waits for what it holds. */
 static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct member *m)
 {
     uint64_t at = m->standing.deadline_ns;
@@ -493,7 +499,7 @@ static bool is_crossed(struct gangs *gangs, const struct gang *g, const struct m
     return false;
 }
 
-/* When the next turn on this GPU is expected to begin. */
+/* Returns when the next turn on this GPU is expected to begin; ARBITER_NEVER: none is. */
 static uint64_t expected(const struct gangs *gangs, uint32_t gpu)
 {
     uint64_t first = ARBITER_NEVER;
@@ -518,8 +524,9 @@ static uint64_t expected(const struct gangs *gangs, uint32_t gpu)
     return first;
 }
 
-/* Until when a GPU is granted to nobody else, because a gang may need it for a half of something:
- * who is let in there runs for as long as a grant, and the other half spins meanwhile. */
+/* Returns until when a GPU is granted to no other container, because a gang may need it for half of
+ * a collective. A container that was let in there would run for as long as a grant, and the other
+ * half would spin meanwhile. */
 static uint64_t kept(const struct gangs *gangs, uint32_t gpu)
 {
     for (uint32_t i = 0; i < gangs->n; i++) {
@@ -532,8 +539,7 @@ static uint64_t kept(const struct gangs *gangs, uint32_t gpu)
     return 0;
 }
 
-/* Steps one GPU's arbiter. Returns the other GPUs that have to be stepped because of it, as bits.
- */
+/* Steps one GPU's arbiter. Returns as bits the other GPUs that have to be stepped because of it. */
 uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, uint64_t now,
                     struct arbiter_view *viewp)
 {
@@ -555,7 +561,7 @@ uint64_t gangs_step(struct gangs *gangs, uint32_t gpu, struct arbiter *arbiter, 
                 if (gangs->gangs[i].members[m].gpu == gpu)
                     look(gangs, &gangs->gangs[i], &gangs->gangs[i].members[m], arbiter);
         decide(gangs);
-        /* What the step changes is seen in the next pass; it may end or begin a turn. */
+        /* What the step changes is seen in the next pass. It may end or begin a turn. */
         if (pass == 3 || (pass && !(gangs->poked & here)))
             break;
         gangs->poked &= ~here;

@@ -1,18 +1,18 @@
 /*
- * Gangs: containers with several GPUs, which are granted together.
+ * Gangs: containers that use several GPUs and are granted them together.
  *
  * A collective's kernel on one GPU spins until its counterpart runs on another. So a container that
- * uses several GPUs, a gang, has its turn on all of them at once: it begins when on each of them
- * the gang is whom that GPU's arbiter would choose, it ends everywhere at the same time, and while
- * it lasts no gang that uses one of these GPUs has a turn. A gang that waits for a GPU of another's
- * therefore holds none itself, and no two wait for each other. Containers with one GPU wait for
- * nobody else's; they go where no turn is.
+ * uses several GPUs, a gang, has its turn on all of them at once. The turn begins when the gang is
+ * the container that the arbiter of each of these GPUs would choose, and it ends everywhere at the
+ * same time. While it lasts, no other gang that uses one of these GPUs has a turn. So a gang that
+ * waits for a GPU of another gang holds none itself, and no two gangs wait for each other.
+ * Containers with one GPU wait for no other GPU; they go where there is no turn.
  *
  * A GPU counts as used for a second after the container's last work or wait there: a container that
- * uses only one of its GPUs is no gang.
+ * uses only one of its GPUs is not a gang.
  *
- * Pure like the arbiter: no clock, no thread, no lock. Each GPU's arbiter is stepped by
- * gangs_step(), which says which other GPUs have to be stepped because of that.
+ * Pure like the arbiter: no clock, no thread, no lock. gangs_step() steps each GPU's arbiter, and
+ * says which other GPUs have to be stepped because of that.
  */
 #pragma once
 

@@ -1,22 +1,22 @@
 /*
- * The gate: work starts on the GPU only while the container holds GPU time, and only so much of it
- * that it ends with the grant.
+ * The gate lets work start on the GPU only while the container has a grant, and only as much of it
+ * as ends with the grant.
  *
  * The governor publishes one word, `deadline_ns`: work may start before it. GRANT_OPEN means that
- * nobody else waits and no cap applies; then every launch goes (pass.h). Otherwise a launch goes if
- * the model of the GPU's queue (queue.h) says that it ends with the grant.
+ * no other container waits and no cap applies; then every launch goes (pass.h). Otherwise a launch
+ * goes if the model of the GPU's queue (queue.h) says that it ends with the grant.
  *
  * A launch that does not fit goes ahead all the same, to be held on the GPU: its stream first waits
  * for a word of pinned memory to reach the next ticket (cuStreamWaitValue32), which the next grant
  * writes. So the application prepares its next grant while others use the GPU, and a grant begins
  * with one store instead of a race between the application's launches and the GPU. A context that
- * waits so costs its neighbours nothing (H200: 6,034 units of 0.5 ms in 3 s beside none, one or
- * three of them; 0.7 us for the call, 2 us on the GPU). Once something is held, all later launches
- * are, so what is held never waits for something that is behind it. When a grant's worth is held,
- * or where a stream cannot be held, launches wait here.
+ * waits in this way costs its neighbours nothing (H200: 6,034 units of 0.5 ms in 3 s next to none,
+ * one or three of them; 0.7 us for the call, 2 us on the GPU). Once something is held, all later
+ * launches are held too, so held work never waits for something that is behind it. When a grant's
+ * worth is held, or where a stream cannot be held, launches wait here.
  *
- * Streams that capture are neither gated nor marked, and every driver call that we add is made in
- * relaxed capture mode, because in the other modes it would invalidate a capture of the
+ * Streams that capture are neither gated nor marked. Every driver call that the library adds is
+ * made in relaxed capture mode, because in the other modes it would invalidate a capture of the
  * application.
  */
 #include "gate.h"
@@ -26,25 +26,25 @@
 #include <pthread.h>
 #include <string.h>
 
-#define GATE_NAP_NS         (250 * NS_PER_US)  /* between two looks at a full queue */
-#define GATE_NEW_NS         (20 * NS_PER_US)   /* the same at work that was never measured */
-#define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers while the grant is open */
-#define GATE_GAP_NS         (NS_PER_MS)        /* the GPU has long had nothing to do */
+#define GATE_NAP_NS         (250 * NS_PER_US)  /* interval between two looks at a full queue */
+#define GATE_NEW_NS         (20 * NS_PER_US)   /* the same, for work that was never measured */
+#define GATE_OPEN_MARKER_NS (2500 * NS_PER_US) /* between markers under an open grant */
+#define GATE_GAP_NS         (NS_PER_MS)        /* a longer idle time is a gap in an interval */
 #define GATE_N_CAPTURES     64
 #define GATE_JOIN_NS        (100 * NS_PER_MS)
-#define GATE_SPIN_NS        (2 * NS_PER_MS)  /* no core is kept busy for longer */
-#define GATE_BESIDE_NS      (20 * NS_PER_MS) /* what the holder before may have left, at most */
-#define GATE_REST_NS        (50 * NS_PER_MS) /* a pause that is longer tells nothing of the next */
+#define GATE_SPIN_NS        (2 * NS_PER_MS)  /* longest time for which a core is kept busy */
+#define GATE_BESIDE_NS      (20 * NS_PER_MS) /* how long the previous holder's work may still run */
+#define GATE_REST_NS        (50 * NS_PER_MS) /* a longer pause says nothing about the next */
 #define CU_MEMHOSTALLOC_PORTABLE  1
 #define CU_MEMHOSTALLOC_DEVICEMAP 2
 
 struct gate gate_devices[LAYOUT_N_DEVICES];
 
-/* Captures that may be under way: while there are none nobody has to be asked. */
+/* Number of captures that may be under way. While it is 0, no launch asks about its stream. */
 static uint32_t n_captures;
-static uint32_t n_joining; /* threads in calls by which a stream may get into one */
+static uint32_t n_joining; /* threads in calls by which a stream may join a capture */
 
-/* This thread is in a driver call of ours; what that calls back is let through. */
+/* This thread is in a driver call that the library added. What that calls back is let through. */
 static __thread bool visiting;
 
 void gate_visit_begin(struct gate_visit *visit)
@@ -67,18 +67,18 @@ void gate_visit_end(struct gate_visit *visit)
 /* ---- captures ---- */
 
 /*
- * A stream may get into a capture by what follows: it begins one, or waits for an event of one.
- * From here on nobody records an event in a stream that he has not just launched into, and who is
- * at it has ended: an event that gets into the capture instead would break it when it is asked
- * about. Who is at it may be blocked behind a full queue that the caller is about to let run: he
- * waits for a moment only.
+ * Called before a call by which a stream may join a capture: it begins one, or waits for an event
+ * of one. From here on no thread records an event in a stream that it has not just launched into,
+ * and threads that were doing so have finished. An event that gets into the capture instead would
+ * break it when it is queried. A thread that marks may be blocked behind a full queue that the
+ * caller is about to let run, so this waits for GATE_JOIN_NS at most.
  */
 void gate_join_begin(void)
 {
     uint64_t end = 0;
 
     atomic_add_seq_cst(&n_joining, 1);
-    gate_end_all_passes(); /* what goes into a graph does not run now */
+    gate_end_all_passes(); /* captured launches do not run now */
     for (unsigned device = 0; device < pages_n_devices() && !visiting; device++) {
         struct gate *g = &gate_devices[device];
 
@@ -106,8 +106,9 @@ bool gate_captures(void)
     return unlikely(atomic_load_relaxed(&n_captures));
 }
 
-/* Which stream a capture began in; only its end there ends the capture. Of more than find a place
- * no end is known: then each launch asks for the rest of the process's life. */
+/* The streams in which captures began; a capture ends only in its own. The end of a capture that
+ * finds no place here is never noticed, and then each launch asks for the rest of the process's
+ * life. */
 static struct capture {
     CUstream stream;
     const void *thread;
@@ -126,7 +127,8 @@ static struct capture *capture_find(CUstream stream)
     return NULL;
 }
 
-/* Before another thread can launch into it. False if the stream captures already. */
+/* Notes a capture, before another thread can launch into the stream. Returns false if the stream
+ * captures already. */
 bool gate_capture_begin(CUstream stream)
 {
     struct capture *free_place = NULL;
@@ -178,8 +180,9 @@ bool gate_capturing(CUstream stream)
 
 /* ---- grants ---- */
 
-/* Until when the last of another container's work runs beside ours, and how much longer it may:
- * never long, whatever the page says; 0 where nobody's does. */
+/* Notes until when the last work of another container runs alongside ours, and for how much longer
+ * it may. Neither is ever long, whatever the page says, and both are 0 where there is no such work.
+ */
 static void gate_beside(struct gate *g, const struct grant_device *grant)
 {
     uint64_t lookahead = atomic_load_relaxed(&pages_grant()->lookahead_ns);
@@ -194,7 +197,7 @@ static void gate_beside(struct gate *g, const struct grant_device *grant)
     g->queue.beside_ns = beside;
 }
 
-/* How much longer work is taken to be after one measurement: others' time may be in that. */
+/* Returns by which factor one measurement may raise an estimate: it may contain others' time. */
 static float gate_rise(const struct grant_device *grant)
 {
     if (atomic_load_relaxed(&grant->together))
@@ -203,7 +206,7 @@ static float gate_rise(const struct grant_device *grant)
                                                                  : ESTIMATE_RISE;
 }
 
-/* A new grant begins: the books of the last one are closed. */
+/* Closes the accounts of the last grant if a new one has begun. */
 void gate_adopt(struct gate *g, const struct grant_device *grant)
 {
     uint32_t epoch = atomic_load_acquire(&grant->epoch);
@@ -224,15 +227,16 @@ void gate_adopt(struct gate *g, const struct grant_device *grant)
         g->n_spins--;
     if (g->n_long)
         g->n_long--;
-    /* Others had the GPU since the last grant: no interval may reach across. Held work has its own
-     * era already. */
+    /* Others had the GPU since the last grant, so no interval may span the two. Held work has an
+     * era of its own already. */
     if (!g->holding)
         g->queue.era++;
 }
 
 /*
- * The first work of a grant is announced before it is submitted: the arbiter waits for its end.
- * Returns false if the grant was taken back in between; then the arbiter saw nobody active.
+ * Announces the first work of a grant before it is submitted, so that the arbiter waits for its
+ * end. Returns false if the grant was taken back in between; the arbiter then saw no active
+ * process.
  */
 static bool gate_announce(struct gate *g, const struct grant_device *grant,
                           struct ledger_device *ledger, uint64_t now)
@@ -245,7 +249,7 @@ static bool gate_announce(struct gate *g, const struct grant_device *grant,
     return atomic_load_seq_cst(&grant->epoch) == g->epoch;
 }
 
-/* A page that says nonsense is as good as none: a heartbeat from the future, or no page at all. */
+/* Whether the governor is away or its page is nonsense (a heartbeat from the future, no page). */
 bool gate_lost(uint64_t now)
 {
     const struct grant_header *page = pages_grant();
@@ -256,8 +260,9 @@ bool gate_lost(uint64_t now)
 }
 
 /*
- * The time until which work may start; 0: none. While the governor is away a container gives itself
- * grants at its guaranteed share, or does what the node says.
+ * Returns the time until which work may start; 0: none may. While the governor is away, the
+ * container gives itself grants at its guaranteed share, or does what the node's configuration
+ * says.
  */
 static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, uint64_t now)
 {
@@ -273,14 +278,15 @@ static uint64_t gate_deadline(struct gate *g, const struct grant_device *grant, 
     default:
         if (now >= g->local_next) {
             g->local_deadline = now + GATE_LOCAL_NS;
-            /* A page that says no share at all must not stop a program for an hour. */
+            /* A page that says a share of 0 must not stop a program for an hour. */
             g->local_next = now + GATE_LOCAL_NS * 1000000 / (share > 10000 ? share : 10000);
         }
         return g->local_deadline;
     }
 }
 
-/* How long to spin for a grant that the governor says is near: never long, whatever it says. */
+/* Returns until when to spin for a grant that the governor says is near; 0: not at all. Never long,
+ * whatever the page says. */
 uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
 {
     uint64_t standby = atomic_load_acquire(&grant->standby_ns);
@@ -288,7 +294,7 @@ uint64_t gate_spin_until(const struct grant_device *grant, uint64_t now)
     return standby < now + GATE_SPIN_NS ? standby : 0;
 }
 
-/* ---- asking and telling the driver, without the lock ---- */
+/* ---- driver calls, made without the lock ---- */
 
 static void gate_unlock_for_call(struct gate *g)
 {
@@ -302,7 +308,7 @@ static void gate_lock_after_call(struct gate *g)
     g->n_calls--;
 }
 
-/* Records an event in the stream. The lock is held before and after. */
+/* Records a marker in the stream. The lock is held before and after. */
 static void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint64_t now,
                       struct ledger_device *ledger)
 {
@@ -318,8 +324,9 @@ static void gate_mark(struct gate *g, struct queue_stream *s, uint32_t era, uint
     queue_mark_end(&g->queue, &mark, recorded, ledger);
 }
 
-/* Whether an event may be recorded in a stream of somebody's: not if it captures, and not in the
- * legacy stream, which waits for those that do. The lock is held before and after. */
+/* Whether an event may be recorded in a stream that other threads may use: not if it captures, and
+ * while anything captures not in the legacy stream, which waits for the streams that do. The lock
+ * is held before and after. */
 static bool gate_may_mark(struct gate *g, CUstream stream)
 {
     bool captures_now;
@@ -334,8 +341,8 @@ static bool gate_may_mark(struct gate *g, CUstream stream)
     return !captures_now;
 }
 
-/* Marks what runs in the current context's streams, unless one may be getting into a capture. The
- * lock is held before and after. */
+/* Marks the unmarked work in the current context's streams, unless a stream may be joining a
+ * capture. The lock is held before and after. */
 void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger)
 {
     struct queue_stream *s;
@@ -351,7 +358,7 @@ void gate_mark_tails(struct gate *g, CUcontext ctx, struct ledger_device *ledger
     g->n_marking--;
 }
 
-/* Whether work of this grant runs that no marker is behind, because streams capture. */
+/* Whether work of this grant runs that has no marker behind it, because streams capture. */
 bool gate_unmarked(const struct gate *g)
 {
     const struct queue *q = &g->queue;
@@ -362,7 +369,7 @@ bool gate_unmarked(const struct gate *g)
     return false;
 }
 
-/* Takes the markers that were reached and corrects the model by them. The lock is held before and
+/* Retires the markers that were reached and corrects the model by them. The lock is held before and
  * after. */
 void gate_retire(struct gate *g, struct ledger_device *ledger, uint64_t now, bool force)
 {
@@ -398,8 +405,8 @@ static uint32_t *hold_find(struct gate *g, CUcontext ctx)
     return NULL;
 }
 
-/* Makes the word that the context's streams can wait for, before there is anything to hold. The
- * lock is held before and after. */
+/* Makes the word that streams of the current context can wait for, before there is anything to
+ * hold. The lock is held before and after. */
 static cold void hold_prepare(struct gate *g, CUcontext ctx)
 {
     struct gate_hold *hold = NULL;
@@ -426,7 +433,7 @@ static cold void hold_prepare(struct gate *g, CUcontext ctx)
     hold->word = memory;
 }
 
-/* What is held runs. */
+/* Lets what is held run. */
 static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
 {
     queue_open(&g->queue, now);
@@ -442,7 +449,7 @@ static void gate_let(struct gate *g, struct ledger_device *ledger, uint64_t now)
     prim_futex_wake(&g->turn);
 }
 
-/* Nobody will let held work run any more: it runs now, and none is held from here on. */
+/* Lets held work run now and holds no more, because no helper will let it run later. */
 void gate_end_holds(struct gate *g, struct ledger_device *ledger)
 {
     g->no_holds = true;
@@ -450,7 +457,7 @@ void gate_end_holds(struct gate *g, struct ledger_device *ledger)
         gate_let(g, ledger, prim_now());
 }
 
-/* Lets what is held run, if the grant has room for it. Returns whether it did. */
+/* Lets what is held run if the grant has room for it. Returns whether it did. */
 bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_device *ledger,
                uint64_t now)
 {
@@ -479,7 +486,7 @@ bool gate_open(struct gate *g, const struct grant_device *grant, struct ledger_d
 enum gate_answer {
     GATE_GO,
     GATE_FULL,   /* wait for the queue */
-    GATE_NEW,    /* wait for what is not known yet */
+    GATE_NEW,    /* wait for work of unknown duration */
     GATE_CLOSED, /* wait for a grant */
 };
 
@@ -493,8 +500,8 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
         return GATE_CLOSED;
     if (deadline == GRANT_OPEN)
         return GATE_GO;
-    /* Half of it before the deadline, half behind: on average the grant is used to its end. A fresh
-     * grant takes one piece of work of any length; what it overruns is charged. */
+    /* Up to half of the work may lie behind the deadline, so on average a grant is used to its end.
+     * A fresh grant takes one piece of work of any length; what it overruns is charged. */
     if (now + queued + predicted / 2 > deadline && (queued || (g->active && !gate_lost(now))))
         return GATE_CLOSED;
     if (queued + predicted > limit && queued > limit / 4)
@@ -504,8 +511,9 @@ static enum gate_answer gate_ask(struct gate *g, uint64_t deadline, uint64_t now
     return GATE_GO;
 }
 
-/* Before a wait in which the queue may run dry: no interval is to reach across that. The lock is
- * held before and after; returns whether it was given up, and things may be different. */
+/* Marks the end of the stream's work before a wait in which the queue may run dry, so that no
+ * interval spans the wait. The lock is held before and after. Returns whether the work was marked:
+ * the lock was given up for that, so the caller has to look again. */
 static bool gate_mark_end(struct gate *g, const struct queue_stream *s,
                           struct ledger_device *ledger)
 {
@@ -545,7 +553,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     if (g->holding) {
         uint32_t turn = atomic_load_acquire(&g->turn);
 
-        /* A grant's worth is held: the helper lets it run, and then there is room. */
+        /* A grant's worth is held. The helper lets it run, and then there is room. */
         prim_unlock(&g->lock);
         if (poke)
             pages_poke();
@@ -556,7 +564,7 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
     prim_unlock(&g->lock);
     if (poke)
         pages_poke();
-    /* The governor said that the grant is near: a core that sleeps now would answer late. */
+    /* The governor announced the grant: a core that sleeps now would answer late. */
     standby = gate_spin_until(grant, now);
     while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
         prim_relax();
@@ -565,10 +573,10 @@ static cold void gate_wait(struct gate *g, const struct grant_device *grant,
 }
 
 /*
- * Streams depend on each other: held work in one makes others wait for an event, and such a wait
- * does take turns on the GPU (H200: a GRU of cuDNN, which runs on several streams, cost a neighbour
- * 14 of 30 points while it was held; nothing when its launches waited instead). So nothing is held
- * for a while.
+ * Notes that streams depend on each other, so that nothing is held for a while. Work held in one
+ * stream makes others wait for an event, and such a wait does take time slices on the GPU (H200: a
+ * GRU of cuDNN, which runs on several streams, cost a neighbour 14 of 30 points while it was held,
+ * and nothing when its launches waited instead).
  */
 static void gate_cross(struct gate *g)
 {
@@ -589,7 +597,8 @@ void gate_note_dependency(void)
     }
 }
 
-/* How much work may be held: it all runs when the next grant begins, which may be a short one. */
+/* Returns how much work may be held, in ns. It all runs when the next grant begins, which may be a
+ * short one. */
 static uint64_t gate_hold_ns(const struct gate *g)
 {
     uint64_t most = atomic_load_relaxed(&pages_grant()->inflight_ns);
@@ -601,12 +610,14 @@ static uint64_t gate_hold_ns(const struct gate *g)
 }
 
 /*
- * Whether work may be put into the stream to be held: a grant's worth, and of work of which it is
- * not known how long it takes one piece. None where several GPUs are granted together: what is held
- * on one of them would all run when the other half of a collective has to, and spin in its turn.
+ * Whether work may be put into the stream to be held: a grant's worth of known work, or one piece
+ * of unknown duration. Nothing is held where several GPUs are granted together: all that is held on
+ * one of them would run when only the other half of a collective has to, and would spin in its
+ * turn.
  *
- * Where containers run in one context of the GPU only who is next may: streams that wait delay each
- * launch of the one that runs (H200, kernels of 25 us: 2 us by three streams, nothing by one).
+ * Where containers share one context of the GPU, only the next holder holds work: streams that wait
+ * delay each launch of the container that runs (H200, kernels of 25 us: by 2 us with three such
+ * streams, by nothing with one).
  */
 static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t kind, uint64_t now)
 {
@@ -625,8 +636,8 @@ static bool gate_may_hold(struct gate *g, const struct queue_stream *s, uint32_t
             (estimate_samples(&g->estimate, kind) && ahead + predicted <= gate_hold_ns(g)));
 }
 
-/* What has to be said to the driver before the launch. The lock is held before and after; while it
- * is not, the stream's place in the queue may become another's. */
+/* Makes the driver calls that precede the launch. The lock is held before and after. While it is
+ * not, the stream's place in the queue may be given to another stream. */
 static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool first, bool hold,
                          bool mark, struct ledger_device *ledger)
 {
@@ -648,8 +659,8 @@ static void gate_prepare(struct gate *g, const struct gate_ticket *ticket, bool 
                   ledger);
 }
 
-/* Begins the books of a GPU at the first launch on it. The lock is held; the helper is started
- * without it. */
+/* Begins the accounts of a GPU at the first launch on it. The lock is held, but not while the
+ * helper is started. */
 static cold void gate_start(struct gate *g, unsigned device)
 {
     g->started = true;
@@ -670,7 +681,8 @@ void gate_watch(int device)
     prim_unlock(&g->lock);
 }
 
-/* Where work runs: a stream's own GPU, whatever is current; -1 if that is not governed. */
+/* Returns the GPU on which work runs: the stream's own, whatever context is current; -1 if it is
+ * not governed. */
 static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
 {
     bool one = pages_n_devices() == 1;
@@ -691,8 +703,8 @@ static int gate_place(CUstream stream, CUcontext *ctxp, bool *currentp)
     return one ? 0 : pages_index_current();
 }
 
-/* Learns how long the program's pauses are, from a launch that comes after one. When launches by a
- * pass were made is not known: then nothing is learned. */
+/* Learns how long the program's pauses are, from a launch that follows one. It is not known when a
+ * metered pass let its launches by; they count as made just now, so nothing is learned then. */
 static void gate_note_pause(struct gate *g, uint64_t now)
 {
     uint64_t end = g->queue.busy_until > g->last_launch ? g->queue.busy_until : g->last_launch;
@@ -743,7 +755,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
 
         gate_adopt(g, grant);
         now = prim_now();
-        /* Pinned memory ends with the context in which it was made. */
+        /* Pinned memory ends with the context in which it was made, so each context has its own. */
         if (unlikely(!g->no_holds && current && !hold_find(g, ctx)) &&
             atomic_load_relaxed(&pages_grant()->holds)) {
             gate_visit_begin(&visit);
@@ -768,7 +780,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             }
             open = pass_open(g, &s, grant, ledger, now, &average);
             if (open == PASS_FULL && !looked) {
-                /* As the model has it; the markers may have been reached long ago. */
+                /* Only the model says so: the markers may have been reached long ago. */
                 looked = true;
                 gate_visit_begin(&visit);
                 gate_retire(g, ledger, now, true);
@@ -821,7 +833,7 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
             s->held = g->ticket;
             g->n_held++;
             if (first) {
-                gate_collect(g); /* no launch overtakes what is held */
+                gate_collect(g); /* ends the pass: no launch overtakes what is held */
                 g->holding = true;
                 atomic_add_seq_cst(&ledger->want, 1);
             }
@@ -873,15 +885,16 @@ CUresult gate_enter(struct gate_ticket *ticket, const struct gate_work *work)
         }
         g->n_entering[ticket->era & 1]--;
     }
-    /* While the grant is open no marker is put before work that comes late; and in no grant before
-     * work that follows other work behind the last marker, after a pause. */
+    /* While the grant is open, no marker is put before work that comes late; and in no grant is one
+     * put before work that comes after a pause but is not the first behind the last marker. The
+     * interval has a gap then. */
     s->gap =
         s->gap || (!mark && !held && g->queue.busy_until + (g->passing ? 0 : GATE_GAP_NS) < now);
     queue_add(&g->queue, s, &g->estimate, ticket->era, kind, 1, now);
     ticket->mark = learn || queue_wants_mark_behind(
                                 s, g->passing ? GATE_OPEN_MARKER_NS
                                               : atomic_load_relaxed(&pages_grant()->marker_ns));
-    /* The lock may have been given up since: only if all still holds. */
+    /* The lock may have been given up since: the stream gets a pass only if all still holds. */
     if (!g->passing && !g->holding && !ticket->mark && g->active && !g->released &&
         ticket->era == g->queue.era && g->epoch == atomic_load_acquire(&grant->epoch) &&
         !gate_lost(now))
@@ -907,7 +920,7 @@ void gate_leave(const struct gate_ticket *ticket, CUresult result)
     gate_visit_begin(&visit);
     gate_lock(g);
     s = queue_find(&g->queue, ticket->ctx, ticket->stream);
-    /* Not if another thread has marked it since, or a hold stands between the work and here. */
+    /* Not if another thread has marked it since, or a hold lies between the work and the marker. */
     if (s->unmarked && s->era == ticket->era)
         gate_mark(g, s, s->era, prim_now(), ledger);
     prim_unlock(&g->lock);
@@ -932,8 +945,8 @@ void gate_forget_stream(CUstream stream)
     }
 }
 
-/* The context's events and pinned words go with it. Nobody is left who uses them when this returns.
- */
+/* Forgets a context. Its events and pinned words end with it, and no thread uses them any more when
+ * this returns. */
 void gate_forget_context(CUcontext ctx)
 {
     capture_end_context(ctx);
@@ -963,7 +976,8 @@ void gate_forget_context(CUcontext ctx)
     }
 }
 
-/* In a forked child: the threads that held locks are not there, nor are the GPU's contexts. */
+/* Resets the gate in a forked child: the threads that held locks do not exist there, nor do the
+ * GPU's contexts. */
 void gate_after_fork(void)
 {
     for (unsigned device = 0; device < LAYOUT_N_DEVICES; device++) {

@@ -1,10 +1,10 @@
 /*
  * The helper: one thread per GPU that watches the grant for the application.
  *
- * It lets held work run when a grant begins, and gives the grant back: at the deadline, as soon as
- * no more than `lookahead_ns` of work is left, so that the next container's work begins while the
- * last of ours drains; and when nothing was launched for `idle_release_ns` while somebody else
- * waits.
+ * It lets held work run when a grant begins, and it gives the grant back: at the deadline, as soon
+ * as no more than `lookahead_ns` of work is left, so that the next container's work begins while
+ * the last of ours drains; or when nothing was launched for `idle_release_ns` while another
+ * container waits.
  */
 #include "gate.h"
 
@@ -12,40 +12,40 @@
 #include <signal.h>
 #include <sys/prctl.h>
 
-/* All signals but the two that the C library itself sends to every thread (cancel, setxid): who
- * changes his user waits for an answer from each. */
+/* All signals but the two that the C library itself sends to every thread (cancel, setxid): a
+ * thread that changes the user ID waits for an answer from each. */
 #define HELPER_BLOCKED    (~(3ull << 31))
-#define HELPER_ALONE_NS   (NS_PER_MS)       /* between two looks while the governor is away */
-#define HELPER_HELD_NS    (50 * NS_PER_MS)  /* between looks whether the governor is away */
-#define HELPER_REFRESH_NS (100 * NS_PER_MS) /* between looks at what pools hold */
-#define HELPER_OPEN_NS    (200 * NS_PER_MS) /* the same while the grant is open */
+#define HELPER_ALONE_NS   (NS_PER_MS)       /* interval between looks while the governor is away */
+#define HELPER_HELD_NS    (50 * NS_PER_MS)  /* interval between checks whether it is away */
+#define HELPER_REFRESH_NS (100 * NS_PER_MS) /* interval between looks at what pools hold */
+#define HELPER_OPEN_NS    (200 * NS_PER_MS) /* sleep under an open grant; bounded by the refresh */
 
-#define HELPER_SIGN_NS (5 * NS_PER_MS) /* between two signs that overdue work is watched */
+#define HELPER_SIGN_NS (5 * NS_PER_MS) /* interval between signs that overdue work is watched */
 
 /*
- * Work that is so much later than it should be waits for somebody, and perhaps for one who waits
- * for the GPU: half of a collective spins until another container runs the other half. If it ends
- * soon after others had the GPU that is what it was, and the next time the GPU is given back
- * sooner. If it does not it is long, and long work is waited for.
+ * Work that is this much later than it should be waits for something, and perhaps for a container
+ * that itself waits for the GPU: half of a collective spins until another container runs the other
+ * half. If the work ends soon after others had the GPU, that was the case, and the next time the
+ * GPU is given back sooner. If it does not, it is long, and long work is waited for.
  */
 #define HELPER_STUCK_NS (20 * NS_PER_MS)
-#define HELPER_NEW_NS   (100 * NS_PER_MS) /* the same, of work that was never measured */
-#define HELPER_SPINS_NS (NS_PER_MS)       /* where it was so of late */
-#define HELPER_MET_NS   (100 * NS_PER_MS) /* how soon it ends if it waited */
-#define HELPER_MEMORY   64                /* grants for which either is remembered */
-#define HELPER_TRIAL_NS (200 * NS_PER_MS) /* it is waited for all the same now and then, to see */
-#define HELPER_TRIALS   64 /* one of so many times at least, and more often at first */
+#define HELPER_NEW_NS   (100 * NS_PER_MS) /* the same, for work that was never measured */
+#define HELPER_SPINS_NS (NS_PER_MS)       /* the same, where work waited of late */
+#define HELPER_MET_NS   (100 * NS_PER_MS) /* how soon work ends if it waited */
+#define HELPER_MEMORY   64                /* grants for which either finding is remembered */
+#define HELPER_TRIAL_NS (200 * NS_PER_MS) /* how long work is waited for in a trial */
+#define HELPER_TRIALS   64 /* at least one time in this many is a trial, more at first */
 #define HELPER_ENTER_NS (20 * NS_PER_MS) /* how long a launch on its way is waited for */
 #define HELPER_LATE_NS  (NS_PER_MS)      /* and how long past the end of the grant */
-#define HELPER_LOOK_NS  (NS_PER_MS)      /* between two looks whether it has ended */
-#define HELPER_ASK_NS   (20 * NS_PER_US) /* the same where others wait for the end */
+#define HELPER_LOOK_NS  (NS_PER_MS)      /* interval between looks whether late work has ended */
+#define HELPER_ASK_NS   (20 * NS_PER_US) /* the same, where others wait for the end */
 
 #define HELPER_LAST_NS (100 * NS_PER_MS) /* the end of a process waits no longer for a helper */
 
-/* The process ends: no helper calls the driver any more. */
+/* The process ends, and no helper calls the driver any more. */
 static uint32_t helpers_end;
 
-/* Gives the grant back; `left` is what still runs. */
+/* Gives the grant back. `left`: how much work still runs, in ns. */
 static void helper_release(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, uint64_t now, uint64_t left)
 {
@@ -54,7 +54,7 @@ static void helper_release(struct gate *g, const struct grant_device *grant,
 
     gate_collect(g);
     g->released = true;
-    /* As it was meant to last, not as it did: what was held overruns it. */
+    /* The planned length, not the actual one: held work overruns the grant. */
     if (deadline > start && deadline != GRANT_OPEN && grant->epoch == g->epoch)
         g->granted_ns = g->granted_ns ? (g->granted_ns + (deadline - start)) / 2 : deadline - start;
     atomic_store_relaxed(&ledger->residual_ns, left);
@@ -65,7 +65,7 @@ static void helper_release(struct gate *g, const struct grant_device *grant,
     pages_poke();
 }
 
-/* Late work waited for others, or is long. */
+/* Notes that late work waited for others, or that it is long. */
 static void helper_learn(struct gate *g, bool waited)
 {
     g->n_spins = waited ? HELPER_MEMORY : 0;
@@ -75,13 +75,13 @@ static void helper_learn(struct gate *g, bool waited)
         g->n_tries = 0;
 }
 
-/* The GPU goes to others although what runs there has not ended. */
+/* Notes that the GPU goes to others although what runs there has not ended. */
 static void helper_give_up(struct gate *g, uint64_t now)
 {
     uint32_t oldest = g->queue.n_markers ? g->queue.markers[g->queue.head].serial : 0;
 
     if (g->given_up == oldest)
-        return; /* it runs for longer than that */
+        return; /* given up before, and still runs */
     g->n_tries++;
     g->tried = 0;
     g->given_up_ns = now;
@@ -89,7 +89,7 @@ static void helper_give_up(struct gate *g, uint64_t now)
     queue_give_up(&g->queue, now + HELPER_MET_NS);
 }
 
-/* Learns whether what was given up waited for others, or is long. */
+/* Learns whether work that was given up waited for others, or is long. */
 static void helper_follow(struct gate *g, uint64_t now)
 {
     const struct queue *q = &g->queue;
@@ -97,7 +97,7 @@ static void helper_follow(struct gate *g, uint64_t now)
     bool soon = now < g->given_up_ns + HELPER_MET_NS;
 
     if (!g->given_up_ns || ended != soon) {
-        /* Ended, but nobody looked in time: that says nothing. */
+        /* It has ended, but no look came in time: that says nothing. */
         if (ended)
             g->given_up_ns = 0;
         return;
@@ -106,9 +106,9 @@ static void helper_follow(struct gate *g, uint64_t now)
     g->given_up_ns = 0;
 }
 
-/* Whether late work that should be given up is waited for: the second time, the fourth, the eighth.
- * That it ended soon after others had the GPU may be chance, and of what is always given up nobody
- * learns how long it takes. */
+/* Whether late work that should be given up is waited for as a trial: the second time, the fourth,
+ * the eighth and so on. That it ended soon after others had the GPU may be chance, and how long
+ * work takes that is always given up is never learned. */
 static bool helper_tries(const struct gate *g)
 {
     unsigned n = g->n_tries % HELPER_TRIALS;
@@ -116,8 +116,8 @@ static bool helper_tries(const struct gate *g)
     return n && !(n & (n + 1));
 }
 
-/* Gives the GPU back if somebody waits and what runs seems to wait, too. What is left then is not
- * known. */
+/* Gives the GPU back if another container waits for it and what runs seems to wait, too. How much
+ * is left then is not known. */
 static bool helper_stuck(struct gate *g, const struct grant_device *grant,
                          struct ledger_device *ledger, uint64_t now)
 {
@@ -130,8 +130,8 @@ static bool helper_stuck(struct gate *g, const struct grant_device *grant,
     if (g->n_long && late >= HELPER_STUCK_NS)
         g->n_long = HELPER_MEMORY;
     if (!atomic_load_relaxed(&grant->deadline_ns))
-        g->tried = 0; /* it was taken */
-    /* It ended while nobody else had the GPU, and not because of what another left there. */
+        g->tried = 0; /* the grant was taken */
+    /* It ended while no other container had the GPU, and not because of what one had left there. */
     if (g->tried && g->tried != oldest) {
         if (g->tried_late > HELPER_STUCK_NS)
             helper_learn(g, false);
@@ -139,7 +139,7 @@ static bool helper_stuck(struct gate *g, const struct grant_device *grant,
             g->n_tries++;
         g->tried = 0;
     }
-    /* What waits for another GPU of the container is the governor's to see to. */
+    /* Work that waits for another GPU of this container is the governor's concern. */
     if (g->n_spins)
         most = atomic_load_relaxed(&grant->together) ? HELPER_STUCK_NS
                : length / 2 > HELPER_SPINS_NS        ? length / 2
@@ -182,7 +182,7 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
         gate_mark_tails(g, ctx, ledger);
     }
     if (ctx) {
-        /* No context that may end stays behind in this thread. */
+        /* No context that may end stays current in this thread. */
         prim_unlock(&g->lock);
         driver->cuCtxSetCurrent(NULL);
         gate_lock(g);
@@ -191,7 +191,8 @@ static void helper_mark_tails(struct gate *g, struct ledger_device *ledger)
     g->blind = false;
 }
 
-/* Granted, but the thread that asked is slow, or went away. */
+/* Under a grant that is not used yet: the thread that asked for it is slow, or has gone away and
+ * the grant is given back. */
 static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -207,7 +208,8 @@ static uint64_t helper_unused(struct gate *g, const struct grant_device *grant,
     return idle < due ? idle : due;
 }
 
-/* How long an idle holder waits for the program: not at all if its pauses are longer than that. */
+/* Returns how long an idle holder waits for the program: hardly at all if its pauses are usually
+ * longer than it would wait. */
 static uint64_t helper_idle(const struct gate *g)
 {
     uint64_t idle = atomic_load_relaxed(&pages_grant()->idle_release_ns);
@@ -215,7 +217,7 @@ static uint64_t helper_idle(const struct gate *g)
     return g->pause_ns > idle && idle > GATE_PAUSE_NS ? GATE_PAUSE_NS : idle;
 }
 
-/* In the middle of a grant: an idle holder gives it back if somebody else waits. */
+/* In the middle of a grant: an idle holder gives it back if another container waits. */
 static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
                               struct ledger_device *ledger, uint64_t now, uint64_t due)
 {
@@ -236,7 +238,7 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     helper_mark_tails(g, ledger);
     if (g->epoch != epoch)
         return 0;
-    /* How long that takes only the model says, which learns from markers. */
+    /* Only the model says how long that takes, and it learns from markers. */
     if (gate_unmarked(g))
         return due;
     if (queue_runs(&g->queue))
@@ -245,8 +247,8 @@ static uint64_t helper_middle(struct gate *g, const struct grant_device *grant,
     return NS_PER_S;
 }
 
-/* Until the next look at work that takes longer than the model says: the longer it is overdue the
- * less a late answer matters. */
+/* Returns the time until the next look at work that takes longer than the model says: the longer it
+ * is overdue, the less a late answer matters. */
 static uint64_t helper_patience(uint64_t deadline, uint64_t now)
 {
     uint64_t overdue = now > deadline ? now - deadline : 0;
@@ -256,7 +258,7 @@ static uint64_t helper_patience(uint64_t deadline, uint64_t now)
     return overdue / 20 < NS_PER_MS ? overdue / 20 : NS_PER_MS;
 }
 
-/* At the end of a grant: give it back when little enough is left. */
+/* At the end of a grant: gives it back when little enough is left. */
 static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
                            struct ledger_device *ledger, uint64_t now, uint64_t deadline)
 {
@@ -281,11 +283,11 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
         return left - lookahead < HELPER_LOOK_NS ? left - lookahead : HELPER_LOOK_NS;
     if (left > lookahead)
         return left - lookahead < HELPER_SIGN_NS ? left - lookahead : HELPER_SIGN_NS;
-    /* Once something is held nothing more comes in this grant, or where that does not fit. */
+    /* Nothing more comes in this grant once work is held, or once the next launch does not fit. */
     if (g->holding || g->full || now + left + 10 * NS_PER_US >= deadline) {
         struct queue_marker *oldest = q->n_markers ? &q->markers[q->head] : NULL;
 
-        /* It should have been reached unless it is one of those that are left. */
+        /* This one should have been reached by now: more is left than the model says. */
         if (oldest && oldest->era == q->era && oldest->expected + 20 * NS_PER_US < now)
             return helper_patience(deadline, now);
         if (atomic_load_relaxed(&grant->strategy) == STRATEGY_MPS) {
@@ -299,8 +301,8 @@ static uint64_t helper_end(struct gate *g, const struct grant_device *grant,
     return deadline - now - left;
 }
 
-/* Looks at the grant and the queue, does what is due, and returns how long it may sleep. The lock
- * is held before and after, and given up around calls into the driver. */
+/* Looks at the grant and the queue, does what is due, and returns how long the helper may sleep, in
+ * ns. The lock is held before and after, and given up around calls into the driver. */
 static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
                             struct ledger_device *ledger)
 {
@@ -316,7 +318,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     lost = gate_lost(now);
     if (g->passing && (lost || deadline != GRANT_OPEN))
         pass_stop(g, grant);
-    /* After an open grant the model knows little: the markers tell. */
+    /* After an open grant the model knows little, so the markers have to tell. */
     if (g->blind && !g->passing)
         helper_mark_tails(g, ledger);
     gate_retire(g, ledger, now, true);
@@ -328,7 +330,7 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
         return g->holding ? HELPER_ALONE_NS : HELPER_HELD_NS;
     helper_follow(g, now);
     if (!deadline && g->active && !g->released && !g->given_up_ns && queue_runs(&g->queue))
-        helper_give_up(g, now); /* it was taken */
+        helper_give_up(g, now); /* the grant was taken */
     if (g->given_up_ns && (g->released || !deadline))
         return HELPER_LOOK_NS;
     if (g->released || (!g->active && now >= deadline))
@@ -340,11 +342,11 @@ static uint64_t helper_step(struct gate *g, const struct grant_device *grant,
     end = now + lookahead < deadline ? deadline - lookahead - now : 0;
     if (!g->active)
         return helper_unused(g, grant, ledger, now, end);
-    /* It looks idle, and is not: a launch is on its way. */
+    /* The holder looks idle but is not: a launch is on its way. */
     if (g->n_entering[g->queue.era & 1] && now < g->entering_ns + HELPER_ENTER_NS &&
         now < deadline + HELPER_LATE_NS)
         return 20 * NS_PER_US;
-    /* With something held the grant ends when the queue does. */
+    /* Once something is held or does not fit, the grant ends when the queue does. */
     if ((g->holding || g->full) && queue_left(&g->queue, now) < end + lookahead)
         return helper_end(g, grant, ledger, now, deadline);
     if (end)
@@ -360,7 +362,7 @@ static void *helper_run(void *argument)
     struct gate_visit visit;
     uint64_t refresh_at = 0;
 
-    gate_visit_begin(&visit); /* for good */
+    gate_visit_begin(&visit); /* for the life of the thread */
     prim_call(SYS_prctl, PR_SET_NAME, "tidegate");
     prim_call(SYS_prctl, PR_SET_TIMERSLACK, 1000);
     for (;;) {
@@ -375,7 +377,7 @@ static void *helper_run(void *argument)
         standby = g->holding ? gate_spin_until(grant, prim_now()) : 0;
         atomic_store_relaxed(&pages_ledger_device(device)->pending, g->queue.n_markers);
         prim_unlock(&g->lock);
-        /* What pools gave back by themselves is seen here. */
+        /* This notices what pools gave back on their own. */
         if (prim_now() >= refresh_at) {
             uint64_t began = prim_now();
 
@@ -387,7 +389,7 @@ static void *helper_run(void *argument)
         atomic_store_seq_cst(&g->helping, false);
         if (ns > HELPER_REFRESH_NS)
             ns = HELPER_REFRESH_NS;
-        /* The governor said that the grant is near: a core that sleeps now would answer late. */
+        /* The governor announced the grant: a core that sleeps now would answer late. */
         while (prim_now() < standby && atomic_load_acquire(&grant->signal) == seen)
             prim_relax();
         if (ns < 5 * NS_PER_US)
@@ -399,10 +401,10 @@ static void *helper_run(void *argument)
 }
 
 /*
- * The process ends by exit(): our destructors run before the driver's own, which must not meet a
- * helper in one of its functions, nor wait for work that nobody lets run any more. Destructors of
- * others may still launch afterwards. Whoever called exit() may have interrupted a thread with the
- * lock, so nothing here waits for ever.
+ * The process ends by exit(). Our destructors run before the driver's own, which must not meet a
+ * helper in one of its functions, nor wait for held work that no helper lets run any more.
+ * Destructors of other libraries may still launch afterwards. The call of exit() may have
+ * interrupted a thread that holds the lock, so nothing here waits for ever.
  */
 __attribute__((destructor)) static void helpers_finish(void)
 {
@@ -426,7 +428,7 @@ __attribute__((destructor)) static void helpers_finish(void)
     }
 }
 
-/* Signals are blocked while the thread is made: none of the application's may land on it. */
+/* Signals are blocked while the thread is created: none of the application's may land on it. */
 cold void helper_start(struct gate *g, unsigned device)
 {
     uint64_t all = HELPER_BLOCKED, before = 0;
@@ -437,7 +439,7 @@ cold void helper_start(struct gate *g, unsigned device)
     if (pthread_create(&thread, NULL, helper_run, (void *)(uintptr_t)device) == 0) {
         pthread_detach(thread);
     } else {
-        g->no_holds = true; /* nobody would let held work run */
+        g->no_holds = true; /* no helper would let held work run */
         control_log("no thread for the gate; GPU time is given back late");
     }
     prim_call(SYS_rt_sigprocmask, SIG_SETMASK, &before, NULL, sizeof all);

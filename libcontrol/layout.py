@@ -1,12 +1,12 @@
-"""The two memory pages that a container shares with the governor, described once.
+"""The one description of the two memory pages that a container shares with the governor.
 
-`libcontrol.gen` writes `layout.gen.h` from this description (with static assertions on every
-offset) and `libcontrol.pages` reads the pages by it from Python. Fields are only ever appended: a
-reader checks magic, version and size first and bounds every index it reads. A field is stored by
-one store of its width, so that nobody reads half a number.
+`libcontrol.gen` writes `layout.gen.h` from it, with static assertions on every offset, and
+`libcontrol.pages` uses it to read the pages from Python. Fields are only ever appended: a reader
+checks magic, version and size first and bounds every index that it reads. A field is stored by one
+store of its width, so that no reader sees half a number.
 
-Times, where a name does not say otherwise, are nanoseconds of CLOCK_MONOTONIC, sizes are bytes,
-shares are parts per million of one GPU.
+Unless a name says otherwise, times are nanoseconds of CLOCK_MONOTONIC, sizes are bytes, and shares
+are parts per million of one GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 VERSION = 1
 N_DEVICES = 16
-"""GPUs of one container at most."""
+"""Maximum number of GPUs of one container."""
 N_SLOTS = 64
-"""Processes of one container that may use the GPU at the same time."""
+"""Maximum number of processes of one container that use the GPU at the same time."""
 
 GRANT_MAGIC = int.from_bytes(b"TDGGRANT", "little")
 LEDGER_MAGIC = int.from_bytes(b"TDGLEDGR", "little")
@@ -26,7 +26,7 @@ SIZES = {"u8": 1, "u32": 4, "u64": 8}
 
 
 class Field(NamedTuple):
-    """One field: its name, C type, how many, who writes it and what it means.
+    """A field: its name, C type, number of elements, writer and meaning.
 
     `order` names the memory order of the writer's store where a reader depends on it.
     """
@@ -40,7 +40,7 @@ class Field(NamedTuple):
 
 
 class Struct(NamedTuple):
-    """A structure of the page: fields in order, padded to `size` bytes."""
+    """A structure of a page: its fields in order, padded to `size` bytes."""
 
     name: str
     size: int
@@ -203,7 +203,7 @@ USAGE_ENTRY = Struct(
 )
 
 GRANT_SIZE = 4096
-"""The grant page itself; a reader that knows no usage part maps no more."""
+"""Size of the grant page itself. A reader that does not know the usage part maps no more."""
 GRANT_DEVICES = GRANT_HEADER.size
 GRANT_USAGE = GRANT_SIZE
 GRANT_USAGE_ENTRIES = GRANT_USAGE + USAGE_HEADER.size
@@ -213,16 +213,16 @@ LEDGER_SLOT_DEVICES = 128
 LEDGER_SIZE = LEDGER_SLOTS + N_SLOTS * LEDGER_SLOT.size
 
 OPEN = 2**64 - 1
-"""`deadline_ns` of a grant without end: nobody else waits and no cap applies."""
+"""`deadline_ns` of a grant without end: no other container waits and no cap applies."""
 
 NO_SLOT = 2**32 - 1
-"""What a process is answered that cannot be given a slot; no descriptor comes with it."""
+"""The answer to a process that cannot be given a slot; no descriptor comes with it."""
 
 REGISTER = b"r"
-"""The first byte of a process that wants a slot."""
+"""First byte that a process sends to ask for a slot."""
 
 AGAIN = b"a"
-"""The first byte of a process that has one, from a governor that is gone or has lost it."""
+"""First byte that a process sends if it has a slot of a governor that is gone or has lost it."""
 
 STRUCTS = (
     GRANT_HEADER,
@@ -257,7 +257,7 @@ CONSTANTS = {
 
 
 def offsets(struct: Struct) -> dict[str, int]:
-    """Return the offset of each field; raise if one is misaligned or does not fit."""
+    """Return the offset of each field. Raise ValueError if one is misaligned or does not fit."""
     at = 0
     result = {}
     for field in struct.fields:
@@ -272,7 +272,7 @@ def offsets(struct: Struct) -> dict[str, int]:
 
 
 def grant_device(index: int) -> int:
-    """Return the offset of GPU `index` in the grant page."""
+    """Return the offset of GPU `index` in the grant page. Raise IndexError if there is none."""
     if not 0 <= index < N_DEVICES:
         raise IndexError(index)
     return GRANT_DEVICES + index * GRANT_DEVICE.size

@@ -1,6 +1,6 @@
-"""The two shared pages seen from Python, by the description in `libcontrol.layout`.
+"""Read and write the two shared pages from Python, as `libcontrol.layout` describes them.
 
-A ledger is written by the container: whatever is read from it here is a number of known width and
+A ledger is written by the container. What is read from it here is a number of known width and
 nothing more; the caller bounds it.
 """
 
@@ -15,8 +15,8 @@ from libcontrol import layout
 _OFFSETS = {s.name: layout.offsets(s) for s in layout.STRUCTS}
 _TYPES = {s.name: {f.name: f for f in s.fields} for s in layout.STRUCTS}
 _CODES = {"u8": "B", "u32": "I", "u64": "Q"}
-# Native numbers (both architectures are little-endian) are stored by one store of their width,
-# where those of a fixed byte order are stored byte by byte, and another process could read a half.
+# Native numbers (both architectures are little-endian) are stored by one store of their width.
+# Those of a fixed byte order are stored byte by byte, and another process could read half a number.
 _NATIVE = "@"
 _USAGE_ENTRY = struct.Struct(
     _NATIVE + "".join(f"{field.n}{_CODES[field.type]}" for field in layout.USAGE_ENTRY.fields)
@@ -24,7 +24,7 @@ _USAGE_ENTRY = struct.Struct(
 
 
 def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
-    """Return one number: element `index` of `field` of the structure `name` at `base`."""
+    """Return one number: element `index` of `field` in the structure `name` at `base`."""
     described = _TYPES[name][field]
     code = _CODES[described.type]
     at = base + _OFFSETS[name][field] + index * layout.SIZES[described.type]
@@ -33,7 +33,7 @@ def read(page: mmap, base: int, name: str, field: str, index: int = 0) -> int:
 
 
 def write(page: mmap, base: int, name: str, field: str, value: int, *, index: int = 0) -> None:
-    """Store one number where `read` finds it."""
+    """Store one number where `read` with the same arguments finds it."""
     described = _TYPES[name][field]
     code = _CODES[described.type]
     at = base + _OFFSETS[name][field] + index * layout.SIZES[described.type]
@@ -43,9 +43,10 @@ def write(page: mmap, base: int, name: str, field: str, value: int, *, index: in
 def init_grant(
     page: mmap, *, settings: dict[str, int], devices: list[dict[str, int | bytes]]
 ) -> None:
-    """Fill an empty grant page; magic comes last.
+    """Fill an empty grant page; the magic number is written last.
 
-    `settings` are fields of the header, each of `devices` fields of its entry (uuid as 16 bytes).
+    `settings` has fields of the header, and each of `devices` those of its entry (`uuid` as 16
+    bytes).
     """
     write(page, 0, "grant_header", "version", layout.VERSION)
     write(page, 0, "grant_header", "size", len(page))
@@ -66,11 +67,12 @@ def init_grant(
 def write_usage(
     page: mmap, entries: Sequence[Mapping[str, int | Sequence[int]]], time_us: int
 ) -> None:
-    """Replace what the usage part of a grant file says of the container's processes.
+    """Replace what the usage part of a grant file says about the container's processes.
 
-    `entries` are fields of `usage_entry`, those of a GPU each as a sequence; `time_us` is the time
-    now, microseconds since 1970. A reader that comes in between sees an odd sequence, or that it
-    moved, and reads again. On x86-64 stores become visible in the order in which they are made.
+    `entries` have fields of `usage_entry`; a field per GPU is a sequence. `time_us` is the current
+    time in microseconds since 1970. A reader that reads meanwhile sees that the sequence number is
+    odd or has changed, and reads again. On x86-64, stores become visible in the order in which they
+    are made.
     """
     blank = {field.name: (0,) * field.n for field in layout.USAGE_ENTRY.fields}
     packed = b""
@@ -93,7 +95,10 @@ def write_usage(
 
 
 def read_usage(page: mmap) -> list[dict[str, int | tuple[int, ...]]]:
-    """Return the entries of the usage part, as `write_usage` takes them. For one process only."""
+    """Return the entries of the usage part, as `write_usage` takes them.
+
+    It ignores the sequence number, so it is only for the process that writes the entries.
+    """
     found = []
     n_entries = read(page, layout.GRANT_USAGE, "usage_header", "n_entries")
     for i in range(min(n_entries, layout.N_SLOTS)):
@@ -108,21 +113,21 @@ def read_usage(page: mmap) -> list[dict[str, int | tuple[int, ...]]]:
 
 
 def init_ledger(page: mmap) -> None:
-    """Fill an empty ledger; magic comes last."""
+    """Fill an empty ledger; the magic number is written last."""
     write(page, 0, "ledger_header", "version", layout.VERSION)
     write(page, 0, "ledger_header", "size", layout.LEDGER_SIZE)
     write(page, 0, "ledger_header", "magic", layout.LEDGER_MAGIC)
 
 
 def slot_base(slot: int) -> int:
-    """Return where process `slot` begins."""
+    """Return the offset of process `slot` in the ledger. Raise IndexError if there is none."""
     if not 0 <= slot < layout.N_SLOTS:
         raise IndexError(slot)
     return layout.LEDGER_SLOTS + slot * layout.LEDGER_SLOT.size
 
 
 def clear_slot(page: mmap, slot: int) -> None:
-    """Empty a process's slot and mark it free: what it was charged is charged no more."""
+    """Clear a process's slot and mark it free, so that its charges no longer count."""
     base = slot_base(slot)
     page[base : base + layout.LEDGER_SLOT.size] = bytes(layout.LEDGER_SLOT.size)
 

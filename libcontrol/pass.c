@@ -1,32 +1,34 @@
-/* How passes are given and taken; see pass.h. */
+/* How passes are given and ended; see pass.h. */
 #include "pass.h"
 
 #include "gate.h"
 
 #include <string.h>
 
-#define PASS_LEAST_NS    (5 * NS_PER_US)    /* of GPU time to spend: less is not worth a pass */
-#define PASS_LENGTH_NS   (2500 * NS_PER_US) /* of an open pass */
-#define PASS_MOST        1024               /* launches of it */
-#define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* queued while the grant is open */
+#define PASS_LEAST_NS    (5 * NS_PER_US)    /* least GPU time to spend: less is not worth a pass */
+#define PASS_LENGTH_NS   (2500 * NS_PER_US) /* GPU time of an open pass */
+#define PASS_MOST        1024               /* most launches of an open pass */
+#define PASS_INFLIGHT_NS (20 * NS_PER_MS)   /* most work queued while the grant is open */
 
 struct pass passes[PASS_N];
 
-/* Launches of all GPUs share the passes: who changes one holds this, within the gate's lock. */
+/* Launches on all GPUs share the passes. A thread that changes one holds this, within the gate's
+ * lock. */
 static struct prim_lock passes_lock;
 
-/* Tells the ledger of the launches that an open pass let by. */
+/* Tells the ledger how many launches an open pass let by. */
 static void pass_tell(struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
 
-    /* A thread that was kept from its step for long puts the number back. */
+    /* A thread that was delayed for long between its load and its store sets the number back. */
     if (p->ledger && (int32_t)(used - p->told) > 0)
         atomic_add_relaxed(&p->ledger->launches, used - p->told);
     p->told = used;
 }
 
-/* Seen by pass_spend() before it notes a launch, or the launch is seen by pass_collect(). */
+/* Ends a pass. Either pass_spend() sees this before it notes a launch, or pass_collect() sees the
+ * launch. */
 static void pass_end(struct pass *p)
 {
     atomic_store_seq_cst(&p->limit, 0);
@@ -47,14 +49,14 @@ void pass_tell_all(const struct grant_device *grant)
     passes_each(grant, pass_tell);
 }
 
-/* What the launches of an open pass take, on average, is learned as of a kind of its own. */
+/* Returns the kind as which the average launch of a stream under an open grant is learned. */
 static uint32_t pass_kind(struct gate *g, CUstream stream)
 {
     return estimate_kind(&g->estimate, (uintptr_t)stream + 1, UINT64_MAX, 0);
 }
 
-/* Puts what an open pass let by into the model of the queue; another GPU's is counted there no
- * more. */
+/* Puts what an open pass let by into the model of the queue. What it let by on another GPU is
+ * dropped. */
 static void pass_count(struct gate *g, struct pass *p)
 {
     uint32_t used = atomic_load_relaxed(&p->used);
@@ -71,7 +73,7 @@ static void pass_count(struct gate *g, struct pass *p)
     s->n_passed += n;
 }
 
-/* The grant is open no more. The gate's lock is held. */
+/* Ends the passes of a grant that is no longer open. The gate's lock is held. */
 void pass_stop(struct gate *g, const struct grant_device *grant)
 {
     g->passing = false;
@@ -83,7 +85,7 @@ void pass_stop(struct gate *g, const struct grant_device *grant)
     prim_unlock(&passes_lock);
 }
 
-/* From here on every launch is asked about. */
+/* From here on every launch asks the gate. */
 void gate_end_all_passes(void)
 {
     passes_each(NULL, pass_end);
@@ -107,8 +109,9 @@ void pass_after_fork(void)
     passes_lock.word = 0;
 }
 
-/* A stream's handle alone says where work goes, unless it is one of the names for a default one.
- * A kernel that is launched without its function is not known by what is launched. */
+/* Whether a stream may have a pass. Its handle alone has to say where its work goes, which the
+ * names of default streams do only with one GPU and one context. No stream may while the launch of
+ * a kernel by its own handle would load a library (modules.c). */
 static bool pass_fits(CUstream stream)
 {
     return ((uintptr_t)stream > 2 || (pages_n_devices() == 1 && stream != CU_STREAM_PER_THREAD &&
@@ -127,7 +130,7 @@ static void pass_begin(struct pass *p, const struct gate *g, const struct queue_
     atomic_store_relaxed(&p->stream, s->stream);
     atomic_store_relaxed(&p->grant, grant);
     atomic_store_relaxed(&p->epoch, g->epoch);
-    /* Who read the limit of the pass before finds all of this one, or none of it. */
+    /* A thread that read the limit of the last pass finds all of this one, or none of it. */
     atomic_store_release(&p->deadline_ns, deadline);
     atomic_store_release(&p->limit, limit ? limit : 1);
 }
@@ -150,7 +153,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
     if (!p->metered) {
         pass_end(p);
         pass_count(g, p);
-        s = *sp = queue_find(&g->queue, ctx, stream); /* another stream may have had its place */
+        s = *sp = queue_find(&g->queue, ctx, stream); /* another stream may have taken its place */
     }
     *kindp = pass_kind(g, s->stream);
     known = estimate_samples(&g->estimate, *kindp);
@@ -160,8 +163,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
               : queue_unknown(&g->queue, now) >= GATE_N_UNKNOWN) {
         answer = PASS_FULL;
     } else if (++s->n_passed > s->sample_at) {
-        /* Never the same distance, so that a program's loop does not always show the same launch.
-         */
+        /* The distance varies, so that a program's loop does not always show the same launch. */
         s->draw = s->draw * 1103515245 + 12345;
         s->sample_at = 192 + (s->draw >> 16) % 128;
         s->n_passed = 0;
@@ -176,7 +178,7 @@ enum pass_answer pass_open(struct gate *g, struct queue_stream **sp,
     return answer;
 }
 
-/* ---- while it ends ---- */
+/* ---- under a grant that ends ---- */
 
 void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant_device *grant,
                 struct ledger_device *ledger, uint64_t deadline, uint64_t now)
@@ -212,7 +214,8 @@ void pass_meter(struct gate *g, const struct queue_stream *s, const struct grant
     prim_unlock(&passes_lock);
 }
 
-/* The launch that does not fit goes the long way, and there the pass ends. */
+/* Pays for a launch by a metered pass. A launch that does not fit goes through the gate, where the
+ * pass ends. */
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
 {
     uint64_t budget = atomic_load_relaxed(&p->budget_ns);
@@ -231,8 +234,8 @@ bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks)
 }
 
 /*
- * The metered pass ends, and what it let by goes into the model. When each launch was made is not
- * known, only that none was before the pass began: the next marker says.
+ * Ends the metered pass and puts what it let by into the model. When each launch was made is not
+ * known, only that none was made before the pass began. The next marker corrects the model.
  */
 void pass_collect(struct gate *g)
 {

@@ -1,26 +1,26 @@
 /*
- * The short way: launches that may go at sight.
+ * Passes: the fast path of a stream, for launches that may go at once.
  *
- * A pass is for one stream, and good for one word of the governor's page, `deadline_ns`, as long as
- * that stands. A launch by it takes no lock, reads no clock and calls no driver.
+ * A pass belongs to one stream, and is good for one value of `deadline_ns` in the grant page, as
+ * long as the page says that. A launch by it takes no lock, reads no clock and calls no driver.
  *
- * While nobody else waits and no cap applies the page says GRANT_OPEN, and a launch by a pass is
- * only counted. What a stream's launches take on average is learned, a pass is for as many as take
- * a few milliseconds, and when too much is queued the next waits: somebody else may want the GPU at
- * any time, and would have to wait for all of it. Now and then a launch is measured by itself, as a
- * sample of what the program launches.
+ * While no other container waits and no cap applies, the page says GRANT_OPEN, and a launch by a
+ * pass is only counted. What a stream's launches take on average is learned, and a pass is for as
+ * many as take a few milliseconds. When too much is queued the next launch waits: another container
+ * may want the GPU at any time, and would have to wait for all of it. Now and then a launch is
+ * measured on its own, as a sample of what the program launches.
  *
- * Under a grant that ends a pass is metered: it has GPU time to spend, as much as may be queued
- * before the next marker, and pays each launch from that by its learned duration. What was
- * launched is noted, and goes into the model of the GPU's queue when anybody next takes the gate's
- * lock, which ends the pass.
+ * Under a grant that ends, a pass is metered: it has GPU time to spend, as much as may be queued
+ * before the next marker, and pays for each launch by its learned duration. The launches are noted.
+ * They go into the model of the GPU's queue when a thread next takes the gate's lock, which ends
+ * the pass.
  */
 #pragma once
 
 #include "control.h"
 
-#define PASS_N     16 /* by the stream's handle */
-#define PASS_N_LOG 96 /* launches by one metered pass at most */
+#define PASS_N     16 /* found by the stream's handle */
+#define PASS_N_LOG 96 /* most launches by one metered pass */
 
 struct estimate;
 struct gate;
@@ -28,12 +28,12 @@ struct gate;
 struct pass {
     _Alignas(64) CUstream stream;
     const struct grant_device *grant;
-    uint64_t deadline_ns; /* good while the page says that */
-    uint32_t epoch;       /* and is of the grant in which this was announced */
-    uint32_t limit;       /* 0: none may go. Open: of `used`; metered: another in each pass */
-    uint32_t used;        /* launches that ever went here; two threads at once may count as one */
-    uint32_t told;        /* how many of them the ledger knows */
-    uint32_t counted;     /* how many of them the model of the queue knows */
+    uint64_t deadline_ns; /* good while the page says this */
+    uint32_t epoch;       /* and is of the grant in which the work was announced */
+    uint32_t limit;       /* 0: none may go. Open: bound of `used`; metered: another in each pass */
+    uint32_t used;    /* launches that ever went by here; two threads at once may count as one */
+    uint32_t told;    /* how many of them the ledger knows */
+    uint32_t counted; /* how many of them the model of the queue knows */
     uint64_t began_ns;
     struct ledger_device *ledger;
     CUcontext ctx;
@@ -42,8 +42,8 @@ struct pass {
     bool metered; /* until what it let by is in the model */
     const struct estimate *estimate;
     uint64_t budget_ns;
-    uint64_t spent;           /* launches, by PASS_ONE, and their nanoseconds */
-    uint32_t log[PASS_N_LOG]; /* kind of each launch, plus 1; 0: its launch is not noted yet */
+    uint64_t spent;           /* launches, times PASS_ONE, plus their nanoseconds */
+    uint32_t log[PASS_N_LOG]; /* kind of each launch, plus 1; 0: that launch is not noted yet */
 };
 
 #define PASS_ONE (1ull << 40)
@@ -59,8 +59,8 @@ static inline struct pass *pass_of(CUstream stream)
 
 bool pass_spend(struct pass *p, uint32_t limit, uintptr_t key, uint64_t blocks);
 
-/* Whether a launch of `key` in `blocks` into the stream may go at once; `single`: a graph, which no
- * average of the stream stands for. */
+/* Whether a launch of `key` with `blocks` blocks into the stream may go at once. `single`: a graph,
+ * to which the stream's average does not apply. */
 static inline bool pass_launch(CUstream stream, uintptr_t key, uint64_t blocks, bool single)
 {
     struct pass *p = pass_of(stream);

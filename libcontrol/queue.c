@@ -20,9 +20,9 @@ void queue_init(struct queue *q)
     q->asked_era = q->era - 1;
 }
 
-/* ---- events: made once, used again ---- */
+/* ---- events: created once, used again ---- */
 
-/* Returns a place with a reference; its event may still have to be created. */
+/* Returns a place with one reference. Its event may still have to be created. */
 static int event_take(struct queue *q, CUcontext ctx)
 {
     int empty = QUEUE_NO_EVENT;
@@ -58,7 +58,7 @@ static CUevent event_handle(const struct queue *q, int event)
 
 /* ---- streams ---- */
 
-/* The handle CU_STREAM_PER_THREAD is another stream in each thread. */
+/* The handle CU_STREAM_PER_THREAD names another stream in each thread. */
 const void *queue_thread(CUstream stream)
 {
     static __thread char here;
@@ -73,15 +73,15 @@ static void stream_drop(struct queue *q, struct queue_stream *s)
     s->serial = 0;
 }
 
-/* Which of two streams is followed no more: rather one without work that no marker is behind, and
- * the one whose last launch is longer ago. */
+/* Whether `a` is dropped rather than `b`: a stream without unmarked work goes first, else the one
+ * that was used least recently. */
 static bool stream_goes_before(const struct queue_stream *a, const struct queue_stream *b)
 {
     return a->unmarked != b->unmarked ? b->unmarked : a->touched < b->touched;
 }
 
-/* Where there are more streams than can be followed, one makes room; what the model knows of its
- * work it keeps. */
+/* Returns the stream's place. If there are more streams than can be followed, one makes room; the
+ * model keeps what it knows of that stream's work. */
 struct queue_stream *queue_find(struct queue *q, CUcontext ctx, CUstream stream)
 {
     const void *thread = queue_thread(stream);
@@ -131,7 +131,7 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
         return true;
     if (held)
         return false;
-    /* The model says whether the last marker was reached; it need not be asked. */
+    /* The model says whether the last marker was reached; the GPU need not be asked. */
     for (unsigned i = q->n_markers; i-- > 0;) {
         const struct queue_marker *m = &q->markers[(q->head + i) % QUEUE_N_MARKERS];
 
@@ -142,10 +142,10 @@ bool queue_wants_mark_before(const struct queue *q, const struct queue_stream *s
 }
 
 /*
- * When work begins that finds the queue empty at `now`. Where containers run in one context of the
- * GPU it starts beside the last of the one before, who is charged for the time until then, and may
- * be later than he said. Events do not wait for that, and the work between the first two seems to
- * take longer.
+ * Returns when work begins that finds the queue empty at `now`. Where containers share one context
+ * of the GPU, it starts alongside the last work of the previous holder, which is charged for the
+ * time until then and may need longer than it said. Events do not wait for that work, so what is
+ * between the first two of ours seems to take longer.
  */
 static uint64_t queue_begin(struct queue *q, uint64_t now)
 {
@@ -158,7 +158,7 @@ static uint64_t queue_begin(struct queue *q, uint64_t now)
     return begin;
 }
 
-/* So many launches of `kind` are about to be made in the stream, or were. */
+/* Adds `count` launches of `kind` that are about to be made in the stream, or were. */
 void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e, uint32_t era,
                uint32_t kind, uint32_t count, uint64_t now)
 {
@@ -185,13 +185,13 @@ void queue_add(struct queue *q, struct queue_stream *s, const struct estimate *e
     }
 }
 
-/* Whether enough was launched since the last marker for another. */
+/* Whether enough was launched since the last marker for another one. */
 bool queue_wants_mark_behind(const struct queue_stream *s, uint64_t marker_ns)
 {
     return s->interval.n_parts == ESTIMATE_N_PARTS || s->pending_ns >= marker_ns;
 }
 
-/* Markers ahead behind work of which it is not known how long it takes. */
+/* Returns how many markers ahead are behind work of unknown duration. */
 unsigned queue_unknown(const struct queue *q, uint64_t now)
 {
     unsigned n = 0;
@@ -204,9 +204,10 @@ unsigned queue_unknown(const struct queue *q, uint64_t now)
 /* ---- markers ---- */
 
 /*
- * What was launched since the last event in the stream is the interval between. It can be measured
- * if both events are in one era. If the GPU may have had nothing to do in between, because the
- * queue ran dry before this one was recorded, that is the most that the work can have taken.
+ * Prepares a marker. Its interval is what was launched in the stream since the last event, and can
+ * be measured if both events are in one era. If the GPU may have been idle in between, because the
+ * queue ran dry before this event was recorded, the measured time is the most that the work can
+ * have taken. Returns false if there is no room.
  */
 bool queue_mark_begin(struct queue *q, struct queue_stream *s, uint32_t era, uint64_t now,
                       struct queue_mark *mark)
@@ -277,15 +278,15 @@ void queue_mark_end(struct queue *q, const struct queue_mark *mark, bool recorde
         event_put(q, s->last);
         s->last = mark->event;
         s->last_era = m->era;
-        event->n_refs++; /* the marker's and the stream's */
+        event->n_refs++; /* one reference is the marker's, one the stream's */
     }
     atomic_add_relaxed(&ledger->markers, 1);
 }
 
 /*
- * The next stream of a context in which something runs without a marker behind it; another thread's
- * per-thread stream is out of reach. Only while nothing is held: a stream may already have been
- * told to wait for an event behind a hold, and a marker would come behind that.
+ * Returns the next stream of a context in which work runs without a marker behind it; another
+ * thread's per-thread stream is out of reach. Only while nothing is held: a stream may already have
+ * been told to wait for an event behind a hold, and a marker would come behind that.
  */
 struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *at)
 {
@@ -304,7 +305,7 @@ struct queue_stream *queue_next_tail(struct queue *q, CUcontext ctx, unsigned *a
 
 /* ---- what the GPU says ---- */
 
-/* Which marker to ask about, if one is due. */
+/* Says which marker to query, if one is due. */
 bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct queue_look *look)
 {
     const struct queue_marker *m = &q->markers[q->head];
@@ -321,8 +322,9 @@ bool queue_look_begin(const struct queue *q, uint64_t now, bool force, struct qu
 }
 
 /*
- * GPU time that an interval adds to what is known to be used: streams run at the same time, and a
- * second of two streams is a second of the GPU. Events of one context share a clock.
+ * Tells how much GPU time an interval adds to what is known to be used. Streams run at the same
+ * time, and a second of two streams is one second of the GPU. Events of one context share a clock.
+ * Returns false if the interval was not measured.
  */
 static bool marker_measure(struct queue *q, const struct queue_marker *m,
                            const struct queue_look *look, uint64_t *addedp)
@@ -335,7 +337,7 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
         q->covered_until = q->reference_ns;
     }
     end = q->reference_ns + (look->timed ? (double)look->since_reference * 1e6 : 0);
-    /* A float of milliseconds is exact over short times only: the reference moves along. */
+    /* A float of milliseconds is exact over short times only, so the reference moves along. */
     event_put(q, q->reference);
     q->reference = m->event;
     q->events[m->event].n_refs++;
@@ -351,7 +353,7 @@ static bool marker_measure(struct queue *q, const struct queue_marker *m,
     return true;
 }
 
-/* Corrects the model by the answer. Returns whether the marker was taken: the next may be due. */
+/* Corrects the model by the answer. Returns whether the marker was retired: the next may be due. */
 bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look *look,
                     struct ledger_device *ledger, uint64_t now)
 {
@@ -363,7 +365,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     behind = q->submitted > m->submitted ? q->submitted - m->submitted : 0;
     if (!look->reached) {
         m->look_at = now + 20 * NS_PER_US;
-        /* Not reached although the model said so: what is behind it is still to come. */
+        /* Not reached, although the model said so: what is behind it is still to come. */
         if (now > m->expected && q->busy_until < now + behind + 10 * NS_PER_US)
             q->busy_until = now + behind + 10 * NS_PER_US;
         return false;
@@ -386,8 +388,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
             estimate_check(e, &m->interval, m->era);
         else if (m->shared && late && estimate_unchecked(e, &m->interval, m->era))
             q->n_doubts++;
-        /* It took no longer than what was measured, and no less than that without what may have
-         * been in it: in between the model says. */
+        /* The work took at most what was measured, and at least that less the idle or others' time
+         * that may be in it. Between these bounds the prediction holds. */
         if (m->loose || (shared && !m->unknown)) {
             uint64_t least = m->loose || measured < shared ? 0 : measured - shared;
 
@@ -399,7 +401,7 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
         atomic_add_relaxed(&ledger->busy_ns, measured);
         atomic_add_relaxed(&ledger->error_ns,
                            measured > predicted ? measured - predicted : predicted - measured);
-        /* What ran beside it for a moment has not made it twice as long. */
+        /* Others' work that ran alongside it for a moment cannot have made it twice as long. */
         if (rise == ESTIMATE_RISE_BESIDE && measured / 2 > predicted)
             rise = ESTIMATE_RISE;
         if (learns)
@@ -412,8 +414,8 @@ bool queue_look_end(struct queue *q, struct estimate *e, const struct queue_look
     return true;
 }
 
-/* For how long the oldest marker should have been reached; how long what is before it should have
- * taken, and whether all of that is known. */
+/* Returns for how long the oldest marker has been overdue, in ns. Tells the predicted duration of
+ * its interval, and whether that is known. */
 uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t now,
                     uint64_t *lengthp, bool *knownp)
 {
@@ -430,8 +432,8 @@ uint64_t queue_late(const struct queue *q, const struct estimate *e, uint64_t no
     return now > due ? now - due : 0;
 }
 
-/* The GPU goes to others while work of ours still runs. If that ends before `until` it has waited,
- * and how long it took says nothing of it. */
+/* Notes that the GPU goes to others while work of ours still runs. If that ends before `until`, it
+ * was waiting, and its duration says nothing about the work. */
 void queue_give_up(struct queue *q, uint64_t until)
 {
     q->given_up = q->serials;
@@ -439,9 +441,9 @@ void queue_give_up(struct queue *q, uint64_t until)
 }
 
 /*
- * Whether the others are to wait for the end of what is left. Beside theirs it takes longer, and
- * whether it also has grown that does not tell: work that ends no grant tells, and where there is
- * none, as where a grant is one interval, it is asked once in a while.
+ * Whether the others are to wait for the end of what is left. Next to their work it takes longer,
+ * so its end does not tell whether it has also grown. Work that does not end a grant tells that.
+ * Where there is none, as when a grant is one interval, this asks once in a while.
  */
 bool queue_asks(struct queue *q)
 {
@@ -452,7 +454,8 @@ bool queue_asks(struct queue *q)
     return q->asked_era == q->era;
 }
 
-/* From now on others' work runs beside what is left: it may take longer than it is charged for. */
+/* Notes that from now on others' work runs alongside what is left, which may take longer than it is
+ * charged for. */
 void queue_share(struct queue *q)
 {
     for (unsigned i = 0; i < q->n_markers; i++) {
@@ -468,13 +471,13 @@ void queue_share(struct queue *q)
     }
 }
 
-/* What was held runs from `now` on. */
+/* Notes that what was held runs from `now` on. */
 void queue_open(struct queue *q, uint64_t now)
 {
     uint64_t begin;
 
     q->era++;
-    q->progress_ns = now; /* what was held could not come to an end */
+    q->progress_ns = now; /* what was held could not end before */
     begin = queue_begin(q, now);
     q->busy_until = (q->busy_until > begin ? q->busy_until : begin) + q->ahead_ns;
     q->submitted += q->ahead_ns;
@@ -498,7 +501,7 @@ void queue_forget_stream(struct queue *q, CUstream stream)
             stream_drop(q, &q->streams[i]);
 }
 
-/* A context's events go with it: the markers that use them are forgotten. */
+/* Forgets a context: its events end with it, and so do the markers that use them. */
 void queue_forget_context(struct queue *q, CUcontext ctx)
 {
     unsigned n_kept = 0;

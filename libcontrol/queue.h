@@ -1,13 +1,14 @@
 /*
- * What this process has queued on a GPU: a model of when it ends, corrected by what the GPU says.
+ * The model of what this process has queued on a GPU: when it will end, corrected by what the GPU
+ * says.
  *
  * Each launch adds its predicted duration. Markers, events recorded behind every ~0.25 ms of work,
  * tell when the work before them ended and how long it took; from that the model is corrected and
- * durations are learned. Work is of an era: that of the grant in which it runs, the next one's
- * while it is held.
+ * durations are learned. Work belongs to an era: that of the grant in which it runs, or the next
+ * one while it is held.
  *
- * The gate's lock guards everything here, and nothing here calls the driver: what takes a call is
- * in two halves, one that says which call to make and one that is told what came of it.
+ * The gate's lock guards everything here, and nothing here calls the driver. What takes a call is
+ * in two halves: one says which call to make, and the other is told the result.
  */
 #pragma once
 
@@ -19,7 +20,7 @@
 #define QUEUE_N_EVENTS  512
 #define QUEUE_NO_EVENT  (-1)
 #define QUEUE_STALL_NS  (200 * NS_PER_MS)
-#define QUEUE_DOUBTS    4 /* after so many intervals that may have grown it is asked */
+#define QUEUE_DOUBTS    4 /* intervals that may have grown until queue_asks() asks */
 
 struct queue_event {
     CUevent event;
@@ -32,83 +33,84 @@ struct queue_event {
 struct queue_stream {
     bool used;
     bool unmarked; /* work was launched after the last marker */
-    bool unknown;  /* how long some of it takes is not known yet */
-    bool gap;      /* the GPU had nothing to do, or others' work beside: time is not work */
+    bool unknown;  /* the duration of some of its work is not known yet */
+    bool gap;      /* the open interval may contain idle time, or others' work */
     CUcontext ctx;
     CUstream stream;
-    const void *thread; /* whose per-thread stream it is; NULL for all others */
+    const void *thread; /* identity of the per-thread stream's thread; NULL: another stream */
     uint32_t serial;    /* which stream of this place it is */
-    uint64_t touched;   /* when it was asked for last, in askings */
+    uint64_t touched;   /* value of `touches` when it was last looked up */
     int last;           /* event of the last marker, or QUEUE_NO_EVENT */
     uint32_t last_era;
     uint32_t era;  /* of the open interval */
     uint32_t held; /* the last ticket that the stream waits for */
     uint64_t pending_ns;
-    uint32_t n_passed;  /* launches while the grant is open since one was measured by itself */
-    uint32_t sample_at; /* how many until the next is */
+    uint32_t n_passed;  /* launches under the open grant since one was measured on its own */
+    uint32_t sample_at; /* value of `n_passed` after which the next one is */
     uint32_t draw;
     struct estimate_interval interval;
 };
 
 struct queue_marker {
     int event;
-    int before; /* event that began the interval, QUEUE_NO_EVENT: it cannot be measured */
+    int before; /* event that began the interval; QUEUE_NO_EVENT: it cannot be measured */
     uint32_t era;
     uint32_t serial;    /* which marker it is */
-    bool unknown;       /* how long some of it takes was not known */
-    bool loose;         /* the GPU may have had nothing to do meanwhile, or others' work beside */
-    bool shared;        /* it was others' work beside its end */
-    uint64_t submitted; /* predicted work up to here, ever */
+    bool unknown;       /* the duration of some of its work was not known */
+    bool loose;         /* the interval may contain idle time, or others' work */
+    bool shared;        /* others' work ran alongside its end */
+    uint64_t submitted; /* predicted work up to here, ever, in ns */
     uint64_t expected;  /* when the model says that it will be reached */
-    uint64_t look_at;   /* no query before */
+    uint64_t look_at;   /* time before which it is not queried */
     struct estimate_interval interval;
 };
 
 struct queue {
-    uint32_t era;         /* of the work that runs; held work is of the next */
+    uint32_t era;         /* of the work that runs; held work is of the next era */
     uint32_t serials;     /* streams, markers and uses of events so far */
-    uint64_t touches;     /* askings for streams so far */
-    uint64_t busy_until;  /* when the GPU will have done what is not held */
+    uint64_t touches;     /* look-ups of streams so far */
+    uint64_t busy_until;  /* when the GPU will have finished what is not held */
     uint64_t submitted;   /* predicted work that is not held, ever */
     uint64_t ahead_ns;    /* predicted work that is held */
-    int reference;        /* event of the marker reached last: times are told from it */
+    int reference;        /* event of the last marker that was reached: times are relative to it */
     double reference_ns;  /* its time; the origin is arbitrary */
     double covered_until; /* GPU time up to here is in busy_ns */
-    uint32_t given_up;    /* no marker up to this one is waited for */
+    uint32_t given_up;    /* markers up to this serial were given up and teach nothing */
     uint64_t given_up_until;
-    uint64_t progress_ns; /* when a marker was reached last, or the first was put into the queue */
-    uint64_t begins_ns; /* until then the GPU runs what another container left on it beside ours */
-    uint64_t beside_ns; /* and perhaps for so much longer */
-    uint64_t shared_ns; /* how much of the first interval of this era that is, at most */
+    uint64_t progress_ns; /* when a marker was last reached, or the first was put into the queue */
+    uint64_t begins_ns;   /* until then the GPU runs work that another container left, too */
+    uint64_t beside_ns;   /* and perhaps for this much longer */
+    uint64_t shared_ns;   /* how much of the first interval of `shared_era` that is, at most */
     uint32_t shared_era;
-    uint32_t n_doubts;  /* ends beside others' work that came late, since it was asked */
-    uint32_t asked_era; /* whose end others wait for */
-    float rise;         /* one of ESTIMATE_RISE */
+    uint32_t n_doubts;  /* late ends alongside others' work since queue_asks() last asked */
+    uint32_t asked_era; /* others wait for the end of this era's work */
+    float rise;         /* one of the factors ESTIMATE_RISE, ..._WAITS and ..._BESIDE */
     unsigned head, n_markers;
     struct queue_marker markers[QUEUE_N_MARKERS];
     struct queue_stream streams[QUEUE_N_STREAMS];
     struct queue_event events[QUEUE_N_EVENTS];
 };
 
-/* An event that is to be recorded in a stream: made by queue_mark_begin(), ended by _end(). */
+/* An event that is to be recorded in a stream: made by queue_mark_begin(), finished by
+ * queue_mark_end(). */
 struct queue_mark {
     struct queue_stream *stream;
     uint32_t serial; /* of the stream */
     int event;       /* place in events[] */
-    uint32_t taken;  /* which use of it */
-    CUevent handle;  /* NULL: has to be created first, in `ctx` */
+    uint32_t taken;  /* which use of that place */
+    CUevent handle;  /* NULL: it has to be created first, in `ctx` */
     CUcontext ctx;
     CUstream handle_of_stream;
     struct queue_marker marker;
 };
 
-/* The oldest marker, to be asked about: made by queue_look_begin(), ended by _end(). */
+/* The oldest marker, to be queried: made by queue_look_begin(), finished by queue_look_end(). */
 struct queue_look {
     uint32_t serial;
     CUevent event, before, reference; /* NULL: there is none */
     bool reached;
-    bool timed;            /* since_reference counts */
-    bool measured;         /* length counts */
+    bool timed;            /* `since_reference` is valid */
+    bool measured;         /* `length` is valid */
     float since_reference; /* ms */
     float length;          /* ms */
 };
@@ -141,10 +143,10 @@ void queue_forget_context(struct queue *q, CUcontext ctx);
 bool queue_capturing(CUstream stream);
 
 /*
- * Nothing has come to an end for long, and longer than it should take. It may be a kernel that was
- * never measured; or streams wait for what the application does next (a host function,
- * cuStreamWaitValue32, a kernel that spins until another is launched), and for ever if its next
- * launch waits for them.
+ * Whether nothing has ended for long, and for longer than it should take. That may be a kernel that
+ * was never measured. Or streams wait for what the application does next (a host function,
+ * cuStreamWaitValue32, a kernel that spins until another is launched), and would for ever if its
+ * next launch waited for them.
  */
 static inline bool queue_stalled(const struct queue *q, uint64_t now)
 {
@@ -152,13 +154,13 @@ static inline bool queue_stalled(const struct queue *q, uint64_t now)
            now > q->markers[q->head].expected + QUEUE_STALL_NS;
 }
 
-/* Whether a marker is ahead that does not wait for the next grant. */
+/* Whether a marker is still ahead that does not wait for the next grant. */
 static inline bool queue_runs(const struct queue *q)
 {
     return q->n_markers && q->markers[q->head].era != q->era + 1;
 }
 
-/* Work on the GPU at `now`, without what is held, as far as it can be waited for. */
+/* Returns the ns of work left on the GPU at `now` that are not held and can be waited for. */
 static inline uint64_t queue_left(const struct queue *q, uint64_t now)
 {
     return q->busy_until > now && likely(!queue_stalled(q, now)) ? q->busy_until - now : 0;

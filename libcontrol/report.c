@@ -1,7 +1,7 @@
-/* What an application may see of the GPU's memory: the quota is its size. */
+/* What an application sees of the GPU's memory: its size is the quota. */
 #include "control.h"
 
-/* The quota is the GPU's size, unless the GPU is smaller. */
+/* The quota, or the GPU's size if that is less. */
 static uint64_t total_of(int device, uint64_t total)
 {
     uint64_t limit = atomic_load_relaxed(&pages_grant_device((unsigned)device)->memory_limit);
@@ -29,7 +29,7 @@ CONTROL_EXPORT CUresult cuDeviceTotalMem(unsigned int *bytes, CUdevice dev)
     return result;
 }
 
-/* The answer needs no call of the driver's, which takes 3.7 us of an H200. */
+/* Answers without a call into the driver, which takes 3.7 us on an H200. */
 static bool info(uint64_t *free_bytes, uint64_t *total)
 {
     static uint64_t totals[LAYOUT_N_DEVICES];

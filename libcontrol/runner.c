@@ -2,15 +2,15 @@
  * The runner: the arbiter on the real clock, between the containers' ledgers and their grant pages.
  *
  * One thread per GPU, without the interpreter's lock. It wakes when a container's process sends a
- * byte (somebody wants the GPU, or gives it back), when the arbiter asked to be called again, and
- * ten times a second to write the heartbeat. It reads ledgers, which the containers write: every
- * number from there is bounded before it is used, and a ledger full of nonsense costs its own
+ * byte (the container wants the GPU, or gives it back), when the arbiter asked to be called again,
+ * and ten times a second to write the heartbeat. It reads ledgers, which the containers write:
+ * every number from there is bounded before it is used, and a ledger full of nonsense costs its own
  * container only.
  *
  * The mutex is held for the length of one pass; adding and removing containers takes it too, so a
  * page is never touched after runner_remove() has returned.
  *
- * Containers with several GPUs are granted together: the threads share what gangs.h knows, under a
+ * Containers with several GPUs are granted together. The threads share what gangs.h knows, under a
  * mutex that is taken last, for the policy alone, without a system call but the eventfd that wakes
  * another GPU's thread. A GPU that no such container has is stepped without it.
  */
@@ -40,14 +40,14 @@ struct runner_tenant {
     struct ledger_header *ledger;
     uint32_t device;
     bool granted;        /* the page says that it holds a grant */
-    bool together;       /* and that others of its GPUs are granted with this one */
+    bool together;       /* and that its other GPUs are granted together with this one */
     uint64_t waiting_ns; /* since when it wants a grant and has none; 0: it does not */
     struct runner_waits waits;
 };
 
 /* All GPUs of a node. */
 struct runners {
-    pthread_mutex_t mutex; /* within a runner's own */
+    pthread_mutex_t mutex; /* taken within a runner's own */
     struct gangs *gangs;
     struct runner *each[GANGS_N_GPUS];
 };
@@ -67,17 +67,17 @@ struct runner {
     struct runner_tenant tenants[ARBITER_N_TENANTS];
     int32_t n_tenants;  /* highest index in use, plus one */
     bool open;          /* all have an open grant: the GPU's own scheduler divides the time */
-    uint64_t unused_at; /* when a grant that nobody uses is taken back */
+    uint64_t unused_at; /* when a grant that no process uses is taken back */
 };
 
 /* What a ledger says of one container, added up over its processes. */
 struct report {
     bool want;
     uint32_t n_active; /* processes that started work in this grant */
-    bool released;     /* and all who did gave it back */
+    bool released;     /* and all of them gave it back */
     uint64_t release_ns, residual_ns, busy_ns;
-    uint64_t alive_ns; /* the oldest last sign of those who have not given it back */
-    uint64_t seen_ns;  /* the newest look of a helper at the grant */
+    uint64_t alive_ns; /* oldest of the last signs of those that have not given it back */
+    uint64_t seen_ns;  /* newest look of a helper at the grant */
 };
 
 static void read_ledger(const struct runner_tenant *t, uint32_t epoch, struct report *reportp)
@@ -190,7 +190,7 @@ static void apply(struct runner *runner, const struct arbiter_view *view)
             atomic_store_release(&t->grant->epoch, view->epoch);
             publish(t, deadline);
         } else if (view->contended != old->contended || deadline != old->deadline_ns) {
-            /* Also where it is longer: a launch that did not fit waits for that. */
+            /* Also if the grant becomes longer: a launch that did not fit waits for that. */
             atomic_store_relaxed(&t->grant->contended, view->contended);
             publish(t, deadline);
         }
@@ -230,7 +230,7 @@ static void observe(struct runner *runner, uint64_t now)
     }
 }
 
-/* Gives every container an open grant, and leaves it there: nothing is decided at the launch. */
+/* Gives every container an open grant and leaves it there: nothing is decided at a launch. */
 static void open_all(struct runner *runner, uint64_t now)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {
@@ -249,8 +249,7 @@ static void open_all(struct runner *runner, uint64_t now)
     }
 }
 
-/* The arbiter grants again, and no grant is left open; its numbers go on behind those that were.
- */
+/* Closes all open grants, because the arbiter grants again. Its numbers go on behind theirs. */
 static void close_all(struct runner *runner)
 {
     for (int32_t i = 0; i < runner->n_tenants; i++) {
@@ -279,14 +278,14 @@ static void poke_each(struct runners *runners, uint64_t gpus)
             poke(runners->each[i]);
 }
 
-/* What is watched: a socket in the lower half, and above it the other GPUs of the process, which
- * who reads a byte wakes. */
+/* Packs what epoll tells of a socket: the descriptor in the lower half, and above it the process's
+ * other GPUs, which the thread that reads a byte wakes. */
 static uint64_t watched(int fd, uint64_t also)
 {
     return also << 32 | (uint32_t)fd;
 }
 
-/* Once: who writes faster than that is asked again after everybody else. */
+/* Reads once only: a process that writes faster than that is read again after all others. */
 static void drain(struct runner *runner, int fd, uint64_t also)
 {
     char bytes[4096];
@@ -325,8 +324,8 @@ static void wait_until(struct runner *runner, uint64_t until)
     }
 }
 
-/* Near the end of a grant the holder is about to report: a core that sleeps now would answer late.
- */
+/* Watches for the holder's report near the end of a grant: a core that sleeps then would answer
+ * late. */
 static void spin(struct runner *runner, uint64_t deadline)
 {
     uint64_t lookahead = runner->config.lookahead_ns;
@@ -420,7 +419,7 @@ RUNNER_EXPORT struct runners *runners_new(const struct runner_config *config)
     return runners->gangs ? runners : runners_free(runners);
 }
 
-/* After the last of them. */
+/* To be called after the last runner was freed. */
 RUNNER_EXPORT struct runners *runners_free(struct runners *runners)
 {
     if (!runners)
@@ -443,8 +442,8 @@ static void runners_join(struct runners *runners, struct runner *runner)
     pthread_mutex_unlock(&runners->mutex);
 }
 
-/* Lets a container's tenants be granted together; ARBITER_NOBODY: they are granted one by one. It
- * ends before any of them is removed. */
+/* Lets a container's tenants be granted together; ARBITER_NOBODY: they are granted one by one. This
+ * has to end before any of them is removed. */
 RUNNER_EXPORT int32_t runners_add(struct runners *runners, struct runner *const *each,
                                   const int32_t *tenants, uint32_t n)
 {
@@ -499,7 +498,7 @@ RUNNER_EXPORT struct runner *runner_new(const struct runner_config *config, stru
 /* Starts the thread, with all signals blocked in it. Returns 0 or an errno. */
 RUNNER_EXPORT int runner_start(struct runner *runner)
 {
-    uint64_t all = ~(3ull << 31), before = 0; /* not those of the C library itself */
+    uint64_t all = ~(3ull << 31), before = 0; /* except those of the C library itself */
     int error;
 
     syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
@@ -550,8 +549,8 @@ RUNNER_EXPORT int32_t runner_add(struct runner *runner, uint32_t guarantee, uint
         t->grant = (struct grant_device *)((char *)grant_page + GRANT_DEVICES) + device;
         t->ledger = ledger;
         t->device = device;
-        /* A page that somebody wrote before us: what it granted ends before it is believed again.
-         */
+        /* An earlier governor may have written the page: what it granted ends before the page is
+         * believed again. */
         arbiter_begin(runner->arbiter, atomic_load_relaxed(&t->grant->epoch));
         atomic_store_relaxed(&t->grant->standby_ns, 0);
         close_grant(t);
@@ -587,9 +586,9 @@ RUNNER_EXPORT void runner_remove(struct runner *runner, int32_t tenant)
 }
 
 /*
- * Lets all containers start work whenever they like, from now on or no more: while the GPU's own
- * scheduler divides the time between them. The heartbeat goes on. No container has a grant of the
- * arbiter's while this holds.
+ * Lets all containers start work at any time, from now on (`open`) or no longer, while the GPU's
+ * own scheduler divides the time between them. The heartbeat goes on. Meanwhile no container has a
+ * grant of the arbiter.
  */
 RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 {
@@ -610,9 +609,9 @@ RUNNER_EXPORT void runner_open(struct runner *runner, bool open)
 }
 
 /*
- * Watches a process's socket: each byte on it wakes the thread, and those of the process's `n`
- * other GPUs. One thread reads for all: two that read would take each other's wake-ups. Takes the
- * descriptor over. Returns 0 or an errno.
+ * Watches a process's socket: each byte on it wakes this thread, and those of the process's `n`
+ * other GPUs. One thread reads for all, because two that read would take each other's wake-ups.
+ * Takes the descriptor over. Returns 0 or an errno.
  */
 RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *const *others,
                                uint32_t n)
@@ -628,7 +627,7 @@ RUNNER_EXPORT int runner_watch(struct runner *runner, int fd, struct runner *con
 }
 
 /* Whether a process waits for a look at NVML that began after it said so. A time that has not come
- * yet is none of ours. */
+ * yet is ignored as nonsense. */
 static bool is_due(const struct runner_tenant *t, uint64_t now)
 {
     uint64_t since = atomic_load_relaxed(&t->grant->reconciled_ns);

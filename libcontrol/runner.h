@@ -9,18 +9,18 @@ struct runner_config {
     struct arbiter_config arbiter;
     uint64_t lookahead_ns; /* as the grant pages say */
     uint64_t spin_ns;      /* how long to watch for the end of a grant without sleeping; 0: never */
-    uint64_t unused_ns;    /* a grant in which nobody started anything for so long is taken back */
+    uint64_t unused_ns;    /* a grant in which nothing is started for this long is taken back */
 };
 
-/* How long a container waited for its grants, from when it was seen to want the GPU: the first
- * count is of waits of at most RUNNER_WAIT_LEAST_NS, each further one of up to twice as long, and
- * the last one of all longer ones. */
+/* How long a container waited for its grants, from when it was seen to want the GPU. The first
+ * count is of waits of at most RUNNER_WAIT_LEAST_NS, each further one of waits up to twice as long,
+ * and the last one of all longer waits. */
 #define RUNNER_WAIT_LEAST_NS 250000u
 #define RUNNER_N_WAITS       14
 
 struct runner_waits {
     uint64_t counts[RUNNER_N_WAITS];
-    uint64_t ns; /* of all together */
+    uint64_t ns; /* of all waits together */
 };
 
 struct runner;

@@ -1,17 +1,17 @@
-# One command each; `make help` lists them. All but help and clean first see to it that what they need is installed.
+# One command each; `make help` lists them. All but help and clean first ensure that what they need is installed.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 export PATH := $(CURDIR)/.venv/bin:$(PATH):/usr/sbin:/sbin
 python := $(CURDIR)/.venv/bin/python
 
-# ARGS goes to the command: make test ARGS='-k grant -x', make demo ARGS=--help
+# ARGS is passed to the command: make test ARGS='-k grant -x', make demo ARGS=--help
 ARGS ?=
 # The parts of test-full to run, all if it is empty: check test slow alone cluster bookworm trixie noble.
 PARTS ?=
-# Tests of three kinds run side by side; ARGS=-n0 runs one after the other, as --pdb wants it.
+# Three workers run tests of different kinds in parallel; ARGS=-n0 runs them one by one, as --pdb requires.
 workers := -n3
 
-# Where `make install` puts everything: $(DESTDIR)$(PREFIX).
+# Where `make install` installs everything: $(DESTDIR)$(PREFIX).
 PREFIX ?= /usr
 DESTDIR ?=
 

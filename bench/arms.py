@@ -1,6 +1,6 @@
 """The arms of `bench.quota`: which containers run side by side, and which arms make a suite.
 
-All arms of all suites run with the governor's own configuration: one quantum, one strategy.
+All arms of all suites run with the governor's default configuration: one quantum, one strategy.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ class Tenant:
     compute: int
     unit_us: int = 500
     limit: int | None = None
-    """Percent that it may be lent up to; None: its guarantee, and no more."""
+    """Cap up to which it may be lent time, percent; None: its guarantee, and no more."""
     gap_us: int = 0
-    """It pauses so long behind each unit."""
+    """Pause after each unit, in microseconds."""
     bursts: int = 0
-    """It works and rests in turn, drawn from this seed: 0.2..2 s of work."""
+    """Seed of its bursts: it alternates between 0.2 to 2 s of work and rest; 0: no bursts."""
     depth: int = 64
     """Units that it launches ahead."""
     form: str = ""
-    """What a unit is (bench/burner.c); empty: one kernel."""
+    """Form of a unit (bench/burner.c); empty: one kernel."""
     duty: int = 70
-    """Percent of the time in which it works, where it works in bursts."""
+    """Percentage of the time in which it works, if it works in bursts."""
     processes: int = 1
-    """So many do the same at the same time, in one container."""
+    """Number of processes in the container, which do the same at the same time."""
     memory: str = "1Gi"
     program: str = ""
-    """What it runs instead of the burner."""
+    """The program that it runs instead of the burner."""
 
     @property
     def job(self) -> str:
-        """What it runs, without pauses: whose units are the measure of this one's."""
+        """What it runs, without pauses. The units of this job, run alone, are the measure."""
         return self.program or f"burner-{self.unit_us}{'-' if self.form else ''}{self.form}"
 
     @property
     def is_endless(self) -> bool:
-        """Whether it always has work, in one process: it waits for nothing but the GPU."""
+        """Whether it always has work, in one process, so that it waits only for the GPU."""
         return not (self.gap_us or self.bursts or self.processes > 1)
 
     @property
     def options(self) -> list[str]:
-        """Its command line beyond the job's."""
+        """Command-line options in addition to those of the job."""
         if self.program:
             return []
         options = ["--depth", str(self.depth)]
@@ -68,15 +68,15 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Options of the governor's configuration."""
     native: bool = True
-    """Whether it means something without Tidegate: the same work at the same time."""
+    """Whether the arm is meaningful without Tidegate: the same work at the same time."""
     script: str = ""
-    """What happens meanwhile (bench/events.py), instead of nothing for so many seconds."""
+    """What happens during the arm (bench/events.py); empty: nothing, for `seconds`."""
     visitors: tuple[Tenant, ...] = ()
     """Containers that come and go in the script."""
     times: int = 0
-    """How often the script does it."""
+    """Number of events in the script."""
     real: bool = False
-    """It needs a real GPU and PyTorch."""
+    """Whether it needs a real GPU and PyTorch."""
 
 
 def strict(*shares: int, unit_us: int = 500, seconds: float = 12) -> Arm:
@@ -85,7 +85,7 @@ def strict(*shares: int, unit_us: int = 500, seconds: float = 12) -> Arm:
 
 
 def _bursts(duties: tuple[int, ...], *, elastic: bool) -> Arm:
-    """Return four containers that work in bursts, from the same seeds whatever else they are."""
+    """Return four containers that work in bursts, always from the same seeds."""
     tenants = tuple(
         Tenant(25, limit=100 if elastic else None, bursts=seed, duty=duty)
         for seed, duty in enumerate(duties, 1)
@@ -109,7 +109,7 @@ LOADS = {
     "uneven-some": (90, 70, 50, 30),
     "uneven-much": (100, 100, 20, 20),
 }
-"""The percent of the time in which each of four containers works."""
+"""Percentage of the time in which each of four containers works."""
 
 SHAPES = {
     "50us": Tenant(30, 50),
@@ -139,7 +139,7 @@ def _arms() -> dict[str, Arm]:
             tuple(Tenant(25, bursts=seed) for seed in (1, 2, 3, 4)), seconds=30, native=False
         ),
         "gaps": Arm((Tenant(50, 1000, gap_us=500), Tenant(50))),
-        # Units that are shorter than a turn of the GPU's own scheduler, and pauses behind each.
+        # Units shorter than a turn of the GPU's own scheduler, with a pause after each.
         "short": Arm((Tenant(10, 50, gap_us=300), Tenant(45), Tenant(45))),
         "gaps-30": Arm((Tenant(30, 1000, gap_us=500), Tenant(50))),
         "many": strict(*[3] * 32),
@@ -149,7 +149,8 @@ def _arms() -> dict[str, Arm]:
         "decode": Arm(
             (Tenant(30, 1100, program="decode-graph", memory="6Gi"), Tenant(70)), 10, real=True
         ),
-        # Whoever is next takes what is left: it is neither capped nor promised more than half.
+        # The second container takes what is left: it is not capped, and its guarantee is below
+        # half.
         "settle-quota": Arm(
             (Tenant(30), Tenant(40, limit=100)), native=False, script="set", times=6
         ),
@@ -160,8 +161,8 @@ def _arms() -> dict[str, Arm]:
             visitors=(Tenant(70),),
             times=3,
         ),
-        # The witness's cap leaves 40 % to one that is lent: it has the GPU at four in ten of the
-        # times at which it is killed.
+        # The cap of the witness leaves 40 % to a container that gets lent time. That one has the
+        # GPU at four in ten of the times at which it is killed.
         "killed": Arm(
             (Tenant(50, limit=60),),
             native=False,
@@ -190,12 +191,12 @@ def _arms() -> dict[str, Arm]:
 
 
 ARMS = _arms()
-# The same by the GPU's own scheduler: these too are run when they are named.
+# The same arms with the GPU's own scheduler; these too run only if they are named.
 HARDWARE = {
     f"hardware-{name}": replace(arm, settings={**arm.settings, "scheduling": "hardware"})
     for name, arm in ARMS.items()
 }
-# MPS is NVIDIA's, and no part of every node: these are run when they are named.
+# MPS is NVIDIA's and not present on every node: these arms run only if they are named.
 ARMS |= {
     f"mps-{name}": replace(ARMS[name], settings={"strategies": ["mps"]})
     for name in ("thirds", "tight", "four-50us", "four-500us")

@@ -6,34 +6,33 @@
  *          [--allocate BYTES] [--stream own|null] [--requests MEAN_US] [--units N] [--seed S]
  *          [--processes N]
  *
- * A unit is work of one of these forms, and a one-thread kernel behind it that writes %globaltimer
+ * A unit is work of one of these forms, followed by a one-thread kernel that writes %globaltimer
  * into pinned host memory:
  *
- *   burn         a kernel of dependent multiply-adds in every multiprocessor
- *   cooperative  the same, launched cooperatively; at its end all blocks wait for each other
- *   persistent   one block a multiprocessor, which works for the whole unit; it stamps 64 times
- *                within, and nobody behind it
- *   graph        20 kernels as one CUDA graph
- *   copy         copies of a block (128 MiB) within the device; 8 MiB from the host beside each
- * unit sync         a kernel, and then the host waits for the stream sweep        a kernel that
- * reads and writes a block (256 MiB) over and over tiny         very short kernels of one block, as
- * many as the host launches in that time
+ * - burn: a kernel of dependent multiply-adds in every multiprocessor;
+ * - cooperative: the same, launched cooperatively; at its end all blocks wait for each other;
+ * - persistent: one block per multiprocessor, which works for the whole unit; it stamps 64 times
+ *   itself, and no kernel follows;
+ * - graph: 20 kernels as one CUDA graph;
+ * - copy: copies of a block (128 MiB) within the device, and 8 MiB from the host at the same time;
+ * - sync: a kernel, and then the host waits for the stream;
+ * - sweep: a kernel that reads and writes a block (256 MiB) over and over;
+ * - tiny: very short kernels of one block, as many as the host launches in that time.
  *
- * The number of iterations (of copies, of launches) is found at the start (for a job alone) or
- * given (so that a governed job does the same work). With --bursts it works for 0.2 to 2 s and
- * rests, in turn; it works for --duty percent of the time (70); the last line says with which unit
- * each burst began and ended. FILE gets records of two little-endian u64: the time of the
- * stamp, and 0. The last line on standard output is JSON; "clock_ns" is how far the GPU's clock is
- * before CLOCK_MONOTONIC.
+ * The number of iterations (or copies, or launches) is calibrated at the start (for a job alone) or
+ * given (so that a governed job does the same work). With --bursts it alternates between working
+ * for 0.2 to 2 s and resting, so that it works for --duty percent of the time (default 70); the
+ * last line tells with which unit each burst began and ended. FILE gets records of two
+ * little-endian u64: the time of the stamp, and 0. The last line on standard output is JSON;
+ * "clock_ns" is how far the GPU's clock is ahead of CLOCK_MONOTONIC.
  *
- * With --requests it is a service: requests of --units units (20) arrive by chance, one every
- * MEAN_US microseconds on average, in an order that --seed (1) fixes, whether the ones before are
- * done or not. Each is launched at its arrival or when the one before it has ended, and the host
- * waits for its end. FILE gets records of two u64: how long after the beginning the request
- * arrived, and how long after its arrival it had ended, ns.
+ * With --requests it is a service. Requests of --units units (default 20) arrive at random, one
+ * every MEAN_US microseconds on average, in an order that --seed (default 1) determines, whether or
+ * not the earlier ones are done. Each is launched on its arrival or when the one before it has
+ * ended, and the host waits for its end. FILE gets records of two u64 in ns: how long after the
+ * start the request arrived, and how long after its arrival it had ended.
  *
- * It speaks the driver API through dlopen, needs no CUDA toolkit, and knows
- * nothing of Tidegate.
+ * It uses the driver API through dlopen, needs no CUDA toolkit, and knows nothing of Tidegate.
  */
 #include "processes.h"
 
@@ -80,7 +79,7 @@ static int (*cuLaunchKernel)(handle, unsigned, unsigned, unsigned, unsigned, uns
                              unsigned, handle, void **, void **);
 
 // clang-format off: assembly
-/* Dependent multiply-adds, %n of them; what comes of them goes to %p, which nothing ever does. */
+/* %n dependent multiply-adds. The result goes to %p only if it is 0, which never happens. */
 #define MULTIPLY_ADD(label)                                                                        \
     "  mov.u64 %i, 0;\n  mov.f32 %a, 0f3F800000;\n" label                                          \
     ":\n  fma.rn.f32 %a, %a, 0f3F7FFFFF, 0f33800000;\n"                                            \
@@ -97,7 +96,7 @@ static const char ptx[] =
     ".visible .entry stamp(.param .u64 slot)\n{\n"
     "  .reg .u64 %p, %t;\n  ld.param.u64 %p, [slot];\n"
     "  mov.u64 %t, %globaltimer;\n  st.global.u64 [%p], %t;\n  ret;\n}\n"
-    /* One thread a block adds 1 to the counter, and waits until all blocks of this launch have. */
+    /* One thread per block adds 1 to the counter and waits until all blocks of this launch have. */
     ".visible .entry together(.param .u64 count, .param .u64 sink)\n{\n"
     "  .reg .u64 %n, %i, %p, %c, %all, %goal;\n  .reg .u32 %x;\n  .reg .f32 %a;\n"
     "  .reg .pred %q;\n"
@@ -123,7 +122,7 @@ static const char ptx[] =
     "  mov.u64 %t, %globaltimer;\n  st.volatile.global.u64 [%s], %t;\n"
     "NEXT:\n  add.u64 %s, %s, 8;\n  sub.u64 %m, %m, 1;\n  setp.ne.u64 %q, %m, 0;\n"
     "  @%q bra AGAIN;\n  ret;\n}\n"
-    /* Each thread has 16 bytes at a time, all threads together a stretch of the block. */
+    /* Each thread accesses 16 bytes at a time; all threads together cover part of the block. */
     ".visible .entry sweep(.param .u64 count, .param .u64 block, .param .u64 bytes)\n{\n"
     "  .reg .u64 %n, %i, %p, %b, %o, %s, %e;\n  .reg .u32 %x, %y, %z, %r<4>;\n"
     "  .reg .pred %q;\n"
@@ -152,14 +151,14 @@ static const char *const form_names[N_FORMS] = {
     [TINY] = "tiny",
 };
 
-#define WITHIN      64 /* stamps of a persistent kernel */
+#define WITHIN      64 /* stamps by a persistent kernel */
 #define GRAPH_NODES 20
 #define FROM_HOST   (8u << 20) /* bytes */
 
 #define RING 65536
 static volatile uint64_t *ring;
 static enum form form;
-static unsigned within = 1; /* stamps of a unit */
+static unsigned within = 1; /* stamps per unit */
 static handle stream, side, burn, stamp, graph_exec;
 static unsigned long long sink, blocks_at[2];
 static size_t block_bytes;
@@ -220,7 +219,7 @@ static void capture_graph(uint64_t iterations)
 
     if (graph_exec)
         check(cuGraphExecDestroy(graph_exec), "cuGraphExecDestroy");
-    check(cuStreamBeginCapture(stream, 2), "cuStreamBeginCapture"); /* relaxed */
+    check(cuStreamBeginCapture(stream, 2), "cuStreamBeginCapture"); /* relaxed mode */
     for (int i = 0; i < GRAPH_NODES; i++)
         launch(burn, blocks, 256, arguments);
     check(cuStreamEndCapture(stream, &graph), "cuStreamEndCapture");
@@ -228,7 +227,7 @@ static void capture_graph(uint64_t iterations)
     check(cuGraphDestroy(graph), "cuGraphDestroy");
 }
 
-/* Once before units of so many iterations. */
+/* Called once before units of that many iterations. */
 static void prepare(uint64_t iterations)
 {
     if (form == GRAPH)
@@ -289,7 +288,7 @@ static void wait_all(void)
         check(cuStreamSynchronize(side), "cuStreamSynchronize");
 }
 
-/* Long units in few rounds of few: what a unit takes is measured afterwards, from the stamps. */
+/* For long units there are few per round. What a unit takes is measured later, from the stamps. */
 static uint64_t calibrate(double unit_us)
 {
     uint64_t iterations = form == COPY || form == TINY ? 4 : form == PERSISTENT ? 1000 : 10000;
@@ -320,7 +319,7 @@ static int64_t host_ns(void)
     return (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
 }
 
-/* How far the GPU's clock is before this machine's: by the stamp that came back soonest of many. */
+/* How far the GPU's clock is ahead of this machine's, from the fastest of many stamps. */
 static int64_t compare_clocks(void)
 {
     int64_t best = INT64_MAX, ahead = 0;
@@ -431,7 +430,7 @@ static void sleep_until(int64_t at)
         continue;
 }
 
-/* Returns how many requests were served. */
+/* Returns the number of requests served. */
 static uint64_t serve(double mean_us, unsigned long units, unsigned short seed, double seconds,
                       uint64_t iterations, FILE *file)
 {

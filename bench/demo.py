@@ -1,12 +1,11 @@
-"""The main job, shown: containers with quotas share a GPU, and one asks for more than its memory.
+"""The demo: containers with quotas share a GPU, and one asks for more than its memory.
 
 `python -m bench.demo` finds an NVIDIA GPU or falls back to the simulated one, mirrors the driver,
 starts a governor, and runs real containers under a real runtime with our hook in their config.json.
-It ends with a table, and writes report.json, report.svg and progress.json into its output
-directory.
+It ends with a table, and writes report.json, report.svg and progress.json to its output directory.
 
-Delivered share is progress: work done over the work that the same job does alone in the same time,
-measured outside of any container and without Tidegate, in the same run.
+The delivered share is progress: the work done, relative to the work that the same job does alone in
+the same time, measured outside any container and without Tidegate, in the same run.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from vdriver.errors import VdriverError
 from vdriver.manifest import read_manifest
 
 BUSY = 0.25
-"""Part of the processors that other programs may use before the demo says that they do."""
+"""Fraction of the processors that other programs may use before the demo warns about them."""
 
 MIB = 1 << 20
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
@@ -53,7 +52,7 @@ def say(text: str) -> None:
 
 
 def driver_answers() -> bool:
-    """Whether a kernel module is behind the node; without one, opening a stray node fails."""
+    """Return whether a kernel module is behind /dev/nvidiactl; opening a stray node fails."""
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC))
     except OSError:
@@ -62,7 +61,7 @@ def driver_answers() -> bool:
 
 
 def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
-    """Return the machine to run on: a real GPU if there is one and nothing else is asked for."""
+    """Return a real GPU's machine if there is one, unless the simulated one is requested."""
     if not args.simulated and driver_answers():
         return Nvidia(work, build, options=["--compile"] if args.compile else [])
     return Simulated(work, build)
@@ -71,7 +70,7 @@ def find_machine(args: argparse.Namespace, work: Path, build: Path) -> Machine:
 def run_solo(
     machine: Machine, job: str, seconds: float, longest_ns: float = MAX_UNIT_NS
 ) -> Profile:
-    """Run a job alone, outside of any container, and return what its units take."""
+    """Run a job alone, outside any container, and return what its units take."""
     out = machine.work / "solo" / f"{job}.bin"
     out.parent.mkdir(parents=True, exist_ok=True)
     command = [*machine.command(job, inside=False), "--seconds", str(seconds), "--out", str(out)]
@@ -117,7 +116,7 @@ def watch(node: Node, until: float, began: float, quotas: dict[str, int]) -> Non
 
 
 def ask_for_too_much(node: Node, limit: int, requested: int, job: str) -> tuple[Refused, int]:
-    """Run a container that allocates more than its quota, and return what it was answered."""
+    """Run a container that allocates more than its quota; return the driver API's answer to it."""
     arguments = [*node.machine.command(job, inside=True), "--allocate", str(requested)]
     container = node.start("greedy", arguments, {"memory": str(limit), "compute": "1"})
     status = node.wait(container, 120)
@@ -152,7 +151,7 @@ def name_gpu(node: Node) -> Gpu:
 
 
 def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any], list[Container]]:
-    """Run everything and return the report."""
+    """Run everything, and return the report."""
     quotas = dict(zip(NAMES, args.quotas, strict=False))
     jobs = dict(zip(quotas, args.jobs * len(quotas), strict=False))
     memory = parse_quantity(args.memory, "--memory")
@@ -200,7 +199,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
             )
         span = None
         if machine.kind == "simulated":
-            # The simulated GPU's clock is this machine's.
+            # The simulated GPU's clock is that of this machine.
             span = (begin, begin + int(args.seconds * NS_PER_S))
         report = build_report(
             gpu,
@@ -219,7 +218,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> tuple[dict[str, Any],
 
 
 def inner_span(results: list[Container], seconds: float) -> tuple[int, int]:
-    """Return the span in which all ran, less what it takes to settle, on the GPU's own clock."""
+    """Return the span in which all ran, less the settling time, on the GPU's own clock."""
     begin = max(one.progress.begin for one in results) + int(SETTLE_S * NS_PER_S)
     end = min(one.progress.end for one in results)
     return begin, min(end, begin + int(seconds * NS_PER_S))
@@ -228,7 +227,7 @@ def inner_span(results: list[Container], seconds: float) -> tuple[int, int]:
 def start_all(
     node: Node, args: argparse.Namespace, quotas: dict[str, int], jobs: dict[str, str], memory: int
 ) -> list[Running]:
-    """Start the containers, wait until each is set up, and let them begin together."""
+    """Start the containers, wait until each is set up, and make them begin together."""
     containers = []
     take = max(memory - parse_quantity(args.leave, "--leave"), 0)
     for name, quota in quotas.items():
@@ -287,10 +286,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def processors_taken(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> float:
-    """Return how many processors other programs keep busy, by a look of so many seconds."""
+    """Return how many processors other programs keep busy, sampled over `seconds`."""
 
     def idle_and_all() -> tuple[int, int]:
-        # user nice system idle iowait irq softirq steal; guest times are in user's: proc(5)
+        # user nice system idle iowait irq softirq steal; guest times are part of user's: proc(5)
         times = [int(field) for field in stat.read_text().split("\n", 1)[0].split()[1:9]]
         return times[3] + times[4], sum(times)
 
@@ -302,7 +301,7 @@ def processors_taken(seconds: float = 0.5, stat: Path = Path("/proc/stat")) -> f
 
 
 def load_line(taken: float) -> str:
-    """Return what to say of a load by other programs; nothing where it is small."""
+    """Return a warning about the load of other programs, or nothing if it is small."""
     if taken <= BUSY * (os.cpu_count() or 1):
         return ""
     return (
@@ -312,7 +311,7 @@ def load_line(taken: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo; the exit status is 0 when the report could be made."""
+    """Run the demo; the exit status is 0 if the report could be made."""
     args = parse_arguments(argv)
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     if os.geteuid() != 0:
@@ -342,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     write_report(args.output, report, results)
     say("")
     say(render_table(report))
-    if busy:  # again, where the shares are
+    if busy:  # again, next to the shares
         say(f"\n{busy}")
     say(f"\n{args.output}/report.json\n{args.output}/report.svg")
     return 0

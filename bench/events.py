@@ -1,8 +1,8 @@
-"""What happens in the arms of `bench.quota` that have a script, and the figures that follow.
+"""The scripts of arms in `bench.quota`, and the figures that follow from them.
 
-A script changes quotas, lets a neighbour begin and end, or kills or stops a container, and says
-when on this machine's clock. What came of it is told from the stamps of the containers that went
-on, by the GPU's clock; `clock_ns` of the burner's last line is how far that one is before this
+A script changes quotas, makes a neighbour begin and end, or kills or stops a container, and records
+when, on this machine's clock. The effect is computed from the stamps of the containers that went
+on, on the GPU's clock; `clock_ns` in the burner's last line is how far the latter is ahead of this
 machine's.
 
 Times are nanoseconds; shares are percent of the GPU.
@@ -27,19 +27,19 @@ from governor.client import ask
 SAMPLE_NS = 10 * NS_PER_MS
 WINDOW_NS = 100 * NS_PER_MS
 TOLERANCE = 3.0
-"""Points from the new share within which a container counts as settled."""
+"""Distance from the new share within which a container counts as settled, points."""
 
 HOLD_NS = NS_PER_S // 2
-"""How long it has to stay there."""
+"""Time for which it has to stay there, ns."""
 
 SOON_NS = 200 * NS_PER_MS
-"""When a change is to be over."""
+"""Time within which a change should be over, ns."""
 
 BEFORE_NS, AFTER_NS = 50 * NS_PER_MS, 300 * NS_PER_MS
-"""What is kept of a witness's stamps around each time that somebody is killed or stopped."""
+"""Range of a witness's stamps that is kept around each kill or stop, ns."""
 
 PHASE_S = 1.5
-"""How long a quota or a neighbour lasts."""
+"""Duration of a quota or a neighbour, seconds."""
 
 Event = dict[str, Any]
 Start = Callable[[Tenant, float], Running]
@@ -60,9 +60,9 @@ def settled_after(
     until_ns: int,
     hold_ns: int = HOLD_NS,
 ) -> int | None:
-    """Return how long after a change the trailing 100 ms came within 3 points of a share.
+    """Return how long after a change the trailing 100 ms came within 3 points of a share, in ns.
 
-    They have to stay there for `hold_ns`; None: they never did before `until_ns`. `work_us` are
+    They have to stay there for `hold_ns`; None if they did not before `until_ns`. `work_us` are
     steps of 10 ms.
     """
     need = hold_ns // SAMPLE_NS
@@ -75,7 +75,7 @@ def settled_after(
 
 
 def trailing(work_us: Sequence[int], from_ns: int, until_ns: int) -> Iterator[tuple[int, float]]:
-    """Yield the share of the 100 ms before the end of each step between two times."""
+    """Yield, for each step between two times, its end and the share of the 100 ms before that."""
     per = WINDOW_NS // SAMPLE_NS
     sums = list(itertools.accumulate(work_us, initial=0))
     last = min(len(work_us), until_ns // SAMPLE_NS)
@@ -86,9 +86,9 @@ def trailing(work_us: Sequence[int], from_ns: int, until_ns: int) -> Iterator[tu
 def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
     """Return what each change of an arm took until it was settled, in ms, and the longest.
 
-    `reached` is when the new share was there for the first time; a window of 100 ms has so few
+    `reached` is when the new share was reached for the first time. A window of 100 ms has so few
     grants in it that it may be more than 3 points off again without a change. `outside_percent` is
-    how many of the later windows were more than 3 points away all the same. `off` is how far the
+    how many of the later windows were nevertheless more than 3 points off. `off` is how far the
     half second that begins 200 ms after the change is from the new share, in points.
     """
     took: list[float | None] = []
@@ -116,7 +116,7 @@ def settle_times(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def off_after(work_us: Sequence[int], from_ns: int, share: float) -> float | None:
-    """Return how far half a second of work is from a share, in points; None: it is not there."""
+    """Return how far half a second of work is from a share, in points; None if it is missing."""
     first = -(-from_ns // SAMPLE_NS)
     steps = work_us[first : first + HOLD_NS // SAMPLE_NS]
     if len(steps) < HOLD_NS // SAMPLE_NS:
@@ -134,11 +134,11 @@ def _longest(took: Sequence[float | None]) -> float | None:
 
 
 def stall_of(event: Event, unit_ns: float) -> tuple[float, float, bool]:
-    """Return how long a witness waited behind an event, his longest pause, and if he had to wait.
+    """Return a witness's wait after an event, its longest pause, and whether it had to wait.
 
-    ms, both less a unit. The wait counts from the event: what went before was the other one's turn,
-    at times two in a row, which he had by right. The pause is all of it. He had to wait if he was
-    not at work at the event.
+    Both times are in ms, less one unit. The wait counts from the event, because what came before
+    was the other container's turn, or at times two in a row, to which that container was entitled.
+    The pause is the whole gap. The witness had to wait if it was not at work at the event.
     """
     ends = [one * 1000 for one in itertools.accumulate(event["ends_us"])]
     gaps = [
@@ -157,7 +157,7 @@ def _less(took_ns: float, unit_ns: float) -> float:
 
 
 def stalls(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the wait behind each event in ms, the longest pause, and how often he had to wait."""
+    """Return the waits after the events in ms, the longest pause, and how many waits there were."""
     unit_ns = arm["tenants"][0]["unit_ns"]
     found = [stall_of(event, unit_ns) for event in arm["events"]]
     waits = [wait for wait, _, _ in found]
@@ -188,7 +188,7 @@ def keep_ends(stamps: Sequence[Stamp], at: int) -> list[int]:
 
 
 def pid_of(node: Node, container: Running) -> int:
-    """Return a container's first process."""
+    """Return the pid of a container's first process."""
     if not container.seen.get("pid"):
         node.look()
     return int(container.seen["pid"])
@@ -204,7 +204,7 @@ def change_quota(node: Node, arm: Arm, containers: list[Running], _start: Start)
     """Set the first container's quota to twice its own and back, as `tidegate set` does."""
     one = arm.tenants[0].compute
     events: list[Event] = []
-    time.sleep(WINDOW_NS / NS_PER_S)  # so that the first change has a window behind it, too
+    time.sleep(WINDOW_NS / NS_PER_S)  # so that the first change also has a window before it
     for i in range(arm.times):
         share = 2 * one if i % 2 == 0 else one
         at = now()
@@ -215,7 +215,7 @@ def change_quota(node: Node, arm: Arm, containers: list[Running], _start: Start)
 
 
 def come_and_go(node: Node, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
-    """Let a neighbour begin to work, beside the first container, and end, again and again."""
+    """Make a neighbour of the first container begin to work and end, again and again."""
     events: list[Event] = []
     for _ in range(arm.times):
         neighbour = start(arm.visitors[0], PHASE_S)
@@ -224,7 +224,7 @@ def come_and_go(node: Node, arm: Arm, _containers: list[Running], start: Start) 
         node.wait(neighbour, 60)
         node.running.remove(neighbour)
         time.sleep(PHASE_S)
-        # When it ended, its last stamp says; that is looked up when its stamps are read.
+        # Its last stamp tells when it ended, which is looked up once its stamps are read.
         share = arm.tenants[0].compute
         events.append(
             {"at_ns": began, "tenant": 0, "share": share, "until_ns": 0, "end_of": neighbour.name}
@@ -234,7 +234,7 @@ def come_and_go(node: Node, arm: Arm, _containers: list[Running], start: Start) 
 
 
 def kill_each(node: Node, arm: Arm, _containers: list[Running], start: Start) -> list[Event]:
-    """Let containers work beside the first, one after the other, and kill each at a random time."""
+    """Run containers next to the first, one after another, and kill each at a random time."""
     draw = random.Random(1)  # noqa: S311
     victims = [start(arm.visitors[0], 600) for _ in range(arm.times)]
     node.wait_ready([one.out / "begin.ready" for one in victims], 240)
@@ -255,7 +255,7 @@ def kill_each(node: Node, arm: Arm, _containers: list[Running], start: Start) ->
 def stop_and_continue(
     node: Node, arm: Arm, containers: list[Running], _start: Start
 ) -> list[Event]:
-    """Stop the second container at random times, and let it go on after a while."""
+    """Stop the second container at random times, and continue it after a while."""
     draw = random.Random(1)  # noqa: S311
     pid = pid_of(node, containers[1])
     events: list[Event] = []
@@ -288,8 +288,9 @@ def place_events(
 ) -> list[Event]:
     """Return the events on the time of the samples, which begin at `begin` on the GPU's clock.
 
-    `ahead_ns` is how far that clock is before this machine's, `stamps` those of the first
-    container, `last_of` tells when the container of a name ended its last unit, on the GPU's clock.
+    `ahead_ns` is how far that clock is ahead of this machine's, `stamps` are those of the first
+    container, and `last_of` returns when the named container ended its last unit, on the GPU's
+    clock.
     """
     placed: list[Event] = []
     if script in {"kill", "stop"}:

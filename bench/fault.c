@@ -1,10 +1,10 @@
 /*
- * A program with a fatal fault: its kernel writes where nothing is.
+ * A program with a fatal fault: its kernel writes to an unmapped address.
  *
  *   fault [--wait-file F]
  *
- * The last line on standard output is JSON: the driver's error where the kernel was waited for.
- * With --wait-file it makes its context, creates F.ready and goes on when F exists.
+ * The last line on standard output is JSON: the driver's error when it waits for the kernel. With
+ * --wait-file it creates its context, creates F.ready and continues when F exists.
  */
 #include <dlfcn.h>
 #include <fcntl.h>

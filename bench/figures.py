@@ -1,4 +1,4 @@
-"""How two arms are compared: in turn, by medians, with a bootstrap of the pairs (and rounds)."""
+"""Comparison of two arms that run in turn: medians, with a bootstrap of the pairs (and rounds)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ RESAMPLES = 10_000
 
 
 def in_turn(pairs: int) -> Iterator[tuple[str, str]]:
-    """Yield the order of each pair: A B, B A, A B... so that a drift favours nobody."""
+    """Yield the order of each pair: A B, B A, A B..., so that a drift favours neither arm."""
     for i in range(pairs):
         yield ("native", "governed") if i % 2 == 0 else ("governed", "native")
 
 
 def bootstrap_medians(values: Sequence[float], seed: int = 1) -> list[float]:
-    """Return the medians of samples of `values`, drawn again with replacement, in order."""
+    """Return the sorted medians of samples drawn from `values` with replacement."""
     draw = random.Random(seed)  # noqa: S311 - a sample, no secret
     return sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
 
@@ -29,10 +29,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_rounds(rounds: Sequence[Sequence[float]], seed: int = 1) -> list[float]:
-    """Return means of rounds' medians, of samples drawn again with replacement, in order.
+    """Return the sorted means of the rounds' medians, of samples drawn with replacement.
 
-    Rounds are drawn first, then values within each: what differs between rounds counts as chance,
-    not only what differs within one.
+    Rounds are drawn first, then values within each, so that differences between rounds count as
+    chance as well as those within a round.
     """
     draw = random.Random(seed)  # noqa: S311 - a sample, no secret
     return sorted(
@@ -45,7 +45,7 @@ def bootstrap_rounds(rounds: Sequence[Sequence[float]], seed: int = 1) -> list[f
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from `least` on, for argparse."""
+    """Return a parser of whole numbers not below `least`, for argparse."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

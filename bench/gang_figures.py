@@ -1,6 +1,6 @@
 """Figures of bench.gangs from its raw data alone, and the topology as nvidia-smi prints it.
 
-Shares are percent of a GPU; times nanoseconds unless a name says another unit.
+Shares are percent of a GPU; times are nanoseconds unless a name has another unit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from bench.progress import NS_PER_MS, NS_PER_S
 from bench.quota import windows
 
 NEAR = 5.0
-"""Points from its share within which a container counts as back, in 100 ms."""
+"""Distance from its share within which a container counts as back, in points over 100 ms."""
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def read_topology(text: str) -> dict[str, Any]:
-    """Return what `nvidia-smi topo -m` says: the way of each pair of GPUs, and their NUMA nodes."""
+    """Return what `nvidia-smi topo -m` says: each pair's connection, and the GPUs' NUMA nodes."""
     lines = [ESCAPE.sub("", line).split("\t") for line in text.splitlines()]
     head: list[str] = next((line for line in lines if "GPU1" in (x.strip() for x in line)), [])
     names = [cell.strip() for cell in head]
@@ -41,7 +41,7 @@ def read_topology(text: str) -> dict[str, Any]:
 
 
 def own_topology(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the same from what the governor says of its GPUs."""
+    """Return the same from what the governor reports of its GPUs."""
     return {
         "ways": {
             f"{gpu['index']}-{route['to']}": f"NV{route['nvlinks']}"
@@ -58,7 +58,7 @@ def own_topology(gpus: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Return the least, the median and the most."""
+    """Return the minimum, the median and the maximum."""
     if not values:
         return None
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
@@ -72,7 +72,7 @@ def percent(work_us: Sequence[int]) -> float | None:
 def back_after(work_us: Sequence[int], event: Mapping[str, int], share: float) -> float | None:
     """Return how many ms after a governor answered again the last 100 ms were near the share.
 
-    None: never before the next event.
+    None if they never were before the next event.
     """
     for end, done in trailing(work_us, event["returned_ns"], event["until_ns"]):
         if abs(done - share) <= NEAR:
@@ -81,14 +81,14 @@ def back_after(work_us: Sequence[int], event: Mapping[str, int], share: float) -
 
 
 def after(work_us: Sequence[int], from_ns: int) -> float | None:
-    """Return the share in the second that begins at a time; None: it is not all there."""
+    """Return the share in the second that begins at `from_ns`; None if it is incomplete."""
     first = -(-from_ns // SAMPLE_NS)
     steps = work_us[max(0, first) : first + NS_PER_S // SAMPLE_NS]
     return percent(steps) if first >= 0 and len(steps) == NS_PER_S // SAMPLE_NS else None
 
 
 def summarise_tenant(tenant: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Return one container on one GPU."""
+    """Return the figures of one container on one GPU."""
     work, share = tenant["work_us"], tenant["compute"]
     found: dict[str, Any] = {
         **{key: tenant[key] for key in ("name", "gpu", "compute")},
@@ -115,8 +115,8 @@ def summarise_arm(
 ) -> dict[str, Any]:
     """Return the figures of containers that ran side by side.
 
-    `native` has the same jobs' answers without Tidegate, by job; `counted` what those of the job
-    that trained there found.
+    `native` has the same jobs' answers without Tidegate, by job; `counted` has the checkpoints of
+    the job that trained without it.
     """
     jobs = []
     for one in arm["jobs"]:
@@ -139,7 +139,7 @@ def summarise_arm(
 
 
 def rate(answer: Mapping[str, Any]) -> float:
-    """Return iterations a second, 0 where there is no answer."""
+    """Return iterations per second, or 0 if there is no answer."""
     return round(answer["iterations"] / answer["seconds"], 2) if answer.get("seconds") else 0.0
 
 

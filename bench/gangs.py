@@ -1,18 +1,18 @@
 """`python -m bench.gangs [PART ...]`: containers with several GPUs on a node with two.
 
-Each part has a time limit, says how far it is, and what it found is in gangs.json when it ends,
-however it ends; then the next one begins.
+Each part has a time limit and reports its progress. When it ends, for whatever reason, what it
+found is written to gangs.json, and the next part begins.
 
-  topology  `tidegate check` and how near the GPUs are, against `nvidia-smi topo -m`
-  samples   what a look through NVML takes, with 0 and 8 processes on the GPU
+  topology  `tidegate check` and the distances between GPUs, against `nvidia-smi topo -m`
+  samples   what a look through NVML costs, with 0 and 8 processes on the GPU
   native    the job of examples/workloads/gang.py alone, without Tidegate: its rate, and what its
             units take
-  hogs      the job in a container with 30 % of both GPUs, a hog with 60 % beside it on each
-  restart   it trains beside hogs while the governor is killed and started again
+  hogs      the job in a container with 30 % of both GPUs, while a hog with 60 % runs on each
+  restart   it trains while hogs run and the governor is killed and restarted
   rivals    two containers with 45 % of both GPUs, each with a job of its own
 
-The job runs in two processes, and in one with both GPUs. What a container had of a GPU is told by
-the stamps of its units, on that GPU's clock, as in bench.quota.
+The job runs in two processes, and in one with both GPUs. What a container had of a GPU is computed
+from the stamps of its units, on that GPU's clock, as in bench.quota.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ SPARE_S = 1.0
 FOREVER_S = 300.0
 SET_UP_S = 100.0
 AWAY_S = (0.0, 0.5, 1.5)
-"""How long there is no governor, each time that it is killed."""
+"""Time without a governor after each time that it is killed, seconds."""
 BETWEEN_S = 3.5
 ROUNDS = 100
-"""Looks through NVML that are timed."""
+"""Number of looks through NVML that are timed."""
 TAIL = 40
 """Lines of a log that are kept of a part that failed."""
 
@@ -66,12 +66,12 @@ NVLINK_OFF = ("NCCL_NVLS_ENABLE=0", "NCCL_MNNVL_ENABLE=0")
 
 
 class GangNvidia(NvidiaImage):
-    """A real machine; a container sees the GPUs that it is told."""
+    """A real machine, with the GPUs that a container sees by default."""
 
     visible: str | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Add which GPUs a program sees that does not ask."""
+        """Add the GPUs that a program sees unless it selects others."""
         return with_visible(super().spec(), self.visible)
 
 
@@ -107,7 +107,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """How the report calls it."""
+        """Its name in the report."""
         return f"{self.form}-{self.work}"
 
 
@@ -120,13 +120,13 @@ class Bench:
     args: argparse.Namespace
     uuids: list[str]
     nvml: str
-    profiles: dict[str, list[Profile]] = field(default_factory=dict)  # of jobs, one a GPU
+    profiles: dict[str, list[Profile]] = field(default_factory=dict)  # by job, one per GPU
     hog: Profile | None = None
     started: list[subprocess.Popen[str]] = field(default_factory=list)
     names: int = 0
 
     def seconds(self, usual: float) -> float:
-        """Return how long to measure."""
+        """Return how long to measure, in seconds."""
         return float(self.args.seconds or usual)
 
     def command(self, job: Job, folder: str, seconds: float, out: str) -> list[str]:
@@ -140,7 +140,7 @@ class Bench:
 
     def start(self, what: str, arguments: Sequence[str], gpus: Sequence[int],
               compute: int, memory: str) -> Running:  # fmt: skip
-        """Start a container with a share of some GPUs, and no more than that."""
+        """Start a container with a share of some GPUs, which is also its cap."""
         self.names += 1
         self.machine.visible = ",".join(self.uuids[gpu] for gpu in gpus)
         try:
@@ -160,7 +160,7 @@ class Bench:
         )
 
     def start_hog(self, gpu: int, compute: int, seconds: float) -> Running:
-        """Start what always has work on one GPU."""
+        """Start a program that always has work on one GPU."""
         arguments = [
             *self.machine.command(HOG, inside=True), "--seconds", str(seconds),
             "--out", "/out/progress.bin", "--wait-file", "/out/begin",
@@ -168,7 +168,7 @@ class Bench:
         return self.start("hog", arguments, [gpu], compute, "2Gi")
 
     def keep_logs(self) -> None:
-        """Copy what containers said to where it outlasts them."""
+        """Copy the containers' logs to where they outlast them."""
         logs = self.machine.work / "logs"
         logs.mkdir(exist_ok=True)
         for container in self.node.running:
@@ -181,7 +181,7 @@ class Bench:
                 shutil.copy(self.machine.work / name, logs / name)
 
     def clean(self) -> None:
-        """End all that a part left, and see to it that there is a governor."""
+        """End everything that a part has left, and make sure that there is a governor."""
         for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -190,7 +190,7 @@ class Bench:
         self.node.clear()
 
     def native(self, job: Job, seconds: float, out: Path) -> dict[str, Any]:
-        """Run a job without Tidegate and return its answer."""
+        """Run a job without Tidegate, and return its answer."""
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
         (out / "begin").touch()
@@ -216,7 +216,7 @@ Keep = dict[str, Any]
 
 
 def topology(bench: Bench, keep: Keep) -> None:
-    """Hold what placement knows of the GPUs against nvidia-smi."""
+    """Compare what placement knows of the GPUs with nvidia-smi."""
     config = str(bench.machine.work / "config.yaml")
     for name, more in (("text", []), ("json", ["--json"])):
         done = subprocess.run(
@@ -226,7 +226,7 @@ def topology(bench: Bench, keep: Keep) -> None:
         keep[f"check_{name}"] = done.stdout if name == "text" else json.loads(done.stdout)
         keep["check_status"] = done.returncode
     say(keep["check_text"])
-    keep["check_json"].pop("configuration", None)  # with paths of a machine that nobody else has
+    keep["check_json"].pop("configuration", None)  # it has paths of this machine only
     keep["own"] = own_topology(keep["check_json"]["gpus"])
     smi = shutil.which("nvidia-smi") or "/usr/local/nvidia/bin/nvidia-smi"
     if bench.machine.kind != "nvidia":
@@ -317,7 +317,7 @@ def beside(
     usual: float,
     script: Script | None = None,
 ) -> dict[str, Any]:
-    """Run jobs with a share of both GPUs, and a hog on each if there is a share for it."""
+    """Run jobs with a share of both GPUs, and a hog on each GPU if it has a share."""
     seconds = bench.seconds(usual)
     length = FOREVER_S if script else seconds + SETTLE_S + SPARE_S
     containers: list[tuple[Running, Job | None, int, list[int]]] = [
@@ -366,13 +366,13 @@ def beside(
         tenants += measure_gpu(bench, gpu, containers, passed, events)
     for tenant in tenants:
         name, uuid = tenant["name"], bench.uuids[tenant["gpu"]]
-        # A governor that is started anew counts anew.
+        # A restarted governor starts counting anew.
         tenant["governor"] = {} if script else difference(before[name], after[name], uuid)
     return {"seconds": round(passed, 3), "jobs": answers, "tenants": tenants}
 
 
 def watch(running: Sequence[Running], until: float) -> None:
-    """Wait, and say every five seconds what the jobs said last."""
+    """Wait, and print the last line of each job's output every five seconds."""
     while (left := until - time.monotonic()) > 0:
         time.sleep(min(5.0, left))
         for one in running:
@@ -429,7 +429,7 @@ def measure_gpu(
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any], uuid: str) -> dict[str, int]:
-    """Return what the governor counted of a container on one GPU in between."""
+    """Return the change of a container's governor counters on one GPU between two samples."""
     one, two = (
         next((device for device in seen.get("devices", []) if device["uuid"] == uuid), None)
         for seen in (before, after)
@@ -438,7 +438,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any], uuid: str) -
 
 
 def kill_governor(bench: Bench, running: Sequence[Running]) -> list[dict[str, int]]:
-    """Kill the governor and start it again, a few times."""
+    """Kill the governor and restart it, a few times."""
     events = []
     time.sleep(1.5)
     for away in AWAY_S:
@@ -455,7 +455,7 @@ def kill_governor(bench: Bench, running: Sequence[Running]) -> list[dict[str, in
 
 
 def arms(bench: Bench, keep: Keep, chosen: Mapping[str, Callable[[], dict[str, Any]]]) -> None:
-    """Run arms; one that fails keeps nobody from the next."""
+    """Run arms; one that fails does not prevent the next."""
     keep["arms"], failures = {}, []
     for name, arm in chosen.items():
         say(f"  arm {name}")
@@ -475,7 +475,7 @@ def arms(bench: Bench, keep: Keep, chosen: Mapping[str, Callable[[], dict[str, A
 
 
 def hogs(bench: Bench, keep: Keep) -> None:
-    """Run the job with 30 % beside hogs with 60 %."""
+    """Run the job with 30 % while hogs with 60 % run."""
     arms(bench, keep, {
         form: lambda form=form: beside(bench, [(Job(form), 30)], 60, 30.0)  # type: ignore[misc]
         for form in ("processes", "single")
@@ -483,7 +483,7 @@ def hogs(bench: Bench, keep: Keep) -> None:
 
 
 def restart(bench: Bench, keep: Keep) -> None:
-    """Let it train while governors come and go."""
+    """Train while governors come and go."""
     arms(bench, keep, {
         "train": lambda: beside(bench, [(Job("processes", "train"), 40)], 50, 0, kill_governor)
     })  # fmt: skip
@@ -501,7 +501,7 @@ def rivals(bench: Bench, keep: Keep) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A part, and how long it may take, seconds."""
+    """A part, and its time limit in seconds."""
 
     run: Callable[[Bench, Keep], None]
     limit: int
@@ -521,7 +521,7 @@ PARTS = {
 
 
 def outputs(bench: Bench) -> dict[str, list[str]]:
-    """Return the ends of what the containers and the governor said."""
+    """Return the last lines of what the containers and the governor logged."""
     paths = {one.name: one.bundle / "output" for one in bench.node.running}
     paths["governor"] = bench.machine.work / "governor.log"
     found = {}
@@ -532,7 +532,7 @@ def outputs(bench: Bench) -> dict[str, list[str]]:
 
 
 def run_part(bench: Bench, name: str, seconds: float) -> Keep:
-    """Run one part and return what it found, and what became of it."""
+    """Run one part; return what it found, and its error if it failed."""
     keep: Keep = {"error": None}
     begin = time.monotonic()
     try:
@@ -555,7 +555,7 @@ def run_part(bench: Bench, name: str, seconds: float) -> Keep:
 
 
 def find_machine(args: argparse.Namespace) -> GangNvidia | GangSimulated:
-    """Return a machine with two GPUs; MachineError when there are fewer."""
+    """Return a machine with two GPUs."""
     tools = args.output / "tools"
     tools.mkdir()
     if args.simulated or not driver_answers():
@@ -564,7 +564,7 @@ def find_machine(args: argparse.Namespace) -> GangNvidia | GangSimulated:
 
 
 def write(args: argparse.Namespace, report: dict[str, Any]) -> None:
-    """Keep what there is so far."""
+    """Save the results so far."""
     report["summary"] = summarise(report["parts"])
     path = args.output / "gangs.json"
     path.with_suffix(".new").write_text(json.dumps(report, separators=(",", ":")) + "\n")
@@ -597,7 +597,7 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the parts; the status is 0 when each could be measured."""
+    """Run the parts; the status is 0 if each could be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gangs", description=__doc__.split("\n", maxsplit=1)[0]
     )

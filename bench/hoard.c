@@ -1,14 +1,14 @@
 /*
- * Processes that fight for device memory: they allocate and free at random, in several threads and
- * in every way that there is, and some are killed in the middle of it.
+ * Processes that compete for device memory: they allocate and free at random, in several threads
+ * and in every possible way, and some are killed in the middle of it.
  *
  *   hoard [--processes N] [--threads N] [--seconds S] [--kill-every MS] [--most BYTES] [--seed N]
  *         [--ways MASK]        1 cuMemAlloc, 2 cuMemAllocAsync, 4 cuMemCreate and cuMemMap; 7
- *         [--end-file PATH]    the fight ends sooner when this is there
+ *         [--end-file PATH]    the competition ends early once this file exists
  *
- * Then two questions: how long after the death of a process is its memory there for another, and
- * how much does a process get that takes all it can. Prints one JSON object. Talks to libcuda.so.1
- * by dlopen and knows nothing of Tidegate.
+ * Then it answers two questions: how long after the death of a process is its memory available to
+ * another, and how much does a process get that takes all it can? Prints one JSON object. Uses
+ * libcuda.so.1 through dlopen and knows nothing of Tidegate.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -69,15 +69,15 @@ struct block {
     size_t size;
 };
 
-/* What all processes see. */
+/* Shared by all processes. */
 static struct shared {
     volatile int stop;
     volatile int ready;     /* processes that hold what they were told to */
-    volatile uint64_t died; /* ns: when the parent saw the end of the one that was killed */
-    volatile uint64_t back; /* ns: when another saw its memory */
+    volatile uint64_t died; /* ns: when the parent saw the end of the killed process */
+    volatile uint64_t back; /* ns: when another process saw its memory */
     volatile uint64_t filled, left, total;
     uint64_t allocations, refused, wrong;
-    int error; /* of a call that was wrong */
+    int error; /* of the first call that failed */
     char call[32];
 } *shared;
 
@@ -101,7 +101,7 @@ static void nap(unsigned us)
     nanosleep(&ts, NULL);
 }
 
-/* Whether a call was right or refused for want of memory; what else it says is a failure. */
+/* Whether a call succeeded. Any result other than a lack of memory is recorded as a failure. */
 static bool well(int result, const char *call)
 {
     if (result && result != OUT_OF_MEMORY) {
@@ -153,7 +153,7 @@ static void start(void)
     LOAD(cuMemUnmap, "cuMemUnmap");
     if (!well(cuInit(0), "cuInit") || !well(cuDeviceGet(&device, 0), "cuDeviceGet"))
         _exit(1);
-    /* A context needs memory, too, and the others may have it all. */
+    /* A context needs memory as well, and the other processes may hold all of it. */
     while ((result = cuDevicePrimaryCtxRetain(&context, device)) == OUT_OF_MEMORY && !shared->stop)
         nap(20000);
     if (result == OUT_OF_MEMORY)
@@ -180,7 +180,7 @@ static int take_mapped(struct block *b)
         if (!well(result, "cuMemMap"))
             cuMemAddressFree(b->at, b->size);
     }
-    /* The mapping holds the memory from here on. */
+    /* From here on the mapping keeps the memory. */
     well(cuMemRelease(memory), "cuMemRelease");
     return result;
 }
@@ -236,7 +236,7 @@ static void *hoard(void *argument)
             do
                 b->way = (enum way)(rand_r(&draw) % 3);
             while (!(ways >> b->way & 1));
-            /* As many small ones as large ones. */
+            /* Small sizes are as frequent as large ones. */
             b->size = most >> rand_r(&draw) % 18;
             b->size = b->size / 2 + (size_t)rand_r(&draw) % (b->size / 2 + 1) + 1;
             if (take(b, stream))
@@ -322,7 +322,7 @@ static unsigned fight(void)
     return n_killed;
 }
 
-/* ---- how soon the memory of the dead is there ---- */
+/* ---- how soon the memory of a dead process is available ---- */
 
 static void hold_much(unsigned unused)
 {
@@ -387,7 +387,7 @@ static double return_ms(void)
     return shared->back > shared->died ? (double)(shared->back - shared->died) / 1e6 : 0;
 }
 
-/* ---- how much there is ---- */
+/* ---- how much memory there is ---- */
 
 static void fill(unsigned unused)
 {
@@ -396,7 +396,7 @@ static void fill(unsigned unused)
 
     (void)unused;
     start();
-    /* What the context took is known when the governor has looked. */
+    /* The governor must have sampled before it knows what the context took. */
     nap(1500000);
     for (size_t size = 64 * MIB; size >= 2 * MIB; size /= 2)
         while (cuMemAlloc(&at, size) == 0)
@@ -405,7 +405,7 @@ static void fill(unsigned unused)
     shared->left = left;
     shared->total = total;
     shared->ready = 5;
-    nap(1000000); /* for those who look from outside */
+    nap(1000000); /* for observers outside this process */
     _exit(0);
 }
 

@@ -1,19 +1,19 @@
-"""`python -m bench.hook`: what a start of a container costs with the hook and the wrapper runtime.
+"""`python -m bench.hook`: what a container's start costs with the hook and the wrapper runtime.
 
-Under runc and crun a static program is run in each of these ways, in turn, N times, and what each
-costs more than the first in the same round is what counts:
+Under runc and crun a static program is run in each of these ways, in turn, N times. What counts is
+the additional cost over the first way in the same round:
 
     bare       no hook
     trivial    a hook in C that does nothing, which is the least that a hook can cost
     asks-not   our hook, in a container that asks for nothing
     governed   our hook, in a container that asks for a share
-    wrapper-asks-not, wrapper-governed   the same by tidegate-runtime, which enters the hook
+    wrapper-asks-not, wrapper-governed   the same with tidegate-runtime, which inserts the hook
 
-The programs are the C ones, with a fork server behind them; `--scripts` takes the Python scripts
-that they execute where there is no server, and so measures what both save.
+The programs are the C ones, with a fork server behind them. `--scripts` uses the Python scripts
+that they execute if there is no server, and so measures what both save.
 
-Then N containers are started 8 at a time: how long each takes, and what they leave of descriptors
-and mounts. The GPU is simulated: no part of a start asks one.
+Then N containers are started 8 at a time: how long each takes, and which descriptors and mounts
+they leave behind. The GPU is simulated: no part of a start uses one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOGETHER = 8
 
 
 def say(line: str) -> None:
-    """Show progress."""
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -105,14 +105,14 @@ class Starts:
             f"hook {self.programs / 'tidegate-hook'}",
             f"hook-arguments {' '.join(self.node.hook_arguments())}",
             f"runtime-dir {self.node.runtime_dir}",
-            # Without nodes: the GPU is simulated.
+            # Without device nodes: the GPU is simulated.
             f"dev-dir {self.work}",
         )
         path.write_text("\n".join(lines) + "\n")
         return path
 
     def run(self, runtime: str, way: str, bundle: Path) -> float:
-        """Run a container to its end; return how many milliseconds that took."""
+        """Run a container to its end, and return how many milliseconds that took."""
         self.count += 1
         first = [runtime]
         if way.startswith("wrapper"):
@@ -138,7 +138,7 @@ def measure_ways(starts: Starts, runtime: str, rounds: int) -> dict[str, list[fl
     bundles = {way: starts.bundle(way, f"{runtime}-{way}") for way in WAYS}
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for way in WAYS:
-        starts.run(runtime, way, bundles[way])  # what is read for the first time
+        starts.run(runtime, way, bundles[way])  # warm up the page cache
     for i in range(rounds):
         for way in WAYS if i % 2 else reversed(WAYS):
             taken[way].append(round(starts.run(runtime, way, bundles[way]), 3))
@@ -148,7 +148,7 @@ def measure_ways(starts: Starts, runtime: str, rounds: int) -> dict[str, list[fl
 
 
 def held(pid: int) -> dict[str, int]:
-    """Return what the governor and this host have open: descriptors and mounts."""
+    """Return the number of descriptors that the governor has open, and of mounts on this host."""
     return {
         "descriptors": len(list(Path(f"/proc/{pid}/fd").iterdir())),
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
@@ -182,7 +182,7 @@ def measure_crowd(starts: Starts, runtime: str, n: int) -> dict[str, Any]:
 
 
 def summarise(report: dict[str, Any]) -> dict[str, Any]:
-    """Return, of each runtime, what each way adds in the median, and the crowd's figures."""
+    """Return what each way adds in the median, and the crowd's figures, for each runtime."""
     summary: dict[str, Any] = {}
     for runtime, taken in report["ways"].items():
         bare = taken["bare"]
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hook: mounts and containers need root", file=sys.stderr)
         return 77
     if Path("/sys/fs/cgroup/unified").exists() and "TIDEGATE_BENCH_HOOK" not in os.environ:
-        # crun refuses a hybrid hierarchy; without the unified part it is an ordinary version 1.
+        # crun refuses a hybrid hierarchy; without the unified part it is a plain version 1.
         script = 'umount /sys/fs/cgroup/unified; exec "$@"'
         words = [sys.executable, "-m", "bench.hook", *(sys.argv[1:] if argv is None else argv)]
         command = ["unshare", "-m", "--propagation", "private", "sh", "-c", script, "sh", *words]
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, runtimes: Sequence[str], report: dict[str, Any]) -> None:
-    """Measure under each runtime, on a node of its own."""
+    """Measure under each runtime, on one node."""
     with tempfile.TemporaryDirectory(prefix="tidegate-hook-") as name:
         work = Path(name)
         machine = Simulated(work / "node", BUILT)
@@ -257,7 +257,7 @@ def measure(args: argparse.Namespace, runtimes: Sequence[str], report: dict[str,
 
 @contextlib.contextmanager
 def serving(runtime_dir: Path) -> Iterator[None]:
-    """Have a fork server serve, and end it."""
+    """Run a fork server, and end it afterwards."""
     server = subprocess.Popen([str(SERVER), "--runtime-dir", str(runtime_dir)])
     try:
         deadline = time.monotonic() + 10

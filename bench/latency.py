@@ -1,11 +1,12 @@
-"""How long requests take beside work that never ends: without Tidegate, and with it in each way.
+"""How long requests take next to endless work: without Tidegate, and with it in each way.
 
-`python -m bench.latency` has a service that is asked by chance (Poisson arrivals, the same in every
-arm) beside jobs that keep the GPU busy, and prints for each arm the mean and the 99th percentile of
-the time from a request's arrival to its end, and what the jobs did of what one of them does alone.
-Arms, all in one run: the service alone, without Tidegate and with it (`governed`); both without
-Tidegate; `gate`, grants at the launch; `hardware`, the GPU's own scheduler; and `latency`, the same
-with a service of that class and a cap. The requests' times are kept in latency.json, each of them.
+`python -m bench.latency` runs a service that gets requests at random (Poisson arrivals, the same in
+every arm) next to jobs that keep the GPU busy. For each arm it prints the mean and the 99th
+percentile of the time from a request's arrival to its end, and what the jobs did, relative to what
+one of them does alone. Arms, all in one run: the service alone, without Tidegate and with it
+(`governed`); both without Tidegate; `gate`, with grants at the launch; `hardware`, with the GPU's
+own scheduler; and `latency`, the same with a service of that class and a cap. The time of every
+request is kept in latency.json.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ UNITS = 20
 """A request is 20 kernels of 0.1 ms."""
 SET_UP_S = 60.0
 SETTLE_S = 1.0
-"""So long the jobs run before the first request."""
+"""Time for which the jobs run before the first request, seconds."""
 SERVICE = f"burner-{UNIT_US}"
 JOB = "burner-500"
 ROOM = 10
-"""So many percent the service is guaranteed beyond what its requests take; jobs share the rest."""
+"""Guarantee of the service beyond what its requests take, in points; the jobs share the rest."""
 
 
 class Way(NamedTuple):
-    """How an arm shares the GPU: `scheduling` None is without Tidegate."""
+    """How an arm shares the GPU; without Tidegate if `scheduling` is None."""
 
     name: str
     scheduling: str | None = None
@@ -66,7 +67,7 @@ BESIDE = (
 
 
 class Arm(abc.ABC):
-    """Where programs are started: a directory, and how."""
+    """Where and how programs are started."""
 
     inside: bool
 
@@ -75,7 +76,7 @@ class Arm(abc.ABC):
 
     @abc.abstractmethod
     def start(self, name: str, arguments: Sequence[str], quota: Mapping[str, str]) -> Path:
-        """Start a program; return its directory, which is /out for it."""
+        """Start a program, and return its directory, which the program sees as /out."""
 
     @abc.abstractmethod
     def end(self) -> None:
@@ -83,7 +84,7 @@ class Arm(abc.ABC):
 
 
 class Outside(Arm):
-    """Ordinary processes on the driver itself."""
+    """Ordinary processes directly on the driver."""
 
     inside = False
 
@@ -102,7 +103,7 @@ class Outside(Arm):
         return out
 
     def end(self) -> None:
-        """Terminate the processes: each writes what it has."""
+        """Terminate the processes; each of them writes what it has."""
         for process in self._running:
             process.terminate()
         for process in self._running:
@@ -131,7 +132,7 @@ class Inside(Arm):
 
 @contextlib.contextmanager
 def open_arm(machine: Machine, work: Path, scheduling: str | None) -> Iterator[Arm]:
-    """Have an arm of a kind; None: without Tidegate."""
+    """Provide an arm with that scheduling; None: without Tidegate."""
     if scheduling is None:
         yield Outside(machine, work)
         return
@@ -140,7 +141,7 @@ def open_arm(machine: Machine, work: Path, scheduling: str | None) -> Iterator[A
 
 
 def wait_for(path: Path) -> None:
-    """Wait until a program says that it is set up."""
+    """Wait until a program reports that it is set up."""
     deadline = time.monotonic() + SET_UP_S
     while not path.exists():
         if time.monotonic() > deadline:
@@ -157,7 +158,10 @@ def run(
     *,
     service_quota: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
-    """Return the requests' times in ms and the jobs' units a second; `mean_us` 0: no service."""
+    """Return the requests' times in ms and the jobs' units per second.
+
+    There is no service if `mean_us` is 0.
+    """
 
     def command(job: str, *more: str) -> list[str]:
         given = ["--iterations", iterations[job]] if job in iterations else []
@@ -207,7 +211,7 @@ def run(
 
 
 def _units(out: Path, passed: float) -> float:
-    """Units a second over the last part of the run; stamps are on the GPU's clock."""
+    """Return the units per second over the last part of the run; stamps are on the GPU's clock."""
     stamps = [stamp.time for stamp in read_stamps(out / "progress.bin")]
     if len(stamps) < 2:
         return 0.0
@@ -243,7 +247,7 @@ def show(one: Mapping[str, Any]) -> str:
 
 
 def calibrate(machine: Machine, work: Path) -> tuple[dict[str, str], float]:
-    """Return the iterations of each kind of unit, and how many units a second a job does alone."""
+    """Return the iterations of each kind of unit, and the units per second of a job alone."""
     iterations: dict[str, str] = {}
     for job in (SERVICE, JOB):
         program = [str(machine.build / "burner"), "--unit-us", job.split("-")[1]]
@@ -260,14 +264,14 @@ def calibrate(machine: Machine, work: Path) -> tuple[dict[str, str], float]:
 
 
 def _gpu(machine: Machine) -> dict[str, Any]:
-    """Say which GPU it is, as results do."""
+    """Return a description of the GPU, as results have it."""
     machine.work /= "gpu"
     with Node(machine, keep_machine=True) as node:
         return asdict(name_gpu(node))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure; the status is 1 when an arm could not be run."""
+    """Measure; the status is 1 if an arm could not be run."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.latency", description=__doc__.split("\n", maxsplit=1)[0]
     )
@@ -312,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
                     row = show(list(summarise(report).values())[-1])
                     what = f"every {mean_us / 1000:g} ms, {n_jobs} jobs, {way.name:8}"
                     print(what, row, flush=True)
-                    keep(args.output, report)  # those that follow may take long
+                    keep(args.output, report)  # the arms that follow may take long
     except (MachineError, TidegateError, VdriverError, subprocess.SubprocessError) as e:
         print(f"latency: {e}", file=sys.stderr)
         return 1
@@ -320,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def keep(output: Path, report: Mapping[str, Any]) -> None:
-    """Write what is known until now."""
+    """Write the results so far."""
     text = json.dumps({**report, "summary": summarise(report)})
     (output / "latency.json").write_text(text + "\n")
 

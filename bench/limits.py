@@ -1,4 +1,4 @@
-"""A time limit for a part of a benchmark: one that hangs does not take the others along."""
+"""A time limit for a part of a benchmark, so that a part that hangs does not affect the others."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import FrameType
 
 
 class PartError(Exception):
-    """A part came to its time limit."""
+    """A part reached its time limit."""
 
 
 @contextlib.contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise PartError in this thread, the main one, when the time is over."""
+    """Raise PartError in this thread, which is the main one, when the time is over."""
 
     def over(number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -1,4 +1,4 @@
-"""The two kinds of GPU that a run can be on, and what each needs around a container.
+"""The two kinds of GPU that a run can use, and what each needs around a container.
 
 `Simulated` makes device files and runs the C workload; `Nvidia` uses the node's driver and runs
 PyTorch. A workload has the same interface on both: `--seconds`, `--out`, `--wait-file`,
@@ -23,7 +23,7 @@ GLIBC = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1"
 
 
 class MachineError(Exception):
-    """The machine lacks something that the run needs; one line."""
+    """The machine lacks something that the run needs; the message is one line."""
 
 
 class Machine(abc.ABC):
@@ -35,24 +35,24 @@ class Machine(abc.ABC):
     def __init__(self, work: Path, build: Path) -> None:
         self.work = work
         self.build = build
-        self.programs: list[Path] = []  # what else a container has in /usr/bin
+        self.programs: list[Path] = []  # additional programs for a container's /usr/bin
 
     @property
     @abc.abstractmethod
     def refresh_arguments(self) -> list[str]:
-        """What `tidegate refresh` needs to find the driver."""
+        """Arguments that `tidegate refresh` needs to find the driver."""
 
     @property
     @abc.abstractmethod
     def environment(self) -> dict[str, str]:
-        """What the governor and a workload outside of a container need in their environment."""
+        """Environment variables for the governor and for workloads outside containers."""
 
     @abc.abstractmethod
     def command(self, job: str, *, inside: bool) -> list[str]:
         """Return the command that runs a job, without the options that all workloads share."""
 
     def remember(self, job: str, answer: dict[str, Any]) -> None:  # noqa: B027 - most keep nothing
-        """Keep what a job's run alone said of itself, for a governed run of the same work."""
+        """Keep what the solo run of a job reported, for a governed run of the same work."""
 
     @abc.abstractmethod
     def make_rootfs(self, directory: Path) -> None:
@@ -67,11 +67,11 @@ class Machine(abc.ABC):
         shutil.rmtree(bundle, ignore_errors=True)
 
     def close(self) -> None:  # noqa: B027 - most make nothing
-        """Take back what was made outside of the work directory."""
+        """Remove what was created outside the work directory."""
 
 
 class Simulated(Machine):
-    """The simulated GPU: device files on a tmpfs, a small C program on the driver API."""
+    """The simulated GPU: device files on a tmpfs, and a small C program on the driver API."""
 
     kind = "simulated"
     solo_seconds = 4.0
@@ -88,7 +88,8 @@ class Simulated(Machine):
         super().__init__(work, build)
         self.unit_us = unit_us
         self.iterations: dict[str, str] = {}
-        # Like /dev/nvidia0, the device is not a file of the project: shared memory of this machine.
+        # Like /dev/nvidia0, the device is not a project file: it is in this machine's shared
+        # memory.
         self.directory = Path("/dev/shm") / f"tidegate-simgpu-{os.getpid()}"  # noqa: S108
         subprocess.run(
             [
@@ -100,22 +101,22 @@ class Simulated(Machine):
 
     @property
     def refresh_arguments(self) -> list[str]:
-        """The driver is what was built."""
+        """Arguments to use the simulated driver that was built."""
         return ["--library-dir", str(self.build / "simgpu")]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Where the device is, and the driver outside of containers."""
+        """Variables with the directories of the device and of the driver outside containers."""
         return {
             "SIMGPU_DIR": str(self.directory),
             "LD_LIBRARY_PATH": str(self.build / "simgpu"),
         }
 
     def command(self, job: str, *, inside: bool) -> list[str]:
-        """Return the C workload; burner-<us> says how long a unit is, burner-<us>-<form> what."""
+        """Return the C workload; burner-<us>[-<form>] sets the length and form of a unit."""
         if job.count("-") == 2:
             program = "/usr/bin/burner" if inside else str(self.build / "burner")
-            # Copies are made by a processor: small ones, or nothing else would be measured.
+            # The processor makes the copies: they are small, or nothing else would be measured.
             return [*burner_command(program, job, self.iterations), "--block", str(1 << 20)]
         unit = job.split("-")[1] if job.startswith("burner-") else str(self.unit_us)
         program = (
@@ -161,7 +162,7 @@ class Simulated(Machine):
         }
 
     def remember(self, job: str, answer: dict[str, Any]) -> None:
-        """Keep how many iterations of the burner's loop a unit has."""
+        """Keep the number of iterations of the burner's loop per unit."""
         remember_iterations(self.iterations, job, answer)
 
     def close(self) -> None:
@@ -187,12 +188,12 @@ class Nvidia(Machine):
 
     @property
     def refresh_arguments(self) -> list[str]:
-        """The driver is where the node has it."""
+        """No arguments: the driver is where the node has it."""
         return []
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return nothing: this is the machine as it is."""
+        """No variables: this is the machine as it is."""
         return {}
 
     def command(self, job: str, *, inside: bool) -> list[str]:
@@ -206,13 +207,13 @@ class Nvidia(Machine):
         return [sys.executable, str(folder / "torch_workload.py"), "--model", job, *self.options]
 
     def remember(self, job: str, answer: dict[str, Any]) -> None:
-        """Keep how many iterations of the burner's loop a unit has."""
+        """Keep the number of iterations of the burner's loop per unit."""
         remember_iterations(self.iterations, job, answer)
 
     def make_rootfs(self, directory: Path) -> None:
-        """Lay an overlay over this machine's root; leave out what is mounted, like the driver."""
+        """Mount an overlay of this machine's root, without what is mounted in it (the driver)."""
         directory.mkdir(parents=True)
-        # Containers of several arms have the same names.
+        # Containers of different arms can have the same name.
         layers = self._layers / f"{len(self._mounted)}-{directory.parent.name}"
         for name in ("upper", "scratch"):
             (layers / name).mkdir(parents=True)
@@ -273,7 +274,10 @@ class Nvidia(Machine):
         }
 
     def remove_bundle(self, bundle: Path) -> None:
-        """Unmount the overlay first: through it, this machine's files would be marked gone."""
+        """Unmount the overlay first, then remove the bundle.
+
+        Otherwise every file of this machine would be marked as deleted in the overlay.
+        """
         rootfs = bundle / "rootfs"
         if rootfs in self._mounted:
             subprocess.run(["umount", "-l", str(rootfs)], check=False)
@@ -300,7 +304,7 @@ def burner_command(program: str, job: str, iterations: Mapping[str, str]) -> lis
 
 
 def remember_iterations(known: dict[str, str], job: str, answer: Mapping[str, Any]) -> None:
-    """Keep how many iterations a unit has, if the job's last line says so."""
+    """Keep the number of iterations per unit, if the job's last line reports it."""
     if "iterations" in answer:
         known[job] = str(answer["iterations"])
 
@@ -371,7 +375,8 @@ def make_bundle(
                 {
                     "path": path,
                     "args": ["tidegate-hook", *hook, stage],
-                    # Never empty: some runtimes give a hook without one that of the container.
+                    # Never empty: some runtimes pass the container's environment to a hook without
+                    # one.
                     "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"],
                     "timeout": 60,
                 }

@@ -1,19 +1,20 @@
 """`python -m bench.memory`: a memory quota under attack.
 
 Runs bench/hoard.c in one container: processes that allocate and free at random in many threads,
-some of them killed. Meanwhile the driver's own NVML is asked a hundred times a second what is used
-of the GPU, which nobody else uses, and what its processes hold. Writes memory.json with every
-sample.
+some of which are killed. No other program uses the GPU. Meanwhile the driver's own NVML is asked a
+hundred times a second how much of the GPU is used, and how much its processes hold. Writes
+memory.json with every sample.
 
 It fails when
-- more than the quota is used for longer than a second (what the driver takes by itself is found
-  within a second), or a call fails for another reason than memory;
+- more than the quota is used for longer than a second (what the driver takes on its own is found
+  within a second), or a call fails for a reason other than memory;
 - a process that takes all it can ends more than one allocation granule (2 MiB) below the quota, or
   above it;
-- the memory of a killed process is not back within 100 ms of its end, or not all is back at last.
+- the memory of a killed process is not back within 100 ms of its end, or not all is back at the
+  end.
 
-What a context takes of the GPU and NVML attributes to nobody is no memory of the container's; how
-much that is shows while one process stands still at the end.
+Memory that a context takes and that NVML attributes to no process does not count as the
+container's. How much that is can be seen while one process is idle at the end.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ STILL_S = 0.8
 
 
 def longest_stretch(samples: list[tuple[float, int]], limit: int) -> float:
-    """Return for how many seconds, at most, samples in a row were above `limit`."""
+    """Return the longest time for which consecutive samples were above `limit`, in seconds."""
     longest, since = 0.0, None
     for at, value in samples:
         if value <= limit:
@@ -83,7 +84,7 @@ def judge(report: dict[str, Any]) -> list[str]:
 
 
 def watch(node: Node, arguments: list[str], limit: int) -> dict[str, Any]:
-    """Run the processes in a container and look at the GPU until they end."""
+    """Run the processes in a container, and sample the GPU until they end."""
     samples: list[tuple[float, int, int]] = []
     with Nvml(original_nvml(str(node.driver_dir))) as nvml:
         uuid = nvml.gpus()[0].uuid
@@ -92,13 +93,13 @@ def watch(node: Node, arguments: list[str], limit: int) -> dict[str, Any]:
         began = time.monotonic()
         while container.process.poll() is None:
             at = round(time.monotonic() - began, 4)
-            # One number of the driver's: the sum over processes is not of one moment.
+            # A single number from the driver: a sum over processes would mix different moments.
             used = (nvml.memory_used(uuid) or 0) - before
             samples.append((at, used, sum(one.used or 0 for one in nvml.processes(uuid))))
             time.sleep(SAMPLE_S)
     if node.wait(container, 60):
         raise MachineError(f"the container failed: {container.output.strip()[-300:]}")
-    # The last process filled the quota and stood still for a second.
+    # The last process filled the quota and was idle for a second.
     last = [one for one in samples if one[0] > samples[-1][0] - STILL_S]
     return {
         "limit": limit,
@@ -110,7 +111,7 @@ def watch(node: Node, arguments: list[str], limit: int) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, print what was found and write memory.json; the status is 1 when something is wrong."""
+    """Run, print the findings and write memory.json; the status is 1 if something is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.memory", description=__doc__.split("\n", maxsplit=1)[0]
     )

@@ -1,8 +1,8 @@
 """`python -m bench.mirror`: the whole driver of a node, mirrored, verified, and run in containers.
 
-Holds every file of the driver against readelf, times refreshes and `tidegate verify`, and starts
-containers through the hook that have no driver but the mirror: nvidia-smi, PyTorch, EGL and
-Vulkan. Writes report.json and ends with 1 when one of them failed.
+Compares every file of the driver with readelf, times refreshes and `tidegate verify`, and starts
+containers through the hook that have no driver but the mirror: nvidia-smi, PyTorch, EGL and Vulkan.
+Writes report.json, and exits with status 1 if one of them failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vdriver.discover import find_driver
 from vdriver.elf import Library, read_exports
 
 FIRST, AGAIN = 3, 7
-"""How often a driver is mirrored from nothing, and how often the mirror is asked for changes."""
+"""Number of times that a driver is mirrored from scratch, and that a mirror is refreshed."""
 
 PINK = [255, 0, 255, 255]
 TORCH = """
@@ -42,14 +42,14 @@ print(json.dumps({
 
 
 class GraphicsNode(Nvidia):
-    """The machine's own root as the image, with the loaders of EGL and Vulkan beside it."""
+    """The machine's own root as the image, along with the loaders of EGL and Vulkan."""
 
     def __init__(self, work: Path, build: Path, gl: Path | None) -> None:
         super().__init__(work, build)
         self.gl = gl
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make room for the loaders."""
+        """Add the mount point of the loaders."""
         super().make_rootfs(directory)
         (directory / "gl").mkdir(exist_ok=True)
 
@@ -70,9 +70,9 @@ class GraphicsNode(Nvidia):
 
 
 def tidegate(*arguments: str) -> tuple[float, int, dict[str, Any]]:
-    """Run the command; seconds, status, and what it answered.
+    """Run the command; return seconds, status, and its answer.
 
-    An installed command has its bytecode, so a machine that forbids to write any is asked not to.
+    An installed command has bytecode, so PYTHONDONTWRITEBYTECODE is removed from the environment.
     """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     start = time.monotonic()
@@ -91,7 +91,7 @@ def tidegate(*arguments: str) -> tuple[float, int, dict[str, Any]]:
 
 
 def differences(library: Library) -> list[str]:
-    """Name what readelf sees otherwise."""
+    """Name the fields that readelf reads differently."""
     ours, theirs = fields_of(library), fields_by_readelf(library.path)
     differ = [name for name in theirs if ours[name] != theirs[name]]
     if read_exports(library.path) != exports_by_readelf(library.path):
@@ -100,7 +100,7 @@ def differences(library: Library) -> list[str]:
 
 
 def compare() -> dict[str, Any]:
-    """Hold every library and program of this machine's driver against readelf."""
+    """Compare every library and program of this machine's driver with readelf."""
     driver = find_driver()
     files = [driver.cuda, driver.nvml, *driver.libraries, *driver.libraries32, *driver.programs]
     differ = {f.path: d for f in files if (d := differences(f.library))}
@@ -108,7 +108,7 @@ def compare() -> dict[str, Any]:
 
 
 def refreshes(mirror: Path, build: Path) -> dict[str, Any]:
-    """Mirror the driver some times from nothing, and ask some times whether it is still right."""
+    """Mirror the driver a few times from scratch, and then refresh it a few times."""
     command = ["refresh", "--output", str(mirror), "--control-dir", str(build / "libcontrol")]
     first, again = [], []
     for _ in range(FIRST):
@@ -143,7 +143,7 @@ def contained(node: Node, name: str, command: list[str], **annotations: str) -> 
 
 
 def run_containers(work: Path, build: Path, gl: Path | None) -> dict[str, Any]:
-    """Run what uses a driver; `without` is the question about graphics without the capability."""
+    """Run the programs that use a driver; `without` runs graphics without the capability."""
     graphics = [sys.executable, "/workload/graphics.py"]
     with Node(GraphicsNode(work, build, gl)) as node:
         return {
@@ -158,7 +158,7 @@ def run_containers(work: Path, build: Path, gl: Path | None) -> dict[str, Any]:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """Name what is not as it has to be."""
+    """Name what is not as it must be."""
     ran = report["containers"]
     good = {
         "readelf agrees": not report["readelf"]["differ"],
@@ -172,7 +172,7 @@ def faults(report: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do all of it and write the report."""
+    """Do all of it, and write the report."""
     parser = argparse.ArgumentParser(prog="python -m bench.mirror", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/mirror")
     parser.add_argument(

@@ -1,8 +1,9 @@
-"""What a fatal fault of one client does to the others of its MPS server, and how it goes on.
+"""What a fatal fault of one client does to the others of its MPS server, and how work resumes.
 
-`python -m bench.mps`, on a node with an NVIDIA GPU: two containers work under the strategy `mps`, a
-third writes where nothing is. The report says what became of each, what the governor saw, and when
-a new container could work again. Nothing is judged but that: a fault ends the others by design.
+`python -m bench.mps`, on a node with an NVIDIA GPU: two containers work under the strategy `mps`,
+and a third writes to an unmapped address. The report tells what happened to each, what the governor
+saw, and when a new container could work again. Only the latter two are judged: a fault ends the
+others by design.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def work_again(node: Node, began: float) -> dict[str, Any]:
 
 
 def measure(node: Node) -> dict[str, Any]:
-    """Let one container fail beside others."""
+    """Let one container fail while others work."""
     others = [worker(node, f"beside-{i}", 30.0) for i in range(BESIDE)]
     wait_working(*others)
     wait_file = "/out/begin"
@@ -94,7 +95,7 @@ def measure(node: Node) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the status is 1 when the fault was not seen, or nobody could work afterwards."""
+    """Run it; the status is 1 if the fault was not seen, or no container could work afterwards."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.mps", description=__doc__.split("\n", maxsplit=1)[0]
     )

@@ -40,12 +40,12 @@ class Running:
 
     @property
     def out(self) -> Path:
-        """Its /out, on the host."""
+        """Its /out directory, on the host."""
         return self.bundle / "out"
 
 
 class Node:
-    """Between `with` and its end: the mirror is fresh, the governor answers."""
+    """A context manager with a fresh mirror and a governor that answers."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Node:
         self.runtime = runtime
         self.work = machine.work
         self.driver_dir = self.work / "driver"
-        # On a tmpfs, and short: a socket's path has 107 bytes at most.
+        # On a tmpfs, and short: the path of a socket has at most 107 bytes.
         self.runtime_dir = Path("/run") / f"tidegate-{os.getpid()}"
         self.settings = {
             **(settings or {}),
@@ -99,7 +99,7 @@ class Node:
             self.machine.close()
 
     def _leave_mps(self) -> None:
-        """Keep the logs of MPS; its daemons end with the governor once nobody uses them."""
+        """Keep the logs of MPS; its daemons end with the governor once no container uses them."""
         for logs in (self.runtime_dir / "mps").glob("*/log"):
             shutil.copytree(logs, self.work / "mps" / logs.parent.name, dirs_exist_ok=True)
             deadline = time.monotonic() + 5
@@ -109,7 +109,7 @@ class Node:
 
     @property
     def governor_pid(self) -> int:
-        """The governor's process."""
+        """The pid of the governor."""
         assert self._governor is not None
         return self._governor.pid
 
@@ -126,7 +126,7 @@ class Node:
             raise MachineError(done.stderr.strip() or "tidegate refresh failed")
 
     def start_governor(self) -> None:
-        """Start a governor and wait until it answers."""
+        """Start a governor, and wait until it answers."""
         self.work.mkdir(parents=True, exist_ok=True)
         self.runtime_dir.mkdir(parents=True, exist_ok=True)
         path = self.work / "config.yaml"
@@ -163,7 +163,7 @@ class Node:
 
     @contextlib.contextmanager
     def frozen_governor(self) -> Iterator[None]:
-        """Keep the governor from doing anything meanwhile: as slow as it can be."""
+        """Stop the governor for the duration of the block, as if it were extremely slow."""
         assert self._governor is not None
         self._governor.send_signal(signal.SIGSTOP)
         try:
@@ -231,7 +231,7 @@ class Node:
         return container
 
     def look(self) -> dict[str, dict[str, Any]]:
-        """Return what the governor says of the containers, by id, and remember peaks."""
+        """Return what the governor reports of the containers, by id, and remember peaks."""
         known = {one["id"]: one for one in ask(self.config, "list")["containers"]}
         for container in self.running:
             if container.identifier in known:
@@ -241,9 +241,9 @@ class Node:
         return known
 
     def check_scheduling(self) -> None:
-        """Raise MachineError where grants divided a GPU's time although its scheduler should have.
+        """Raise MachineError if grants divided a GPU's time although its scheduler should have.
 
-        An arm of the GPU's own scheduler would have the gate's figures, and not say so.
+        Otherwise an arm of the GPU's own scheduler would silently have the figures of the gate.
         """
         for gpu in ask(self.config, "gpus")["gpus"]:
             if self.settings.get("scheduling") == "hardware" != gpu["scheduling"]:
@@ -252,7 +252,7 @@ class Node:
                 )
 
     def wait(self, container: Running, timeout: float) -> int:
-        """Wait for a container's end and return its exit status."""
+        """Wait for a container's end, and return its exit status."""
         try:
             status = container.process.wait(timeout)
         except subprocess.TimeoutExpired as e:
@@ -264,7 +264,7 @@ class Node:
         return status
 
     def kill(self, container: Running) -> None:
-        """SIGKILL all of a container."""
+        """Send SIGKILL to the whole container."""
         subprocess.run(
             [self.runtime, "--root", str(self.state_dir), "kill", container.identifier, "KILL"],
             check=True,
@@ -272,7 +272,7 @@ class Node:
         )
 
     def delete(self, container: Running) -> None:
-        """Make sure that nothing of a container is left."""
+        """Make sure that nothing is left of a container."""
         if container.process.poll() is None:
             subprocess.run(
                 [
@@ -290,9 +290,9 @@ class Node:
                 container.process.wait(10)
 
     def clear(self) -> None:
-        """End all containers, and see to it that there is a governor which has none."""
+        """End all containers, and make sure that there is a governor without containers."""
         left = [*self.running]
-        # Whatever becomes of them, what follows waits for its own containers alone.
+        # Even if this fails, what follows waits only for its own containers.
         self.running.clear()
         for container in left:
             self.delete(container)
@@ -306,7 +306,7 @@ class Node:
             self.start_governor()
 
     def wait_ready(self, paths: Sequence[Path], timeout: float) -> None:
-        """Wait until each workload has said that it is set up."""
+        """Wait until each workload has reported that it is set up."""
         deadline = time.monotonic() + timeout
         while not all(path.exists() for path in paths):
             for container in self.running:

@@ -1,9 +1,9 @@
-"""`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: what a look at a GPU through NVML takes.
+"""`python -m bench.nvml_cost LIBRARY UUID ROUNDS`: what a look at a GPU through NVML costs.
 
-Prints a line of JSON: how many processes NVML listed, how often it did not answer, and microseconds
-of each round. `samples` is
-nvmlDeviceGetProcessUtilization and nvmlDeviceGetComputeRunningProcesses; `look` is all that a
-governor asks in a look: the memory, three lists of processes, the memory, and the samples.
+Prints a line of JSON: how many processes NVML listed, how often it did not answer, and the
+microseconds of each round. `samples` is nvmlDeviceGetProcessUtilization and
+nvmlDeviceGetComputeRunningProcesses. `look` is everything that a governor asks in one look: the
+memory, three lists of processes, the memory again, and the samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ SINCE_US = 1_000_000
 
 
 def ask_use(nvml: Nvml, uuid: str, since_us: int) -> bool:
-    """Ask for samples; whether there was an answer. Samples may come while they are counted."""
+    """Ask for samples, and return whether there was an answer.
+
+    There may be none if samples are added while they are being counted.
+    """
     try:
         nvml.utilisation(uuid, since_us)
     except NvmlError:

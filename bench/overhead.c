@@ -3,22 +3,23 @@
  *
  *   overhead MEASURE... [--samples N] [--calls N] [--bytes N] [--leave-file F] [--against LIBRARY]
  *
- * Measures, one a line:
+ * Measures:
  *
  * - launch: cuLaunchKernel of an empty kernel, mean of a batch;
- * - launch-median: the same in groups of eight, the median group of a batch: not those that wait;
+ * - launch-median: the same in groups of eight, the median group of a batch, which excludes waits;
  * - alloc-async: cuMemAllocAsync and cuMemFreeAsync;
- * - alloc: cuMemAlloc and cuMemFree, with no block of ours alive but that one;
- * - alloc-1000, alloc-100000: the same with so many blocks alive;
+ * - alloc: cuMemAlloc and cuMemFree, with no other block of this program alive;
+ * - alloc-1000, alloc-100000: the same with that many blocks alive;
  * - memory-info: cuMemGetInfo;
  * - look-up-ours, look-up: cuGetProcAddress of cuLaunchKernel, of cuEventQuery;
  * - load: dlopen of libcuda.so.1, each in a process of its own.
  *
- * A sample is the ns that one call (one pair of calls) of a batch of --calls took; a batch's work
- * is waited for outside of the measured time. With --against each sample is a pair: of the named
- * library, which libcuda.so.1 has loaded, and of libcuda.so.1 itself, in one process and in turn
- * (A B B A); there is no load then. Prints one JSON object: a list of --samples numbers
- * for each measure. Like the burner it needs no toolkit and knows nothing of Tidegate.
+ * A sample is the time in ns that one call (one pair of calls) of a batch of --calls took. Waiting
+ * for the work of a batch is not part of the measured time. With --against each sample is a pair:
+ * one of the named library, which libcuda.so.1 has loaded, and one of libcuda.so.1 itself, in one
+ * process and in turn (A B B A); `load` is not available then. Prints one JSON object: a list of
+ * --samples numbers for each measure. Like the burner it needs no toolkit and knows nothing of
+ * Tidegate.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -32,7 +33,7 @@
 
 typedef void *handle;
 
-/* Name of ours, name in the library, parameters. */
+/* Our name, name in the library, parameters. */
 #define FUNCTIONS(F)                                                                               \
     F(cuInit, cuInit, (unsigned))                                                                  \
     F(cuDeviceGet, cuDeviceGet, (int *, int))                                                      \
@@ -55,13 +56,13 @@ typedef void *handle;
 #define POINTER(ours, theirs, parameters) static int(*ours) parameters;
 FUNCTIONS(POINTER)
 
-/* The same of both libraries, where two are compared. */
+/* The functions of both libraries, when two are compared. */
 static struct functions {
 #define MEMBER(ours, theirs, parameters) int(*ours) parameters;
     FUNCTIONS(MEMBER)
 } original, governed;
 
-/* By a name and with a parameter that a simulated GPU knows as well. */
+/* The name and the parameter are also known to a simulated GPU. */
 static const char ptx[] = ".version 7.0\n.target sm_70\n.address_size 64\n"
                           ".visible .entry burn(.param .u64 ns)\n{\n  ret;\n}\n";
 
@@ -128,7 +129,7 @@ static void start(void)
     check(cuStreamCreate(&stream, 1), "cuStreamCreate");
 }
 
-/* The library that the other one has behind it. */
+/* Find the library that the other one has loaded. */
 static void start_against(const char *name)
 {
     void *library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
@@ -198,7 +199,7 @@ static void do_look_up(void)
     look_up("cuEventQuery");
 }
 
-/* ---- how ---- */
+/* ---- how it is measured ---- */
 
 static int by_size(const void *a, const void *b)
 {
@@ -231,7 +232,7 @@ static double batch_median(void (*call)(void), double *groups)
     return groups[n / 2];
 }
 
-/* Keeps so many small blocks alive from here on; they go with the process. */
+/* Keep `n` small blocks alive from here on; they end with the process. */
 static void keep_blocks(unsigned n)
 {
     for (; n_blocks < n; n_blocks++) {
@@ -241,7 +242,7 @@ static void keep_blocks(unsigned n)
     }
 }
 
-/* A process's first dlopen, as it reports it itself on its standard output. */
+/* The time of a process's first dlopen, which it prints to its standard output. */
 static double load_once(char *self)
 {
     char text[64] = "";
@@ -268,7 +269,7 @@ static double load_once(char *self)
 
 static const struct measure {
     const char *name;
-    void (*call)(void); /* NULL: load */
+    void (*call)(void); /* NULL for `load` */
     unsigned blocks;
     int median;
 } measures[] = {
@@ -279,7 +280,7 @@ static const struct measure {
     {"look-up-ours", do_look_up_ours, 0, 0},
     {"look-up", do_look_up, 0, 0},
     {"load", NULL, 0, 0},
-    /* Behind the others: what is kept alive stays alive. */
+    /* After the others, because the blocks stay alive. */
     {"alloc", do_alloc, 0, 0},
     {"alloc-1000", do_alloc, 1000, 0},
     {"alloc-100000", do_alloc, 100000, 0},
@@ -316,7 +317,7 @@ static void run(const struct measure *m, char *self)
         } else {
             of[0] = sample(m, self, groups);
         }
-        if (i < 2) /* two to warm up */
+        if (i < 2) /* warm-up */
             continue;
         if (against)
             printf("%s[%.1f, %.1f]", separator, of[0], of[1]);

@@ -1,16 +1,17 @@
 """`python -m bench.overhead`: what the control library costs the caller of the driver API.
 
 Runs bench/overhead.c natively and governed in a container, in turn (A B B A), each time as a new
-process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, whose
-functions return at once, so that what is left is the control library's own cost; then there is no
-container, but a grant page alone. With `--step` it compares steps of PyTorch: bench.step.
+process, and writes overhead.json with every sample. With `--stub` the driver is bench/stub.c, which
+has functions that return at once, so that only the control library's own cost is left; there is no
+container then, only a grant page. With `--step` it compares steps of PyTorch: bench.step.
 
-Then the same in one governed process, which has both libraries: ours, and the original behind it;
-each sample of one beside one of the other. There no process differs from another, which costs a
-launch some 100 ns here and there.
+Then it measures the same in one governed process that has both libraries: ours, and the original
+behind it. Samples of the two alternate. That excludes differences between processes, which can cost
+a launch some 100 ns either way.
 
-A pair is a native run and the governed one beside it. The difference is the median over the pairs
-of the difference of a run's medians, its interval a bootstrap of the pairs.
+A pair is a native run and the governed one that follows or precedes it. The difference is the
+median over the pairs of the difference of a run's medians, and its interval a bootstrap of the
+pairs.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ ALONE = (
     "launch", "launch-median", "alloc-async", "memory-info", "look-up-ours", "look-up", "load",
     "alloc", "alloc-1000", "alloc-100000",
 )  # fmt: skip
-"""What is measured alone, with an open grant."""
+"""Measures that are taken alone, with an open grant."""
 WITHIN = tuple(name for name in ALONE if name != "load")
-"""What is measured against the original in the same process, where no other process differs."""
+"""Measures that are taken against the original in the same process."""
 AGAINST = ("--against", "libcuda-origin.so.1")
 
 BESIDE = ("launch-median",)
-"""What is measured while somebody else wants the GPU: of the calls that wait, nothing."""
+"""Measures that are taken while another container wants the GPU; they leave out calls that wait."""
 
 TITLES = {
     "alone": "alone",
@@ -60,13 +61,13 @@ TITLES = {
 
 STUB_UUID = b"tidegate stub 0."
 RUN_S = 120.0
-"""How long one run may take."""
+"""Time limit of one run, seconds."""
 
 Samples = dict[str, list[float]]
 Arm = Callable[[Sequence[str]], Samples]
 
 
-# ---- the figures ----
+# ---- figures ----
 
 
 def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]]:
@@ -88,7 +89,7 @@ def summarise(pairs: Sequence[dict[str, Samples]]) -> dict[str, dict[str, float]
 
 
 def render_table(summary: dict[str, dict[str, float]]) -> str:
-    """Return a summary as a table, ns."""
+    """Return a summary as a table, in ns."""
     lines = [f"{'':22}{'native':>12}{'governed':>12}{'difference':>12}   95 %"]
     lines += [
         f"{name:22}{one['native_ns']:12.1f}{one['governed_ns']:12.1f}{one['difference_ns']:12.1f}"
@@ -98,7 +99,7 @@ def render_table(summary: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-# ---- the runs ----
+# ---- runs ----
 
 
 def run_pairs(
@@ -113,7 +114,7 @@ def run_pairs(
 
 
 def read_samples(text: str, measures: Sequence[str]) -> Samples:
-    """Return what the program measured; MachineError unless it is all that was asked for."""
+    """Return what the program measured; raises MachineError if anything requested is missing."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
         last = text.strip().splitlines()[-1:] or ["it said nothing"]
@@ -122,7 +123,7 @@ def read_samples(text: str, measures: Sequence[str]) -> Samples:
 
 
 def read_pairs(text: str, measures: Sequence[str]) -> list[dict[str, Samples]]:
-    """Return each pair of samples of a process that had both libraries, as a run of its own."""
+    """Return each pair of samples of a process with both libraries, as a run of its own."""
     found = last_json(text)
     if sorted(found) != sorted(measures):
         last = text.strip().splitlines()[-1:] or ["it said nothing"]
@@ -137,7 +138,7 @@ def read_pairs(text: str, measures: Sequence[str]) -> list[dict[str, Samples]]:
 
 
 def run_program(command: Sequence[str], environment: dict[str, str]) -> str:
-    """Run the program outside of a container and return its output."""
+    """Run the program outside a container, and return its output."""
     done = subprocess.run(
         command,
         env={**os.environ, **environment},
@@ -152,7 +153,7 @@ def run_program(command: Sequence[str], environment: dict[str, str]) -> str:
 
 
 def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure over the library that does nothing: with an open grant, and with one that ends."""
+    """Measure with the stub as the driver, with an open grant and with one that ends."""
     control, stub = args.build / "libcontrol/libcuda.so.1", args.build / "libcuda-stub.so"
     control_folder(args.output / "governed", control, stub)
     (args.output / "native").mkdir()
@@ -182,7 +183,7 @@ def measure_stub(args: argparse.Namespace) -> dict[str, Any]:
             return read_pairs(run_program(command, environment), measures)
 
         report["within"] = within(WITHIN)
-        # Not until its end: what a hand-over costs is not the library's own cost.
+        # The grant must not end meanwhile: a hand-over is not the library's own cost.
         room.grant_until(time.monotonic_ns() + 10**13)
         report["beside"] = run_pairs(arms, BESIDE, args.pairs)
         report["within_beside"] = within(BESIDE)
@@ -203,11 +204,11 @@ class Contained:
         return self.node.start(f"run{self.n}", command, {"memory": "4Gi", **annotations})
 
     def alone(self, measures: Sequence[str]) -> Samples:
-        """Run with the whole GPU, and nobody else there."""
+        """Run with the whole GPU and no other container."""
         return read_samples(self._run(measures, compute="100"), measures)
 
     def beside(self, measures: Sequence[str]) -> Samples:
-        """Run with half of the GPU while a neighbour with the other half keeps it busy."""
+        """Run with half of the GPU, while a neighbour with the other half keeps it busy."""
         return read_samples(self._run_beside(measures), measures)
 
     def within(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
@@ -215,7 +216,7 @@ class Contained:
         return read_pairs(self._run([*measures, *AGAINST], compute="100"), measures)
 
     def within_beside(self, measures: Sequence[str]) -> list[dict[str, Samples]]:
-        """Run against the original in the same process, beside a neighbour."""
+        """Run against the original in the same process, next to a neighbour."""
         return read_pairs(self._run_beside([*measures, *AGAINST]), measures)
 
     def _run_beside(self, arguments: Sequence[str]) -> str:
@@ -307,7 +308,7 @@ def measure_step(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gpu_name(machine: Machine) -> str:
-    """Return the GPU's name as the driver's own nvidia-smi says it."""
+    """Return the GPU's name as reported by the driver's nvidia-smi."""
     if isinstance(machine, Simulated):
         return "Tidegate Simulated GPU"
     done = subprocess.run(
@@ -318,7 +319,7 @@ def gpu_name(machine: Machine) -> str:
 
 
 def summarise_report(report: dict[str, Any]) -> dict[str, Any]:
-    """Return what the runs of a report come to."""
+    """Return a summary of the runs of a report."""
     summarise_one = summarise_steps if "train" in report else summarise
     kinds = [kind for kind in (*TITLES, *KINDS) if kind in report]
     return {kind: summarise_one(report[kind]) for kind in kinds}

@@ -1,8 +1,8 @@
-"""The governor's page in a picture: a demo runs for 15 minutes, and a browser shows what it says.
+"""Screenshots of the governor's page: a demo runs for 15 minutes, and a browser shows the page.
 
-`python -m bench.page` runs containers on two simulated GPUs: one that trains beside one whose load
-comes in bursts, a notebook for a while, one that allocates more than its memory, one that is
-refused, one that goes around its quota, and one alone on the second GPU. It writes
+`python -m bench.page` runs containers on two simulated GPUs: one that trains, next to one with a
+load that comes in bursts, a notebook for a while, one that allocates more than its memory, one that
+is refused, one that bypasses its quota, and one that is alone on the second GPU. It writes
 docs/figures/page.png and page-narrow.png: wide and light, narrow and dark.
 """
 
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 class Scene:
-    """What happens, by the second."""
+    """What happens, and when."""
 
     def __init__(self, node: Node, seconds: float) -> None:
         self._node = node
@@ -61,19 +61,19 @@ class Scene:
         annotations.setdefault("devices", "0")
 
         def tell(config: dict[str, Any]) -> None:
-            # Where there are no device nodes, a program finds its GPUs by this alone.
+            # Without device nodes, a program finds its GPUs by this variable alone.
             config["process"]["env"].append(f"CUDA_VISIBLE_DEVICES={annotations['devices']}")
 
         self._node.start(name, command, annotations, edit=tell)
 
     def stray(self) -> None:
-        """Start a container that goes around the control library."""
+        """Start a container that bypasses the control library."""
         ways = ["join", "own", f"take:{2 * GIB}", f"sleep:{int(self._seconds * 1000)}"]
         quota = {"devices": "0", "compute": "5", "memory": "1Gi"}
         self._node.start("legacy-app", ["/usr/bin/stray", *ways], quota)
 
     def acts(self) -> list[tuple[float, str, Callable[[], None]]]:
-        """Return what happens at which part of the time, with a line that says it."""
+        """Return what happens at which fraction of the time, with a line that describes it."""
         memory = {"memory": "3Gi"}
         takes = ("--memory", str(2 * GIB))
         return [
@@ -94,7 +94,7 @@ class Scene:
         ]  # fmt: skip
 
     def play(self) -> None:
-        """Let all of it happen."""
+        """Make all of it happen."""
         began = time.monotonic()
         for at, what, act in self.acts():
             time.sleep(max(0.0, began + at * self._seconds - time.monotonic()))
@@ -104,7 +104,7 @@ class Scene:
 
 
 def take_pictures(page: Page, output: Path) -> None:
-    """Write the two pictures of an open page."""
+    """Write the two screenshots of an open page."""
     page.wait(f"{ROWS} >= 5")
     for name, width, scheme in (("page.png", 1280, "light"), ("page-narrow.png", 420, "dark")):
         page.prefer(color_scheme=scheme)
@@ -116,7 +116,7 @@ def take_pictures(page: Page, output: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run it; the exit status is 0 when there are pictures."""
+    """Run it; the exit status is 0 if the screenshots were made."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.page", description=__doc__.split("\n", maxsplit=1)[0]
     )
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     settings = {"web": {"listen": f"127.0.0.1:{PORT}"}}
     try:
-        # The browser first: where there is none, nobody has to wait for 15 minutes to hear that.
+        # The browser first: if there is none, the error should not come after 15 minutes.
         with (
             Browser() as browser,
             browser.page() as page,

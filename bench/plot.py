@@ -1,11 +1,12 @@
 """A small SVG writer for line charts: values in, one self-contained document out.
 
-Dependency-free, because `make demo` installs from nothing on two cores and a plotting library costs
-more time there than the rest together. Knows lines, levels, ticks and labels; nothing of GPUs.
+It has no dependencies, because `make demo` installs from nothing on two cores, and a plotting
+library takes more time there than everything else together. It knows lines, levels, ticks and
+labels; nothing of GPUs.
 
-Colours are Okabe and Ito's, which stay apart for colour-blind readers, and every line also carries
-its name at its right end. The chart brings its own background, light or dark as the reader's
-browser asks, so it stays legible on any page.
+The colours are Okabe and Ito's, which colour-blind readers can tell apart, and every line also has
+its name at its right end. The chart has a background of its own, light or dark as the reader's
+browser prefers, so it stays legible on any page.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A line chart with its words."""
+    """A line chart with its texts."""
 
     title: str
     subtitle: str
@@ -74,9 +75,9 @@ class Chart:
     y_label: str
     series: Sequence[Series]
     y_unit: str = ""
-    """Follows each number of the vertical axis."""
+    """Unit that follows each number of the vertical axis."""
     key: Sequence[tuple[str, str]] = ()
-    """What line styles mean: (`thick`, `thin` or `dashed`, words)."""
+    """Meaning of line styles: (`thick`, `thin` or `dashed`, words)."""
     x_range: tuple[float, float] | None = None
     y_min: float | None = 0.0
     y_max: float | None = None
@@ -85,7 +86,7 @@ class Chart:
 
 
 def nice_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
-    """About `wanted` round numbers from `low` to `high`, in steps of 1, 2 or 5."""
+    """Return about `wanted` round numbers from `low` to `high`, in steps of 1, 2 or 5."""
     span = high - low
     if not (math.isfinite(span) and span > 0):
         return [low]
@@ -98,13 +99,13 @@ def nice_ticks(low: float, high: float, wanted: int = 6) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A coordinate or a tick in as few characters as it needs."""
+    """Return a coordinate or a tick in as few characters as possible."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions near `wanted`, in its order of size, `gap` apart, bounded if room allows."""
+    """Return positions near `wanted`, in the same order, `gap` apart, within bounds if possible."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     placed = [0.0] * len(wanted)
     floor = low
@@ -119,7 +120,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def style_sheet(series: int) -> str:
-    """The rules of both appearances; the light one is what a reader without media queries gets."""
+    """Return the rules of both appearances; readers without media queries get the light one."""
 
     def rules(theme: Theme) -> str:
         lines = "".join(
@@ -162,31 +163,31 @@ class Canvas:
         self.bottom = chart.height - self.BOTTOM
 
     def x(self, value: float) -> float:
-        """Where `value` lies on the page, from the left."""
+        """Return the place of `value` on the page, from the left."""
         return self.LEFT + (value - self.x0) / (self.x1 - self.x0) * (self.right - self.LEFT)
 
     def y(self, value: float) -> float:
-        """Where `value` lies on the page, from the top; outside the range, on its edge."""
+        """Return the place of `value` on the page, from the top; outside the range, on its edge."""
         inside = min(max(value, self.y0), self.y1)
         return self.bottom - (inside - self.y0) / (self.y1 - self.y0) * (self.bottom - self.TOP)
 
     def add(self, element: str) -> None:
-        """Collect one element."""
+        """Add one element."""
         self.parts.append(element)
 
     def text(self, x: float, y: float, words: str, css: str, extra: str = "") -> None:
-        """Collect words."""
+        """Add text."""
         place = f'x="{number(x)}" y="{number(y)}"'
         gap = " " if extra else ""
         self.add(f'<text {place} class="{css}"{gap}{extra}>{escape(words)}</text>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str) -> None:
-        """Collect a straight line between places on the page."""
+        """Add a straight line between places on the page."""
         ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
         self.add(f'<line {ends} class="{css}"/>')
 
     def path(self, points: Sequence[Point], css: str) -> None:
-        """Collect a line through points given as values; where it would go back it begins anew."""
+        """Add a line through points given as values; where x would decrease, a new line begins."""
         steps = []
         last = math.inf
         for x, y in points:
@@ -197,7 +198,7 @@ class Canvas:
 
 
 def draw_frame(canvas: Canvas) -> None:
-    """Title, axes, grid and ticks."""
+    """Draw title, axes, grid and ticks."""
     chart = canvas.chart
     canvas.text(28, 36, chart.title, "ink", 'style="font-size:19px;font-weight:600"')
     canvas.text(28, 58, chart.subtitle, "faint")
@@ -219,7 +220,7 @@ def draw_frame(canvas: Canvas) -> None:
 
 
 def draw_series(canvas: Canvas) -> None:
-    """All lines, thin ones first so that no thick one is covered, and their labels."""
+    """Draw all lines, thin ones first so that they cover no thick one, and their labels."""
     series = canvas.chart.series
     for index, one in enumerate(series):
         canvas.path(one.fine, f"thin s{index}")
@@ -239,7 +240,7 @@ def draw_series(canvas: Canvas) -> None:
 
 
 def draw_key(canvas: Canvas) -> None:
-    """What the line styles mean, below the axis."""
+    """Draw the meaning of the line styles, below the axis."""
     x, y = float(canvas.LEFT), canvas.chart.height - 20
     for css, words in canvas.chart.key:
         canvas.line(x, y - 4.5, x + 26, y - 4.5, f"{css} key")
@@ -248,7 +249,7 @@ def draw_key(canvas: Canvas) -> None:
 
 
 def render(chart: Chart) -> str:
-    """The chart as an SVG document that needs nothing else."""
+    """Return the chart as a self-contained SVG document."""
     canvas = Canvas(chart)
     draw_frame(canvas)
     draw_series(canvas)

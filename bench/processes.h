@@ -1,9 +1,9 @@
 /*
  * One workload as several processes of one container, which do the same and begin together.
  *
- * processes_fork() comes first, before anything of CUDA. The first process is the one that was
- * started: its files are those that were named, the k-th one's have ".k" behind their names. Only
- * the first one's last line is printed, and it ends last.
+ * processes_fork() comes first, before any use of CUDA. The first process is the one that was
+ * started, and it uses the files as they were named; the k-th one appends ".k" to their names. Only
+ * the first process prints its last line, and it ends last.
  */
 #ifndef BENCH_PROCESSES_H
 #define BENCH_PROCESSES_H
@@ -17,8 +17,8 @@
 #define PROCESSES_MOST 64
 
 struct processes {
-    unsigned n;     /* of them all */
-    unsigned index; /* of this one; 0: the first */
+    unsigned n;     /* number of processes */
+    unsigned index; /* number of this one; 0: the first */
 };
 
 static struct processes processes_fork(unsigned n)
@@ -60,7 +60,7 @@ static const char *processes_path(const struct processes *all, const char *path)
     return own;
 }
 
-/* Says that this process is set up; the first one says so when all others have. */
+/* Reports that this process is set up; the first one does so once all others have. */
 static void processes_ready(const struct processes *all, const char *wait_file)
 {
     char ready[4096];
@@ -70,7 +70,7 @@ static void processes_ready(const struct processes *all, const char *wait_file)
         snprintf(ready, sizeof ready, "%s.%u.ready", wait_file, k);
         while (access(ready, F_OK)) {
             if (waitpid(-1, NULL, WNOHANG) > 0)
-                exit(1); /* one has failed, and has said so */
+                exit(1); /* one has failed, and has reported it */
             usleep(1000);
         }
     }
@@ -83,7 +83,7 @@ static void processes_ready(const struct processes *all, const char *wait_file)
     close(fd);
 }
 
-/* Returns 0 when all others have ended well; for the first one's end. */
+/* Waits for the others at the end of the first process; returns 0 if all have succeeded. */
 static int processes_wait(const struct processes *all)
 {
     int failed = 0, status;

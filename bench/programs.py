@@ -1,10 +1,10 @@
 """`python -m bench.programs [NAME ...]`: programs alone and governed, side by side.
 
 Each program of examples/workloads/programs runs natively, and then in a container with a quota,
-through the hook and a governor. Both runs have to come to the same: exit status, named checks,
-values within the program's own tolerance, and no new line of output. The governor's counters have
-to show that the second run was governed. Writes programs.json, prints a table, and ends with 1
-when a program differs.
+through the hook and a governor. Both runs must produce the same: exit status, named checks, values
+within the program's own tolerance, and no new line of output. The governor's counters must show
+that the second run was governed. Writes programs.json, prints a table, and exits with status 1 if a
+program differs.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ LINES_KEPT = 60
 COMPUTE = 50
 
 TOLD_S = 0.5
-"""Within so long the counters show what a program launched: under an open grant the control library
-tells of it five times a second."""
+"""Time within which the counters show what a program launched, seconds: under an open grant the
+control library reports launches five times a second.
+"""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A program: how long it may take, seconds, and the module without which it is not here."""
+    """A program: its time limit in seconds, and the module that it needs."""
 
     seconds: int
     needs: str = "ctypes"
@@ -82,16 +83,16 @@ PROGRAMS = {
 }
 
 ON_SIMULATED = ("driver", "threads", "forks")
-"""Those that need nothing but the driver API, and compute nothing."""
+"""Programs that need only the driver API, and compute nothing."""
 
-# Where a program's own path to the driver leads: the usual places of libraries.
+# RPATH of the linked program: the usual directories of libraries.
 RPATH = f"/usr/lib/{TRIPLET}:/usr/lib64:/usr/local/nvidia/lib64"
 STUB_C = "int cuInit(void) { return 1; }\nint cuDeviceTotalMem_v2(void) { return 1; }\n"
 
 
 @dataclass
 class Arm:
-    """One run of a program; `status` is None when it did not end in time."""
+    """One run of a program; `status` is None if it did not end in time."""
 
     status: int | None
     seconds: float
@@ -106,7 +107,7 @@ class Arm:
 
 @dataclass
 class Seen:
-    """The most that the governor showed of a container's counters, for its first GPU."""
+    """The largest values that the governor showed of a container's counters on its first GPU."""
 
     launches: int = 0
     lookups: int = 0
@@ -114,7 +115,7 @@ class Seen:
     grants: int = 0
 
     def take(self, one: Mapping[str, Any]) -> None:
-        """Take what the governor says now; a process that ended takes its counts with it."""
+        """Take the governor's present counters; a process that ends takes its counts with it."""
         if not one:
             return
         device = one["devices"][0]
@@ -135,7 +136,7 @@ class Comparison:
 
     @property
     def result(self) -> str:
-        """In a few words: how the two compare."""
+        """How the two runs compare, in a few words."""
         if self.native.missing:
             return "not here"
         if self.differences:
@@ -154,7 +155,7 @@ def split_output(text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def shape_of(line: str) -> str:
-    """Return a line less what changes from run to run: numbers, addresses, temporary names."""
+    """Return a line without what changes from run to run: numbers, addresses, temporary names."""
     line = re.sub(r"/(?:tmp|dev/shm)/\S*", "/tmp/...", line)  # noqa: S108 - text, no file
     return re.sub(r"0x[0-9a-fA-F]+|\d+(?:\.\d+)?", "#", line).strip()
 
@@ -171,7 +172,7 @@ def new_lines(native: Sequence[str], governed: Sequence[str]) -> list[str]:
 
 
 def numbers_of(value: Any) -> list[float] | None:
-    """Return a value as numbers; None if it is text."""
+    """Return a value as numbers, or None if it is text."""
     values = value if isinstance(value, list) else [value]
     if all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values):
         return [float(one) for one in values]
@@ -179,7 +180,10 @@ def numbers_of(value: Any) -> list[float] | None:
 
 
 def is_near(native: Any, governed: Any, tolerance: float) -> bool:
-    """Whether two values agree: numbers within a part of the largest, text to the letter."""
+    """Return whether two values agree.
+
+    Numbers agree within `tolerance` of the largest one, text only if it is identical.
+    """
     ours, theirs = numbers_of(native), numbers_of(governed)
     if ours is None or theirs is None:
         return bool(native == governed)
@@ -187,12 +191,12 @@ def is_near(native: Any, governed: Any, tolerance: float) -> bool:
         return False
     scale = max((abs(one) for one in ours + theirs), default=0.0)
     allowed = tolerance * max(scale, FLOOR)
-    # A value that is not a number is near to nothing, itself included.
+    # A NaN is not near any value, including itself.
     return all(abs(a - b) <= allowed for a, b in zip(ours, theirs, strict=True))
 
 
 def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> list[str]:
-    """Name the checks that do not hold in both."""
+    """Name the checks that do not hold in both runs."""
     found = []
     for name in dict.fromkeys([*native, *governed]):
         if name not in governed:
@@ -207,7 +211,7 @@ def compare_checks(native: Mapping[str, bool], governed: Mapping[str, bool]) -> 
 
 
 def compare_values(native: Mapping[str, Any], governed: Mapping[str, Any]) -> list[str]:
-    """Name the values that are not near to each other."""
+    """Name the values that are not near each other."""
     found = []
     tolerances = native["tolerances"]
     ours, theirs = native["values"], governed["values"]
@@ -221,13 +225,13 @@ def compare_values(native: Mapping[str, Any], governed: Mapping[str, Any]) -> li
 
 
 def shorten(value: Any) -> str:
-    """Return a value for a line of text."""
+    """Return a value as text that fits in a line."""
     text = json.dumps(value)
     return text if len(text) < 120 else text[:117] + "..."
 
 
 def compare(native: Arm, governed: Arm, seen: Seen) -> list[str]:
-    """Name every way in which the governed run is not as the native one, or was not governed."""
+    """Name every way in which the governed run differs from the native one, or was not governed."""
     if native.missing:
         return []
     found = []
@@ -253,7 +257,7 @@ def compare(native: Arm, governed: Arm, seen: Seen) -> list[str]:
 
 
 class NvidiaImage(Nvidia):
-    """The machine's root as the image, with a loader's cache that knows no driver."""
+    """The machine's root as the image, with a loader cache that knows no driver."""
 
     def __init__(self, work: Path, build: Path, tools: Path) -> None:
         super().__init__(work, build)
@@ -261,7 +265,7 @@ class NvidiaImage(Nvidia):
         self.python = sys.executable
 
     def make_rootfs(self, directory: Path) -> None:
-        """Lay the overlay; the driver is mounted and no part of it, so ldconfig forgets it."""
+        """Make the overlay; the driver is mounted over the image, so ldconfig forgets it."""
         super().make_rootfs(directory)
         subprocess.run(["ldconfig", "-r", str(directory)], check=True, stderr=subprocess.DEVNULL)
 
@@ -289,7 +293,7 @@ class SimulatedImage(Simulated):
         self.python = str(Path(sys.executable).resolve())
 
     def make_rootfs(self, directory: Path) -> None:
-        """Make the image, with the libraries that Python and its modules in C need."""
+        """Make the image, with the libraries that Python and its C extension modules need."""
         super().make_rootfs(directory)
         modules = Path(sysconfig.get_path("stdlib")) / "lib-dynload"
         libraries = directory / "usr/lib" / TRIPLET
@@ -330,7 +334,7 @@ def needed_by(files: Sequence[Path]) -> list[Path]:
 
 
 def make_tools(directory: Path, *, cuda: bool) -> None:
-    """Compile what some programs run besides, as far as this machine can."""
+    """Compile the helpers that some programs run, as far as this machine can."""
     directory.mkdir(parents=True)
     if shutil.which("gcc"):
         stub = directory / "stub"
@@ -365,7 +369,7 @@ class Harness:
     def __init__(self, machine: NvidiaImage | SimulatedImage, quota: int) -> None:
         self.machine = machine
         self.quota = quota
-        # Memory comes back as soon as the simulated GPU's machine, which others share, has a core.
+        # On a simulated GPU, memory is freed once the shared machine has a core to spare.
         self.within_ms = 200 if machine.kind == "nvidia" else 2000
 
     def options(self, tools: str) -> list[str]:
@@ -373,7 +377,7 @@ class Harness:
         return ["--quota", str(self.quota), "--within-ms", str(self.within_ms), "--tools", tools]
 
     def run_native(self, name: str) -> Arm:
-        """Run a program on this machine as it is, with empty caches of its own."""
+        """Run a program directly on this machine, with empty caches of its own."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
             return self._run_native(name, home)
 
@@ -413,7 +417,7 @@ class Harness:
         )
 
     def run_governed(self, node: Node, name: str) -> tuple[Arm, Seen]:
-        """Run a program in a container, and watch its counters until it has shown all of them."""
+        """Run a program in a container, and watch its counters until all have been reported."""
         arguments = [
             self.machine.python, f"{INSIDE}/{name}.py", *self.options(TOOLS_INSIDE),
             "--governed", "--hold", "/out/hold",
@@ -447,7 +451,7 @@ class Harness:
         return Arm(status, time.monotonic() - begin, *split_output(text)), seen
 
     def compare(self, node: Node, name: str) -> Comparison:
-        """Run a program both ways, unless what it is about is not installed."""
+        """Run a program both ways, unless the module that it needs is not installed."""
         needs = PROGRAMS[name].needs
         if importlib.util.find_spec(needs) is None:
             absent = Arm(NOT_HERE, 0.0, {"missing": f"Python has no module {needs}"}, [])
@@ -469,7 +473,7 @@ def wait_for_books(node: Node) -> None:
 
 
 def render_table(comparisons: Sequence[Comparison]) -> str:
-    """Return a row for each program, and below it what differs."""
+    """Return a row for each program, and below the table the differences."""
     head = ("program", "native", "governed", "checks", "launches", "look-ups", "peak", "result")
     rows = [
         (
@@ -497,7 +501,7 @@ def render_table(comparisons: Sequence[Comparison]) -> str:
 
 
 def as_json(one: Comparison) -> dict[str, Any]:
-    """Return a comparison as it is kept."""
+    """Return a comparison in the form in which it is saved."""
     kept: dict[str, Any] = {"name": one.name, "result": one.result, "differences": one.differences}
     for which, arm in (("native", one.native), ("governed", one.governed)):
         kept[which] = {
@@ -530,7 +534,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def measure(
     args: argparse.Namespace, report: dict[str, Any], comparisons: list[Comparison]
 ) -> None:
-    """Run the programs; what came out so far is in the last two, should one of them end it all."""
+    """Run the programs. `report` and `comparisons` hold the results so far if one of them fails."""
     real = not args.simulated and driver_answers()
     names = args.names or (list(PROGRAMS) if real else list(ON_SIMULATED))
     tools = args.output / "tools"
@@ -551,7 +555,7 @@ def measure(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run them, write programs.json, and show a table."""
+    """Run the programs, write programs.json, and print a table."""
     args = parse_arguments(argv)
     os.environ["PATH"] += ":/usr/sbin:/sbin"
     args.output, args.build = args.output.resolve(), args.build.resolve()

@@ -1,12 +1,12 @@
 """Progress: how much of its own work a job did, on the GPU's clock.
 
 A workload stamps the end of each *unit* of work: a record of the time (nanoseconds, the GPU's
-clock) and the unit's kind (its position in the step). Run alone, the job shows how long a unit of
-each kind takes. Run beside others, each finished unit is worth the time it takes alone, so progress
-over a window divided by the window's length is the share of the GPU that was delivered. Nothing of
-the governor, of a driver's utilisation figure or of the control library goes into it.
+clock) and the unit's kind (its position in the step). A solo run of the job shows how long a unit
+of each kind takes. In a run with others, each finished unit counts for the time it takes alone, so
+the progress over a window divided by the window's length is the share of the GPU that was
+delivered. No figure of the governor, of the driver's utilisation or of the control library is used.
 
-This module computes; only `read_stamps` looks at a file. Times and durations are nanoseconds
+This module computes; only `read_stamps` reads a file. Times and durations are nanoseconds
 throughout, shares are fractions of 1, quotas are percent.
 """
 
@@ -29,14 +29,15 @@ RECORD = struct.Struct("<QQ")
 """One stamp in a file: the time and the unit's kind, both little-endian u64."""
 
 WARM_UP_NS = NS_PER_S
-"""What a solo run's profile leaves out at its beginning: clocks and caches settle in it."""
+"""Initial part of a solo run that its profile leaves out, while clocks and caches settle, in ns."""
 
 MAX_UNIT_NS = 2 * NS_PER_MS
-"""The longest unit that still resolves a window of 100 ms: it moves at most 2 % over an edge."""
+"""Longest unit that still resolves a window of 100 ms, in ns: it shifts at most 2 % across an edge.
+"""
 
 
 class ProgressError(ValueError):
-    """A progress file, or what was asked of it, cannot be measured with."""
+    """A progress file, or what was asked of it, is unusable for measuring."""
 
 
 class Stamp(NamedTuple):
@@ -54,13 +55,15 @@ class Profile:
     """Kind to nanoseconds, scaled so that the solo run's own progress rate is exactly 1."""
 
     scale: float
-    """What the medians were multiplied with: the tail of slow units that a median leaves out."""
+    """Factor by which the medians were multiplied, for the tail of slow units that a median
+    ignores.
+    """
 
     units: int
-    """How many units of the solo run the profile stands on."""
+    """Number of units of the solo run behind the profile."""
 
     def duration(self, kind: int) -> float:
-        """How long a unit of `kind` takes alone; an unknown kind is an error that names it."""
+        """Return how long a unit of `kind` takes alone; an unknown kind raises ProgressError."""
         try:
             return self.durations[kind]
         except KeyError:
@@ -77,7 +80,7 @@ class Profile:
 
 
 def parse_stamps(data: bytes, source: str = "progress data") -> tuple[Stamp, ...]:
-    """All whole records in `data`; a torn last one (its writer was killed) is left out."""
+    """Return all whole records in `data`; a torn last one (its writer was killed) is dropped."""
     whole = len(data) - len(data) % RECORD.size
     stamps = tuple(Stamp(*fields) for fields in RECORD.iter_unpack(data[:whole]))
     if not stamps:
@@ -87,12 +90,12 @@ def parse_stamps(data: bytes, source: str = "progress data") -> tuple[Stamp, ...
 
 
 def read_stamps(path: str | pathlib.Path) -> tuple[Stamp, ...]:
-    """All stamps of a progress file, in order."""
+    """Return all stamps of a progress file, in order."""
     return parse_stamps(pathlib.Path(path).read_bytes(), str(path))
 
 
 def check_order(stamps: Sequence[Stamp], source: str = "progress data") -> None:
-    """Time never runs backwards; equal times are the clock's resolution."""
+    """Raise ProgressError if time runs backwards; equal times are due to the clock's resolution."""
     for index, (before, after) in enumerate(itertools.pairwise(stamps), start=1):
         if after.time < before.time:
             raise ProgressError(
@@ -102,10 +105,10 @@ def check_order(stamps: Sequence[Stamp], source: str = "progress data") -> None:
 
 
 def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
-    """What a job's units take alone, from a run in which it was alone.
+    """Return what a job's units take alone, from a run in which it was alone.
 
-    The median per kind keeps a stray interruption out of a unit's worth; the scale puts the sum
-    right, so that the solo run is delivered a share of exactly 1 once its warm-up is over.
+    The median per kind excludes stray interruptions from a unit's value. The scale corrects the
+    sum, so that the solo run is delivered a share of exactly 1 once its warm-up is over.
     """
     if not stamps:
         raise ProgressError("the solo run holds no stamp: did the workload start?")
@@ -132,7 +135,7 @@ def solo_profile(stamps: Sequence[Stamp], warm_up: int = WARM_UP_NS) -> Profile:
 
 
 def check_units(profile: Profile, limit: float = MAX_UNIT_NS) -> float:
-    """The length of the profile's largest unit; one above `limit` is an error that names it."""
+    """Return the length of the profile's longest unit; above `limit` it raises ProgressError."""
     kind, longest = profile.largest
     if longest > limit:
         raise ProgressError(
@@ -145,8 +148,8 @@ def check_units(profile: Profile, limit: float = MAX_UNIT_NS) -> float:
 class Progress:
     """The work that a job has done, as a function of time.
 
-    Grows by a unit's solo duration over the unit, linearly; flat before the first stamp and after
-    the last.
+    It grows linearly over each unit by the unit's solo duration, and is flat before the first stamp
+    and after the last.
     """
 
     def __init__(self, stamps: Sequence[Stamp], profile: Profile) -> None:
@@ -168,7 +171,7 @@ class Progress:
         return self._times[-1]
 
     def at(self, time: float) -> float:
-        """Solo nanoseconds of work done from the first stamp to `time`."""
+        """Return the solo nanoseconds of work done from the first stamp to `time`."""
         after = bisect.bisect_right(self._times, time)
         if after == 0:
             return 0.0
@@ -179,13 +182,16 @@ class Progress:
         return p0 + (p1 - p0) * ((time - t0) / (t1 - t0))
 
     def share(self, begin: float, end: float) -> float:
-        """What was delivered from `begin` to `end`, as a fraction of having the GPU alone."""
+        """Return what was delivered from `begin` to `end`, as a fraction of having the GPU."""
         if end <= begin:
             raise ProgressError(f"the window from {begin} to {end} is empty")
         return (self.at(end) - self.at(begin)) / (end - begin)
 
     def windows(self, width: int, begin: int | None = None, end: int | None = None) -> list[float]:
-        """The shares of all whole windows of `width` from `begin` (first stamp) to `end` (last)."""
+        """Return the shares of all whole windows of `width` from `begin` to `end`.
+
+        The defaults are the first and the last stamp.
+        """
         if width <= 0:
             raise ProgressError(f"a window of {width} ns is empty")
         first = self.begin if begin is None else begin
@@ -195,7 +201,7 @@ class Progress:
 
 
 def common_span(runs: Iterable[Progress]) -> tuple[int, int]:
-    """From the moment when all of them ran to the moment when the first of them ended."""
+    """Return the span from when all jobs were running to when the first of them ended."""
     kept = list(runs)
     if not kept:
         raise ProgressError("there is no job to find a common span of")
@@ -206,9 +212,9 @@ def common_span(runs: Iterable[Progress]) -> tuple[int, int]:
 
 
 def mean_abs_error_pp(windows: Mapping[str, Sequence[float]], quota: Mapping[str, float]) -> float:
-    """How far delivered shares lie from the quotas, in percentage points.
+    """Return how far delivered shares are from the quotas, in percentage points.
 
-    Averaged over a container's windows, then over containers.
+    The error is averaged over a container's windows, then over containers.
 
     `windows` holds each container's shares (fractions), `quota` its compute quota (percent).
     """

@@ -1,4 +1,4 @@
-"""Where a measurement comes from: what was run, when, at which commit and on which machine."""
+"""Origin of a measurement: what was run, when, at which commit and on which machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ UNKNOWN = "unknown"
 
 
 def find_commit(root: pathlib.Path = ROOT) -> str:
-    """The commit of the working tree, `-dirty` when tracked files differ; `unknown` in a copy."""
+    """Return the commit of the working tree.
+
+    It ends with `-dirty` if tracked files differ, and is `unknown` in a copy without git.
+    """
     git = ["git", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, check=True)
@@ -28,7 +31,7 @@ def find_commit(root: pathlib.Path = ROOT) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure by: processor, cores, memory, kernel."""
+    """Return what a reader needs to judge a figure: processor, cores, memory, kernel."""
     model = platform.machine()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -43,7 +46,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def publishable(argument: str, root: pathlib.Path = ROOT) -> str:
-    """An argument as it may be published: of a path elsewhere on this machine, the last part."""
+    """Return an argument in publishable form: a path outside `root` is reduced to its last part."""
     path = pathlib.PurePath(argument)
     if not path.is_absolute():
         return argument
@@ -51,7 +54,7 @@ def publishable(argument: str, root: pathlib.Path = ROOT) -> str:
 
 
 def describe_run() -> dict[str, Any]:
-    """What this process is: its command, the time in UTC, the commit and the machine."""
+    """Return a description of this process: command, time in UTC, commit and machine."""
     module = getattr(sys.modules.get("__main__"), "__spec__", None)
     program = ["python", "-m", module.name] if module else sys.argv[:1]
     return {

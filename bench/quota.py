@@ -1,14 +1,14 @@
 """`python -m bench.quota [SUITE|ARM ...]`: GPU time under quotas, in many arrangements.
 
-Each arm (bench/arms.py) runs containers side by side on one GPU, each with a burner that stamps its
-units of work by the GPU's clock (bench/burner.c; the simulated GPU's own workload where there is no
-real one). What a container did is told from its stamps and from what a unit takes alone; nothing of
-the governor goes into it. Writes quota.json: each container's work in steps of 10 ms, what the
-governor said of it, and the processor time of the governor and of the library's helper threads;
-of a suite also quota.svg. With --native each arm runs a second time without Tidegate, where that
-means something.
+Each arm (bench/arms.py) runs containers side by side on one GPU. Each container runs a burner that
+stamps its units of work with the GPU's clock (bench/burner.c; on a simulated GPU, its own
+workload). What a container did is computed from its stamps and from what a unit takes alone; no
+figure of the governor is used. Writes quota.json: each container's work in steps of 10 ms, what the
+governor reported of it, and the processor time of the governor and of the library's helper threads;
+for a suite also quota.svg. With --native each arm runs a second time without Tidegate, where that
+is meaningful.
 
-A suite is a row of arms with a file of its own, SUITE/quota.json. Without a name all suites run.
+A suite is a series of arms with a file of its own, SUITE/quota.json. Without a name all suites run.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from vdriver.manifest import read_manifest
 
 NATIVE_STEP_NS = 100 * NS_PER_MS
 NATIVE_S = 4.0
-"""How long an arm without Tidegate runs at most: there is a sum to be compared, and no window."""
+"""Maximum duration of an arm without Tidegate, seconds: only a sum is compared, and no windows."""
 
 LEAST_S = 40.0
-"""In which what an arm left is ended."""
+"""Time limit for ending what an arm has left, seconds."""
 WAIT_NS = 500_000
-"""Shorter waits are changes of the context, and what units take more or less."""
+"""Shortest wait that counts, ns: shorter ones are context switches and variations of the units."""
 LONGEST_NS = 100 * NS_PER_MS
-"""What a unit may take alone."""
+"""Maximum time that a unit may take alone, ns."""
 
 SPARE_S = 1.0
-"""How much longer a container works than it is measured: none begins quite when it is told to."""
+"""Time that a container works beyond the measurement, seconds: containers start with some delay."""
 
 FOREVER_S = 600.0
-"""What a container is told that a script ends."""
+"""Duration that is passed to a container which a script ends, seconds."""
 
 COUNTERS = (
     "grants", "charged_ns", "lent_ns", "held_ns", "overdue", "launches", "waits", "busy_ns",
@@ -76,7 +76,7 @@ TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def lay_profiles(profiles: Mapping[str, Profile], job: str) -> Profile:
-    """Return what a unit of a job takes alone; MachineError when it was not measured."""
+    """Return what a unit of a job takes alone; raises MachineError if it was not measured."""
     try:
         return profiles[job]
     except KeyError:
@@ -84,7 +84,7 @@ def lay_profiles(profiles: Mapping[str, Profile], job: str) -> Profile:
 
 
 def processor_time(pid: int, thread: str | None = None) -> float:
-    """Return the seconds of processor time of a process, or of its threads of that name."""
+    """Return the processor time of a process, or of its threads with that name, in seconds."""
     total = 0
     for task in Path(f"/proc/{pid}/task").glob("*"):
         try:
@@ -98,7 +98,7 @@ def processor_time(pid: int, thread: str | None = None) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """Return a process and all that came of it."""
+    """Return a process and all its descendants."""
     found = [pid]
     for one in found:
         for task in Path(f"/proc/{one}/task").glob("*"):
@@ -110,14 +110,14 @@ def children(pid: int) -> list[int]:
 
 
 class Clock:
-    """Processor time of the governor and of the helpers of all containers."""
+    """Processor time of the governor and of the helper threads in all containers."""
 
     def __init__(self, node: Node, containers: Sequence[Running]) -> None:
         self.governor = node.governor_pid
         self.tenants = [pid for one in containers for pid in children(one.seen.get("pid", 0))]
 
     def read(self) -> dict[str, float]:
-        """Return seconds so far."""
+        """Return the seconds so far."""
         return {
             "governor": processor_time(self.governor),
             "helpers": sum(processor_time(pid, "tidegate") for pid in self.tenants),
@@ -125,7 +125,7 @@ class Clock:
 
 
 def start_one(node: Node, tenant: Tenant, seconds: float) -> Running:
-    """Start a container that is set up and waits to begin."""
+    """Start a container that sets up and then waits for the signal to begin."""
     arguments = [
         *node.machine.command(tenant.job, inside=True),
         *tenant.options,
@@ -141,7 +141,7 @@ def start_one(node: Node, tenant: Tenant, seconds: float) -> Running:
 
 
 def start_all(node: Node, tenants: Sequence[Tenant], seconds: float) -> list[Running]:
-    """Start containers, and let them begin together."""
+    """Start containers, and make them begin together."""
     containers = [start_one(node, tenant, seconds) for tenant in tenants]
     node.wait_ready([c.out / "begin.ready" for c in containers], 240)
     node.look()
@@ -154,7 +154,7 @@ _names = (f"t{i}" for i in itertools.count())
 
 
 def spans_of(stamps: Sequence[Stamp], bursts: Sequence[Sequence[int]], unit_ns: float) -> list[Any]:
-    """Return when a container had work to do, by the units that its bursts began and ended with."""
+    """Return when a container had work, from the first and last units of its bursts."""
     spans = []
     for first, last in bursts:
         if first <= last < len(stamps):
@@ -164,7 +164,7 @@ def spans_of(stamps: Sequence[Stamp], bursts: Sequence[Sequence[int]], unit_ns: 
 
 
 def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """Run one arm and return what each container did."""
+    """Run one arm, and return what each container did."""
     visitors: dict[str, Running] = {}
 
     def start(tenant: Tenant, seconds: float) -> Running:
@@ -226,15 +226,15 @@ def run_arm(node: Node, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, 
 
 
 class Told:
-    """What a workload told of itself: its stamps and its last line."""
+    """What a workload reported: its stamps and its last line."""
 
     def __init__(self, path: Path, output: str) -> None:
         answer = last_json(output)
-        # One file for each process of a container (bench/processes.h).
+        # One file per process of a container (bench/processes.h).
         paths = [path, *sorted(path.parent.glob(f"{path.name}.*"))]
         self.stamps = tuple(sorted(stamp for one in paths for stamp in read_stamps(one)))
         self.bursts = answer.get("bursts", [])
-        # The simulated GPU's clock is this machine's.
+        # The simulated GPU's clock is that of this machine.
         self.ahead_ns = int(answer.get("clock_ns", 0))
 
 
@@ -245,7 +245,7 @@ def measure_work(
     seconds: float,
     step_ns: int,
 ) -> tuple[int, int, list[dict[str, Any]]]:
-    """Return when the samples begin, their step, and what each container did in each."""
+    """Return the start of the samples, their step, and what each container did in each step."""
     used = [lay_profiles(profiles, tenant.job) for tenant in arm.tenants]
     runs = [Progress(one.stamps, profile) for one, profile in zip(told, used, strict=True)]
     begin = max(run.begin for run in runs) + int(SETTLE_S * NS_PER_S)
@@ -265,7 +265,7 @@ def measure_work(
 
 
 def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> dict[str, Any]:
-    """Run the same work at the same time without Tidegate: the GPU slices its time by itself."""
+    """Run the same work without Tidegate, where the GPU's own time slicing shares it."""
     seconds = min(arm.seconds, NATIVE_S)
     root = machine.work / "native"
     shutil.rmtree(root, ignore_errors=True)
@@ -304,7 +304,7 @@ def run_native(machine: Machine, arm: Arm, profiles: Mapping[str, Profile]) -> d
 
 
 def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until each workload has said that it is set up."""
+    """Wait until every workload has reported that it is set up."""
     deadline = time.monotonic() + 240
     while len(list(root.glob("*/begin.ready"))) < len(started):
         for i, process in enumerate(started):
@@ -319,9 +319,10 @@ def wait_set_up(root: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
 def waits(
     stamps: Sequence[Stamp], profile: Profile, begin: int, end: int
 ) -> dict[str, float | int]:
-    """Return how long the GPU did not work for a program that always has work, each time.
+    """Return how long the GPU did not work for a program that always has work.
 
-    Times between two ends of units, less what the later unit takes alone, of WAIT_NS or more.
+    Such a wait is the time between two ends of units, less what the later unit takes alone, if it
+    is WAIT_NS or more.
     """
     found = sorted(
         after.time - before.time - profile.duration(after.kind)
@@ -338,18 +339,18 @@ def waits(
 
 
 def within(spans: Sequence[Sequence[int]], begin: int, end: int) -> list[list[int]]:
-    """Return the spans as far as they are between two times, counted from the first."""
+    """Return the spans clipped to `begin` and `end`, relative to `begin`."""
     return [[max(a, begin) - begin, min(b, end) - begin] for a, b in spans if b > begin and a < end]
 
 
 def work(run: Progress, begin: int, end: int, step_ns: int = SAMPLE_NS) -> list[int]:
-    """Return the work done in each step, microseconds alone; the rounding is carried."""
+    """Return the work done in each step, in microseconds alone; rounding is carried over."""
     edges = [round(run.at(at) / 1000) for at in range(begin, end + 1, step_ns)]
     return [after - before for before, after in itertools.pairwise(edges)]
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, int]:
-    """Return what the governor counted of a container in between, on its first GPU."""
+    """Return the change of a container's governor counters on its first GPU between two samples."""
     if not before or not after:
         return {}
     one, two = before["devices"][0], after["devices"][0]
@@ -357,7 +358,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def windows(work_us: Sequence[int], width_ns: int) -> list[float]:
-    """Return the shares, in percent of the GPU, in windows of that width."""
+    """Return the shares in windows of `width_ns`, in percent of the GPU."""
     per = width_ns // SAMPLE_NS
     return [
         sum(work_us[i : i + per]) * 1e5 / width_ns for i in range(0, len(work_us) - per + 1, per)
@@ -365,7 +366,7 @@ def windows(work_us: Sequence[int], width_ns: int) -> list[float]:
 
 
 def delivered(tenants: Sequence[Mapping[str, Any]], step_ns: int) -> list[float]:
-    """Return the work of each container, percent of the GPU."""
+    """Return the work of each container, in percent of the GPU."""
     return [
         statistics.fmean(one["work_us"]) * 1e5 / step_ns if one["work_us"] else 0.0
         for one in tenants
@@ -373,7 +374,7 @@ def delivered(tenants: Sequence[Mapping[str, Any]], step_ns: int) -> list[float]
 
 
 def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an arm's figures, percent of the GPU and points, from its raw data alone."""
+    """Return an arm's figures, in percent of the GPU and points, from its raw data alone."""
     shares = delivered(arm["tenants"], SAMPLE_NS)
     summary: dict[str, Any] = {
         "delivered": [round(one, 2) for one in shares],
@@ -385,14 +386,14 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
             for one in arm["tenants"]
             for share in windows(one["work_us"], width)
         ]
-        # A quota that changes is no measure of the whole.
+        # If quotas change, there is no error for the whole.
         if errors and not arm.get("events"):
             errors.sort()
             summary[label] = {
                 "mean": round(statistics.fmean(errors), 3),
                 "p95": round(errors[min(len(errors) - 1, int(0.95 * len(errors)))], 3),
             }
-    # Results of earlier runs do not have it.
+    # Results of earlier runs lack it.
     waited = [one.get("waits") for one in arm["tenants"]]
     if any(waited):
         summary["wait_p99_ms"] = [one and round(one["p99_us"] / 1000, 2) for one in waited]
@@ -410,7 +411,11 @@ def summarise(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def elasticity(arm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how much of the time in which somebody had work was used, and who was kept short."""
+    """Return how much of the time with work was used, and the windows that were short.
+
+    The former is a fraction of the time in which any container had work. A short window is a second
+    in which a container with work got less than its guarantee by more than a point.
+    """
     edges = sorted(
         (at, change)
         for one in arm["tenants"]
@@ -433,7 +438,7 @@ def elasticity(arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_profiles(machine: Machine, arms: Mapping[str, Arm], seconds: float) -> dict[str, Profile]:
-    """Run each kind of unit alone, outside of any container."""
+    """Run each kind of unit alone, outside any container."""
     profiles = {}
     for job in dict.fromkeys(t.job for arm in arms.values() for t in (*arm.tenants, *arm.visitors)):
         say(f"alone, without Tidegate: {job}")
@@ -442,14 +447,14 @@ def find_profiles(machine: Machine, arms: Mapping[str, Arm], seconds: float) -> 
 
 
 def what_lacks(machine: Machine) -> str | None:
-    """Return what an arm of real programs lacks here; None: nothing."""
+    """Return what arms of real programs lack on this machine, or None."""
     if machine.kind != "nvidia":
         return "a real GPU"
     return None if importlib.util.find_spec("torch") else "PyTorch"
 
 
 def choose_arms(args: argparse.Namespace, machine: Machine) -> dict[str, list[str]]:
-    """Return the arms to run, by the directory that their file goes to; say which cannot run."""
+    """Return the arms to run, by the directory of their file; report those that cannot run."""
     names = [*(args.suite or []), *args.names] or list(SUITES)
     chosen: dict[str, list[str]] = {}
     lacks = what_lacks(machine)
@@ -463,7 +468,7 @@ def choose_arms(args: argparse.Namespace, machine: Machine) -> dict[str, list[st
 
 
 def shorten(arm: Arm, args: argparse.Namespace) -> Arm:
-    """Return the arm with the time and the number of events that the options ask for."""
+    """Return the arm with the duration and number of events that the options request."""
     return replace(
         arm,
         seconds=args.seconds or arm.seconds,
@@ -474,9 +479,9 @@ def shorten(arm: Arm, args: argparse.Namespace) -> Arm:
 def try_arm(
     node: Node, name: str, arm: Arm, profiles: Mapping[str, Profile], args: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """Run an arm, also without Tidegate if that is asked for; None where it could not be measured.
+    """Run an arm, also without Tidegate if requested; None if it could not be measured.
 
-    Without a limit of time what cannot be measured ends all.
+    Without a time limit, an arm that cannot be measured ends the whole run.
     """
     try:
         with time_limit(args.limit, name) if args.limit else contextlib.nullcontext():
@@ -497,7 +502,7 @@ def try_arm(
 def measure(
     args: argparse.Namespace, machine: Machine
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Run the arms; return the result of each suite, and which could not be measured."""
+    """Run the arms; return the result of each suite, and the arms that could not be measured."""
     failed: list[str] = []
     chosen = choose_arms(args, machine)
     arms = {name: shorten(ARMS[name], args) for names in chosen.values() for name in names}
@@ -522,7 +527,7 @@ def measure(
 
 
 def group(arms: Mapping[str, Arm]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return the arms by the governor's settings that they need, in order."""
+    """Return the arms grouped by the governor settings that they need, in order."""
     groups: dict[str, list[str]] = {}
     for name, arm in arms.items():
         groups.setdefault(json.dumps(dict(arm.settings), sort_keys=True), []).append(name)
@@ -530,7 +535,7 @@ def group(arms: Mapping[str, Arm]) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 def write(output: Path, result: dict[str, Any]) -> None:
-    """Keep what there is so far."""
+    """Save the results so far."""
     output.mkdir(parents=True, exist_ok=True)
     report = {**result, "run": describe_run()}
     report["summary"] = {name: summarise(arm) for name, arm in result["arms"].items()}
@@ -538,7 +543,7 @@ def write(output: Path, result: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run arms; the status is 0 when all could be measured."""
+    """Run arms; the status is 0 if all could be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.quota", description=__doc__.split("\n", maxsplit=1)[0]
     )
@@ -580,7 +585,7 @@ def main(argv: list[str] | None = None) -> int:
     except (MachineError, ProgressError, TidegateError, VdriverError) as e:
         print(f"quota: {e}", file=sys.stderr)
         return 1
-    from bench.report_suites import draw  # which needs this module
+    from bench.report_suites import draw  # imports this module
 
     for suite, result in results.items():
         say(f"{args.output / suite}/quota.json")

@@ -1,9 +1,9 @@
-"""docs/figures/quota-*.svg: what a quota means, drawn from what the arbiter itself decides.
+"""docs/figures/quota-*.svg: what a quota means, drawn from decisions of the arbiter itself.
 
-`python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md, `--check` fails
-when they are stale. The arbiter is the governor's (`make build`), the clock a virtual one, and the
-containers a model: each works in units of 0.2 ms for as long as it is awake. So the same pictures
-come out anywhere. What real GPUs did stands in docs/benchmarks.md.
+`python -m bench.quota_pictures` writes the pictures of docs/explanation/quotas.md; `--check` fails
+if they are stale. The arbiter is the governor's (`make build`), the clock is virtual, and the
+containers are a model: each works in units of 0.2 ms for as long as it is awake. So the same
+pictures come out on any machine. What real GPUs did is in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class Job:
     guarantee: int
     limit: int
     asleep: tuple[int, int] = (0, 0)
-    """From when to when, in ns."""
+    """Start and end of its sleep, in ns."""
     done: int = 0
     lent: int = 0
-    """Of that, what was lent, as far as it is settled."""
+    """The part of it that was lent, as far as it is settled."""
     grants: list[tuple[int, int, bool]] = field(default_factory=list)
     """When work began and ended, and whether the time was lent."""
 
     def wants(self, now: int) -> bool:
-        """Whether it has work."""
+        """Return whether it has work."""
         return not self.asleep[0] <= now < self.asleep[1]
 
     def share(self, begin: int, end: int) -> float:
-        """Percent of the GPU's time between the two, as it worked."""
+        """Return the percentage of the GPU's time for which it worked between two times."""
         worked = sum(max(0, min(stop, end) - max(start, begin)) for start, stop, _ in self.grants)
         return 100 * worked / (end - begin)
 
 
 def play(library: Any, jobs: Sequence[Job], until: int) -> None:
-    """Have the arbiter share a GPU among the jobs for `until` ns; their grants are noted down."""
+    """Have the arbiter share a GPU among the jobs for `until` ns, and record their grants."""
     config = Config(spin_us=250, lookahead_us=120)
     with Arbiter(library, arbiter_config(config)) as arbiter:
         numbers = [
@@ -73,14 +73,15 @@ def play(library: Any, jobs: Sequence[Job], until: int) -> None:
                 now = min([view.wake_ns, *later, until])
                 continue
             job = jobs[numbers.index(view.holder)]
-            # What a grant was is settled when the same container's next one begins.
+            # Whether a grant was lent is settled when the same container's next one begins.
             lent = arbiter.stats(view.holder).lent_ns
             if job.grants and lent > job.lent:
                 job.grants[-1] = (*job.grants[-1][:2], True)
             job.lent = lent
             start = view.start_ns + (HAND_OVER if view.holder != last else 0)
             last = view.holder
-            # It works until its grant ends, whatever becomes of that meanwhile, or it falls asleep.
+            # It works until its grant ends, even if the deadline changes meanwhile, or until it
+            # falls asleep.
             while view.holder == last:
                 asleep = job.asleep[0] if job.asleep[0] > start else NEVER
                 end = min(view.deadline_ns, asleep, until)
@@ -107,7 +108,7 @@ def play(library: Any, jobs: Sequence[Job], until: int) -> None:
 
 @dataclass(frozen=True)
 class Words:
-    """What stands around a picture."""
+    """The texts of a picture."""
 
     title: str
     subtitle: str
@@ -135,7 +136,7 @@ def style() -> str:
 
 
 def document(words: Words, height: int, parts: Sequence[str], hatched: int = 0) -> str:
-    """Return a picture that needs nothing else; `hatched` patterns are defined."""
+    """Return a self-contained picture with `hatched` patterns."""
     width = 960
     patterns = "".join(
         f'<pattern id="p{i}" width="6" height="6" patternUnits="userSpaceOnUse" '
@@ -164,7 +165,7 @@ def document(words: Words, height: int, parts: Sequence[str], hatched: int = 0) 
 
 
 def text(x: float, y: float, words: str, css: str, extra: str = "") -> str:
-    """Return words at a place."""
+    """Return text at a place."""
     return f'<text x="{number(x)}" y="{number(y)}" class="{css}" {extra}>{escape(words)}</text>'
 
 
@@ -178,7 +179,7 @@ LEFT, RIGHT, ROW, BAR = 150.0, 800.0, 52.0, 34.0
 
 
 def strips(words: Words, jobs: Sequence[Job], begin: int, end: int) -> str:
-    """Draw a row for each job: when it worked, hatched where the time was lent."""
+    """Draw a row for each job that shows when it worked, hatched where the time was lent."""
     top = 84.0
     bottom = top + ROW * len(jobs)
 
@@ -232,7 +233,7 @@ def guarantees(library: Any) -> str:
 
 
 def lending(library: Any) -> str:
-    """Draw what others get while one is idle, and how it comes back."""
+    """Draw what others get while one container is idle, and how it gets its time back."""
     asleep = (1_030 * MS, 1_075 * MS)
     jobs = [
         Job("owner", 50, 100, asleep),
@@ -254,7 +255,7 @@ def lending(library: Any) -> str:
 
 
 def memory() -> str:
-    """Draw what a GPU's memory is promised to."""
+    """Draw to which containers a GPU's memory is promised."""
     whole = 81_408  # MiB, as in docs/reference/placement.md
     config = Config()
     reserve, context = config.memory_reserve >> 20, config.context_memory >> 20
@@ -316,7 +317,7 @@ def memory() -> str:
 
 
 def pictures(build: Path) -> dict[Path, str]:
-    """Return every picture by its file."""
+    """Return every picture, by file."""
     library = load_library(build / "libcontrol")
     return {
         FIGURES / "quota-guarantees.svg": guarantees(library),

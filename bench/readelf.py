@@ -1,4 +1,4 @@
-"""What readelf says of an ELF file, in the words of `vdriver.elf`: the judge of what we read."""
+"""What readelf reports of an ELF file, in the terms of `vdriver.elf`, as a check on that module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = ("NOTYPE", "OBJECT", "FUNC", "COMMON", "TLS", "IFUNC")
 
 
 def readelf(path: str | Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run readelf; its output is in English."""
+    """Run readelf, with output in English."""
     return subprocess.run(
         ["readelf", "-W", *options, str(path)],
         check=False,
@@ -26,7 +26,7 @@ def readelf(path: str | Path, *options: str) -> subprocess.CompletedProcess[str]
 
 
 def fields_by_readelf(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a Library that readelf tells, as it tells them."""
+    """Return the fields of a Library that readelf prints, in its form."""
     text = readelf(path, "-dhnl").stdout
 
     def first(pattern: str) -> str | None:
@@ -47,7 +47,7 @@ def fields_by_readelf(path: str | Path) -> dict[str, Any]:
 
 
 def fields_of(library: Library) -> dict[str, Any]:
-    """Return the same fields as we read them."""
+    """Return the same fields as `vdriver.elf` reads them."""
     return {
         "bits": str(library.bits),
         "machine": MACHINES.get(library.machine, library.machine),
@@ -61,7 +61,7 @@ def fields_of(library: Library) -> dict[str, Any]:
 
 
 def exports_by_readelf(path: str | Path) -> tuple[str, ...]:
-    """Return the names of `readelf --dyn-syms` that a search by name finds, sorted."""
+    """Return the names in `readelf --dyn-syms` that a lookup by name finds, sorted."""
     found = set()
     for line in readelf(path, "--dyn-syms").stdout.splitlines():
         words = line.split()

@@ -1,7 +1,7 @@
 """What a run of several containers on one GPU delivered: report.json, report.svg, a table.
 
-`build_report` and `draw_report` compute from progress; `write_report` puts everything into a
-directory. report.json is described by report.schema.json beside this module; progress.json beside
+`build_report` and `chart_of` compute from progress; `write_report` writes everything to a
+directory. report.json is described by report.schema.json next to this module. progress.json next to
 it holds each container's progress in 10 ms samples, from which every figure can be computed again.
 """
 
@@ -34,11 +34,11 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """A container's quotas, and what came of them."""
+    """A container's quotas, and its results."""
 
     name: str
     compute: float
-    """Percent of the GPU's time that it was promised."""
+    """Guaranteed percentage of the GPU's time."""
     memory_limit: int
     memory_peak: int
     exit: int
@@ -58,7 +58,7 @@ class Refused:
 def shares(
     containers: Sequence[Container], width: int, span: tuple[int, int]
 ) -> dict[str, list[float]]:
-    """Each container's delivered shares in windows of `width`, all on the same edges."""
+    """Return each container's delivered shares in windows of `width`, all on the same edges."""
     return {one.name: one.progress.windows(width, *span) for one in containers}
 
 
@@ -70,7 +70,7 @@ def build_report(
     span: tuple[int, int] | None = None,
     detail: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The report over `span` (nanoseconds; default: while all containers ran)."""
+    """Return the report over `span` (nanoseconds; default: while all containers ran)."""
     begin, end = span or common_span([one.progress for one in containers])
     quota = {one.name: one.compute for one in containers}
     errors = {
@@ -107,9 +107,10 @@ def build_report(
 
 
 def sample_progress(containers: Sequence[Container], span: tuple[int, int]) -> dict[str, Any]:
-    """Each container's progress in steps of 10 ms: the work done in each step, in microseconds.
+    """Return each container's progress in steps of 10 ms: the work done in each, in microseconds.
 
-    The rounding is carried, so that sums over any number of steps are right to a microsecond.
+    Rounding errors are carried over, so that sums over any number of steps are exact to a
+    microsecond.
     """
     begin, end = span
     sampled = {}
@@ -120,7 +121,7 @@ def sample_progress(containers: Sequence[Container], span: tuple[int, int]) -> d
 
 
 def sampled_shares(samples: Mapping[str, Any], width: int) -> dict[str, list[float]]:
-    """Each container's shares in windows of `width` (a multiple of the samples' step)."""
+    """Return each container's shares in windows of `width` (a multiple of the samples' step)."""
     per = width // samples["step_ns"]
     return {
         name: [sum(work[i : i + per]) * 1000 / width for i in range(0, len(work) - per + 1, per)]
@@ -129,7 +130,7 @@ def sampled_shares(samples: Mapping[str, Any], width: int) -> dict[str, list[flo
 
 
 def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
-    """Each container's share over time beside its quota, from a report and its samples."""
+    """Return each container's share over time and its quota, from a report and its samples."""
     gpu, quota = report["gpu"], {one["name"]: one for one in report["containers"]}
     step = samples["step_ns"]
     delivered = {label: sampled_shares(samples, width) for label, width in WINDOWS.items()}
@@ -167,14 +168,14 @@ def chart_of(report: Mapping[str, Any], samples: Mapping[str, Any]) -> Chart:
 
 
 def validate(report: Mapping[str, Any]) -> None:
-    """Raise jsonschema.ValidationError unless the report is what its schema says."""
+    """Raise jsonschema.ValidationError unless the report conforms to its schema."""
     import jsonschema
 
     jsonschema.validate(report, json.loads(SCHEMA.read_text()))
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them."""
+    """Return bytes in human-readable form."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -184,7 +185,7 @@ def size(count: int) -> str:
 
 
 def render_table(report: Mapping[str, Any]) -> str:
-    """The report as a terminal shows it."""
+    """Return the report as text for a terminal."""
     head = ("container", "quota", "delivered", "memory peak", "memory limit", "exit")
     rows = [
         (
@@ -229,7 +230,7 @@ def render_table(report: Mapping[str, Any]) -> str:
 def write_report(
     directory: str | pathlib.Path, report: dict[str, Any], containers: Sequence[Container]
 ) -> None:
-    """Put report.json, progress.json and report.svg into `directory`, with where it was run."""
+    """Write report.json, progress.json and report.svg to `directory`, with the run's origin."""
     report = {**report, "detail": {**report["detail"], "run": describe_run()}}
     validate(report)
     begin, end = report["detail"]["span_ns"]

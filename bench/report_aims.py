@@ -1,7 +1,7 @@
-"""The first section of docs/benchmarks.md: what was aimed at, and what was reached on a GPU.
+"""The first section of docs/benchmarks.md: the aims, and what was reached on a GPU.
 
 An aim is a bound on a figure of one arm or suite. Every result of a real GPU that has the arm gives
-the figure anew; the newest one counts, and the others say how far it moves between runs.
+a value of the figure; the newest one counts, and the others show how much it varies between runs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ TITLES = ("figure", "aim", "reached", "in all results", "met")
 
 Results = Mapping[str, Mapping[str, Any]]
 Figure = Callable[[Mapping[str, Any]], float | None]
-"""Takes the figure out of one result; None if that result does not have it."""
+"""Extracts the figure from one result; None if that result does not have it."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """One bound: `figure` is `least` at least, or `most` at most."""
+    """One bound: `figure` is at least `least`, or at most `most`."""
 
     words: str
     suite: str
@@ -36,7 +36,7 @@ class Aim:
     least: float | None = None
 
     def is_met(self, value: float) -> bool:
-        """Tell whether a figure is within the bound."""
+        """Return whether a figure is within the bound."""
         return (self.most is None or value <= self.most) and (
             self.least is None or value >= self.least
         )
@@ -66,14 +66,14 @@ def _total(arm: str) -> Figure:
 
 
 def _tight(result: Mapping[str, Any]) -> float | None:
-    """How much more than its quota the one has that is furthest behind, 49/32/16."""
+    """Return by how much the container that is furthest behind exceeds its quota, 49/32/16."""
     return _of(
         "tight", lambda s: min(d - q for d, q in zip(s["delivered"], (49, 32, 16), strict=True))
     )(result)
 
 
 def _alone(result: Mapping[str, Any]) -> float | None:
-    """How far a container alone is from its cap at most, percent of the cap."""
+    """Return how far a container alone is from its cap at most, in percent of the cap."""
     summary = result["summary"]
     caps = (10, 50, 90)
     if not all(f"alone-{cap}" in summary for cap in caps):
@@ -82,7 +82,7 @@ def _alone(result: Mapping[str, Any]) -> float | None:
 
 
 def _beside(result: Mapping[str, Any]) -> float | None:
-    """What 50 % beside up to four with 10 % loses at most, percent of it, whatever those do."""
+    """Return what 50 % next to one to four neighbours with 10 % loses at most, in percent of it."""
     lost: list[float] = [
         (50 - arm["delivered"][0]) / 50 * 100
         for name, arm in result["summary"].items()
@@ -92,7 +92,7 @@ def _beside(result: Mapping[str, Any]) -> float | None:
 
 
 def _shape(name: str) -> Figure:
-    """Return how far such work at 30 % beside a container with 70 % is from its quota."""
+    """Return how far that form of work, at 30 % next to a container with 70 %, is off its quota."""
     return _of(f"shape-{name}", lambda s: abs(s["delivered"][0] - 30))
 
 
@@ -110,7 +110,7 @@ SHAPES = {
 
 
 def _processor(result: Mapping[str, Any]) -> float | None:
-    """Percent of a core of the governor and all helper threads, with 32 containers."""
+    """Return the percentage of a core for the governor and all helper threads, 32 containers."""
     arm = result["raw"].get("arms", {}).get("many")
     return float(100 * sum(arm["processors"].values())) if arm else None
 
@@ -202,11 +202,11 @@ AIMS = (
         most=0.3,
     ),
 )
-"""The aims of GPU time, in the order in which they are shown."""
+"""The aims for GPU time, in the order in which they are shown."""
 
 
 def found_for(aim: Aim, results: Results) -> list[tuple[str, float]]:
-    """Return date and figure of each result of a real GPU that has it, the oldest first."""
+    """Return date and figure of each result of a real GPU that has the figure, the oldest first."""
     found = []
     for result in results.values():
         if result["suite"] != aim.suite or result["gpu"]["kind"] == "simulated":

@@ -1,7 +1,7 @@
 """docs/benchmarks.md from bench/results/*.json; nothing else writes it.
 
-`python -m bench.report_docs` writes the page and its figures, `--check` fails when they are stale.
-A suite's section is a function of its results; SECTIONS is the table of them.
+`python -m bench.report_docs` writes the page and its figures; `--check` fails if they are stale.
+The section of a suite is a function of its results; SECTIONS is the table of them.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ STARTS = WAYS[1:]
 
 
 class Page:
-    """The page's text so far, and the figures beside it by name."""
+    """The page's text so far, and its figures by name."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -149,7 +149,7 @@ class Page:
         self.parts.append(text.strip("\n"))
 
     def table(self, head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> None:
-        """Add a table; `align` has one letter a column, l or r."""
+        """Add a table; `align` has one letter per column, l or r."""
         rule = ["---:" if side == "r" else "---" for side in align]
         self.add("\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows)))
 
@@ -165,7 +165,7 @@ class Page:
 
 
 def where(result: Mapping[str, Any]) -> str:
-    """One line on where a result comes from."""
+    """Return one line on the origin of a result."""
     machine = result["machine"]
     commit = result["commit"]
     short = commit if commit == "unknown" else f"{commit[:12]}{commit[40:]}"
@@ -177,7 +177,7 @@ def where(result: Mapping[str, Any]) -> str:
 
 
 def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A table and a figure for each run."""
+    """Add a table and a figure for each run."""
     page.add(SHARES)
     for stem, result in results.items():
         gpu, summary = result["gpu"], result["summary"]
@@ -219,7 +219,7 @@ def add_shares(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_quota(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A table for each run, and figures of some of its arms."""
+    """Add a table for each run, and figures of some of its arms."""
     page.add(QUOTA)
     for stem, result in results.items():
         gpu, arms = result["gpu"], result["raw"]["arms"]
@@ -240,7 +240,7 @@ def add_quota(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_suite(page: Page, stem: str, suite: str, result: Mapping[str, Any]) -> None:
-    """What a suite says of itself, its tables, and its figure."""
+    """Add a suite's description, its tables, and its figure."""
     page.add(report_suites.WORDS[suite])
     for head, rows, align in report_suites.tables_of(suite, result):
         page.table(head, rows, align)
@@ -249,7 +249,7 @@ def add_suite(page: Page, stem: str, suite: str, result: Mapping[str, Any]) -> N
 
 
 def add_mirror(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A table for each run."""
+    """Add a table for each run."""
     page.add(MIRROR)
     for result in results.values():
         gpu, found = result["gpu"], result["summary"]
@@ -272,7 +272,7 @@ def add_mirror(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A table for each run."""
+    """Add a table for each run."""
     page.add(OVERHEAD)
     for result in results.values():
         gpu = result["gpu"]
@@ -294,7 +294,7 @@ def add_overhead(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A table for each run, with what differs below it."""
+    """Add a table for each run, with the differences below it."""
     page.add(PROGRAMS)
     for result in results.values():
         gpu, found = result["gpu"], result["summary"]["programs"]
@@ -323,7 +323,7 @@ def add_programs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_step(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A table for each run."""
+    """Add a table for each run."""
     page.add(STEP)
     for stem, result in results.items():
         gpu = result["gpu"]
@@ -363,7 +363,7 @@ governor finds by NVML. The account must have at least half of what moved, in it
 
 
 def add_memory(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A row for each run."""
+    """Add a row for each run."""
     page.add(MEMORY)
     rows = []
     for result in results.values():
@@ -390,7 +390,7 @@ def add_memory(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_hook(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A row for each runtime of each run."""
+    """Add a row for each runtime of each run."""
     page.add(HOOK)
     for stem, result in results.items():
         page.add(f"### {stem}")
@@ -415,7 +415,7 @@ def add_hook(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_starts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A row for each engine of each run."""
+    """Add a row for each engine of each run."""
     page.add(STARTS_BY_ENGINE)
     for stem, result in results.items():
         page.add(f"### {stem}")
@@ -436,7 +436,7 @@ def add_starts(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """The numbers of each run, and what they stand for."""
+    """Add the numbers of each run, and what they mean."""
     page.add(JUDGE)
     for result in results.values():
         one, gpu = result["summary"], result["gpu"]
@@ -462,7 +462,7 @@ def add_judge(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_gangs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """The tables of each run, and what failed in it."""
+    """Add the tables of each run, and what failed in it."""
     page.add(GANGS)
     for stem, result in results.items():
         gpu = result["gpu"]
@@ -477,7 +477,7 @@ def add_gangs(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
 
 
 def add_latency(page: Page, results: Mapping[str, dict[str, Any]]) -> None:
-    """A row for each arm of each run; where an arm without Tidegate is better, it says so."""
+    """Add a row for each arm of each run, and say where an arm without Tidegate is better."""
     page.add(LATENCY)
     for stem, result in results.items():
         page.add(f"### {stem}")
@@ -522,7 +522,7 @@ SECTIONS: dict[str, Callable[[Page, Mapping[str, dict[str, Any]]], None]] = {
 
 
 def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
-    """The page from results by file stem, the newest of each suite first."""
+    """Return the page from results by file stem, the newest of each suite first."""
     page = Page()
     page.add(HEAD)
     if any(one["gpu"]["kind"] != "simulated" for one in results.values()):
@@ -536,12 +536,12 @@ def build_page(results: Mapping[str, dict[str, Any]]) -> Page:
 
 
 def results_below(root: pathlib.Path) -> list[pathlib.Path]:
-    """The files of all results that are kept."""
+    """Return the files of all results that are kept."""
     return sorted((root / "bench" / "results").glob("*.json"))
 
 
 def plan_files(root: pathlib.Path) -> dict[pathlib.Path, str]:
-    """Every file that the results below `root` ask for, with its content."""
+    """Return every file that follows from the results below `root`, with its content."""
     found = results_below(root)
     if not found:
         return {}
@@ -552,7 +552,7 @@ def plan_files(root: pathlib.Path) -> dict[pathlib.Path, str]:
 
 
 def stale_files(files: Mapping[pathlib.Path, str]) -> list[pathlib.Path]:
-    """The files that are missing or differ."""
+    """Return the files that are missing or differ."""
     return [path for path, text in files.items() if not path.exists() or path.read_text() != text]
 
 

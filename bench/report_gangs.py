@@ -1,4 +1,4 @@
-"""The section of docs/benchmarks.md on containers with several GPUs: what `bench.gangs` found."""
+"""The section of docs/benchmarks.md on containers with several GPUs, from bench.gangs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
 
 
 def show(value: Any, unit: str = "") -> str:
-    """Return a figure for a table; nothing where there is none."""
+    """Return a figure for a table; empty if there is none."""
     if value is None:
         return ""
     if isinstance(value, list):
@@ -31,7 +31,7 @@ def show(value: Any, unit: str = "") -> str:
 
 
 def topology_lines(part: Mapping[str, Any]) -> list[str]:
-    """Say how near the GPUs are, and if nvidia-smi says so, too."""
+    """Return a line on how close the GPUs are, and whether nvidia-smi agrees."""
     if "own" not in part:
         return []
     ways = ", ".join(f"{pair}: {way}" for pair, way in part["own"]["ways"].items())
@@ -57,7 +57,7 @@ def native_table(part: Mapping[str, Any]) -> Table:
 
 
 def jobs_table(summary: Mapping[str, Any]) -> Table:
-    """Return a row for each job beside others."""
+    """Return a row for each job that ran with others."""
     rows = [
         (
             f"{part}, {arm}",
@@ -106,7 +106,7 @@ def tenants_table(summary: Mapping[str, Any]) -> Table:
 
 
 def samples_table(part: Mapping[str, Any]) -> Table:
-    """Return a row for each call of a look, with so many processes."""
+    """Return a row for each call of a look and each number of processes."""
     rows = [
         (
             str(one["processes"]),
@@ -132,6 +132,6 @@ def tables_of(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def lines_of(summary: Mapping[str, Any]) -> list[str]:
-    """Return what is said in words: the topology, and what failed."""
+    """Return what is reported in words: the topology, and what failed."""
     failed = [f"- {name} failed: {one['failed']}" for name, one in summary.items() if one["failed"]]
     return topology_lines(summary.get("topology", {})) + (["\n".join(failed)] if failed else [])

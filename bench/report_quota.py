@@ -1,6 +1,6 @@
 """The section of docs/benchmarks.md on GPU time: a row for each arm of `bench.quota`.
 
-What a suite has of its own, its words, tables and figure, is in bench/report_suites.py.
+The text, tables and figures of the individual suites are in bench/report_suites.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORMS = {
     "graph": "CUDA graph",
 }
 IDLE_BY_ITSELF = ("tiny", "sync", "copy")
-"""Forms of work that leave the GPU idle now and then, however much of it they may have."""
+"""Forms of work that leave the GPU idle now and then, even if they may have all of it."""
 
 DRAWN = ("elastic", "bursts-strict", "thirds")
 WIDTH_NS = 100 * NS_PER_MS
@@ -57,14 +57,14 @@ def describe_tenant(tenant: Mapping[str, Any]) -> str:
 
 
 def describe_arm(arm: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the containers of an arm, those that are alike together."""
+    """Yield the containers of an arm, with identical ones grouped."""
     for text, alike in itertools.groupby(describe_tenant(one) for one in arm["tenants"]):
         n = len(list(alike))
         yield text if n == 1 else f"{n} x {text}"
 
 
 def is_saturating(arm: Mapping[str, Any]) -> bool:
-    """Return whether each of its containers always has work and no more than its share."""
+    """Return whether each container always has work and gets no more than its share."""
     return not any(
         one["bursts"]
         or one["gap_us"]

@@ -1,7 +1,6 @@
-"""What each suite of `bench.quota` shows of itself: its words, its tables and its figure.
+"""The part of each suite of `bench.quota` in the report: its text, its tables and its figure.
 
-All of it follows from a result's raw data and the summary made of it; shares are percent of the
-GPU.
+All of it follows from a result's raw data and its summary; shares are percent of the GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Table = tuple[Sequence[str], Sequence[tuple[str, ...]], str]
 Result = Mapping[str, Any]
 
 SEQUENCES = 8
-"""What the decoding of examples/workloads/torch_step.py makes a token for at once."""
+"""Number of sequences that the decoding of examples/workloads/torch_step.py does at once."""
 
 KINDS = {"gpu": "GPU-bound", "memory": "memory-bound", "launch": "launch-bound"}
 
@@ -88,7 +87,7 @@ def _without(told: Mapping[str, Any], key: str = "sum") -> str:
 
 
 def arms_table(result: Result) -> Table:
-    """Return a row for each arm, with what it came to without Tidegate if that was measured."""
+    """Return a row for each arm, including its result without Tidegate if that was measured."""
     arms = told_arms(result)
     rows = [row_of(name, arm, told) for name, arm, told in arms]
     if not any("native" in told for _, _, told in arms):
@@ -106,7 +105,7 @@ def told_arms(result: Result) -> list[tuple[str, Mapping[str, Any], Mapping[str,
 
 
 def target_loss(told: Mapping[str, Any], share: float) -> float:
-    """Return what the first container lost against its share, in percent of that."""
+    """Return what the first container lost of its share, in percent of that share."""
     return 100 * (1 - float(told["delivered"][0]) / share)
 
 
@@ -160,7 +159,7 @@ def elastic(result: Result) -> list[Table]:
 
 
 def shapes(result: Result) -> list[Table]:
-    """Return how far each shape of work was from 30 %."""
+    """Return how far each form of work was from 30 %."""
     rows = [
         (
             name.removeprefix("shape-"),
@@ -176,12 +175,12 @@ def shapes(result: Result) -> list[Table]:
 
 
 def tokens_per_second(arm: Mapping[str, Any], share: float) -> float:
-    """Return the tokens a second of a decoding container that got so much of its speed alone."""
+    """Return a decoding container's tokens per second at `share` percent of its speed alone."""
     return SEQUENCES * 1e9 / float(arm["tenants"][0]["unit_ns"]) * share / 100
 
 
 def graphs(result: Result) -> list[Table]:
-    """Return the arms, and the tokens a second of those that decode."""
+    """Return the arms, and the tokens per second of those that decode."""
     tables = [arms_table(result)]
     rows = []
     for name, arm, told in told_arms(result):
@@ -309,7 +308,7 @@ def _native_work(arm: Mapping[str, Any]) -> list[float] | None:
 
 
 def draw_sweep(result: Result) -> Chart:
-    """Return delivered against guaranteed."""
+    """Return delivered against guaranteed shares."""
     points = sorted((arm["tenants"][0]["compute"], _work(arm)[0]) for _, arm in _arms(result))
     ideal = [(float(share), float(share)) for share, _ in points]
     series = [Series("work", [(float(a), b) for a, b in points], "", ideal)]
@@ -354,7 +353,7 @@ def draw_table8(result: Result) -> Chart:
 
 
 def draw_aggregate(result: Result) -> Chart:
-    """Return what all get done by their number and the length of a unit."""
+    """Return the total work by the number of containers and the length of a unit."""
     groups: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
     for _, arm in _arms(result):
         groups.setdefault(arm["tenants"][0]["unit_us"], []).append((len(arm["tenants"]), arm))
@@ -382,7 +381,7 @@ def draw_aggregate(result: Result) -> Chart:
 
 
 def draw_elastic(result: Result) -> Chart:
-    """Return the work of all over time, of the uneven arms: strict against elastic."""
+    """Return the total work over time in the uneven arms: strict against elastic."""
     arms = result["raw"]["arms"]
     name = next((one for one in reversed(LOADS) if one in arms and f"{one}-strict" in arms), None)
     chosen = [name, f"{name}-strict"] if name else list(arms)[:2]
@@ -411,7 +410,7 @@ def _over_time(work_us: Sequence[int], width_ns: int) -> list[Point]:
 
 
 def draw_shapes(result: Result) -> Chart:
-    """Return the work of each shape over time."""
+    """Return the work of each form over time."""
     series = [
         Series(
             name.removeprefix("shape-"),
@@ -466,7 +465,7 @@ def draw_settle(result: Result) -> Chart:
 
 
 def draw_killed(result: Result) -> Chart:
-    """Return the wait behind each event, sorted."""
+    """Return the wait after each event, sorted."""
     series = [
         Series(
             name,
@@ -506,7 +505,7 @@ def draw(suite: str, result: Result) -> str:
 
 
 def chart_of(suite: str, result: Result) -> Chart:
-    """Return a suite's figure; of those without one of their own, the last arm over time."""
+    """Return a suite's figure; if it has none of its own, the last arm over time."""
     if suite in CHARTS:
         return CHARTS[suite](result)
     name, arm = _arms(result)[-1]

@@ -1,8 +1,8 @@
-"""A place where one process is governed without a container and without a governor.
+"""An environment in which one process is governed without a container and without a governor.
 
-The control library stands before a driver of the caller's choice, in a mount namespace of its own
-where /run/tidegate is a directory with a grant page and a socket. The caller writes the page, so a
-test or a measurement decides what is granted, word by word. Needs root, or user namespaces.
+The control library is put in front of a driver of the caller's choice, in a mount namespace of its
+own where /run/tidegate is a directory with a grant page and a socket. The caller writes the page,
+so a test or a measurement decides what is granted, word by word. Needs root, or user namespaces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTINGS = {
     "spin_ns": 0,
     "holds": 1,
 }
-"""The header of a grant page as a governor with its defaults writes it."""
+"""Header of a grant page as a governor with default settings writes it."""
 
 DEVICE: dict[str, int | bytes] = {
     "memory_limit": 1 << 40,
@@ -46,11 +46,11 @@ DEVICE: dict[str, int | bytes] = {
     "epoch": 1,
     "signal": 1,
 }
-"""A device's entry: a container alone, with an open grant."""
+"""Entry of a device: a container that is alone, with an open grant."""
 
 
 def control_folder(folder: Path, control: Path, driver: Path) -> Path:
-    """Lay the control library `control` before the library `driver`, as a mirror does.
+    """Put the control library `control` in front of the library `driver`, as a mirror does.
 
     Returns the folder for LD_LIBRARY_PATH.
     """
@@ -61,7 +61,7 @@ def control_folder(folder: Path, control: Path, driver: Path) -> Path:
 
 
 def has_ended(process: socket.socket) -> bool:
-    """Return whether the other end of a process's connection is closed; its wake-ups are read."""
+    """Return whether a process has closed its connection; its wake-ups are read and discarded."""
     try:
         while process.recv(4096, socket.MSG_DONTWAIT):
             pass
@@ -73,7 +73,7 @@ def has_ended(process: socket.socket) -> bool:
 
 
 class Room:
-    """Between `with` and its end: a grant page that says what its owner wrote, with a heartbeat."""
+    """A context manager with a grant page that its owner writes, and a heartbeat."""
 
     def __init__(self, directory: Path, uuids: list[bytes], **fields: int) -> None:
         directory.mkdir(parents=True)
@@ -81,7 +81,7 @@ class Room:
         self.alive = True
         """Whether the heartbeat goes on."""
         self.returned = 0
-        """How often a process connected again."""
+        """Number of times that a process connected again."""
         path = directory / "grant"
         path.write_bytes(bytes(layout.GRANT_SIZE))
         with path.open("r+b") as file:
@@ -95,7 +95,7 @@ class Room:
         self._fields = fields
         self.reset()
         pages.init_ledger(self.ledger)
-        # By a descriptor of its directory: a socket's path has 107 bytes at most.
+        # Via a descriptor of its directory: the path of a socket has at most 107 bytes.
         self._folder_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"/proc/self/fd/{self._folder_fd}/governor.sock")
@@ -129,7 +129,7 @@ class Room:
         os.close(self._ledger_fd)
 
     def reset(self) -> None:
-        """Fill the page as a governor with its defaults does."""
+        """Fill the page as a governor with default settings does."""
         devices: list[dict[str, int | bytes]] = [
             {**DEVICE, "uuid": uuid, **self._fields} for uuid in self._uuids
         ]
@@ -137,7 +137,7 @@ class Room:
         pages.init_grant(self.grant, settings=SETTINGS | beat, devices=devices)
 
     def recover(self) -> None:
-        """Fill the page anew, whatever is in it, and wake everybody; signals never go back."""
+        """Fill the page anew, whatever is in it, and wake all waiters; signals never go back."""
         self._recovered += 1
         self.reset()
         for device in range(len(self._uuids)):
@@ -151,7 +151,7 @@ class Room:
         pages.write(self.grant, layout.grant_device(device), "grant_device", field, value)
 
     def grant_until(self, deadline_ns: int, device: int = 0) -> None:
-        """Begin a grant, or end it with 0, and wake who waits."""
+        """Begin a grant, or end it with 0, and wake the waiters."""
         base = layout.grant_device(device)
         now = time.monotonic_ns()
         epoch = pages.read(self.grant, base, "grant_device", "epoch")
@@ -161,7 +161,7 @@ class Room:
         self.wake(device)
 
     def wake(self, device: int = 0) -> None:
-        """Move a device's signal and wake who sleeps on it."""
+        """Advance a device's signal, and wake the threads that sleep on it."""
         base = layout.grant_device(device)
         signal = pages.read(self.grant, base, "grant_device", "signal")
         self.write("signal", (signal + 1) % 2**32, device)
@@ -171,11 +171,11 @@ class Room:
         )
 
     def counter(self, field: str, device: int = 0) -> int:
-        """Return the sum of a field of the ledger over the processes that have registered."""
+        """Return the sum of a ledger field over the processes that have registered."""
         return pages.device_sum(self.ledger, field, device)
 
     def command(self, *arguments: str) -> list[str]:
-        """Return the command that runs another one in here."""
+        """Return a command that runs `arguments` in this environment."""
         user = [] if os.geteuid() == 0 else ["--map-root-user"]
         inside = (
             f"mount -t tmpfs tmpfs /run && mkdir /run/tidegate && "
@@ -193,7 +193,7 @@ class Room:
                 pages.write(self.grant, 0, "grant_header", "heartbeat_ns", now)
 
     def _serve(self) -> None:
-        """Give each process that comes a slot: one that nobody had, or an ended process's."""
+        """Give each process that connects a slot: an unused one, or that of an ended process."""
         while True:
             try:
                 process, _ = self._listener.accept()
@@ -211,7 +211,7 @@ class Room:
             if not free or not request:
                 process.close()
                 continue
-            # What an ended process counted is kept for as long as there are others.
+            # What an ended process counted is kept for as long as there are other slots.
             slot = min(free, key=lambda one: (one in self._used, one))
             if slot in self._used:
                 pages.clear_slot(self.ledger, slot)
@@ -223,7 +223,7 @@ class Room:
             socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
 
     def _answer_again(self, process: socket.socket, pid: int) -> None:
-        """Answer a process that has a slot already, as a governor does that was started anew."""
+        """Answer a process that already has a slot, as a restarted governor does."""
         slot = next((s for s, known in self._pids.items() if known == pid), layout.NO_SLOT)
         if slot == layout.NO_SLOT:
             process.close()
@@ -236,7 +236,7 @@ class Room:
         socket.send_fds(process, [struct.pack("I", slot)], [self._ledger_fd])
 
     def lose_ledger(self) -> None:
-        """Go on with another ledger, as a governor does that has not found the one before."""
+        """Continue with another ledger, as a governor does that did not find the previous one."""
         fd = os.memfd_create("ledger", os.MFD_CLOEXEC)
         os.ftruncate(fd, layout.LEDGER_SIZE)
         ledger = mmap.mmap(fd, layout.LEDGER_SIZE)
@@ -249,7 +249,7 @@ class Room:
         self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connections, as a governor that is killed does."""
+        """Close the connections, as a killed governor does."""
         for process in list(self._processes.values()):
             with contextlib.suppress(OSError):
                 process.shutdown(socket.SHUT_RDWR)

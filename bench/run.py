@@ -1,8 +1,8 @@
 """The one harness: `python -m bench.run --suite NAME` keeps a run's raw data as one JSON file.
 
-A result lands in bench/results/<date>-<suite>-<gpu>.json, is described by result.schema.json, and
-is all that `bench.report_docs` writes the published figures from. A suite is a function that takes
-the options and returns the result; SUITES is the table of them.
+A result is written to bench/results/<date>-<suite>-<gpu>.json and described by result.schema.json.
+`bench.report_docs` writes the published figures from the results alone. A suite is a function that
+takes the options and returns the result; SUITES is the table of them.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from bench.report import WINDOWS, sampled_shares
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = pathlib.Path(__file__).with_name("result.schema.json")
 MAX_BYTES = 300_000
-"""What a result may weigh: the repository carries every one of them for ever."""
+"""Maximum size of a result, bytes: all of them stay in the repository for ever."""
 
 ROUNDING_PP = 0.05
-"""How far a figure from 10 ms samples may lie from the one from stamps."""
+"""Maximum difference between a figure from 10 ms samples and the one from stamps, in points."""
 
 Suite = Callable[[argparse.Namespace], dict[str, Any]]
 
@@ -44,7 +44,7 @@ class ResultError(ValueError):
 
 
 def read_json(path: pathlib.Path, runner: str = "bench.demo") -> dict[str, Any]:
-    """The object in a JSON file that a run of `runner` left behind."""
+    """Return the object in a JSON file that a run of `runner` has written."""
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def read_json(path: pathlib.Path, runner: str = "bench.demo") -> dict[str, Any]:
 
 
 def read_run(path: pathlib.Path, runner: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What read_json() does, and apart from it where the run was made."""
+    """Return what read_json() does, and separately the description of the run."""
     report = read_json(path, runner)
     if not isinstance(report.get("run"), dict):
         raise ResultError(
@@ -68,7 +68,7 @@ def read_run(path: pathlib.Path, runner: str) -> tuple[dict[str, Any], dict[str,
 
 
 def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
-    """The raw samples give the figures that the summary claims."""
+    """Check that the raw samples give the figures that the summary claims."""
     quota = {one["name"]: one["compute"] for one in summary["containers"]}
     for label, width in WINDOWS.items():
         again = mean_abs_error_pp(sampled_shares(samples, width), quota)
@@ -81,7 +81,7 @@ def check_samples(summary: Mapping[str, Any], samples: Mapping[str, Any]) -> Non
 
 
 def name_commit(run: dict[str, Any], commit: str | None) -> None:
-    """Say which commit a copy of the tree was, where the run could not know."""
+    """Set the commit of a run on a copy of the tree, where it could not be determined."""
     if commit and (run["commit"] == UNKNOWN or run["commit"].endswith("-dirty")):
         run["commit"] = commit
 
@@ -122,7 +122,7 @@ def mirror(options: argparse.Namespace) -> dict[str, Any]:
     wrong = faults(report)
     if wrong:
         raise ResultError(f"the run failed: {', '.join(wrong)}")
-    report["verify"].pop("path", None)  # of a machine that nobody else has
+    report["verify"].pop("path", None)  # it is specific to that machine
     containers = report["containers"]
     libraries = report["verify"]["libraries"]
     return {
@@ -226,7 +226,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def hook(options: argparse.Namespace) -> dict[str, Any]:
-    """What a start of a container costs, from the directory of a run of bench.hook."""
+    """What a container's start costs, from the directory of a run of bench.hook."""
     report, run = read_run(options.source / "hook.json", "bench.hook")
     name_commit(run, options.commit)
     claimed = report.pop("summary")
@@ -254,7 +254,7 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
 
     report, run = read_run(options.source / "report.json", "tests.gpu.judge")
     name_commit(run, options.commit)
-    # By the rules as they are now: a verdict is worth no more than what it can be made from again.
+    # By the present rules: a verdict is only worth something if it can be computed again.
     verdicts = [
         judge_call(
             (row["native"]["name"], row["native"].get("variant", "")),
@@ -270,7 +270,8 @@ def judge(options: argparse.Namespace) -> dict[str, Any]:
         "gpu": report["gpu"],
         "configuration": {},
         "raw": {
-            # What a call did in both runs: its answer, GPU time, memory and the counters it moved.
+            # What a call did in both runs: its answer, GPU time, memory and the counters it
+            # changed.
             "rows": [
                 [
                     row["native"]["name"] + " " + row["native"].get("variant", ""),
@@ -332,7 +333,7 @@ def gangs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def latency(options: argparse.Namespace) -> dict[str, Any]:
-    """Requests beside work that never ends, from the directory of a run of bench.latency."""
+    """Requests next to endless work, from the directory of a run of bench.latency."""
     report, run = read_run(options.source / "latency.json", "bench.latency")
     gpu, claimed = report.pop("gpu"), report.pop("summary")
     name_commit(run, options.commit)
@@ -363,14 +364,14 @@ SUITES: dict[str, Suite] = {
 
 
 def validate(result: Mapping[str, Any]) -> None:
-    """Raise jsonschema.ValidationError unless the result is what its schema says."""
+    """Raise jsonschema.ValidationError unless the result conforms to its schema."""
     import jsonschema
 
     jsonschema.validate(result, json.loads(SCHEMA.read_text()))
 
 
 def result_name(result: Mapping[str, Any]) -> str:
-    """<date>-<suite>-<gpu>.json; the suite of bench.quota has one of its own in it."""
+    """Return <date>-<suite>-<gpu>.json, with the suite of bench.quota if there is one."""
     gpu = "simulated" if result["gpu"]["kind"] == "simulated" else result["gpu"]["name"]
     slug = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
     suite = "-".join(filter(None, (result["suite"], result["configuration"].get("suite"))))
@@ -378,7 +379,7 @@ def result_name(result: Mapping[str, Any]) -> str:
 
 
 def write_result(result: Mapping[str, Any], out: pathlib.Path) -> None:
-    """Keep a result; one that exists is history and stays as it is."""
+    """Write a result; an existing file is history and stays as it is."""
     validate(result)
     text = json.dumps(result, separators=(",", ":")) + "\n"
     if len(text) > MAX_BYTES:

@@ -1,11 +1,11 @@
 """What sharing does for a cluster of 1,000 nodes, and what our driver asks of its API server.
 
-    python -m bench.scale run        # a quarter of an hour; goes on where it was
+    python -m bench.scale run        # a quarter of an hour; resumes where it was
     python -m bench.scale requests   # half a minute
     python -m bench.scale docs       # tables and figures of docs/explanation/scale.md; --check
 
-The cluster is `kube.simulate`'s. The requests are counted where the driver makes them: its own
-publisher and driver run for each of many nodes, against an API server that stores and counts.
+The cluster is that of `kube.simulate`. The requests are counted where the driver makes them: its
+own publisher and driver run for each of many nodes, against an API server that stores and counts.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ HOURS, WARM = 2.0, 0.5
 CLAIM_WRITES = {"create claim", "update claim", "delete claim", "create event"}
 SIZES = (1, 10, 100, 1000)
 CLAIMS = 20
-"""Of each node, in the counted hour."""
+"""Claims per node in the counted hour."""
 STEPS = 60
-"""Looks at the node that are counted, of an hour's 1,800: what has not changed is sent nowhere."""
+"""Looks at the node that are counted, of an hour's 1,800; unchanged state is not sent."""
 
 
 def points() -> list[tuple[Scenario, Arm]]:
-    """Return every run: all arms by load, and whole against shared by how much is shared."""
+    """Return every run: all arms by load, and whole against shared by the fraction that shares."""
     by_load = [
         (Scenario(load=load, hours=HOURS, warm_hours=WARM), arm) for load in LOADS for arm in ARMS
     ]
@@ -56,7 +56,7 @@ def points() -> list[tuple[Scenario, Arm]]:
 
 
 def summary(scenario: Scenario, arm: Arm, outcome: Outcome, seconds: float) -> dict[str, Any]:
-    """Return a run as the file has it."""
+    """Return a run in the form of the file."""
     return {
         "scenario": asdict(scenario),
         "arm": arm.name,
@@ -78,7 +78,7 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def save(path: Path, runs: list[dict[str, Any]]) -> None:
-    """Write a file of runs, with where they come from."""
+    """Write a file of runs, with their origin."""
     path.write_text(json.dumps({"about": describe_run(), "runs": runs}, indent=1) + "\n")
 
 
@@ -98,7 +98,7 @@ def run_cluster() -> None:
 
 @dataclass
 class Server:
-    """An API server that stores, and counts requests and bytes: what `kube.cluster` would send."""
+    """An API server that stores objects, and counts the requests and bytes of `kube.cluster`."""
 
     counts: Counter[str]
 
@@ -118,7 +118,7 @@ class Server:
         return json.loads(json.dumps(found)) if found else None
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Store a slice; who watches it is sent it."""
+        """Store a new slice, which is sent to its watchers."""
         return self._store(body, "dry run" if dry_run else "create slice", dry_run=dry_run)
 
     def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Server:
 
 
 class Governor:
-    """A governor with eight H200, which grants."""
+    """A governor with eight H200, which grants every claim."""
 
     def __init__(self) -> None:
         self._claims: dict[str, dict[str, Any]] = {}
@@ -173,12 +173,12 @@ class Governor:
         return self.answer
 
     def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
-        """Grant."""
+        """Grant a claim."""
         self._claims[claim["uid"]] = claim
         return [{**share, "uuid": share["device"], "minor": None} for share in claim["shares"]]
 
     def unclaim(self, uid: str) -> None:
-        """Forget."""
+        """Forget a claim."""
         self._claims.pop(uid, None)
 
     def claims(self) -> list[dict[str, Any]]:
@@ -224,9 +224,9 @@ def claim_of(name: str, node: str, device: str) -> dict[str, Any]:
 
 
 def count_requests(nodes: int, directory: Path) -> dict[str, Any]:
-    """Run the driver of so many nodes for an hour, with a GPU of each node lost and found once.
+    """Run the drivers of `nodes` nodes for an hour, and lose and find one GPU of each node once.
 
-    Claims come one by one and GPUs always have room, so each claim has an update of the slice.
+    Claims come one by one and GPUs always have room, so each claim causes an update of the slice.
     """
     import structlog
 
@@ -310,7 +310,7 @@ def cluster_tables(runs: list[dict[str, Any]]) -> str:
 
 
 def mix_table(runs: list[dict[str, Any]]) -> str:
-    """Return the table by how much is asked for by those that share."""
+    """Return the table by the fraction of the demand that shares GPUs."""
     lines = [
         "| asked for by parts | whole GPUs: runs | mean wait | shares, packed: runs | mean wait |",
         "| --- | --- | --- | --- | --- |",
@@ -339,7 +339,7 @@ def span(seconds: float) -> str:
 
 
 def request_table(found: list[dict[str, Any]]) -> str:
-    """Return the table of what was counted."""
+    """Return the table of the counted requests."""
     lines = [
         "| nodes | writes a node | writes a claim | reads a claim | bytes | events | bytes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -359,7 +359,7 @@ def request_table(found: list[dict[str, Any]]) -> str:
 
 
 def figure(runs: list[dict[str, Any]], key: str, words: dict[str, str], unit: float) -> str:
-    """Return a figure over the load, a line for each arm."""
+    """Return a figure over the load, with a line for each arm."""
     series = [
         Series(
             arm.name,

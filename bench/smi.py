@@ -1,8 +1,8 @@
 """`python -m bench.smi`: what nvidia-smi shows in a container with a quota, as JSON.
 
-A container burns the GPU and runs nvidia-smi meanwhile: alone with a cap of 100 %, then capped at
-30 % beside another that burns, too. Each time it must see its quota, what its own process holds,
-that process and no other, and a GPU that is fully used.
+A container burns the GPU and runs nvidia-smi at the same time: first alone with a cap of 100 %,
+then with a cap of 30 % while another container burns as well. Each time it must see its quota, what
+its own process holds, that process and no other, and a GPU that is fully used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bench.node import Node
 
 QUOTA_MIB = 3072
 BUSY = 80
-"""A burner keeps what it may use of the GPU that busy, percent, at least."""
+"""Least utilisation by a burner of the part of the GPU that it may use, percent."""
 WORK_S = 15
 LOOK_S = 9
 
 GPU_QUERY = "name,driver_version,memory.total,memory.used,memory.free,utilization.gpu"
-# Looks until shortly before the burner ends; the last one counts. Plain `nvidia-smi` must work,
-# too, and draws its table from other calls than the queries.
+# Looks until shortly before the burner ends; the last one counts. Plain `nvidia-smi` must work as
+# well; it draws its table from other calls than the queries.
 SCRIPT = f"""
 /usr/bin/burner --unit-us 500 --seconds {WORK_S} --out /out/progress.bin >/out/burner.log 2>&1 &
 burner=$!
@@ -50,7 +50,7 @@ NEIGHBOUR = {"memory": "3Gi", "compute": "60"}
 
 @dataclass
 class Look:
-    """What nvidia-smi said at one time: MiB, percent, and the MiB of each process by pid."""
+    """Output of nvidia-smi at one time: MiB, percent, and the MiB of each process by pid."""
 
     burner: int
     name: str = ""
@@ -63,7 +63,7 @@ class Look:
 
 
 def read_looks(text: str) -> tuple[list[Look], str, str]:
-    """Return the looks of a container's output, and its table and monitor as they are."""
+    """Return the looks of a container's output, and its table and monitor verbatim."""
     looks: list[Look] = []
     rest = {"table": "", "monitor": ""}
     section = ""
@@ -102,7 +102,7 @@ def judge(looks: list[Look], table: str, monitor: str) -> list[str]:
         wrong.append(f"{last.used_mib} MiB used and {last.free_mib} MiB free are not the total")
     if list(last.processes) != [last.burner]:
         wrong.append(f"processes {list(last.processes)}, not the burner ({last.burner}) alone")
-    # nvidia-smi rounds each.
+    # nvidia-smi rounds each of them.
     elif abs(last.processes[last.burner] - last.used_mib) > 1 or last.used_mib <= 0:
         wrong.append(
             f"the burner has {last.processes[last.burner]} MiB, the GPU {last.used_mib} MiB in use"
@@ -148,7 +148,7 @@ def run_case(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cases, write DIR/smi.json, and return 1 where one of them is wrong."""
+    """Run the cases, write DIR/smi.json, and return 1 if one of them is wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.smi", description=__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "build/smi")
     args = parser.parse_args(argv)

@@ -1,12 +1,13 @@
 """`python -m bench.overhead --step`: what a training step and a token take, natively and governed.
 
-Each arm is a process that is warm and takes steps for a moment when it is told to; one of the two
-sits still meanwhile. So what a pair compares is half a second apart, and nothing of a start is in
-it. The container is alone and has the whole GPU. Both arms stay on the same processors.
+Each arm is a process that is warm and takes steps for a moment on request, while the other one is
+idle. So the two values of a pair are half a second apart, and no start-up time is in them. The
+container is alone and has the whole GPU. Both arms stay on the same processors.
 
-Two processes of the same program differ by up to a percent for as long as they live: where their
-memory lies, and which thread came to which processor. So there are rounds, each with two new
-processes and many pairs, and the bound counts the rounds' differences as well as the pairs'.
+Two processes of the same program differ by up to a percent for as long as they live, depending on
+where their memory is and which thread came to which processor. So there are rounds, each with two
+new processes and many pairs, and the bound counts the differences between rounds as well as those
+between pairs.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from bench.node import Node
 KINDS = ("train", "decode-graph", "decode")
 READY_S = 180.0
 LATE_S = 30.0
-"""How much longer than its time a run of steps may take."""
+"""Time that a run of steps may take beyond its own, seconds."""
 
 N_CORES = 4
 
@@ -38,7 +39,7 @@ Round = list[Pair]
 
 
 class Arm:
-    """A process that takes orders in a directory; `failed` says why it is not there any more."""
+    """A process that takes orders in a directory; `failed` returns why it has ended, or None."""
 
     def __init__(self, orders: Path, seconds: float, failed: Callable[[], str | None]) -> None:
         self.orders = orders
@@ -61,7 +62,7 @@ class Arm:
         self._wait(self.orders / "ready", READY_S)
 
     def run(self) -> dict[str, float]:
-        """Let it take steps for its time: how many, in how many seconds, and the median step."""
+        """Make it take steps for its time: how many, in how many seconds, and the median step."""
         (self.orders / f"go-{self.number}").touch()
         done = self.orders / f"done-{self.number}"
         self._wait(done, self.seconds + LATE_S)
@@ -70,7 +71,7 @@ class Arm:
         return {name: float(answer[name]) for name in ("steps", "seconds", "step_ms")}
 
     def end(self) -> None:
-        """Let it end."""
+        """Make it end."""
         (self.orders / "end").touch()
 
 
@@ -84,7 +85,7 @@ def worker(kind: str, orders: Path, seconds: float, *, inside: bool) -> list[str
 
 
 def cores() -> str:
-    """Return the processors that both arms use: the last ones of those that there are."""
+    """Return the processors that both arms use: the last N_CORES available ones."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[-N_CORES:]))
 
 
@@ -92,7 +93,7 @@ def cores() -> str:
 def native_arm(
     command: Sequence[str], orders: Path, seconds: float, machine: Machine | None = None
 ) -> Iterator[Arm]:
-    """Run a process outside of a container."""
+    """Run a process outside a container."""
     orders.mkdir(parents=True)
     environment = {**os.environ, **(machine.environment if machine else {})}
     log = orders / "output"
@@ -141,7 +142,7 @@ def governed_arm(node: Node, kind: str, number: int, seconds: float) -> Iterator
 
 
 def run_steps(arms: Mapping[str, Arm], pairs: int) -> list[Pair]:
-    """Let the two take steps in turn; what the first run of each shows is left out."""
+    """Make the two take steps in turn; the first run of each is discarded."""
     for arm in arms.values():
         arm.ready()
     for arm in arms.values():
@@ -150,10 +151,10 @@ def run_steps(arms: Mapping[str, Arm], pairs: int) -> list[Pair]:
 
 
 def summarise_steps(rounds: Sequence[Round]) -> dict[str, float]:
-    """Return the ms of a step in each arm, and how much slower governed ones are, in percent.
+    """Return the ms of a step in each arm, and how much slower governed steps are, in percent.
 
-    That is the mean over the rounds of the median of a round's pairs. `upper_95_percent` is the
-    bound below which it lies with 95 % confidence.
+    The latter is the mean over the rounds of the median of a round's pairs. `upper_95_percent` is
+    the bound below which it lies with 95 % confidence.
     """
     took = {
         name: [step_ms(pair[name]) for pairs in rounds for pair in pairs]
@@ -170,23 +171,23 @@ def summarise_steps(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def slowdown(pair: Pair) -> float:
-    """Return how long a governed step takes, as a multiple of a native one: of medians.
+    """Return the median governed step as a multiple of the median native one.
 
-    A machine that others share takes the processor away now and then. In the mean of 40 steps of
-    4 ms that is a tenth of the whole, which says nothing of what a call costs.
+    A shared machine takes the processor away now and then. In the mean of 40 steps of 4 ms that is
+    a tenth of the total, which says nothing of what a call costs.
     """
     return step_ms(pair["governed"]) / step_ms(pair["native"])
 
 
 def step_ms(turn: Mapping[str, float]) -> float:
-    """Return the median step of a turn; the mean of a result that was made without medians."""
+    """Return the median step of a turn, or the mean if the result was made without medians."""
     return turn.get("step_ms") or 1000 * turn["seconds"] / turn["steps"]
 
 
 def measure_steps(
     node: Node, output: Path, rounds: int, pairs: int, seconds: float
 ) -> dict[str, Any]:
-    """Measure both kinds of step on a node: the rounds of each."""
+    """Measure all kinds of step on a node: the rounds of each."""
     report: dict[str, Any] = {}
     for kind in KINDS:
         report[kind] = []

@@ -1,9 +1,9 @@
-"""What the stories of examples/ have in common: a node, containers on it, and a table at the end.
+"""The common part of the stories in examples/: a node, containers on it, and a table at the end.
 
 A story is `examples/<name>/run`. It calls `play` with a scene, a function that starts containers
-and says what it expects of them. Progress goes to standard error, the table to standard output; the
-status is 0 where all that was expected came. A node is the simulated GPU, a mirror of its driver, a
-governor with the story's config.yaml, and runc; what containers may use stands in the story's
+and states what it expects of them. Progress goes to standard error, the table to standard output;
+the status is 0 if everything was as expected. A node consists of the simulated GPU, a mirror of its
+driver, a governor with the story's config.yaml, and runc. What containers may use is in the story's
 containers.yaml, annotation by annotation, as an engine would have it.
 """
 
@@ -33,19 +33,19 @@ from governor.errors import TidegateError
 from vdriver.errors import VdriverError
 
 SET_UP_S = 60.0
-"""A program is ready to begin within this time, or something is wrong."""
+"""Time within which a program must be ready to begin, seconds."""
 
 SPARE_S = 60.0
-"""What a program may take longer than it was told to work."""
+"""Time that a program may take beyond its working time, seconds."""
 
 
 class StoryError(Exception):
-    """A story cannot be told; one line."""
+    """A story cannot be run to its end; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: `met` is None where nothing was expected."""
+    """A row of the table; `met` is None if nothing was expected."""
 
     what: str
     expected: str
@@ -55,14 +55,14 @@ class Row:
 
 @dataclass
 class Program:
-    """A program that works, in a container or outside of any, and stamps what it has done."""
+    """A program, in a container or outside any, that stamps the work that it has done."""
 
     name: str
     out: Path
     process: subprocess.Popen[str]
     container: Running | None = None
     begun: float = 0.0
-    """CLOCK_MONOTONIC, in seconds, when it was told to begin."""
+    """When it was told to begin, in seconds of CLOCK_MONOTONIC."""
 
     @property
     def output(self) -> str:
@@ -71,7 +71,7 @@ class Program:
         return path.read_text(errors="replace")
 
     def times(self) -> list[float]:
-        """When each unit of its work was done, in seconds of CLOCK_MONOTONIC."""
+        """Return when each unit of its work was done, in seconds of CLOCK_MONOTONIC."""
         ahead = int(last_json(self.output).get("clock_ns", 0))
         return [(stamp.time - ahead) / 1e9 for stamp in read_stamps(self.out / "progress.bin")]
 
@@ -102,7 +102,7 @@ class Stage:
         like: str | None = None,
         before: Sequence[str] = (),
     ) -> Program:
-        """Start a container with a job that waits to be told to begin."""
+        """Start a container with a job that waits for `begin`."""
         return self.run(
             name,
             [*self.machine.command(job, inside=True), *self.options("/out", seconds), *options],
@@ -121,12 +121,12 @@ class Stage:
     ) -> Program:
         """Start a container with any command.
 
-        Its annotations are those of `like` in containers.yaml, by default of its own name;
+        Its annotations are those of `like` in containers.yaml, by default those of its own name;
         `before` is a command that starts the runtime.
         """
 
         def edit(config: dict[str, Any]) -> None:
-            # A story elsewhere on this machine may have a container of the same name.
+            # Another story on this machine may have a container of the same name.
             config["linux"]["cgroupsPath"] = f"tidegate-{os.getpid()}-{name}"
             config["process"]["env"] += [f"{k}={v}" for k, v in (environment or {}).items()]
 
@@ -138,7 +138,7 @@ class Stage:
         return Program(name, container.out, container.process, container)
 
     def leave_outside(self, name: str, job: str, seconds: float, *options: str) -> Program:
-        """Start a job on the bare driver: without a container, and without Tidegate."""
+        """Start a job directly on the driver: without a container, and without Tidegate."""
         out = self.place(name)
         command = self.machine.command(job, inside=False)
         return self.run_outside(name, [*command, *self.options(str(out), seconds), *options])
@@ -146,7 +146,7 @@ class Stage:
     def run_outside(
         self, name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
     ) -> Program:
-        """Start any command on the bare driver."""
+        """Start any command directly on the driver."""
         out = self.place(name)
         with (out / "output").open("w") as output:
             process = subprocess.Popen(
@@ -159,7 +159,7 @@ class Stage:
         return program
 
     def place(self, name: str) -> Path:
-        """Return an empty directory for a program outside of containers."""
+        """Return an empty directory for a program outside containers."""
         out = self.machine.work / "outside" / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir(parents=True)
@@ -167,14 +167,14 @@ class Stage:
 
     @staticmethod
     def options(out: str, seconds: float) -> list[str]:
-        """Return what all jobs are told: how long, where their stamps go, and to wait."""
+        """Return the options of all jobs: duration, file for stamps, and the file to wait for."""
         return [
             "--seconds", str(seconds), "--out", f"{out}/progress.bin",
             "--wait-file", f"{out}/begin",
         ]  # fmt: skip
 
     def begin(self, *programs: Program) -> None:
-        """Wait until these are set up, and let them work."""
+        """Wait until these programs are set up, and make them work."""
         deadline = time.monotonic() + SET_UP_S
         for program in programs:
             while not (program.out / "begin.ready").exists():
@@ -194,14 +194,14 @@ class Stage:
                 raise StoryError(f"{program.name} failed: {tail(program)}")
 
     def status(self, program: Program) -> int:
-        """Wait for a program's end and return its exit status."""
+        """Wait for a program's end, and return its exit status."""
         try:
             return program.process.wait(SPARE_S)
         except subprocess.TimeoutExpired:
             raise StoryError(f"{program.name} did not end within {SPARE_S:.0f} s") from None
 
     def learn(self, job: str, seconds: float, *options: str) -> Program:
-        """Run a job alone and on the bare driver, so that others of its kind do the same work."""
+        """Run a job alone directly on the driver, so that other runs of it do the same work."""
         alone = self.leave_outside(f"{job}-alone", job, seconds, *options)
         self.begin(alone)
         self.wait(alone)
@@ -209,16 +209,16 @@ class Stage:
         return alone
 
     def know(self, job: str) -> None:
-        """Find out how much work a unit of a job is while nobody else is there.
+        """Find out how much work a unit of a job is while nothing else runs.
 
-        The simulated GPU's own program knows.
+        The simulated GPU's own program does not need this.
         """
         if self.machine.kind == "nvidia":
             self.say(f"   how much work a unit of {job} is")
             self.learn(job, 1.0)
 
     def clear(self) -> None:
-        """Leave no container, and wait until the governor has forgotten them."""
+        """Remove all containers, and wait until the governor has forgotten them."""
         for container in self.node.running:
             self.node.delete(container)
         self.node.running.clear()
@@ -229,21 +229,21 @@ class Stage:
             time.sleep(0.02)
 
     def end_outside(self) -> None:
-        """End what runs outside of containers."""
+        """End the programs that run outside containers."""
         for program in self.outside:
             if program.process.poll() is None:
                 program.process.kill()
                 program.process.wait()
 
-    # ---- what one sees ----
+    # ---- observation ----
 
     def command(self, *words: str) -> list[str]:
-        """Return a command of Tidegate's for this node."""
+        """Return a `tidegate` command for this node."""
         config = str(self.machine.work / "config.yaml")
         return [sys.executable, "-P", "-m", "governor.cli", *words, "--config", config]
 
     def show(self, *words: str, after: float = 0.0) -> None:
-        """Run a command of Tidegate's, so many seconds from now, and show what it says."""
+        """Run a `tidegate` command, `after` seconds from now, and show its output."""
         time.sleep(after)
         done = subprocess.run(
             self.command(*words), env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -255,28 +255,28 @@ class Stage:
     # ---- the table ----
 
     def tell(self, what: str, measured: str) -> None:
-        """Enter what was measured and is not judged."""
+        """Add a row with something that was measured but is not judged."""
         self.rows.append(Row(what, "", measured, None))
 
     def expect(self, what: str, expected: str, measured: str, *, met: bool) -> None:
-        """Enter what was expected, what came, and whether that is it."""
+        """Add a row with what was expected, what was measured, and whether it is as expected."""
         self.rows.append(Row(what, expected, measured, met))
 
     def at_most(self, what: str, measured: float, most: float, unit: str) -> None:
-        """Expect a number that is no larger."""
+        """Expect a number of at most `most`."""
         self.expect(
             what, f"at most {most:g} {unit}", f"{measured:.1f} {unit}", met=measured <= most
         )
 
     def at_least(self, what: str, measured: float, least: float, unit: str) -> None:
-        """Expect a number that is no smaller."""
+        """Expect a number of at least `least`."""
         self.expect(
             what, f"at least {least:g} {unit}", f"{measured:.1f} {unit}", met=measured >= least
         )
 
 
 def read_containers(story: Path) -> dict[str, Mapping[str, str]]:
-    """Return each container's annotations; a story without the file brings its own."""
+    """Return each container's annotations; a story without the file provides its own."""
     path = story / "containers.yaml"
     return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
 
@@ -288,7 +288,7 @@ def read_settings(story: Path) -> dict[str, Any]:
 
 
 def tail(program: Program) -> str:
-    """Return the end of what a program said, in one line."""
+    """Return the end of a program's output, in one line."""
     return " ".join(program.output.split())[-300:] or "it said nothing"
 
 
@@ -298,16 +298,16 @@ def tail(program: Program) -> str:
 def share(program: Program, unit_us: float, begin: float, end: float) -> float:
     """Return the percentage of the GPU that a program's work was, between two moments.
 
-    Work is the units that it finished, each worth the time that it takes alone.
+    Its work is the units that it finished, each of which counts for the time that it takes alone.
     """
     done = sum(begin <= moment < end for moment in program.times())
     return 100 * done * unit_us / 1e6 / (end - begin)
 
 
 def answers(program: Program, pause_us: float) -> list[float]:
-    """Return what each request took, in ms, of a program that pauses between requests."""
+    """Return how long each request took, in ms, of a program that pauses between requests."""
     moments = program.times()
-    # The first ones learn: nobody knows yet how long such work is.
+    # The first ones are for learning: the length of such work is not known yet.
     taken = [(b - a) * 1e3 - pause_us / 1e3 for a, b in itertools.pairwise(moments)]
     if len(taken) <= 4:
         raise StoryError(f"{program.name} has answered {len(taken)} requests, too few to judge")
@@ -315,7 +315,7 @@ def answers(program: Program, pause_us: float) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Return the value that so many percent of them do not pass."""
+    """Return that percentile of the values."""
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
@@ -348,10 +348,10 @@ def play(
     programs: Sequence[str] = (),
     machine: Callable[[Path, Path], Machine] | None = None,
 ) -> NoReturn:
-    """Tell the story whose run is `story`, a path, and exit with its status.
+    """Play the story with its script at the path `story`, and exit with its status.
 
-    `simgpu` are options of `simgpu create`, `programs` what containers have besides, of what was
-    built; `real` says whether a real GPU will do, `machine` makes another one than the usual.
+    `simgpu` are options of `simgpu create`, `programs` are additional built programs for
+    containers; `real` allows a real GPU, and `machine` makes a machine other than the default.
     """
     folder = Path(story).resolve().parent
     parser = argparse.ArgumentParser(
@@ -398,7 +398,7 @@ def play(
 
 
 def check_machine(build: Path) -> None:
-    """End with a line where this machine cannot tell a story."""
+    """Exit with a message if this machine cannot run a story."""
     if os.geteuid() != 0:
         print("run: containers need root; run it as root", file=sys.stderr)
         sys.exit(77)
@@ -412,9 +412,9 @@ def check_machine(build: Path) -> None:
 
 @contextlib.contextmanager
 def set_stage(folder: Path, machine: Machine) -> Iterator[Stage]:
-    """Make a node for the story, and take it away again."""
+    """Make a node for the story, and remove it afterwards."""
     with Node(machine, settings=read_settings(folder)) as node:
-        # A node has a runtime directory of its own, so names need not tell runs apart.
+        # A node has a runtime directory of its own, so names need not differ between runs.
         node.prefix = ""
         stage = Stage(folder, node, machine, read_containers(folder))
         stage.say(f"{folder.name}: a {machine.kind} GPU, its driver mirrored, a governor")

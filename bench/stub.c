@@ -1,10 +1,10 @@
 /*
- * A libcuda whose functions return at once: what a call through the control library costs above it
- * is the control library's own.
+ * A libcuda with functions that return at once: what a call through the control library costs
+ * beyond them is the control library's own cost.
  *
- * It is no driver and no simulation: streams, events and contexts are numbers, memory is addresses
- * that nobody may touch, and every event has been reached. Functions without an answer to give
- * share one body.
+ * It is not a driver and not a simulation: streams, events and contexts are numbers, memory is
+ * addresses that must not be accessed, and every event has been reached. Functions that return no
+ * value to the caller share one body.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -14,7 +14,7 @@
 
 enum { SUCCESS = 0, OUT_OF_MEMORY = 2, NOT_FOUND = 500 };
 
-/* What is handed out are addresses in here; 1 and 2 mean streams to the driver API. */
+/* Handles are addresses in here; 1 and 2 mean streams to the driver API. */
 static uint64_t pinned[8192];
 static char objects[4096];
 
@@ -51,7 +51,7 @@ AT_ONCE(cuLaunchKernelEx)
 AT_ONCE(cuGraphLaunch)
 AT_ONCE(cuThreadExchangeStreamCaptureMode)
 
-/* As many parameters as the function has: a caller's words stay where the caller put them. */
+/* With as many parameters as the function has, so that the caller's words are left alone. */
 #define GIVES(name, type, value, ...)                                                              \
     EXPORT int name(type *out, ##__VA_ARGS__);                                                     \
     EXPORT int name(type *out, ##__VA_ARGS__)                                                      \
@@ -122,7 +122,7 @@ EXPORT int cuMemHostAlloc(void **pointer, size_t size, unsigned flags)
     return SUCCESS;
 }
 
-/* Ever new addresses: a table of live blocks sees what a long-lived program does to it. */
+/* Addresses are never reused: a table of live blocks sees what a long-lived program does to it. */
 static int allocate(unsigned long long *pointer, size_t size)
 {
     static unsigned long long next = 1ull << 40;
@@ -153,7 +153,7 @@ EXPORT int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsign
     return SUCCESS;
 }
 
-/* Knows two names, one that the control library replaces and one that it leaves. */
+/* Knows two names: one that the control library replaces, and one that it does not. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,
                                int *status);
 EXPORT int cuGetProcAddress_v2(const char *name, void **found, int version, uint64_t flags,

@@ -1,4 +1,4 @@
-"""`python -m simgpu`: make devices and look at them."""
+"""`python -m simgpu`: create devices and inspect them."""
 
 import sys
 

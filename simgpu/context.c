@@ -1,9 +1,10 @@
 /*
- * A context: its life, its look at the device, and what follows from completed kernels
+ * A context: its life, its view of the device, and the effects of completed kernels
  *
- * Kernels stand in the shared queue and are counted; "need" is everywhere a number of kernels that
- * the context must have completed. Commands without GPU time (events, copies, callbacks) hang at
- * the kernel they need and are performed, in order, when this process learns that it has completed.
+ * Kernels are in the shared queue and are counted; "need" always means a number of kernels that the
+ * context must have completed. Commands without GPU time (events, copies, callbacks) are attached
+ * to the kernel that they need and are performed, in order, when this process learns that it has
+ * completed.
  */
 #include "driver.h"
 
@@ -13,7 +14,7 @@
 #include "schedule.h"
 
 #define HELD_LOOK 500000u /* ns between two looks at a word that a command waits for */
-#define MEET_LOOK 100000u /* the same of a kernel that spins */
+#define MEET_LOOK 100000u /* the same for a kernel that spins */
 
 static struct pool contexts_pool = POOL(context, 0x43545830);
 
@@ -53,7 +54,7 @@ static CUresult context_place(struct context *context)
     return CUDA_SUCCESS;
 }
 
-/** context_new() - a context of this process; it takes memory of its device while it exists */
+/** context_new() - create a context of this process; it takes device memory while it exists */
 CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int flags)
 {
     static const size_t limits[CONTEXT_LIMITS] = {
@@ -92,7 +93,7 @@ CUresult context_new(struct context **contextp, CUdevice ordinal, unsigned int f
     return CUDA_SUCCESS;
 }
 
-/** context_free() - the end of a context, of its pending work, its memory and its streams */
+/** context_free() - end a context, its pending work, its memory and its streams */
 void context_free(struct context *context)
 {
     struct device *device = context->device;
@@ -125,9 +126,9 @@ void context_free(struct context *context)
 }
 
 /*
- * Under the device's lock: what waited for a word that has reached its value by now may run. The
- * word is this process's memory, so nobody else can see it; a store that no call of ours follows is
- * seen late.
+ * With the device's lock held: release commands that wait for a word which has reached its value.
+ * The word is in this process's memory, so no other process can see it. A store that is not
+ * followed by a call of this process to the driver is seen late.
  */
 void context_unhold(struct context *context)
 {
@@ -146,7 +147,7 @@ void context_unhold(struct context *context)
             __atomic_store_n(place->own, place->value, __ATOMIC_RELEASE);
         }
         if ((int32_t)(__atomic_load_n(place->word, __ATOMIC_ACQUIRE) - place->value) < 0)
-            return; /* what is behind it waits for it, too */
+            return; /* the commands behind it wait for it as well */
         place->word = NULL;
         context->n_waits--;
         if (place->own)
@@ -156,7 +157,7 @@ void context_unhold(struct context *context)
     }
 }
 
-/* Under the device's lock: what has completed since the last look. */
+/* With the device's lock held: collect what has completed since the last look. */
 static void context_collect(struct context *context)
 {
     struct gpu *gpu = context->device->gpu;
@@ -171,7 +172,7 @@ static void context_collect(struct context *context)
     context_unhold(context);
 }
 
-/** context_displaced() - is another context on the GPU? Under the device's lock. */
+/** context_displaced() - is another context on the GPU? The device's lock is held. */
 bool context_displaced(const struct context *context)
 {
     uint64_t resident = schedule_current(context->device->gpu)->resident;
@@ -184,7 +185,7 @@ uint64_t context_tail(const struct context *context)
     return context->device->gpu->contexts[context->index].tail;
 }
 
-/** context_look() - learn what has completed, and do what follows from it */
+/** context_look() - learn what has completed, and carry out the effects */
 CUresult context_look(struct context *context)
 {
     if (!device_enter(context->device))
@@ -204,8 +205,8 @@ static uint64_t context_patience(const struct context *context)
 }
 
 /*
- * Sleep, without the lock, until `need` kernels may have completed; called with the device's lock,
- * which is released. Returns an error when the context did not survive.
+ * Sleep until `need` kernels may have completed. Called with the device's lock, which is released
+ * first. Returns an error when the context did not survive.
  */
 static CUresult context_sleep(struct context *context, uint64_t need)
 {
@@ -215,7 +216,7 @@ static CUresult context_sleep(struct context *context, uint64_t need)
     bool passes;
 
     if (context->n_waits && !atomic_load(&device->gpu->shared.clock_mode)) {
-        /* The word may be stored to at any time, and nobody tells. */
+        /* The word may be stored to at any time without notice. */
         uint64_t soon = schedule_current(device->gpu)->now + context_patience(context);
 
         if (when > soon)
@@ -231,7 +232,7 @@ static CUresult context_sleep(struct context *context, uint64_t need)
     return passes ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
 }
 
-/** context_wait() - until the context has completed `need` kernels since it was made */
+/** context_wait() - wait until the context has completed `need` kernels since its creation */
 CUresult context_wait(struct context *context, uint64_t need)
 {
     for (;;) {
@@ -251,12 +252,12 @@ CUresult context_wait(struct context *context, uint64_t need)
     }
 }
 
-/** context_drain() - until all that this process has submitted on a device by now is done */
+/** context_drain() - wait until everything that this process has submitted on a device is done */
 CUresult context_drain(int ordinal)
 {
     uint64_t last = UINT64_MAX;
 
-    for (;;) { /* from the newest on, by serial: the list may change while this thread sleeps */
+    for (;;) { /* newest first, by serial: the list may change while this thread sleeps */
         struct context *next = NULL;
         CUresult r;
 
@@ -275,10 +276,10 @@ CUresult context_drain(int ordinal)
 }
 
 /**
- * context_reserve() - wait until the queue has room; returns with the device's lock
+ * context_reserve() - wait until the queue has room; returns with the device's lock held
  *
- * The lock of the driver may have been released meanwhile: what the caller knew may have ended,
- * except the context.
+ * The driver's lock may have been released meanwhile: objects that the caller knew may have ended,
+ * except for the context.
  */
 CUresult context_reserve(struct context *context)
 {
@@ -301,7 +302,7 @@ CUresult context_reserve(struct context *context)
     }
 }
 
-/** context_append() - put a kernel into the room that was reserved, under the device's lock */
+/** context_append() - put a kernel into the reserved place, with the device's lock held */
 void context_append(struct context *context, const struct command *command)
 {
     struct gpu *gpu = context->device->gpu;
@@ -329,7 +330,7 @@ void context_append(struct context *context, const struct command *command)
     atomic_store(&shared->tail, tail + 1);
 }
 
-/** command_bytes() - how much a copy or a fill writes; SIZE_MAX for more than there can be */
+/** command_bytes() - bytes that a copy or a fill writes; SIZE_MAX if the number overflows */
 size_t command_bytes(const struct command *command)
 {
     size_t bytes;
@@ -353,19 +354,19 @@ static size_t span(const struct command *command, size_t pitch, size_t plane)
     return sum;
 }
 
-/** command_to_span() - from the first byte that a copy or a fill writes to behind the last */
+/** command_to_span() - bytes from the first to the last that a copy or a fill writes */
 size_t command_to_span(const struct command *command)
 {
     return span(command, command->to_pitch, command->to_plane);
 }
 
-/** command_from_span() - the same of what a copy reads */
+/** command_from_span() - the same for what a copy reads */
 size_t command_from_span(const struct command *command)
 {
     return span(command, command->from_pitch, command->from_plane);
 }
 
-/** copy_bytes() - make a copy; neither end is looked at */
+/** copy_bytes() - perform a copy; neither end is checked */
 void copy_bytes(const struct command *command)
 {
     for (size_t z = 0; z < command->planes; z++) {
@@ -405,9 +406,9 @@ static void call_later(const struct command *command)
 }
 
 /**
- * context_perform() - do a command without GPU time; `time` is when it happened on the GPU
+ * context_perform() - perform a command without GPU time; `time` is when it happened on the GPU
  *
- * Memory that was freed under a pending command makes the context faulty, as on the hardware.
+ * If memory was freed under a pending command, the context becomes faulty, as on the hardware.
  */
 void context_perform(struct context *context, const struct command *command, uint64_t time)
 {
@@ -449,7 +450,7 @@ void context_perform(struct context *context, const struct command *command, uin
     free(command->staged);
 }
 
-/** context_settle() - do what follows from the kernels that the last look found completed */
+/** context_settle() - carry out the effects of kernels that the last look found completed */
 void context_settle(struct context *context)
 {
     while (context->settled < context->head) {

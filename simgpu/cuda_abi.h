@@ -104,7 +104,7 @@ enum {
     CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM = 2,
 };
 
-/* The members of `extra` of a launch. */
+/* Tags in `extra`, a parameter of launches. */
 #define CU_LAUNCH_PARAM_END            ((void *)0x00)
 #define CU_LAUNCH_PARAM_BUFFER_POINTER ((void *)0x01)
 #define CU_LAUNCH_PARAM_BUFFER_SIZE    ((void *)0x02)
@@ -265,7 +265,7 @@ typedef struct CUDA_MEMCPY2D_st {
     size_t Height;
 } CUDA_MEMCPY2D;
 
-/* The contexts are those of CUDA_MEMCPY3D_PEER, and reserved words otherwise. */
+/* The contexts belong to CUDA_MEMCPY3D_PEER; otherwise these words are reserved. */
 typedef struct CUDA_MEMCPY3D_st {
     size_t srcXInBytes;
     size_t srcY;

@@ -1,9 +1,9 @@
 /*
  * Entries: arrays
  *
- * What an array takes was measured on an H200: rows of 64 bytes, in eights, planes in sixteens or
- * the next power of two below that, and the sum as any allocation. The elements themselves lie
- * there row by row.
+ * The size of an array was measured on an H200: rows are rounded up to 64 bytes, their number to a
+ * multiple of 8, and planes to a multiple of 16, or below 16 to a power of two. The sum is charged
+ * like any other allocation. The elements are stored there row by row.
  */
 #include "driver.h"
 
@@ -18,13 +18,13 @@ struct mipmapped {
     CUDA_ARRAY3D_DESCRIPTOR shape;
     uintptr_t base;
     unsigned int n_levels;
-    struct array *levels[LEVELS]; /* made when first asked for */
+    struct array *levels[LEVELS]; /* created on first use */
 };
 
 static struct pool arrays_pool = POOL(array, 0x41525230);
 static struct pool mipmapped_pool = POOL(mipmapped, 0x4d495030);
 
-/** array_valid() - does the array exist, and its context as well? */
+/** array_valid() - do the array and its context exist? */
 bool array_valid(const struct array *array)
 {
     return pool_owns(&arrays_pool, array) && context_valid(array->context) &&
@@ -60,7 +60,7 @@ static size_t element_bytes(const CUDA_ARRAY3D_DESCRIPTOR *shape)
 
 static CUresult shape_check(const CUDA_ARRAY3D_DESCRIPTOR *shape)
 {
-    const size_t most = 1u << 20; /* of any dimension: products of three stay within 64 bits */
+    const size_t most = 1u << 20; /* per dimension: products of three fit in 64 bits */
 
     if (!shape || !shape->Width || !element_bytes(shape) || shape->Width > most ||
         shape->Height > most || shape->Depth > most)
@@ -153,7 +153,7 @@ ENTRY(cuArrayDestroy, CUarray array)
         return r;
     if (!array_valid(array))
         return driver_leave(CUDA_ERROR_INVALID_HANDLE);
-    if (array->level) /* it goes with the array that it is a level of */
+    if (array->level) /* it ends with the array of which it is a level */
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     r = capture_check_unsafe();
     if (r)
@@ -211,7 +211,7 @@ static CUDA_ARRAY3D_DESCRIPTOR level_shape(const CUDA_ARRAY3D_DESCRIPTOR *shape,
     return its;
 }
 
-/* Where a level begins; behind the last one: what all of them take. */
+/* Offset of a level; for the number of levels, the size of all of them. */
 static size_t level_offset(const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned int level)
 {
     size_t offset = 0;

@@ -1,4 +1,4 @@
-/* Entries: contexts, the thread's stack of them, and each device's primary one. */
+/* Entries: contexts, the thread's context stack, and each device's primary context. */
 #include "driver.h"
 
 static CUresult create(CUcontext *contextp, unsigned int flags, CUdevice device)
@@ -31,7 +31,7 @@ ENTRY(cuCtxCreate_v3, CUcontext *context, void *affinity, int n_affinity, unsign
     return create(context, flags, device);
 }
 
-/* The parameters ask for execution affinity or a graphics queue; the simulated GPU has neither. */
+/* The parameters request execution affinity or a graphics queue; the simulated GPU has neither. */
 ENTRY(cuCtxCreate_v4, CUcontext *context, void *parameters, unsigned int flags, CUdevice device)
 {
     struct {
@@ -122,7 +122,7 @@ ENTRY(cuCtxGetDevice, CUdevice *device)
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* Enter with a named context, or with the current one when none is named. */
+/* Enter with a named context, or with the current one if none is named. */
 static CUresult enter_named(CUcontext named, struct context **contextp)
 {
     CUresult r;
@@ -178,11 +178,11 @@ ENTRY(cuCtxSynchronize_v2, CUcontext named)
     return r ? r : synchronize(context);
 }
 
-#define STACK_START 1024u /* bytes of a thread's stack that the context's own memory includes */
+#define STACK_START 1024u /* bytes of each thread's stack that the context's memory includes */
 #define STACK_MOST  (512u << 10)
-#define THREADS     (132u * 2048u) /* multiprocessors, and threads of each */
+#define THREADS     (132u * 2048u) /* multiprocessors, and threads per multiprocessor */
 
-/* The stacks of all threads that the device can run grow at once; they never shrink. */
+/* The stacks of all threads that the device can run grow together; they never shrink. */
 static CUresult set_stack(struct context *context, size_t size)
 {
     size_t grown = context->stacks;

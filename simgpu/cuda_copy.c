@@ -1,30 +1,30 @@
 /*
  * Entries: copies and fills
  *
- * One of 1 MiB or more between two places of the device, or in one, takes time on the GPU; it is
- * made when that has passed. All others take none, and keep the order of their stream.
+ * A copy or fill of 1 MiB or more that stays on the device takes time on the GPU, and it is carried
+ * out when that time has passed. All others take no time, and keep the order of their stream.
  */
 #include "driver.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* As on an H200, roughly. */
+/* Roughly as on an H200. */
 #define TIMED         (1u << 20) /* bytes */
 #define OVERHEAD      5000u      /* ns */
 #define COPY_PER_NS   2000u      /* bytes: 2 TB/s */
 #define FILL_PER_NS   4000u
 #define ADDRESS(from) ((void *)(uintptr_t)(from))
 
-/* One end of a copy. A place of the device must be memory that this process has there. */
+/* One end of a copy. A device address must be memory that this process has there. */
 struct end {
     void *address;
     bool on_device;
-    size_t pitch, plane; /* bytes from a row to the next, and from a plane */
+    size_t pitch, plane; /* bytes from one row, or plane, to the next */
 };
 
 struct extent {
-    size_t n; /* bytes of a row */
+    size_t n; /* bytes per row */
     size_t rows, planes;
 };
 
@@ -36,8 +36,8 @@ static bool on_device(const void *address)
 }
 
 /*
- * Pageable memory of the host is read before the call returns, and written before it returns, which
- * is what the driver does. Pinned memory is used when the stream comes to it.
+ * Pageable host memory is read before the call returns, and written before it returns, as the
+ * driver does. Pinned memory is used when the stream reaches the copy.
  */
 static bool stage(struct command *command)
 {
@@ -61,7 +61,7 @@ static bool stage(struct command *command)
     return true;
 }
 
-/* `synchronous`: returns when the copy is made, unless both ends are on the device. */
+/* `synchronous`: return when the copy has been made, unless both ends are on the device. */
 static CUresult copy(struct end to, struct end from, struct extent extent, CUstream handle,
                      bool synchronous)
 {
@@ -172,7 +172,7 @@ ENTRY(cuMemcpyDtoDAsync_v2_ptsz, CUdeviceptr to, CUdeviceptr from, size_t bytes,
     return copy_line(ADDRESS(to), true, ADDRESS(from), true, bytes, PER_THREAD(stream), false);
 }
 
-/* Which memory it is, each address says for itself. */
+/* Each address tells which kind of memory it is. */
 static CUresult copy_unified(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream,
                              bool synchronous)
 {
@@ -250,7 +250,7 @@ ENTRY(cuMemcpyPeerAsync_ptsz, CUdeviceptr to, CUcontext to_context, CUdeviceptr 
     return copy_peer(to, to_context, from, from_context, bytes, PER_THREAD(stream));
 }
 
-/* One end of a copy of rows and planes, as its description gives it. */
+/* One end of a copy of rows and planes, as described by the caller. */
 struct place_of {
     CUmemorytype type;
     void *host;
@@ -293,7 +293,7 @@ static CUresult find_end(const struct place_of *place, const struct extent *exte
         return CUDA_ERROR_INVALID_VALUE;
     if (!end->address)
         return CUDA_ERROR_INVALID_VALUE;
-    /* Where there is one row, or one plane, its distance from the next need not be told. */
+    /* With only one row, or one plane, its distance to the next may be 0. */
     if (extent->rows == 1 && extent->planes == 1 && pitch == 0)
         pitch = place->x + extent->n;
     if (extent->planes == 1 && rows == 0)
@@ -378,7 +378,7 @@ static CUresult copy_3d(const CUDA_MEMCPY3D *its, CUstream stream, bool synchron
                        stream, synchronous);
 }
 
-/* The same description, with a context in the place of each reserved word. */
+/* The same description, with a context in place of each reserved word. */
 static CUresult copy_3d_peer(const CUDA_MEMCPY3D *its, CUstream stream, bool synchronous)
 {
     CUresult r;
@@ -459,7 +459,7 @@ ENTRY(cuMemcpy3DPeerAsync_ptsz, const CUDA_MEMCPY3D *description, CUstream strea
     return copy_3d_peer(description, PER_THREAD(stream), false);
 }
 
-/* Fills of device memory return before they are done, the forms without "Async" too. */
+/* Fills of device memory return before they are done, even those without "Async". */
 static CUresult set(CUdeviceptr to, size_t pitch, uint32_t value, size_t width, size_t n,
                     size_t rows, CUstream handle)
 {

@@ -57,7 +57,7 @@ ENTRY(cuGraphInstantiateWithFlags, CUgraphExec *execp, CUgraph graph, unsigned l
 
     if (r)
         return r;
-    /* Where to upload and launch from: a list of commands has none. */
+    /* Other flags say where to upload and launch from. A list of commands has no such place. */
     if (!execp || !graph_valid(graph))
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     return driver_leave(

@@ -1,8 +1,8 @@
 /*
  * Entries: memory of another process
  *
- * A handle names the block, and opening it makes memory of the same size that takes nothing of the
- * device. The contents are not shared: blocks are private memory here.
+ * A handle names the block. Opening it makes memory of the same size that takes nothing of the
+ * device. The contents are not shared, because blocks are private memory here.
  */
 #include "driver.h"
 
@@ -10,11 +10,11 @@
 
 #define HANDLE_MAGIC 0x4350495f55504753ull /* "SGPU_IPC" in memory */
 
-/* What a handle says. */
+/* The contents of a handle. */
 struct name {
     uint64_t magic;
     uint8_t uuid[16];
-    uint64_t key; /* of the process */
+    uint64_t key; /* of the exporting process */
     uint32_t slot;
     uint32_t generation;
     uint64_t number; /* of the allocation there */
@@ -59,7 +59,7 @@ static int named_device(const struct name *name)
     return -1;
 }
 
-/* Is the process that the handle is from still there? */
+/* Does the process that exported the handle still exist? */
 static bool named_process(struct device *device, const struct name *name)
 {
     const struct gpu_slot *slot = &device->gpu->shared.slots[name->slot % GPU_SLOTS];
@@ -103,7 +103,7 @@ ENTRY(cuIpcOpenMemHandle_v2, CUdeviceptr *addressp, CUipcMemHandle handle, unsig
     if (ordinal < 0)
         return driver_leave(CUDA_ERROR_MAP_FAILED);
     if (name.generation == driver.devices[ordinal]->generation)
-        return driver_leave(CUDA_ERROR_INVALID_CONTEXT); /* the driver's answer for one's own */
+        return driver_leave(CUDA_ERROR_INVALID_CONTEXT); /* the driver's answer for its own */
     if (!named_process(driver.devices[ordinal], &name))
         return driver_leave(CUDA_ERROR_MAP_FAILED);
     item = find_import(&name);
@@ -139,7 +139,7 @@ ENTRY(cuIpcCloseMemHandle, CUdeviceptr address)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
     if (--item->opened > 0)
         return driver_leave(CUDA_SUCCESS);
-    item->origin = 0; /* no longer to be found: from here on it only ends */
+    item->origin = 0; /* can no longer be found: it only ends from here on */
     r = context_wait(item->context, context_tail(item->context));
     return driver_leave(r ? r : memory_release(address));
 }

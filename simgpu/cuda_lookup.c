@@ -3,7 +3,9 @@
 
 #include "lookup.h"
 
-/* Whether they name a default stream or none, callers get what the flags say, the legacy one else.
+/*
+ * The flags select the default stream of the function that is found; without any it is the legacy
+ * one.
  */
 static CUresult find(const char *name, void **functionp, int version, uint64_t flags,
                      CUdriverProcAddressQueryResult *statusp)

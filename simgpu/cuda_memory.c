@@ -1,4 +1,4 @@
-/* Entries: memory of a context, and what a pointer points into. */
+/* Entries: memory of a context, and information about pointers. */
 #include "driver.h"
 
 static CUresult allocate(CUdeviceptr *addressp, enum allocation_kind kind, size_t bytes)
@@ -39,7 +39,7 @@ ENTRY(cuMemAllocPitch_v2, CUdeviceptr *addressp, size_t *pitchp, size_t width, s
     return r;
 }
 
-/* Nothing here migrates: such memory stays on the host, and takes none of the device. */
+/* Nothing migrates here: managed memory stays on the host and takes nothing of the device. */
 ENTRY(cuMemAllocManaged, CUdeviceptr *addressp, size_t bytes, unsigned int flags)
 {
     if (flags != 1 && flags != 2)
@@ -65,7 +65,7 @@ ENTRY(cuMemFree_v2, CUdeviceptr address)
     item = memory_freeable(address);
     if (!item)
         return driver_leave(CUDA_ERROR_INVALID_VALUE);
-    /* As the driver does: what may still use the memory comes first. */
+    /* As in the driver: work that may still use the memory is completed first. */
     r = context_wait(item->context, context_tail(item->context));
     if (!r)
         r = memory_release(address);
@@ -118,7 +118,7 @@ ENTRY(cuMemGetInfo_v2, size_t *freep, size_t *totalp)
     device = context->device;
     if (!device_enter(device))
         return driver_leave(CUDA_ERROR_DEINITIALIZED);
-    device_reap(device); /* what the dead held is free */
+    device_reap(device); /* memory of dead processes is free */
     used = device_used(device);
     device_leave(device);
     *totalp = device->gpu->config.memory;
@@ -151,7 +151,7 @@ ENTRY(cuMemGetAddressRange_v2, CUdeviceptr *basep, size_t *bytesp, CUdeviceptr a
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* Memory that belongs to no context of its own says NULL, as pools and mappings do. */
+/* Memory that belongs to no context, such as that of pools and mappings, answers NULL. */
 static CUresult attribute_get(void *value, CUpointer_attribute attribute, CUdeviceptr address,
                               const struct allocation *item)
 {

@@ -38,7 +38,7 @@ ENTRY(cuDeviceSetMemPool, CUdevice ordinal, CUmemoryPool pool)
     return driver_leave(r);
 }
 
-/* By location there are pools of devices only, of pinned memory. */
+/* A location can only name pools of devices, with pinned memory. */
 static CUresult located(const CUmemLocation *location, CUmemAllocationType type)
 {
     if (!location)
@@ -132,7 +132,7 @@ ENTRY(cuMemPoolTrimTo, CUmemoryPool pool, size_t keep)
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* The memory is there at once: nothing that uses it in the stream's order can tell. */
+/* The memory exists at once: work that uses it in stream order cannot tell the difference. */
 static CUresult allocate(CUdeviceptr *addressp, size_t bytes, CUmemoryPool pool, bool named,
                          CUstream handle)
 {
@@ -200,7 +200,7 @@ static CUresult free_async(CUdeviceptr address, CUstream handle)
     }
     command.record = item->number;
     owner = item->context;
-    if (item->mempool) { /* a context that ends takes along what it has not come to free yet */
+    if (item->mempool) { /* a context that ends takes its pending frees with it */
         item->context = stream->context;
         item->freed_in = stream;
     }

@@ -1,22 +1,22 @@
 /*
  * Entries: modules, functions and launches
  *
- * A module's image is not executed. The kernels that exist are built in, and any image has them:
+ * A module's image is not executed. The kernels are built in, and every image has them:
  *
- *   burn(u64 ns)                   takes that much time of the GPU
- *   burn_stamp(u64 ns, u64 *slot)  and writes the time of its end, on the GPU's clock, to *slot
+ *   burn(u64 ns)                   takes that much GPU time
+ *   burn_stamp(u64 ns, u64 *slot)  also writes the time of its end, on the GPU's clock, to *slot
  *   stamp(u64 *slot)               writes that time, and takes 1 us
  *   together, sweep(u64 ns)        other names for burn
  *   persist(u64 ns, u64, u64 *slot, u64 n)
- *                                  burns and stamps n times, into one slot after the other
+ *                                  burns and stamps n times, into consecutive slots
  *   meet(u64 ns, u32 *own, u32 *other, u64 n)
  *                                  writes n to *own when it begins, spins until *other has reached
  *                                  n, then takes that much time: half of a collective
  *
- * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has those
- * kernels only, which may be other names for a burn. An image that is the text "globals:BYTES" has
- * variables of that size: they take memory of the device while the module is loaded. A library's
- * module is loaded into a context when a function of it is first asked for there.
+ * An image may be the text "// tidegate simgpu module" and lines "kernel NAME"; it then has only
+ * those kernels, which may be other names for a burn. An image that is the text "globals:BYTES" has
+ * variables of that size: they take device memory while the module is loaded. A library's module is
+ * loaded into a context when one of its functions is first requested there.
  */
 #include "driver.h"
 
@@ -26,7 +26,7 @@
 
 #define HEADER     "// tidegate simgpu module"
 #define GLOBALS    "globals:"
-#define IMAGE_MOST (1u << 20) /* bytes of a module file that are looked at */
+#define IMAGE_MOST (1u << 20) /* bytes of a module file that are read */
 #define NAME_MOST  128
 
 #define STAMP_TAKES 1000u /* ns */
@@ -43,10 +43,10 @@ struct module {
     struct object object;
     struct context *context;
     uint64_t context_serial;
-    bool listed; /* the image named its kernels */
+    bool listed; /* the image lists its kernels */
     struct function *functions;
-    uintptr_t globals;   /* where its variables are, or 0 */
-    struct module *next; /* of the same library */
+    uintptr_t globals;   /* address of its variables, or 0 */
+    struct module *next; /* in the same library */
     bool in_library;
 };
 
@@ -59,7 +59,7 @@ struct kernel {
 
 struct library {
     struct object object;
-    char *text; /* the image, if it is text that means something here */
+    char *text; /* the image, if it is text that has a meaning here */
     struct module *modules;
     struct kernel *kernels;
 };
@@ -69,7 +69,7 @@ static struct pool modules_pool = POOL(module, 0x4d4f4430);
 static struct pool libraries_pool = POOL(library, 0x4c494230);
 static struct pool kernels_pool = POOL(kernel, 0x4b524e30);
 
-/* The first five are what bench/burner.c has in PTX. */
+/* The first five are the kernels that bench/burner.c has in PTX. */
 static const struct {
     const char *name;
     int does;
@@ -134,7 +134,7 @@ static void module_read(struct module *module, const char *text)
     }
 }
 
-/* Only text of ours is read to its end: of any other image the length is unknown. */
+/* Only text of our own is read to its end: the length of any other image is unknown. */
 static bool is_text(const char *image)
 {
     return strncmp(image, HEADER, strlen(HEADER)) == 0 ||
@@ -185,7 +185,7 @@ ENTRY(cuModuleLoadData, CUmodule *modulep, const void *image)
 ENTRY(cuModuleLoadDataEx, CUmodule *modulep, const void *image, unsigned int n_options,
       void *options, void **values)
 {
-    (void)options; /* of a compiler that does not exist */
+    (void)options; /* options of a compiler that does not exist here */
     (void)values;
     (void)n_options;
     return load(modulep, image);
@@ -265,7 +265,7 @@ ENTRY(cuLibraryLoadData, CUlibrary *libraryp, const void *image, void *jit_optio
     struct library *library;
     CUresult r = driver_enter();
 
-    (void)jit_options; /* of a compiler that does not exist */
+    (void)jit_options; /* options of a compiler that does not exist here */
     (void)jit_values;
     (void)n_jit_options;
     (void)options;
@@ -356,7 +356,7 @@ ENTRY(cuLibraryGetKernel, CUkernel *kernelp, CUlibrary library, const char *name
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* The library's module in a context, loaded there when first asked for. */
+/* The library's module in a context, loaded on first use. */
 static CUresult library_module(struct library *library, struct context *context, CUmodule *modulep)
 {
     CUresult r;
@@ -433,7 +433,7 @@ ENTRY(cuFuncGetAttribute, int *value, CUfunction_attribute attribute, CUfunction
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* The kernel's parameters, from either of the two ways to pass them. */
+/* Read the kernel's parameters, which can be passed in two ways. */
 static CUresult read_parameters(const struct function *function, void **parameters, void **extra,
                                 struct command *command, uint64_t *timesp)
 {
@@ -508,7 +508,7 @@ static CUresult launch(CUfunction function, const unsigned int grid[3], const un
 
     if (r)
         return r;
-    if (pool_owns(&kernels_pool, function)) /* a kernel may be launched without its function */
+    if (pool_owns(&kernels_pool, function)) /* a kernel can be launched directly */
         r = kernel_function((const struct kernel *)function, stream->context, &function);
     if (r)
         return driver_leave(r);

@@ -33,7 +33,7 @@ ENTRY(cuStreamDestroy_v2, CUstream handle)
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* May the calling thread ask about this stream, or wait for it? */
+/* May the calling thread query this stream or wait for it? */
 static CUresult may_ask(struct stream *stream)
 {
     if (stream->capture) {
@@ -103,7 +103,7 @@ ENTRY(cuStreamQuery_ptsz, CUstream stream)
     return query(PER_THREAD(stream));
 }
 
-/* Does the event still say something about the context that it was recorded in? */
+/* Does the context still exist in which the event was recorded? */
 static bool event_alive(const struct event *event)
 {
     return event->context && context_valid(event->context) &&
@@ -158,8 +158,10 @@ static CUresult wait_event(CUstream handle, CUevent event, unsigned int flags)
     return driver_leave(r);
 }
 
-/* The word is host memory of this process: the simulated GPU has no other that a stream could
- * watch. */
+/*
+ * The word is in this process's host memory: streams of the simulated GPU can watch no other
+ * memory.
+ */
 static CUresult wait_value(CUstream handle, CUdeviceptr address, uint32_t value, unsigned int flags)
 {
     struct command command = {.kind = COMMAND_WAIT, .word = (const uint32_t *)(uintptr_t)address};
@@ -306,7 +308,7 @@ ENTRY(cuEventRecordWithFlags_ptsz, CUevent event, CUstream stream, unsigned int 
     return record(event, PER_THREAD(stream), flags);
 }
 
-/* Enter with an event that the calling thread may ask about. */
+/* Enter with an event that the calling thread may query. */
 static CUresult enter_event(CUevent event)
 {
     CUresult r = driver_enter();
@@ -356,7 +358,7 @@ ENTRY(cuEventSynchronize, CUevent event)
     return driver_leave(r);
 }
 
-/* In ms, with the hardware's resolution of about half a microsecond left out. */
+/* In ms; the hardware's resolution of about half a microsecond is not modelled. */
 static CUresult elapsed(float *milliseconds, CUevent start, CUevent end)
 {
     CUresult r = driver_enter();

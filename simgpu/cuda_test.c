@@ -1,7 +1,7 @@
 /*
- * For tests: the clock, an end without an exit, a bad death, and a slow driver
+ * For tests: set the clock, detach without exiting, hold the lock, and slow the driver down
  *
- * No program needs these; a driver does not have them.
+ * A real driver does not have these functions, and no program needs them.
  */
 #include "driver.h"
 
@@ -9,7 +9,7 @@
 
 #include "schedule.h"
 
-/* Stop a device's clock at `now` (ns) and move it there; it never goes back. */
+/* Stop a device's clock, and move it to `now` (ns); it never goes back. */
 ENTRY(simgpu_clock_set, CUdevice ordinal, uint64_t now)
 {
     struct device *device;
@@ -26,14 +26,14 @@ ENTRY(simgpu_clock_set, CUdevice ordinal, uint64_t now)
         atomic_store(&device->gpu->shared.virtual_now, now);
     atomic_store(&device->gpu->shared.clock_mode, 1);
     device_leave(device);
-    /* Decide what happened up to the new time, as anybody's next look would. */
+    /* Decide what happened up to the new time, as the next look by any process would. */
     if (!device_enter(device))
         return driver_leave(CUDA_ERROR_DEINITIALIZED);
     device_leave(device);
     return driver_leave(CUDA_SUCCESS);
 }
 
-/* Read a device's clock, ns. */
+/* Read a device's clock, in ns. */
 ENTRY(simgpu_clock_get, CUdevice ordinal, uint64_t *nowp)
 {
     struct device *device;
@@ -47,7 +47,7 @@ ENTRY(simgpu_clock_get, CUdevice ordinal, uint64_t *nowp)
     return driver_leave(r);
 }
 
-/* Back to before cuInit: all of this process's contexts, handles and attachments end. */
+/* Return to the state before cuInit: end all contexts, handles and attachments of this process. */
 ENTRY(simgpu_detach, void)
 {
     CUresult r = driver_enter();
@@ -73,7 +73,7 @@ ENTRY(simgpu_hold, CUdevice ordinal)
         pause();
 }
 
-/* From now on each cuEventRecord of this process takes so many microseconds, without a lock. */
+/* From now on each cuEventRecord of this process takes `us` microseconds, without a lock. */
 ENTRY(simgpu_record_late, unsigned int us)
 {
     atomic_store(&driver_record_us, us);

@@ -3,7 +3,7 @@
 
 #define HANDLE(number) ((struct handle *)(uintptr_t)(number))
 
-/* Memory is pinned, on a device or on the host, and is exported as a descriptor or not at all. */
+/* Memory is pinned, on a device or on the host. It is exported as a descriptor or not at all. */
 static CUresult prop_check(const CUmemAllocationProp *prop)
 {
     struct device *device;

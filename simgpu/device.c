@@ -1,16 +1,17 @@
 /*
- * A device file: attach, lock, clock, and what is left of the dead
+ * A device file: attaching, the lock, the clock, and cleaning up after dead processes
  *
- * There is no server, so the kernel has to say who lives: each attached library holds a record lock
- * on one byte that stands for its slot, and F_GETLK names the holder's pid as the asker's pid
- * namespace sees it. A record lock goes when its process closes any descriptor of the file, so a
- * device is opened once and never closed while it is used.
+ * There is no server, so the kernel has to say which processes are alive. Each attached library
+ * holds a record lock on one byte that represents its slot, and F_GETLK returns the owner's pid in
+ * the caller's pid namespace. A record lock is dropped when its process closes any descriptor of
+ * the file, so a device is opened once and never closed while it is in use.
  *
  * The lock of the shared state is a futex word that names the holder's slot and generation. A
- * robust pthread mutex would name the thread id, which means nothing across pid namespaces: thread
- * 1 of one container that dies while it waits would release the lock that thread 1 of another one
- * holds. Whoever waits for long asks the kernel whether the holder's slot is still alive, and takes
- * the lock from a dead one. Nothing needs repair then; layout.h says why.
+ * robust pthread mutex would name the thread id, which means nothing across pid namespaces: if
+ * thread 1 of one container died while waiting, it would release the lock held by thread 1 of
+ * another container. A process that has waited for long asks the kernel whether the holder's slot
+ * is still alive, and takes the lock over from a dead holder. Nothing needs repair in that case;
+ * layout.h says why.
  */
 #include "device.h"
 
@@ -28,14 +29,14 @@
 
 #include "schedule.h"
 
-#define LOCK_WAITERS     0x100u /* somebody sleeps on the word */
+#define LOCK_WAITERS     0x100u /* a process sleeps on the word */
 #define LOCK_SLOT(word)  ((word) & 0xffu)
 #define LOCK_GENERATIONS 0x7fffffu
 
-#define LOCK_PATIENCE  4000000u   /* ns of waiting before the holder's life is questioned */
-#define REAP_INTERVAL  2000000u   /* ns */
-#define SLEEP_MOST     20000000u  /* ns; a neighbour's death moves completions forward */
-#define SLEEP_STEERED  500000u    /* the same where slices and switches do, too */
+#define LOCK_PATIENCE  4000000u   /* ns to wait before checking that the holder is alive */
+#define REAP_INTERVAL  2000000u   /* ns between two searches for dead processes */
+#define SLEEP_MOST     20000000u  /* longest sleep, ns: a death makes completions earlier */
+#define SLEEP_STEERED  500000u    /* the same once slices or switches may do so as well */
 #define SAMPLE_LENGTH  500000000u /* ns */
 #define DEFAULT_FOLDER "/dev/tidegate-simgpu"
 
@@ -55,8 +56,8 @@ const char *device_directory(void)
 }
 
 /*
- * A number that all libraries of one process have in common and no other process has. AT_RANDOM is
- * new with each exec, so what a process attached before it is not taken for alive after it.
+ * A number that all libraries of one process share and that no other process has. AT_RANDOM changes
+ * with each exec, so an attachment made before an exec does not look alive after it.
  */
 static uint64_t process_key(void)
 {
@@ -68,7 +69,7 @@ static uint64_t process_key(void)
     return key ? key : 1;
 }
 
-/* Not through the C library: its fcntl64 would ask for a newer one than drivers do. */
+/* Not through the C library: its fcntl64 would require a newer C library than drivers do. */
 static int byte_lock(int fd, int command, short type, uint32_t slot, pid_t *pidp)
 {
     struct flock lock = {
@@ -81,20 +82,23 @@ static int byte_lock(int fd, int command, short type, uint32_t slot, pid_t *pidp
     return lock.l_type;
 }
 
-/* The kernel's answer: the pid of the byte's owner, 0 when invisible from here, -1 for nobody. */
+/*
+ * Ask the kernel for the byte's owner: its pid, 0 if it is not visible from here, -1 if there is
+ * none.
+ */
 static int byte_owner(int fd, uint32_t slot)
 {
     pid_t pid = 0;
     int r = byte_lock(fd, F_GETLK, F_WRLCK, slot, &pid);
 
     if (r < 0)
-        return 0; /* a life that cannot be asked about is not ended */
+        return 0; /* if the kernel cannot say, the owner counts as alive */
     if (r == F_UNLCK)
         return -1;
     return pid > 0 ? (int)pid : 0;
 }
 
-/* The kernel never shows a process its own locks, hence the key. */
+/* The kernel never reports a process's own locks to it, hence the key. */
 static bool slot_mine(const struct device *device, uint32_t slot)
 {
     return device->gpu->shared.slots[slot].key == device->key;
@@ -130,13 +134,13 @@ static void shared_lock(struct device *device)
         bool dead = false;
 
         if (seen == 0) {
-            /* Others may sleep on it, and a wake-up too many harms nobody. */
+            /* Other processes may be asleep on the word; a superfluous wake-up does no harm. */
             if (atomic_compare_exchange_strong(&shared->lock, &seen, mine | LOCK_WAITERS))
                 return;
             continue;
         }
         if (LOCK_SLOT(seen) == device->slot) {
-            dead = true; /* a former owner of this slot: we hold its byte, so it is gone */
+            dead = true; /* a former owner of this slot: we hold its byte, so it is dead */
         } else if (!(seen & LOCK_WAITERS)) {
             if (!atomic_compare_exchange_strong(&shared->lock, &seen, seen | LOCK_WAITERS))
                 continue;
@@ -158,7 +162,7 @@ static void shared_unlock(struct device *device)
         futex(&device->gpu->shared.lock, FUTEX_WAKE, 1, NULL);
 }
 
-/** device_clock() - the GPU's clock, ns */
+/** device_clock() - the time on the GPU's clock, in ns */
 uint64_t device_clock(const struct device *device)
 {
     struct gpu_shared *shared = &device->gpu->shared;
@@ -166,7 +170,10 @@ uint64_t device_clock(const struct device *device)
     return atomic_load(&shared->clock_mode) ? atomic_load(&shared->virtual_now) : clock_monotonic();
 }
 
-/* Everything that one attachment left behind. Killed on the way, the next one does it again. */
+/*
+ * Remove everything that one attachment left behind. If this process is killed meanwhile, the next
+ * one starts over.
+ */
 static void slot_clear(struct gpu *gpu, uint32_t slot)
 {
     for (uint32_t i = 0; i < gpu->shared.n_contexts; i++) {
@@ -177,7 +184,7 @@ static void slot_clear(struct gpu *gpu, uint32_t slot)
     atomic_store(&gpu->shared.slots[slot].attached, 0);
 }
 
-/** device_reap() - under the lock: the contexts and the memory of dead processes go */
+/** device_reap() - with the lock held: remove the contexts and the memory of dead processes */
 void device_reap(struct device *device)
 {
     struct gpu *gpu = device->gpu;
@@ -194,7 +201,7 @@ static void sample_take(struct gpu *gpu)
     const struct gpu_timeline *line = schedule_current(gpu);
     struct gpu_sample *samples = gpu->shared.samples;
 
-    if (samples[1].now == 0) /* the device's first look: nothing is known of the time before */
+    if (samples[1].now == 0) /* first look at this device: nothing is known of the time before */
         samples[1] = (struct gpu_sample){.now = line->now, .busy = line->busy};
     else if (line->now - samples[1].now < SAMPLE_LENGTH)
         return;
@@ -205,8 +212,8 @@ static void sample_take(struct gpu *gpu)
 /**
  * device_enter() - take the lock and bring the timeline up to now
  *
- * Returns false, without the lock, when this library's attachment is gone because the process
- * closed a descriptor of the device file.
+ * Returns false, without the lock, if this library's attachment is gone because the process closed
+ * a descriptor of the device file.
  */
 bool device_enter(struct device *device)
 {
@@ -234,9 +241,9 @@ void device_leave(struct device *device)
 }
 
 /**
- * device_wait() - without the lock: until `when` on the GPU's clock, or a while less
+ * device_wait() - without the lock: sleep until `when` on the GPU's clock, or somewhat less
  *
- * A virtual clock does not pass by itself: waiting moves it.
+ * A virtual clock does not advance on its own: waiting advances it.
  */
 bool device_wait(struct device *device, uint64_t when)
 {
@@ -273,7 +280,7 @@ unsigned int device_slot_contexts(const struct device *device, uint32_t slot)
     return n;
 }
 
-/** device_slot_memory() - bytes that one attachment takes, its contexts' own included */
+/** device_slot_memory() - bytes that one attachment takes, including those of its contexts */
 uint64_t device_slot_memory(const struct device *device, uint32_t slot)
 {
     const struct gpu *gpu = device->gpu;
@@ -294,7 +301,7 @@ uint64_t device_used(const struct device *device)
     return used;
 }
 
-/** device_uuid_text() - as NVML writes it */
+/** device_uuid_text() - the UUID in the form that NVML uses */
 void device_uuid_text(const struct device *device, char text[static 41])
 {
     const uint8_t *u = device->gpu->config.uuid;
@@ -312,7 +319,10 @@ static int slot_attach(struct device *device, bool nvml)
     uint32_t last = nvml ? GPU_SLOTS : GPU_SLOT_NVML;
 
     for (uint32_t i = first; i < last; i++) {
-        /* Another copy of this library in this process may sit here; the kernel would not say. */
+        /*
+         * Another copy of this library in this process may own the slot; the kernel would not say
+         * so.
+         */
         if (shared->slots[i].attached && slot_mine(device, i))
             continue;
         if (byte_lock(device->fd, F_SETLK, F_WRLCK, i, NULL) < 0)
@@ -321,7 +331,10 @@ static int slot_attach(struct device *device, bool nvml)
         do {
             device->generation = (atomic_fetch_add(&shared->generations, 1) + 1) & LOCK_GENERATIONS;
         } while (device->generation == 0);
-        /* Before the first lock, so that a neighbour in this process sees the holder alive. */
+        /*
+         * Before the first lock, so that other libraries of this process see a holder that is
+         * alive.
+         */
         atomic_store(&shared->slots[i].key, device->key);
         pthread_mutex_lock(&device->local);
         shared_lock(device);
@@ -340,7 +353,7 @@ static bool config_fits(const struct gpu_config *config, off_t size)
            (uint64_t)size >= sizeof(struct gpu);
 }
 
-/** device_open() - attach to DIRECTORY/gpuMINOR, or say with -errno why not */
+/** device_open() - attach to DIRECTORY/gpuMINOR; returns 0 or -errno */
 int device_open(struct device **devicep, const char *directory, unsigned int minor, bool nvml)
 {
     struct device *device;
@@ -372,7 +385,7 @@ int device_open(struct device **devicep, const char *directory, unsigned int min
     }
     r = slot_attach(device, nvml);
     if (r < 0) {
-        /* Closing could take the locks of another copy of this library with it. */
+        /* Closing the descriptor could drop the record locks of another copy of this library. */
         munmap(device->gpu, sizeof(struct gpu));
         goto free;
     }
@@ -386,10 +399,10 @@ free:
 }
 
 /**
- * device_detach() - leave nothing behind, and forget the device
+ * device_detach() - release everything that this library holds on a device, and forget the device
  *
- * Its descriptor stays open: closing it would end the attachments of this process's other
- * libraries.
+ * The descriptor stays open: closing it would end the attachments of other libraries in this
+ * process.
  */
 void device_detach(struct device *device)
 {
@@ -403,7 +416,7 @@ void device_detach(struct device *device)
     free(device);
 }
 
-/** device_abandon() - forget a device that belongs to somebody else: to our parent, after fork */
+/** device_abandon() - after fork: forget a device that belongs to the parent process */
 void device_abandon(struct device *device)
 {
     munmap(device->gpu, sizeof(struct gpu));

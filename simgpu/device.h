@@ -6,16 +6,16 @@
 
 #include "layout.h"
 
-#define DEVICES 32 /* gpu0 ... gpu31 are looked for */
+#define DEVICES 32 /* gpu0 to gpu31 are searched for */
 
 struct device {
     struct gpu *gpu;
     int fd;
     uint32_t slot;
     uint32_t generation;
-    uint64_t key;                /* names this process */
-    pthread_mutex_t local;       /* in front of the shared lock: that one knows processes only */
-    struct gpu_timeline scratch; /* for predictions, under the lock */
+    uint64_t key;          /* identifies this process */
+    pthread_mutex_t local; /* taken before the shared lock, which tells only processes apart */
+    struct gpu_timeline scratch; /* for predictions, with the lock held */
 };
 
 int device_open(struct device **devicep, const char *directory, unsigned int minor, bool nvml);

@@ -1,13 +1,13 @@
 /*
  * One process's side of the simulated driver
  *
- * Everything here is guarded by one lock, `driver.lock`, that is released only while a thread
- * sleeps and while an application's own callback runs. Where the device's lock is needed as well,
- * it is taken second and held for one look or one change.
+ * Everything here is guarded by one lock, `driver.lock`. It is released only while a thread sleeps
+ * and while a callback of the application runs. Where the device's lock is needed as well, it is
+ * taken second and held for one look or one change.
  *
- * Kernels stand in the shared queue and whoever looks at the device completes them. What their
- * completion means here (a time stamp written, an event completed, a copy made) happens in this
- * process at its next call: see context_settle().
+ * Kernels are in the shared queue, and any process that looks at the device completes them. The
+ * effects of their completion in this process (a time stamp written, an event completed, a copy
+ * made) happen at its next call: see context_settle().
  */
 #include "driver.h"
 #include "mps.h"
@@ -25,7 +25,7 @@ static __thread struct {
     struct context *contexts[STACK_DEPTH];
 } stack;
 
-/** pool_take() - a zeroed object, or NULL when there is no memory */
+/** pool_take() - a zeroed object, or NULL when out of memory */
 void *pool_take(struct pool *pool)
 {
     struct object *object = pool->unused;
@@ -66,7 +66,7 @@ static void after_fork(void)
     driver_forget(false);
 }
 
-/* Which of the devices an entry of the list means: by number, or by the beginning of its UUID. */
+/* Index of the device that an entry of the list names, by number or by the start of its UUID. */
 static int visible_index(struct device *const devices[DEVICES], int n, const char *entry,
                          size_t length)
 {
@@ -87,7 +87,9 @@ static int visible_index(struct device *const devices[DEVICES], int n, const cha
     return -1;
 }
 
-/* The devices that `list` names, in its order, up to the first entry that names none or one again.
+/*
+ * Select the devices that `list` names, in its order, up to the first entry that names none or
+ * repeats one.
  */
 static int visible(struct device *devices[DEVICES], int n, const char *list)
 {
@@ -114,7 +116,7 @@ static int visible(struct device *devices[DEVICES], int n, const char *list)
     return n_kept;
 }
 
-/** driver_init() - find the devices; CUDA_VISIBLE_DEVICES narrows and orders them */
+/** driver_init() - find the devices; CUDA_VISIBLE_DEVICES selects and orders them */
 CUresult driver_init(void)
 {
     static bool fork_handled;
@@ -144,7 +146,11 @@ CUresult driver_init(void)
     return CUDA_SUCCESS;
 }
 
-/** driver_forget() - back to before cuInit; `ours`: or do the devices belong to our parent? */
+/**
+ * driver_forget() - return to the state before cuInit
+ *
+ * `ours` is false after fork, when the devices belong to the parent process.
+ */
 void driver_forget(bool ours)
 {
     while (driver.contexts) {
@@ -177,7 +183,7 @@ void driver_forget(bool ours)
     driver.epoch++;
 }
 
-/** driver_enter() - take the lock; without it and with an error before cuInit */
+/** driver_enter() - take the lock; before cuInit it returns an error, without the lock */
 CUresult driver_enter(void)
 {
     pthread_mutex_lock(&driver.lock);
@@ -187,7 +193,7 @@ CUresult driver_enter(void)
     return CUDA_ERROR_NOT_INITIALIZED;
 }
 
-/** driver_enter_context() - the same, and the calling thread has a usable context */
+/** driver_enter_context() - the same, and check that the calling thread has a usable context */
 CUresult driver_enter_context(struct context **contextp)
 {
     CUresult r = driver_enter();
@@ -207,8 +213,7 @@ CUresult driver_enter_context(struct context **contextp)
     return CUDA_SUCCESS;
 }
 
-/** driver_leave() - release the lock, make the application's callbacks that are due, pass `result`
- */
+/** driver_leave() - release the lock, make the callbacks that are due, and return `result` */
 CUresult driver_leave(CUresult result)
 {
     struct host_call *calls = driver.host_calls;
@@ -234,7 +239,7 @@ CUresult driver_device(CUdevice ordinal, struct device **devicep)
     return CUDA_SUCCESS;
 }
 
-/** location_host() - does that name memory of the host? */
+/** location_host() - is the location host memory? */
 bool location_host(const CUmemLocation *location)
 {
     return location->type >= CU_MEM_LOCATION_TYPE_HOST &&
@@ -292,7 +297,7 @@ bool current_pop(struct context **contextp)
     return true;
 }
 
-/** current_thread() - something unique to the calling thread while it lives */
+/** current_thread() - an address that is unique to the calling thread while it lives */
 const void *current_thread(void)
 {
     return &stack;

@@ -6,17 +6,17 @@
 #include "cuda_abi.h"
 #include "device.h"
 
-/* A function of the library's interface; those with a void parameter list write it. */
+/* Declares and begins a function that the library exports. One without parameters passes `void`. */
 #define ENTRY(name, ...)                                                                           \
     __attribute__((visibility("default"))) CUresult name(__VA_ARGS__);                             \
     CUresult name(__VA_ARGS__)
 
-/* Of a per-thread variant of a call: its NULL stream is the thread's own. */
+/* The stream of a call's per-thread variant: there the NULL stream is the calling thread's own. */
 #define PER_THREAD(stream) ((stream) ? (stream) : CU_STREAM_PER_THREAD)
 
 /*
- * Handles are addresses of objects, as in the driver. An object's memory is never returned, so a
- * handle used after its end is found out by its magic and not by a crash.
+ * Handles are addresses of objects, as in the driver. The memory of an object is never returned to
+ * the C library, so the use of a stale handle is detected by its magic and does not crash.
  */
 struct object {
     uint32_t magic;
@@ -37,7 +37,7 @@ bool pool_owns(const struct pool *pool, const void *object);
 
 enum command_kind {
     COMMAND_KERNEL,
-    COMMAND_WAIT, /* a kernel of no length that is held until a word reaches a value */
+    COMMAND_WAIT, /* a kernel of length zero that is held until a word reaches a value */
     COMMAND_MEET, /* a kernel that spins until a word reaches a value, and then works */
     COMMAND_EVENT,
     COMMAND_COPY,
@@ -46,27 +46,27 @@ enum command_kind {
     COMMAND_HOST,
 };
 
-/* One thing that a stream does. Only kernels, and large copies and fills, take time on the GPU. */
+/* One operation in a stream. Only kernels, and large copies and fills, take time on the GPU. */
 struct command {
     enum command_kind kind;
     uint64_t duration; /* kernel, copy, set: ns */
-    uint64_t *stamp;   /* kernel: where its time of completion goes, or NULL */
+    uint64_t *stamp;   /* kernel: where its time of completion is written, or NULL */
     struct event *event;
-    uint64_t record; /* event: which of its records this is; free: the allocation's number */
+    uint64_t record; /* event: number of this record; free: number of the allocation */
     void *to;        /* copy, set, free */
     const void *from;
-    bool device_to, device_from; /* copy: is that end device memory? */
-    void *staged;                /* copy: memory of ours, freed when done */
-    size_t n;                    /* copy, set: bytes of a row */
+    bool device_to, device_from; /* copy: whether that end is device memory */
+    void *staged;                /* copy: memory owned by the command, freed when it is done */
+    size_t n;                    /* copy, set: bytes per row */
     size_t rows, planes;         /* copy, set */
-    size_t to_pitch, to_plane;   /* copy, set: bytes from a row to the next, and from a plane */
+    size_t to_pitch, to_plane;   /* copy, set: bytes from one row, or plane, to the next */
     size_t from_pitch, from_plane;
-    size_t width;  /* set: bytes of an element */
+    size_t width;  /* set: bytes per element */
     uint32_t fill; /* set */
     CUhostFn function;
     void *data;
     const uint32_t *word; /* wait, meet */
-    uint32_t *own;        /* meet: gets the value when the kernel begins */
+    uint32_t *own;        /* meet: set to `value` when the kernel begins */
     uint32_t value;
 };
 
@@ -75,21 +75,21 @@ size_t command_to_span(const struct command *command);
 size_t command_from_span(const struct command *command);
 void copy_bytes(const struct command *command);
 
-/* A command without GPU time that waits for kernels. */
+/* A command that takes no GPU time and waits for kernels. */
 struct effect {
     struct effect *next;
     struct command command;
 };
 
-/* The private side of one place in the shared queue. */
+/* The process's private data for one place in the shared queue. */
 struct place {
-    const uint32_t *word; /* a command that waits: for this to reach `value`; NULL for others */
-    uint32_t *own;        /* it meets another: gets `value` when it begins */
-    uint64_t behind;      /* and works for so long when it has met it */
+    const uint32_t *word; /* wait, meet: held until this reaches `value`; otherwise NULL */
+    uint32_t *own;        /* meet: set to `value` when the command begins */
+    uint64_t behind;      /* meet: ns that the kernel works once the word has reached `value` */
     uint32_t value;
     uint64_t *stamp;
     uint64_t completed;
-    struct effect *first; /* what happens when this kernel has ended, in order */
+    struct effect *first; /* effects of this kernel's end, in order */
     struct effect **last;
 };
 
@@ -100,23 +100,23 @@ struct stream {
     int priority;
     uint64_t need; /* the stream is done when the context has completed that many kernels */
     struct capture *capture;
-    const void *thread; /* a thread's own default stream: which thread's */
+    const void *thread; /* that of the thread to which this default stream belongs, or NULL */
     struct stream *next;
 };
 
 struct event {
     struct object object;
-    struct context *context; /* where it was recorded last; NULL when never */
+    struct context *context; /* where it was last recorded, or NULL */
     uint64_t context_serial;
     unsigned int flags;
     uint64_t record;
     uint64_t need;
     bool completed;
     uint64_t time;     /* ns on the GPU's clock */
-    uint64_t captured; /* number of the capture that it was recorded in last, or 0 */
+    uint64_t captured; /* number of the capture in which it was last recorded, or 0 */
 };
 
-/* Of CUlimit: those that a context has. */
+/* Number of limits (CUlimit) that a context has. */
 #define CONTEXT_LIMITS (CU_LIMIT_MALLOC_HEAP_SIZE + 1)
 
 struct context {
@@ -125,21 +125,21 @@ struct context {
     int ordinal;
     bool primary;
     unsigned int flags;
-    uint32_t index;       /* in the device file */
-    uint64_t serial;      /* there, too */
-    uint64_t head;        /* kernels completed, at the last look */
-    uint64_t settled;     /* kernels whose consequences are done in this process */
-    uint64_t now;         /* ns, at the last look */
-    uint64_t legacy_need; /* of the last command of the NULL stream: blocking streams wait for it */
-    uint64_t blocking_need; /* of the last command of any blocking stream: the NULL stream waits */
+    uint32_t index;         /* in the device file */
+    uint64_t serial;        /* in the device file */
+    uint64_t head;          /* kernels completed, as of the last look at the device */
+    uint64_t settled;       /* kernels with all their effects carried out in this process */
+    uint64_t now;           /* GPU time of the last look, ns */
+    uint64_t legacy_need;   /* `need` of the NULL stream's last command; blocking streams wait */
+    uint64_t blocking_need; /* `need` of a blocking stream's last command; the NULL stream waits */
     unsigned int n_effects;
-    CUresult fault; /* sticks until the context is destroyed */
+    CUresult fault; /* set until the context is destroyed */
     struct stream legacy;
     struct stream *streams;
     struct context *next;
     struct place places[GPU_QUEUE];
     size_t limits[CONTEXT_LIMITS];
-    size_t stacks;        /* bytes of the device that stacks take beyond what they do at first */
+    size_t stacks;        /* device memory that stacks take beyond their initial size, bytes */
     unsigned int n_waits; /* commands in the queue that are held */
 };
 
@@ -149,9 +149,9 @@ enum allocation_kind {
     ALLOCATION_MANAGED,
     ALLOCATION_HIDDEN, /* device memory that the driver took for an array or a module */
     ALLOCATION_POOL,
-    ALLOCATION_GRAPH,    /* all that the nodes of one graph allocate */
-    ALLOCATION_IMPORTED, /* opened by its IPC handle */
-    ALLOCATION_MAPPED,   /* a mapping of the virtual memory management */
+    ALLOCATION_GRAPH,    /* everything that the nodes of one graph allocate */
+    ALLOCATION_IMPORTED, /* opened through an IPC handle */
+    ALLOCATION_MAPPED,   /* a mapping made with the virtual memory management API */
 };
 
 struct allocation {
@@ -159,28 +159,28 @@ struct allocation {
     int ordinal; /* of the device */
     uint64_t number;
     uintptr_t base;
-    size_t bytes;                  /* asked for */
-    size_t size;                   /* of the address space */
-    size_t charged;                /* device memory that this allocation takes by itself */
-    struct context *context;       /* it ends with that one */
-    struct slab *slab;             /* where a small one lies, or NULL */
-    struct mempool *mempool;       /* of a pool's block */
-    const struct stream *freed_in; /* of a pool's block: the stream that is to free it, or NULL */
-    uint64_t origin;               /* of an imported one: its number where it is from */
-    uint32_t origin_generation;    /* and the generation of that process */
-    unsigned int opened;           /* and how often it was opened here */
-    struct handle *handle;         /* of a mapping: to what is mapped */
-    uint64_t access;               /* of a mapping: which devices may use it */
+    size_t bytes;                  /* as requested */
+    size_t size;                   /* of address space */
+    size_t charged;                /* device memory charged for this allocation alone */
+    struct context *context;       /* the allocation ends with this context */
+    struct slab *slab;             /* slab of a small allocation, or NULL */
+    struct mempool *mempool;       /* pool block: its pool */
+    const struct stream *freed_in; /* pool block: the stream that is about to free it, or NULL */
+    uint64_t origin;               /* imported: its number in the exporting process */
+    uint32_t origin_generation;    /* imported: generation of the exporting process */
+    unsigned int opened;           /* imported: number of times it is open here */
+    struct handle *handle;         /* mapping: the memory that is mapped */
+    uint64_t access;               /* mapping: which devices may use it */
 };
 
 struct array {
     struct object object;
     struct context *context;
     uint64_t context_serial;
-    bool level; /* of a mipmapped array, which has the memory */
+    bool level; /* a level of a mipmapped array, which owns the memory */
     CUDA_ARRAY3D_DESCRIPTOR shape;
     uintptr_t base;
-    size_t pitch; /* bytes of a row */
+    size_t pitch; /* bytes per row */
     size_t rows, planes;
 };
 bool array_valid(const struct array *array);
@@ -239,7 +239,7 @@ void context_perform(struct context *context, const struct command *command, uin
 
 /* stream.c */
 extern struct pool streams_pool, events_pool;
-extern _Atomic unsigned int driver_record_us; /* how long recording an event takes */
+extern _Atomic unsigned int driver_record_us; /* time that recording an event takes, us */
 CUresult stream_find(CUstream handle, struct context *current, struct stream **streamp);
 CUresult stream_enter(CUstream handle, struct stream **streamp);
 uint64_t stream_need(const struct stream *stream);
@@ -267,7 +267,7 @@ void memory_release_context(const struct context *context);
 void memory_forget(void);
 
 /* mempool.c */
-#define MEMPOOL_NOBODY ((const struct stream *)1) /* in the place of a stream that has ended */
+#define MEMPOOL_NOBODY ((const struct stream *)1) /* replaces a stream that has ended */
 bool mempool_valid(const struct mempool *pool);
 CUresult mempool_new(struct mempool **poolp, int ordinal, bool host, uint64_t most);
 CUresult mempool_standard(int ordinal, struct mempool **poolp);

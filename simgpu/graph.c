@@ -2,8 +2,8 @@
  * Capture and graphs
  *
  * A graph is the list of commands that were submitted while capturing, in that order; launching it
- * submits them again. A capture that another call makes impossible becomes invalid, and which calls
- * those are depends on the mode of the capture and of the calling thread, as CUDA documents it for
+ * submits them again. Some calls make a capture invalid. Which calls those are depends on the mode
+ * of the capture and of the calling thread, as CUDA documents for
  * cuThreadExchangeStreamCaptureMode.
  */
 #include "driver.h"
@@ -20,7 +20,7 @@ struct graph {
     struct graph_memory *memory; /* of its allocation nodes, or NULL */
 };
 
-/* A node that allocates or frees: what else a graph does is a command. */
+/* A node that allocates or frees; anything else that a graph does is a command. */
 struct graph_node {
     struct object object;
     struct graph *graph;
@@ -32,7 +32,7 @@ struct graph_exec {
     struct command *commands;
     size_t n;
     struct graph_memory *memory;
-    bool free_again; /* a launch may end what the last one allocated */
+    bool free_again; /* a launch may end the allocations of the last one */
 };
 
 static struct pool graphs_pool = POOL(graph, 0x47524630);
@@ -58,7 +58,7 @@ static void commands_free(struct command *commands, size_t n)
     free(commands);
 }
 
-/* The copy has its own staged bytes: the same command is performed more than once. */
+/* The copy has its own staged bytes, because the same command is performed more than once. */
 static bool command_copy(struct command *to, const struct command *from)
 {
     *to = *from;
@@ -72,20 +72,20 @@ static bool command_copy(struct command *to, const struct command *from)
     return true;
 }
 
-/** graph_new() - an empty one */
+/** graph_new() - create an empty graph */
 CUresult graph_new(struct graph **graphp)
 {
     *graphp = pool_take(&graphs_pool);
     return *graphp ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/** graph_memory() - where a graph notes its memory */
+/** graph_memory() - where a graph keeps the pointer to its memory */
 struct graph_memory **graph_memory(struct graph *graph)
 {
     return &graph->memory;
 }
 
-/** graph_add() - a node behind others of the same graph */
+/** graph_add() - add a node that depends on others of the same graph */
 CUresult graph_add(struct graph *graph, struct graph_node *const *dependencies, size_t n,
                    struct graph_node **nodep)
 {
@@ -121,7 +121,7 @@ void graph_free(struct graph *graph)
     pool_give(&graphs_pool, graph);
 }
 
-/* Makes the stream no longer part of any capture; nobody holds the capture afterwards. */
+/* Free a capture after detaching all streams from it; no reference to it remains. */
 static void capture_free(struct capture *capture)
 {
     struct capture **link = &driver.captures;
@@ -138,7 +138,7 @@ static void capture_free(struct capture *capture)
     free(capture);
 }
 
-/** capture_find() - the capture that an event was recorded in, or NULL when it is over */
+/** capture_find() - the capture in which an event was recorded, or NULL when it is over */
 struct capture *capture_find(uint64_t number)
 {
     struct capture *capture = driver.captures;
@@ -178,7 +178,7 @@ CUresult capture_begin(struct stream *stream, CUstreamCaptureMode mode)
     return CUDA_SUCCESS;
 }
 
-/** capture_end() - the stream's graph; NULL and an error for a capture that became invalid */
+/** capture_end() - the stream's graph; NULL and an error if the capture became invalid */
 CUresult capture_end(struct stream *stream, struct graph **graphp)
 {
     struct capture *capture = stream->capture;
@@ -200,7 +200,7 @@ CUresult capture_end(struct stream *stream, struct graph **graphp)
     return invalid ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
 }
 
-/** capture_add() - a command becomes part of the graph; takes over `command->staged` */
+/** capture_add() - append a command to the graph; takes ownership of `command->staged` */
 CUresult capture_add(struct capture *capture, const struct command *command)
 {
     struct graph *graph = capture->graph;
@@ -229,7 +229,7 @@ void capture_invalidate(struct capture *capture)
     capture->invalid = true;
 }
 
-/** capture_check_unsafe() - may the calling thread make a call that a capture could not contain? */
+/** capture_check_unsafe() - may the thread make a call that cannot be part of a capture? */
 CUresult capture_check_unsafe(void)
 {
     CUresult r = CUDA_SUCCESS;
@@ -249,8 +249,7 @@ CUresult capture_check_unsafe(void)
     return r;
 }
 
-/** capture_check_legacy() - the NULL stream would wait for a stream that captures, which cannot be
- */
+/** capture_check_legacy() - fail if the NULL stream would have to wait for a capturing stream */
 CUresult capture_check_legacy(const struct context *context)
 {
     CUresult r = CUDA_SUCCESS;
@@ -266,7 +265,7 @@ CUresult capture_check_legacy(const struct context *context)
     return r;
 }
 
-/** capture_drop_stream() - the stream ends; a capture that it began ends with it */
+/** capture_drop_stream() - a stream ends; a capture that it began ends with it */
 void capture_drop_stream(const struct stream *stream)
 {
     if (!stream->capture || stream->capture->origin != stream)

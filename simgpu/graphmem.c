@@ -1,10 +1,11 @@
 /*
  * The memory of graphs
  *
- * An allocation node has its address from the start, in a range of the graph's own; a later node
- * may have the addresses of one that a free node has ended by then, in the order in which the nodes
- * were added. Memory is taken, in units of 32 MiB, when the graph is uploaded or first launched. It
- * stays taken when the graph ends, for the next one, until the device is trimmed.
+ * An allocation node has its address from the start, in a range that belongs to the graph. A later
+ * node may get the addresses of an allocation that a free node has ended before it; what counts is
+ * the order in which the nodes were added. Memory is taken, in units of 32 MiB, when the graph is
+ * uploaded or first launched. When the graph ends, its memory stays taken for the next graph, until
+ * the device is trimmed.
  */
 #include "driver.h"
 
@@ -20,7 +21,7 @@ struct span {
     size_t start;
     size_t size;
     bool ended;       /* by a free node */
-    bool outstanding; /* launched, and the application has to free it */
+    bool outstanding; /* launched, and left to the application to free */
 };
 
 struct graph_memory {
@@ -30,15 +31,15 @@ struct graph_memory {
     int ordinal;
     uintptr_t base;
     size_t room;
-    size_t extent; /* bytes from the base on that nodes use */
-    uint64_t held; /* of the device, 0 before the first launch */
+    size_t extent; /* bytes from the base that nodes use */
+    uint64_t held; /* bytes of the device, 0 before the first launch */
     struct span *spans;
     size_t n_spans;
 };
 
 static struct graph_memory *memories;
 static struct {
-    uint64_t cached; /* taken, and of no graph */
+    uint64_t cached; /* taken, but used by no graph */
     uint64_t used, used_high;
     uint64_t reserved_high;
 } devices[DEVICES];
@@ -63,7 +64,7 @@ static CUresult memory_new(int ordinal, struct graph_memory **memoryp)
     return CUDA_SUCCESS;
 }
 
-/* The first place where no allocation is that lives when the new one begins. */
+/* The first place that overlaps no allocation that is alive when the new one begins. */
 static size_t free_place(const struct graph_memory *memory, size_t size)
 {
     size_t start = 0;
@@ -79,7 +80,10 @@ static size_t free_place(const struct graph_memory *memory, size_t size)
     return start;
 }
 
-/* The table of allocations has one for the whole graph, as those of its nodes may overlap. */
+/*
+ * The table of allocations has one entry for the whole graph, because those of its nodes may
+ * overlap.
+ */
 static bool grow(struct graph_memory *memory, size_t extent)
 {
     struct allocation *item = memory_at(memory->base);
@@ -98,8 +102,7 @@ static bool grow(struct graph_memory *memory, size_t extent)
     return true;
 }
 
-/** graphmem_allocate() - the address of a new allocation node; the graph's first one makes *memoryp
- */
+/** graphmem_allocate() - address of a new allocation node; the first one creates *memoryp */
 CUresult graphmem_allocate(struct graph_memory **memoryp, int ordinal, size_t bytes,
                            uintptr_t *addressp)
 {
@@ -129,7 +132,7 @@ CUresult graphmem_allocate(struct graph_memory **memoryp, int ordinal, size_t by
     return CUDA_SUCCESS;
 }
 
-/** graphmem_end() - a free node: the allocation at this address ends there */
+/** graphmem_end() - add a free node: the allocation at this address ends there */
 CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
 {
     for (size_t i = 0; memory && i < memory->n_spans; i++) {
@@ -145,7 +148,7 @@ CUresult graphmem_end(struct graph_memory *memory, uintptr_t address)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_freed() - did the application free what a launched graph left to it? */
+/** graphmem_freed() - free what a launched graph left to the application, if it is that */
 bool graphmem_freed(uintptr_t address)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -161,7 +164,7 @@ bool graphmem_freed(uintptr_t address)
     return false;
 }
 
-/** graphmem_instantiate() - one executable graph may have the memory at a time */
+/** graphmem_instantiate() - only one executable graph may have the memory at a time */
 CUresult graphmem_instantiate(struct graph_memory *memory)
 {
     if (memory->instantiated)
@@ -176,7 +179,7 @@ static uint64_t reserved(int ordinal)
     return devices[ordinal].cached + devices[ordinal].used;
 }
 
-/** graphmem_take() - at upload and launch: what the graph needs is the device's from here on */
+/** graphmem_take() - at upload and launch: charge the device with what the graph needs */
 CUresult graphmem_take(struct graph_memory *memory)
 {
     uint64_t need = (memory->extent + UNIT - 1) / UNIT * UNIT;
@@ -200,7 +203,7 @@ CUresult graphmem_take(struct graph_memory *memory)
     return CUDA_SUCCESS;
 }
 
-/** graphmem_launch() - the nodes' allocations begin; `again`: those of the last launch may end */
+/** graphmem_launch() - begin the nodes' allocations; `again`: end those of the last launch first */
 CUresult graphmem_launch(struct graph_memory *memory, bool again)
 {
     CUresult r;
@@ -235,7 +238,7 @@ void graphmem_leave(struct graph_memory *memory, bool instantiated)
         return;
     while (*link && *link != memory)
         link = &(*link)->next;
-    if (*link) { /* else it was forgotten, with the table and the address space */
+    if (*link) { /* otherwise it was forgotten, with the table and the address space */
         *link = memory->next;
         if (memory->extent)
             (void)memory_release(memory->base);
@@ -245,14 +248,14 @@ void graphmem_leave(struct graph_memory *memory, bool instantiated)
     free(memory);
 }
 
-/** graphmem_trim() - give back what a device's ended graphs have left */
+/** graphmem_trim() - give back what ended graphs of a device have left */
 void graphmem_trim(int ordinal)
 {
     memory_refund(driver.devices[ordinal], devices[ordinal].cached);
     devices[ordinal].cached = 0;
 }
 
-/** graphmem_context_ended() - with a device's last context goes what its graphs hold */
+/** graphmem_context_ended() - the last context of a device ended: release what its graphs hold */
 void graphmem_context_ended(int ordinal)
 {
     for (struct graph_memory *memory = memories; memory; memory = memory->next) {
@@ -281,7 +284,7 @@ CUresult graphmem_get(int ordinal, CUgraphMem_attribute attribute, uint64_t *val
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** graphmem_set() - high-water marks can be set to 0 only, and are the present value then */
+/** graphmem_set() - a high-water mark accepts only 0, which resets it to the present value */
 CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t value)
 {
     if (value)
@@ -295,7 +298,7 @@ CUresult graphmem_set(int ordinal, CUgraphMem_attribute attribute, uint64_t valu
     return CUDA_SUCCESS;
 }
 
-/** graphmem_forget() - `ours`: or does the address space belong to our parent? */
+/** graphmem_forget() - forget all; `ours` is false if the address space belongs to the parent */
 void graphmem_forget(bool ours)
 {
     while (memories) {

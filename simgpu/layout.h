@@ -1,21 +1,21 @@
 /*
  * The device file
  *
- * One simulated GPU is one file, mapped shared by everybody who uses it. Three parts:
+ * One simulated GPU is one file, mapped shared by every process that uses it. It has three parts:
  *
- *   0x0000  struct gpu_config    written by whoever creates the device, then only read
- *   0x1000  struct gpu_shared    the state, changed only under its lock
+ *   0x0000  struct gpu_config    written when the device is created, read-only afterwards
+ *   0x1000  struct gpu_shared    the state, changed only with its lock held
  *   ...     struct gpu_context[] the contexts' queues
  *
- * A holder of the lock may be killed between any two stores. Nothing has to be repaired
- * afterwards, because each change takes effect by one store:
+ * The holder of the lock may be killed between any two stores. Nothing has to be repaired
+ * afterwards, because each change takes effect with a single store:
  *
  *   - the timeline exists twice; an advance writes the other copy and then flips `current`;
  *   - a command is written behind the tail of its queue, then the tail moves;
- *   - a context is filled in, then `serial` makes it exist; zero makes it vanish;
- *   - memory is one word per process, and the sum over the device is computed when asked.
+ *   - a context is filled in, then its `serial` makes it exist; zero makes it vanish;
+ *   - memory is one word per process, and the sum over the device is computed on request.
  *
- * simgpu.py knows the same offsets; tests compare the two.
+ * simgpu.py has the same offsets; tests compare the two.
  */
 #pragma once
 
@@ -26,16 +26,18 @@
 #define SIMGPU_MAGIC          0x5550474d49534754ull /* "TGSIMGPU" in memory */
 #define SIMGPU_LAYOUT_VERSION 4
 
-#define GPU_NVLINKS  18   /* of each GPU, as an H200 has */
-#define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for one */
+#define GPU_NVLINKS  18   /* per GPU, as on an H200 */
+#define GPU_SLOTS    256  /* libraries attached at once; the lock word has eight bits for a slot */
 #define GPU_CONTEXTS 256  /* contexts at once */
 #define GPU_QUEUE    1024 /* commands in flight per context, as on the hardware */
 
-/* Slots from here on belong to the NVML library, so that the two libraries of one process never
- * want the same byte lock: the kernel would give it to both. */
+/*
+ * Slots from here on belong to the NVML library, so that the two libraries of one process never
+ * want the same byte lock: the kernel would grant it to both.
+ */
 #define GPU_SLOT_NVML 192
 
-/* Record locks on these bytes of the device file, far behind its end, say which slots live. */
+/* Record locks on these bytes of the device file, far behind its end, tell which slots live. */
 #define GPU_SLOT_LOCK (1ll << 40)
 
 struct gpu_config {
@@ -48,78 +50,78 @@ struct gpu_config {
     uint64_t slice;          /* ns */
     uint64_t switch_cost;    /* ns */
     uint64_t seed;
-    uint32_t jitter; /* per mille of a kernel's duration, either way */
+    uint32_t jitter; /* per mille of a kernel's duration, in both directions */
     uint8_t uuid[16];
     char name[96];
     uint32_t pci_bus;
-    _Atomic uint32_t lost; /* NVML finds it off the bus; the one field that is changed later */
-    uint32_t place[4];     /* NUMA node, host bridge, PCIe tree, switch, each + 1; 0: not known */
-    uint8_t nvlinks[20];   /* what is at the end of each: GPU_LINK_..., or a GPU's minor + 1 */
+    _Atomic uint32_t lost; /* NVML reports it off the bus; the only field that changes later */
+    uint32_t place[4];     /* NUMA node, host bridge, PCIe tree, switch, each + 1; 0: unknown */
+    uint8_t nvlinks[20];   /* the other end of each link: GPU_LINK_..., or a GPU's minor + 1 */
     uint32_t reserved[968];
 };
 
 #define GPU_LINK_NONE   0
 #define GPU_LINK_SWITCH 0xfe
-#define GPU_LINK_UNSEEN 0xff /* a switch that a virtual machine does not see */
+#define GPU_LINK_UNSEEN 0xff /* a switch that is hidden from a virtual machine */
 
 /* One attached library of one process. */
 struct gpu_slot {
-    _Atomic uint64_t key;      /* names the process among those of the same machine */
-    _Atomic uint64_t memory;   /* bytes allocated, without the contexts' own */
+    _Atomic uint64_t key;      /* identifies the process among those of the same machine */
+    _Atomic uint64_t memory;   /* bytes allocated, not counting those of the contexts themselves */
     _Atomic uint32_t attached; /* generation of the owner, 0 for a free slot */
     uint32_t reserved[11];
 };
 
-/* What the timeline knows of one context. */
+/* What the timeline records about one context. */
 struct gpu_lane {
-    uint64_t head;     /* commands completed since the context was made */
-    uint64_t progress; /* ns of the command at the head already executed */
+    uint64_t head;     /* commands completed since the context was created */
+    uint64_t progress; /* ns of the command at the head that have been executed */
     uint64_t busy;     /* ns of GPU time */
-    uint64_t slices;   /* times that the context got the GPU */
-    uint64_t resident; /* ns on the GPU, with work or without; switches not included */
-    uint64_t early;    /* times that it gave the GPU to another, as it had no more work */
-    uint64_t before;   /* what `resident` was when its last turn began */
-    uint64_t full;     /* ns of turns that ended with their slice, as another waited */
-    uint64_t ended;    /* ns: when the last of those ended */
-    uint64_t fills;    /* its last turn was one of those */
+    uint64_t slices;   /* number of times that the context got the GPU */
+    uint64_t resident; /* ns on the GPU, with or without work, excluding switches */
+    uint64_t early;    /* number of times that it ran out of work and another context took over */
+    uint64_t before;   /* value of `resident` when its last turn began */
+    uint64_t full;  /* ns of turns that lasted their whole slice because another context waited */
+    uint64_t ended; /* ns: when the last of those turns ended */
+    uint64_t fills; /* whether its last turn was one of those */
 };
 
-/* The GPU's history up to `now`. */
+/* The history of the GPU up to `now`. */
 struct gpu_timeline {
-    uint64_t now;            /* ns: everything before has been decided */
-    uint64_t slice_end;      /* ns: the resident context may be replaced from here on */
-    uint64_t switch_end;     /* ns: the resident context executes from here on */
+    uint64_t now;            /* ns: everything before this has been decided */
+    uint64_t slice_end;      /* ns: from here on the resident context may be replaced */
+    uint64_t switch_end;     /* ns: from here on the resident context executes */
     uint64_t resident;       /* serial of the context on the GPU, 0 for none */
     uint32_t resident_index; /* its index */
-    uint32_t overtime; /* its slice ended with nobody waiting: the next begins when somebody does */
+    uint32_t overtime; /* its slice ended with no other waiting; the next starts with a waiter */
     uint64_t switches;
-    uint64_t busy; /* ns, switches not included */
+    uint64_t busy; /* ns, excluding switches */
     struct gpu_lane lanes[GPU_CONTEXTS];
 };
 
-/* The command waits for a word of its process's memory. */
+/* The command waits for a word in its process's memory. */
 #define GPU_HELD (1ull << 63)
-/* The kernel spins: its owner sets a length when it has met what it waits for. */
+/* The kernel spins: its owner sets a length once the word it waits for has arrived. */
 #define GPU_SPINS (1ull << 62)
 
 struct gpu_command {
-    uint64_t duration;  /* ns; GPU_HELD: not before its owner clears the bit */
+    uint64_t duration;  /* ns; GPU_HELD: does not start before its owner clears the bit */
     uint64_t completed; /* ns on the GPU's clock; valid below the head */
 };
 
 struct gpu_context {
     _Atomic uint64_t serial; /* 0: does not exist; unique over the life of the device */
-    _Atomic uint64_t tail;   /* commands submitted since the context was made */
+    _Atomic uint64_t tail;   /* commands submitted since the context was created */
     uint32_t slot;
-    uint32_t generation;    /* of the slot's owner */
-    _Atomic uint64_t slice; /* ns; 0: the device's */
-    _Atomic uint32_t off;   /* switched off so many times more than on; scheduled at 0 */
+    uint32_t generation;    /* of the owner of the slot */
+    _Atomic uint64_t slice; /* ns; 0: that of the device */
+    _Atomic uint32_t off;   /* calls to switch off minus calls to switch on; 0: scheduled */
     uint32_t padding;
     uint64_t reserved[3];
     struct gpu_command queue[GPU_QUEUE];
 };
 
-/* Device busy time at some moment: two of them make a utilisation. */
+/* The device's busy time at one moment: two of these give a utilisation. */
 struct gpu_sample {
     uint64_t now;
     uint64_t busy;
@@ -129,13 +131,13 @@ struct gpu_shared {
     _Atomic uint32_t lock;        /* 0: free, else see device.c */
     _Atomic uint32_t generations; /* attachments so far */
     _Atomic uint32_t clock_mode;  /* 0: CLOCK_MONOTONIC, 1: `virtual_now` */
-    _Atomic uint32_t current;     /* which timeline holds */
+    _Atomic uint32_t current;     /* index of the valid timeline */
     _Atomic uint64_t virtual_now; /* ns */
-    _Atomic uint64_t reaped;      /* CLOCK_MONOTONIC ns: dead owners were last looked for */
+    _Atomic uint64_t reaped;      /* CLOCK_MONOTONIC ns of the last search for dead owners */
     _Atomic uint64_t serials;     /* contexts so far */
-    _Atomic uint32_t n_contexts;  /* no context has an index from here on */
-    _Atomic uint32_t recoveries;  /* times that the lock was taken from a dead holder */
-    _Atomic uint32_t steered;     /* slices were set, or contexts switched off, ever */
+    _Atomic uint32_t n_contexts;  /* all contexts have an index below this */
+    _Atomic uint32_t recoveries;  /* number of times that the lock was taken from a dead holder */
+    _Atomic uint32_t steered;     /* whether slices were ever set, or contexts switched off */
     uint32_t padding;
     struct gpu_sample samples[2]; /* the older one is at least half a second old */
     struct gpu_slot slots[GPU_SLOTS];

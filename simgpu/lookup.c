@@ -1,7 +1,7 @@
 /*
  * The table of the library's functions
  *
- * Apart from their definitions, because here they are addresses without types.
+ * It is separate from their definitions, because here they are addresses without types.
  */
 #include <stdint.h>
 #include <string.h>
@@ -9,8 +9,8 @@
 #include "lookup.h"
 
 /*
- * Base name, symbol, the CUDA version that brought it. An entry with a per-thread variant has two
- * rows' worth: P for _ptsz, S for _ptds. The versions are those of NVIDIA's cudaTypedefs.h.
+ * Base name, symbol, and the CUDA version that introduced it. A row with a per-thread variant
+ * covers two symbols: P for _ptsz, S for _ptds. The versions are those of NVIDIA's cudaTypedefs.h.
  */
 #define FUNCTIONS(F, P, S)                                                                         \
     F(cuInit, cuInit, 2000)                                                                        \
@@ -190,7 +190,7 @@ static const struct row {
 /**
  * lookup() - the newest function of that base name that a program built for `version` may call
  *
- * Names with a version suffix are no base names, and are not found, as in the driver.
+ * A name with a version suffix is not a base name and is not found, as in the driver.
  */
 any_function *lookup(const char *name, int version, uint64_t flags,
                      CUdriverProcAddressQueryResult *statusp)

@@ -1,10 +1,10 @@
 /*
- * Memory: what a process allocated, and what it takes of the device
+ * Memory: what a process has allocated, and what that takes of the device
  *
  * A device address is an address of private, lazily backed memory of this process, so copies are
- * real and memory that nobody touches costs nothing. What is charged to the device is what the
- * driver takes: blocks below 1 MiB are cut, in units of 512 bytes, from slabs of 2 MiB that belong
- * to one context; larger ones are multiples of 2 MiB.
+ * real and untouched memory costs nothing. The device is charged what the driver takes: blocks
+ * below 1 MiB are cut, in units of 512 bytes, from slabs of 2 MiB that belong to one context;
+ * larger ones are multiples of 2 MiB.
  */
 #include "driver.h"
 
@@ -33,7 +33,7 @@ static struct {
 
 static struct slab *slabs;
 
-/* The first allocation behind `address`. */
+/* Index of the first allocation behind `address`. */
 static size_t table_upper(uintptr_t address)
 {
     size_t low = 0;
@@ -50,7 +50,7 @@ static size_t table_upper(uintptr_t address)
     return low;
 }
 
-/** memory_at() - the allocation that holds this address, or NULL; good until the table changes */
+/** memory_at() - the allocation that contains an address, or NULL; valid until the table changes */
 struct allocation *memory_at(uintptr_t address)
 {
     size_t upper = table_upper(address);
@@ -62,7 +62,7 @@ struct allocation *memory_at(uintptr_t address)
     return address - item->base < item->size ? item : NULL;
 }
 
-/** memory_behind() - the first allocation that begins at `address` or behind it, or NULL */
+/** memory_behind() - the first allocation that begins at or after `address`, or NULL */
 struct allocation *memory_behind(uintptr_t address)
 {
     size_t lower = table_upper(address - 1);
@@ -71,9 +71,10 @@ struct allocation *memory_behind(uintptr_t address)
 }
 
 /**
- * memory_find() - the allocation that holds the first of these bytes, or NULL
+ * memory_find() - the allocation that contains the first of these bytes, or NULL
  *
- * All of them must be there. Mappings that touch count as one, if they may be used.
+ * All of the bytes must be allocated. Adjacent mappings count as one allocation if they may be
+ * used.
  */
 const struct allocation *memory_find(const void *address, size_t bytes)
 {
@@ -95,7 +96,7 @@ const struct allocation *memory_find(const void *address, size_t bytes)
     return NULL;
 }
 
-/** memory_freeable() - the allocation that cuMemFree ends at this address, or NULL */
+/** memory_freeable() - the allocation that cuMemFree would free at this address, or NULL */
 struct allocation *memory_freeable(uintptr_t address)
 {
     struct allocation *item = memory_at(address);
@@ -112,7 +113,7 @@ struct allocation *memory_freeable(uintptr_t address)
     }
 }
 
-/** memory_renumber() - the same memory is another allocation from now on */
+/** memory_renumber() - the same memory counts as another allocation from now on */
 void memory_renumber(struct allocation *item)
 {
     static uint64_t numbers;
@@ -120,7 +121,7 @@ void memory_renumber(struct allocation *item)
     item->number = ++numbers;
 }
 
-/** memory_add() - an allocation that begins where no other is; the table numbers it */
+/** memory_add() - add an allocation where there is none; the table numbers it */
 bool memory_add(const struct allocation *item)
 {
     size_t place = table_upper(item->base);
@@ -142,7 +143,7 @@ bool memory_add(const struct allocation *item)
     return true;
 }
 
-/** memory_charge() - take device memory for this process */
+/** memory_charge() - charge device memory to this process */
 CUresult memory_charge(struct device *device, size_t bytes)
 {
     _Atomic uint64_t *memory = &device->gpu->shared.slots[device->slot].memory;
@@ -163,7 +164,7 @@ CUresult memory_charge(struct device *device, size_t bytes)
     return r;
 }
 
-/** memory_refund() - give back what memory_charge() took; nothing of no device */
+/** memory_refund() - return what memory_charge() took; `device` may be NULL if `bytes` is 0 */
 void memory_refund(struct device *device, size_t bytes)
 {
     _Atomic uint64_t *memory;
@@ -175,7 +176,7 @@ void memory_refund(struct device *device, size_t bytes)
     device_leave(device);
 }
 
-/** memory_range() - addresses without memory; in the place of what is at `base`, if `replace` */
+/** memory_range() - addresses without memory; replaces what is at `base` if `replace` is set */
 uintptr_t memory_range(uintptr_t base, size_t size, bool replace)
 {
     void *range =
@@ -193,7 +194,7 @@ static void *map(size_t size)
     return base == MAP_FAILED ? NULL : base;
 }
 
-/* An allocation with pages of its own. */
+/* Make an allocation with pages of its own. */
 static CUresult allocate(struct allocation *item)
 {
     void *base;
@@ -249,7 +250,7 @@ static CUresult slab_new(struct context *context, struct slab **slabp)
     return CUDA_SUCCESS;
 }
 
-/* The first place in the slab with so many bytes free, or 0. */
+/* The first place in the slab with `size` free bytes, or 0. */
 static uintptr_t slab_room(const struct slab *slab, size_t size)
 {
     uintptr_t end = slab->base + LARGE_UNIT;
@@ -289,7 +290,7 @@ static CUresult allocate_small(struct allocation *item)
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/** memory_allocate() - memory of one context, of a kind that has no pool and no mapping */
+/** memory_allocate() - allocate memory in a context, of a kind without pool or mapping */
 CUresult memory_allocate(struct context *context, enum allocation_kind kind, size_t bytes,
                          uintptr_t *addressp)
 {
@@ -324,7 +325,7 @@ static void table_remove(size_t place)
         mempool_returned(&item);
         return;
     }
-    if (item.kind == ALLOCATION_GRAPH) /* the graph has more addresses than these */
+    if (item.kind == ALLOCATION_GRAPH) /* the graph owns more addresses than these */
         return;
     if (item.handle) {
         vmm_unmapped(&item);
@@ -359,7 +360,11 @@ void memory_release_context(const struct context *context)
     }
 }
 
-/** memory_forget() - after fork: the copies stay mapped, for whoever still points there */
+/**
+ * memory_forget() - forget all allocations
+ *
+ * After fork the copies stay mapped, because the application may still point to them.
+ */
 void memory_forget(void)
 {
     while (slabs) {

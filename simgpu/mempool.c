@@ -1,13 +1,13 @@
 /*
- * Memory pools: what stream-ordered allocation takes its memory from
+ * Memory pools: the source of memory for stream-ordered allocation
  *
- * A pool is one range of addresses in units of 32 MiB, some of which hold memory. A block goes
- * where the fewest units have to be taken for it, at the lowest address of those. Units without a
- * block are given back, the last ones first, when the process synchronises and the pool holds more
- * than its threshold, or when the pool is trimmed.
+ * A pool is one range of addresses in units of 32 MiB, some of which hold memory. A block is placed
+ * where the fewest units have to be taken for it, at the lowest such address. Units without a block
+ * are given back, the last ones first, when the process synchronises and the pool holds more than
+ * its threshold, or when the pool is trimmed.
  *
- * A block that is freed in a stream is free for others when the stream has come to the free; the
- * same stream may have it again at once, if it asks for the same size.
+ * A block that is freed in a stream becomes free for other streams when the stream has reached the
+ * free. The same stream may have it again at once if it asks for the same size.
  */
 #include "driver.h"
 
@@ -17,20 +17,20 @@
 
 #define UNIT       (32ull << 20)
 #define BLOCK_UNIT 512ull
-#define ROOM 4 /* times the device's memory: addresses, so that fragments are no reason to fail */
+#define ROOM       4 /* times the device's memory: addresses enough to tolerate fragmentation */
 
 struct mempool {
     struct object object;
     struct mempool *next;
     struct device *device;
     int ordinal;
-    bool host;  /* its memory is the host's and takes nothing */
-    bool ended; /* the handle is no more, the blocks are */
+    bool host;  /* its memory is host memory and takes nothing of the device */
+    bool ended; /* the handle has ended, but blocks are left */
     uintptr_t base;
     size_t n_units;
-    bool *held; /* of each unit: does it hold memory? */
+    bool *held; /* per unit: whether it holds memory */
     size_t n_blocks;
-    uint64_t most; /* bytes that it may hold */
+    uint64_t most; /* bytes that it may hold at most */
     uint64_t threshold;
     uint64_t reserved, reserved_high;
     uint64_t used, used_high;
@@ -39,15 +39,15 @@ struct mempool {
 
 static struct pool mempools_pool = POOL(mempool, 0x4d504c30);
 static struct mempool *mempools;
-static struct mempool *standard[DEVICES]; /* what the driver made */
-static struct mempool *chosen[DEVICES];   /* what allocations use that name none, or NULL */
+static struct mempool *standard[DEVICES]; /* created by the driver */
+static struct mempool *chosen[DEVICES];   /* for allocations that name no pool, or NULL */
 
 bool mempool_valid(const struct mempool *pool)
 {
     return pool_owns(&mempools_pool, pool) && !pool->ended;
 }
 
-/** mempool_new() - a pool that holds nothing yet; `most` bytes at most, 0 for no limit */
+/** mempool_new() - create an empty pool of at most `most` bytes; 0 means no limit */
 CUresult mempool_new(struct mempool **poolp, int ordinal, bool host, uint64_t most)
 {
     struct mempool *pool = pool_take(&mempools_pool);
@@ -90,7 +90,7 @@ static void mempool_free(struct mempool *pool)
     pool_give(&mempools_pool, pool);
 }
 
-/** mempool_standard() - the pool that a device has from the start */
+/** mempool_standard() - the default pool of a device */
 CUresult mempool_standard(int ordinal, struct mempool **poolp)
 {
     CUresult r = CUDA_SUCCESS;
@@ -101,7 +101,7 @@ CUresult mempool_standard(int ordinal, struct mempool **poolp)
     return r;
 }
 
-/** mempool_chosen() - the pool for allocations on a device that name none */
+/** mempool_chosen() - the pool of a device for allocations that name none */
 CUresult mempool_chosen(int ordinal, struct mempool **poolp)
 {
     if (!chosen[ordinal])
@@ -110,7 +110,7 @@ CUresult mempool_chosen(int ordinal, struct mempool **poolp)
     return CUDA_SUCCESS;
 }
 
-/** mempool_choose() - make it that pool; it must be the device's */
+/** mempool_choose() - set that pool; it must belong to the device */
 CUresult mempool_choose(int ordinal, struct mempool *pool)
 {
     if (pool->host || pool->ordinal != ordinal)
@@ -119,7 +119,7 @@ CUresult mempool_choose(int ordinal, struct mempool *pool)
     return CUDA_SUCCESS;
 }
 
-/** mempool_destroy() - the handle ends; the memory goes with the last block */
+/** mempool_destroy() - end the handle; the memory is released with the last block */
 CUresult mempool_destroy(struct mempool *pool)
 {
     if (pool == standard[pool->ordinal])
@@ -151,7 +151,7 @@ static struct allocation *next_block(const struct mempool *pool, const struct al
     return item && item->base < pool_end(pool) ? item : NULL;
 }
 
-/* How many units without memory lie under these bytes? */
+/* Number of units under these bytes that hold no memory. */
 static size_t units_missing(const struct mempool *pool, uintptr_t start, size_t size)
 {
     size_t n = 0;
@@ -197,7 +197,10 @@ static CUresult units_take(struct mempool *pool, uintptr_t start, size_t size)
     for (size_t i = (start - pool->base) / UNIT; i <= (start + size - 1 - pool->base) / UNIT; i++) {
         if (pool->held[i])
             continue;
-        /* Private and without a reserve: this fails only when the machine is at its end. */
+        /*
+         * The range is private and not reserved, so this fails only if the machine is out of
+         * memory.
+         */
         if (mprotect((void *)(pool->base + i * UNIT), UNIT, PROT_READ | PROT_WRITE) < 0) {
             if (!pool->host)
                 memory_refund(pool->device, bytes);
@@ -219,7 +222,7 @@ static void count_used(struct mempool *pool, size_t size)
         pool->used_high = pool->used;
 }
 
-/* A block of that size whose free is on its way in this very stream. */
+/* Reuse a block of that size that this same stream is about to free. */
 static bool take_again(struct mempool *pool, const struct stream *stream, size_t bytes, size_t size,
                        uintptr_t *addressp)
 {
@@ -236,7 +239,7 @@ static bool take_again(struct mempool *pool, const struct stream *stream, size_t
     return false;
 }
 
-/** mempool_allocate() - a block that the stream may use at once */
+/** mempool_allocate() - allocate a block that the stream may use at once */
 CUresult mempool_allocate(struct mempool *pool, struct stream *stream, size_t bytes,
                           uintptr_t *addressp)
 {
@@ -279,7 +282,11 @@ void mempool_returned(const struct allocation *block)
         mempool_free(pool);
 }
 
-/** mempool_forget_stream() - the stream ends: what it frees still waits for that, and for nobody */
+/**
+ * mempool_forget_stream() - a stream ends
+ *
+ * The blocks that it is about to free still wait for that, but no stream can reuse them earlier.
+ */
 void mempool_forget_stream(const struct stream *stream)
 {
     for (struct mempool *pool = mempools; pool; pool = pool->next) {
@@ -298,7 +305,7 @@ static bool unit_used(const struct mempool *pool, size_t i)
     return memory_at(start) || (block && block->base < start + UNIT);
 }
 
-/* Give units without a block back while there are more than `keep` bytes. */
+/* Give back units without a block while the pool holds more than `keep` bytes. */
 static void units_release(struct mempool *pool, uint64_t keep)
 {
     uint64_t freed = 0;
@@ -316,7 +323,7 @@ static void units_release(struct mempool *pool, uint64_t keep)
         memory_refund(pool->device, freed);
 }
 
-/** mempool_trim() - give units without a block back, but keep at least so many bytes */
+/** mempool_trim() - give back units without a block, but keep at least `keep` bytes */
 void mempool_trim(struct mempool *pool, uint64_t keep)
 {
     units_release(pool, keep / UNIT * UNIT + (keep % UNIT ? UNIT : 0));
@@ -331,8 +338,11 @@ void mempool_synchronized(const struct device *device)
     }
 }
 
-/** mempool_context_ended() - a context ended: with a device's last one goes what pools and graphs
- * hold */
+/**
+ * mempool_context_ended() - a context ended
+ *
+ * If it was the last one on the device, the unused memory of its pools and graphs is released.
+ */
 void mempool_context_ended(int ordinal)
 {
     const struct device *device = driver.devices[ordinal];
@@ -368,7 +378,7 @@ CUresult mempool_get(const struct mempool *pool, CUmemPool_attribute attribute, 
     return CUDA_SUCCESS;
 }
 
-/** mempool_set() - high-water marks can be set to 0 only, and are the present value then */
+/** mempool_set() - a high-water mark accepts only 0, which resets it to the present value */
 CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const void *value)
 {
     switch (attribute) {
@@ -395,7 +405,7 @@ CUresult mempool_set(struct mempool *pool, CUmemPool_attribute attribute, const 
     }
 }
 
-/** mempool_forget() - all handles end; `ours`: or do the pools belong to our parent? */
+/** mempool_forget() - end all handles; `ours` is false if the pools belong to the parent process */
 void mempool_forget(bool ours)
 {
     while (mempools) {

@@ -1,9 +1,8 @@
 /*
- * A client of the stand-in for MPS (mps_control.c): whether there is a daemon, and its clients'
- * end.
+ * A client of the MPS stand-in (mps_control.c): is there a daemon, and has it failed?
  *
- * Nothing is shared by it: contexts take turns as they do without. The way to the daemon, the
- * greeting and who is told of a fault are those of the driver.
+ * MPS shares nothing here: contexts take turns as they do without it. The path to the daemon, the
+ * greeting, and the set of clients that are told of a fault are those of the driver.
  */
 #include "mps.h"
 
@@ -17,7 +16,7 @@
 static int server = -1;
 static bool faulty;
 
-/* The credentials go with the greeting: the daemon believes what the kernel lets through. */
+/* The credentials are sent with the greeting; the kernel vouches for them to the daemon. */
 static bool greet(int fd)
 {
     union {
@@ -59,7 +58,7 @@ CUresult mps_join(void)
         return CUDA_SUCCESS;
     if (connect(fd, (struct sockaddr *)&address, sizeof address)) {
         close(fd);
-        return CUDA_SUCCESS; /* no daemon: like any process */
+        return CUDA_SUCCESS; /* no daemon: run as a process without MPS */
     }
     if (recv(fd, hello, sizeof hello, 0) <= 0 || !greet(fd) ||
         recv(fd, &answer, sizeof answer, 0) != sizeof answer || answer) {
@@ -75,7 +74,7 @@ bool mps_client(void)
     return server >= 0;
 }
 
-/* The fault of a client is everybody's; so is the server's end. */
+/* A fault of one client is a fault of all clients, and so is the end of the server. */
 CUresult mps_fault(void)
 {
     char byte;

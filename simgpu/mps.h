@@ -1,11 +1,11 @@
-/* Clients of the stand-in for MPS; see mps.c. */
+/* Clients of the MPS stand-in; see mps.c. */
 #pragma once
 
 #include <stdbool.h>
 
 #include "cuda_abi.h"
 
-/* What a connection to the daemon is for, as in driver 550. */
+/* The purpose of a connection to the daemon, as in driver 550. */
 enum mps_type {
     MPS_SERVER = 1,
     MPS_CLIENT = 2,

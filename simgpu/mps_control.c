@@ -1,10 +1,10 @@
 /*
- * nvidia-cuda-mps-control, a stand-in for tests: as much of the daemon as a governor sees.
+ * nvidia-cuda-mps-control, a stand-in for tests: the part of the daemon that a governor sees.
  *
- * It is started with -f, listens on `control` and `control_privileged`, greets as driver 550 does,
- * and says what happens in the words of that driver's logs. Its "server" is a child that sleeps.
- * Clients stay connected. On SIGUSR1 its first client has had a fatal fault: all clients are told,
- * and new ones refused until these have gone.
+ * It is started with -f, listens on `control` and `control_privileged`, sends the greeting of
+ * driver 550, and logs events in the wording of that driver. Its "server" is a child that sleeps.
+ * Clients stay connected. SIGUSR1 simulates a fatal fault of the first client: all clients are
+ * told, and new ones are refused until these have gone.
  */
 #include "mps.h"
 
@@ -127,7 +127,7 @@ static void take_commands(int fd, const struct ucred *who, bool privileged)
     CONTROL("NEW UI");
     while (recv(fd, &length, sizeof length, 0) == sizeof length && length &&
            recv(fd, text, sizeof text - 1, 0) > 0) {
-        if (*text) /* the last line break is not written, those before it are */
+        if (*text) /* only the last line break is not written */
             text[strlen(text) - 1] = '\0';
         CONTROL("Cmd:%s", text);
         if (!strncmp(text, "quit", 4) && !privileged)

@@ -1,9 +1,9 @@
 /*
  * The mark of the simulated GPU
  *
- * An ELF note (owner "tidegate", type 1, one 32-bit word) that tells this library from a driver
- * that NVIDIA made. A reader of ELF files finds it as section .note.tidegate.simgpu. The word is
- * the version of the device file that the library understands.
+ * An ELF note (owner "tidegate", type 1, one 32-bit word) that distinguishes this library from
+ * NVIDIA's driver. ELF tools show it as section .note.tidegate.simgpu. The word is the version of
+ * the device file that the library supports.
  */
 #include "layout.h"
 

@@ -1,9 +1,9 @@
 /*
  * The simulated GPU's NVML
  *
- * An observer: it attaches to the device files like a CUDA process, in slots of its own, and reads.
- * Names, values and layouts are those of NVIDIA's nvml.h of CUDA 13.0. A process outside of the
- * observer's pid namespace is not listed, for it has no pid there.
+ * An observer: it attaches to the device files like a CUDA process, in slots of its own, and only
+ * reads. Names, values and layouts are those of NVIDIA's nvml.h of CUDA 13.0. A process outside the
+ * observer's pid namespace is not listed, because it has no pid there.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -118,23 +118,23 @@ typedef struct {
 #define MEMORY_V2      (sizeof(nvmlMemory_v2_t) | 2u << 24)
 #define DETAILS_V1     (sizeof(nvmlProcessDetailList_t) | 1u << 24)
 #define UTILIZATION_V1 (sizeof(nvmlProcessesUtilizationInfo_t) | 1u << 24)
-#define NO_INSTANCE    0xffffffffu /* neither MIG's GPU instance nor its compute instance */
+#define NO_INSTANCE    0xffffffffu /* neither a GPU instance nor a compute instance of MIG */
 
 #define GPU_UTILIZATION_SAMPLES 1 /* nvmlSamplingType_t */
 #define TYPE_UNSIGNED_INT       1 /* nvmlValueType_t */
 
 #define TOPOLOGY_SINGLE     10 /* nvmlGpuTopologyLevel_t: one PCIe switch */
-#define TOPOLOGY_MULTIPLE   20 /* several, below one host bridge */
+#define TOPOLOGY_MULTIPLE   20 /* several PCIe switches below one host bridge */
 #define TOPOLOGY_HOSTBRIDGE 30
 #define TOPOLOGY_NODE       40
 #define TOPOLOGY_SYSTEM     50
 #define LINK_TO_GPU         0 /* nvmlIntNvLinkDeviceType_t */
 #define LINK_TO_SWITCH      2
 #define LINK_TO_UNKNOWN     0xff
-#define SWITCHES            4    /* as many as an HGX H200 has */
-#define SWITCH_BUS          0xc0 /* behind the buses of all GPUs */
+#define SWITCHES            4    /* number of NVSwitches in an HGX H200 */
+#define SWITCH_BUS          0xc0 /* above the buses of all GPUs */
 
-#define HISTORY_LENGTH 500000000 /* ns of GPU time behind a process's utilisation, at least */
+#define HISTORY_LENGTH 500000000 /* ns of GPU time that a process's utilisation covers at least */
 
 static struct {
     pthread_mutex_t lock;
@@ -152,7 +152,7 @@ static void after_fork(void)
     nvml.references = 0;
 }
 
-/* Attachments outlive nvmlShutdown: closing a device would end those of libcuda, too. */
+/* Attachments outlive nvmlShutdown: closing a device would end those of libcuda as well. */
 static void attach(void)
 {
     static bool fork_handled;
@@ -174,7 +174,7 @@ ENTRY(nvmlReturn_t, nvmlInitWithFlags, unsigned int flags)
     pthread_mutex_lock(&nvml.lock);
     if (nvml.n_devices == 0)
         attach();
-    if (nvml.n_devices == 0 && !(flags & 1)) /* 1: no GPU is no error */
+    if (nvml.n_devices == 0 && !(flags & 1)) /* 1: the absence of a GPU is not an error */
         r = NVML_ERROR_DRIVER_NOT_LOADED;
     else
         nvml.references++;
@@ -332,7 +332,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetHandleByUUID, const char *uuid, nvmlDevice_t *d
     for (unsigned int i = 0; i < nvml.n_devices; i++) {
         char its[41];
 
-        /* The manual: "if any GPU has fallen off the bus", for its UUID cannot be read. */
+        /* NVIDIA's manual: "if any GPU has fallen off the bus", because its UUID cannot be read. */
         if (atomic_load(&nvml.devices[i]->gpu->config.lost))
             return NVML_ERROR_GPU_IS_LOST;
         device_uuid_text(nvml.devices[i], its);
@@ -357,7 +357,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMinorNumber, nvmlDevice_t device, unsigned int 
 {
     nvmlReturn_t r = ready_device(device, minor);
 
-    /* It has no device node that a container could be given. */
+    /* There is no device node that could be passed to a container. */
     return r ? r : NVML_ERROR_NOT_SUPPORTED;
 }
 
@@ -402,7 +402,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetPciInfo_v3, nvmlDevice_t device, nvmlPciInfo_t 
     return NVML_SUCCESS;
 }
 
-/* Places differ from their beginning on: another NUMA node is the whole system apart. */
+/* The first component in which two places differ decides: NUMA nodes share only the system. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetTopologyCommonAncestor, nvmlDevice_t one, nvmlDevice_t other,
       int *level)
 {
@@ -431,7 +431,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned i
 
     if (r)
         return r;
-    if (!n || scope < 0 || scope > 1) /* of the node, of the socket: here the same */
+    if (!n || scope < 0 || scope > 1) /* of the node or of the socket, which are the same here */
         return NVML_ERROR_INVALID_ARGUMENT;
     if (!device->gpu->config.place[0])
         return NVML_ERROR_NOT_SUPPORTED;
@@ -442,7 +442,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetMemoryAffinity, nvmlDevice_t device, unsigned i
     return NVML_SUCCESS;
 }
 
-/* Only a GPU whose memory is a NUMA node of the system has an answer, as on a Grace Hopper. */
+/* Only a GPU with memory that is a NUMA node has an answer, such as a Grace Hopper. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetNumaNodeId, nvmlDevice_t device, unsigned int *node)
 {
     nvmlReturn_t r = ready_device(device, node);
@@ -561,7 +561,7 @@ static int by_pid(const void *left, const void *right)
     return (a->pid > b->pid) - (a->pid < b->pid);
 }
 
-/* One line a process: copies of libcuda in one process have a slot each. */
+/* One row per process: copies of libcuda in one process have a slot each. */
 static unsigned int processes(const struct device *device, nvmlProcessInfo_t infos[GPU_SLOTS])
 {
     unsigned int n = 0;
@@ -589,7 +589,7 @@ static unsigned int processes(const struct device *device, nvmlProcessInfo_t inf
     return kept;
 }
 
-/* Only the driver API makes contexts here: no process is a graphics one or under MPS. */
+/* Only the driver API creates contexts here: no process does graphics or is under MPS. */
 static nvmlReturn_t list_processes(nvmlDevice_t device, unsigned int *count, void *infos,
                                    size_t size, bool compute)
 {
@@ -609,7 +609,7 @@ static nvmlReturn_t list_processes(nvmlDevice_t device, unsigned int *count, voi
     device_leave(device);
     if (*count > room)
         return NVML_ERROR_INSUFFICIENT_SIZE;
-    for (unsigned int i = 0; i < *count; i++) /* each form begins with the one before */
+    for (unsigned int i = 0; i < *count; i++) /* a struct begins like its older version */
         memcpy((char *)infos + i * size, &found[i],
                size < sizeof(found[i]) ? size : sizeof(found[i]));
     return NVML_SUCCESS;
@@ -646,7 +646,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetRunningProcessDetailList, nvmlDevice_t device,
                           list->mode == 0);
 }
 
-/* Of the last half second to second, as whole percent; memory traffic is not simulated. */
+/* Over the last 0.5 to 1 s, in whole percent; memory traffic is not simulated. */
 ENTRY(nvmlReturn_t, nvmlDeviceGetUtilizationRates, nvmlDevice_t device, nvmlUtilization_t *rates)
 {
     const struct gpu_timeline *line;
@@ -691,15 +691,15 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetDynamicPstatesInfo, nvmlDevice_t device,
 }
 
 #define N_MARKS     16
-#define MARK_LENGTH 200000000 /* ns from one sample of the device to the next, at least */
+#define MARK_LENGTH 200000000 /* minimum time between two samples of the device, ns */
 
 /*
- * Samples of a device, as this process asked for them: a driver takes them by itself. The first is
- * the utilisation, and each later one is of the time since the one before.
+ * Samples of a device, taken when this process asks for them; a real driver takes them on its own.
+ * The first one is the utilisation, and each later one covers the time since the one before.
  */
 static struct marks {
-    uint64_t now, busy; /* at the newest */
-    unsigned int n;     /* ever */
+    uint64_t now, busy; /* as of the newest sample */
+    unsigned int n;     /* number of samples ever taken */
     struct {
         unsigned long long time;
         unsigned int percent;
@@ -766,7 +766,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetSamples, nvmlDevice_t device, int type, unsigne
 }
 
 /*
- * What each context had worked at an earlier look of this observer. The device file keeps no such
+ * Busy time of each context at an earlier look of this observer. The device file keeps no such
  * history, so an observer knows nothing of the time before its first look.
  */
 struct history {
@@ -790,7 +790,7 @@ static void remember(const struct gpu *gpu, const struct gpu_timeline *line,
     }
 }
 
-/* The processes that worked since the older look, with their percent of that time. */
+/* The processes that worked since the older look, with their percentage of that time. */
 static unsigned int utilisations(const struct device *device, const struct history *from,
                                  unsigned int pids[GPU_CONTEXTS], unsigned int sm[GPU_CONTEXTS])
 {
@@ -891,7 +891,7 @@ ENTRY(nvmlReturn_t, nvmlDeviceGetProcessesUtilizationInfo, nvmlDevice_t device,
     return NVML_SUCCESS;
 }
 
-/* Accounting is off, as on a machine where nobody turned it on, or known of those that live. */
+/* Accounting is off by default, as on a real machine. If on, it covers only live processes. */
 static bool accounting(void)
 {
     const char *value = getenv("SIMGPU_ACCOUNTING");

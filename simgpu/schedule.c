@@ -1,29 +1,31 @@
 /*
  * The timeline of a simulated GPU
  *
- * Pure: no clock, no lock, no system call. Whoever holds the device's lock says how far to go, and
- * the same arrivals give the same history, whoever advances it and in how many steps.
+ * This code is pure: it uses no clock, no lock and no system call. The holder of the device's lock
+ * says how far to advance. The same arrivals give the same history, regardless of which process
+ * advances it and in how many steps.
  *
- * The rules, as measured on an H200 without MPS: contexts with pending work take turns in a circle,
- * for a slice each (2 ms); each change of the context on the GPU costs a switch (130 us) in
- * which nothing executes; a context whose work ends gives way at once; a context alone keeps the
- * GPU and pays nothing, and so does the one that comes back to a GPU nobody else used meanwhile. A
- * slice begins when its context takes the GPU; once it has ended with nobody waiting, the next one
- * begins when somebody does: on the H200 a newcomer does not interrupt the last 0.1 ms of 4 ms of
- * work. A kernel is interrupted at the end of a slice and continues later where it stopped. Inside
- * a context there is one queue: one kernel at a time, in the order of submission, whatever the
- * streams. A context may have a slice of its own. One that is switched off is interrupted at once
- * and not served until it is switched on (measured on an H100 and an H200).
+ * These rules were measured on an H200 without MPS. Contexts with pending work take turns in a
+ * circle, for one slice each (2 ms). Each change of the context on the GPU costs a switch (130 us)
+ * in which nothing executes. A context that runs out of work gives way at once. A context that is
+ * alone keeps the GPU and pays nothing, and so does one that returns to a GPU that no other context
+ * used in the meantime. A slice begins when its context takes the GPU. If it ends while no other
+ * context waits, the next one begins when another context does: on the H200 a newcomer does not
+ * interrupt the last 0.1 ms of 4 ms of work. A kernel is interrupted at the end of a slice and
+ * resumes later where it stopped. Each context has one queue: one kernel at a time, in the order of
+ * submission, regardless of streams. A context may have a slice length of its own. A context that
+ * is switched off is interrupted at once and does not run until it is switched on (measured on an
+ * H100 and an H200).
  */
 #include "schedule.h"
 
 #include <stdbool.h>
 #include <string.h>
 
-/* Steps that one prediction may take: a slice, a switch or a kernel each. */
+/* Maximum number of steps of one prediction; a step is a slice, a switch or a kernel. */
 #define PREDICTION_STEPS 256
 
-/** schedule_current() - the timeline that holds */
+/** schedule_current() - the timeline that is in force */
 struct gpu_timeline *schedule_current(struct gpu *gpu)
 {
     return &gpu->shared.timelines[atomic_load(&gpu->shared.current) & 1];
@@ -39,7 +41,7 @@ static bool lane_pending(const struct gpu *gpu, const struct gpu_timeline *line,
            !(context->queue[line->lanes[index].head % GPU_QUEUE].duration & GPU_HELD);
 }
 
-/* The next context in the circle that has work, the resident one last; -1 when there is none. */
+/* Next context in the circle that has work, the resident one last; -1 if there is none. */
 static int next_pending(const struct gpu *gpu, const struct gpu_timeline *line)
 {
     uint32_t n = gpu->shared.n_contexts;
@@ -61,7 +63,7 @@ static uint64_t slice_of(const struct gpu *gpu, uint32_t index)
     return own ? own : gpu->config.slice;
 }
 
-/* Time passes. The resident context has it, with work or without, unless it is off. */
+/* Let time pass. The resident context has the GPU, with or without work, unless it is off. */
 static void pass(const struct gpu *gpu, struct gpu_timeline *line, uint64_t until)
 {
     uint32_t index = line->resident_index;
@@ -79,7 +81,7 @@ static void count_full(const struct gpu_timeline *line, struct gpu_lane *lane, u
     lane->ended = line->now;
 }
 
-/* Another context takes the GPU from the one that has it. */
+/* Another context takes the GPU from the resident one. */
 static void end_turn(const struct gpu *gpu, struct gpu_timeline *line)
 {
     uint32_t index = line->resident_index;
@@ -89,7 +91,7 @@ static void end_turn(const struct gpu *gpu, struct gpu_timeline *line)
     if (gpu->contexts[index].serial != line->resident)
         return;
     if (atomic_load_explicit(&gpu->contexts[index].off, memory_order_relaxed)) {
-        if (lane->fills) /* it was not given away */
+        if (lane->fills) /* it was interrupted and did not give the GPU away */
             count_full(line, lane, length);
     } else if (line->now < line->slice_end) {
         lane->early++;
@@ -117,8 +119,8 @@ static void take_gpu(const struct gpu *gpu, struct gpu_timeline *line, uint32_t 
 }
 
 /*
- * One step of the history, not beyond `target`. Returns false when nothing is left to decide before
- * it. `completed` is set when the command at the head of the resident context ends.
+ * Advance the history by one step, but not beyond `target`. Returns false when nothing is left to
+ * decide before it. `completed` is set when the command at the head of the resident context ends.
  */
 static bool step(const struct gpu *gpu, struct gpu_timeline *line, uint64_t target, bool *completed)
 {
@@ -179,9 +181,9 @@ static void timeline_copy(const struct gpu *gpu, struct gpu_timeline *to,
 /**
  * schedule_advance() - decide everything that happens before `now`
  *
- * Commands that end have their time of completion in the queue before the new heads are
- * seen. A caller killed on the way leaves the old timeline in force, and the next one decides the
- * same again. Time does not go back: an earlier `now` changes nothing.
+ * The completion times of commands are in the queue before the new heads become visible. If the
+ * caller is killed meanwhile, the old timeline stays in force, and the next caller decides the same
+ * again. Time does not go back: an earlier `now` changes nothing.
  */
 void schedule_advance(struct gpu *gpu, uint64_t now)
 {
@@ -199,7 +201,11 @@ void schedule_advance(struct gpu *gpu, uint64_t now)
             gpu->contexts[line->resident_index].queue[(lane->head - 1) % GPU_QUEUE].completed =
                 line->now;
     }
-    /* Arrivals come after the timeline was brought up to them, so that this is where they begin. */
+    /*
+     * Commands are submitted after the timeline has been advanced to the time of their arrival. If
+     * one of another context arrives now, the overdue slice of the resident context therefore
+     * begins here.
+     */
     if (line->resident && next_pending(gpu, line) == (int)line->resident_index) {
         line->overtime |= now >= line->slice_end;
         if (line->overtime)
@@ -211,8 +217,9 @@ void schedule_advance(struct gpu *gpu, uint64_t now)
 /**
  * schedule_predict() - when will a context have completed `need` commands?
  *
- * Returns the time on the GPU's clock if nobody submits anything more, or an earlier time when that
- * is far away. Newcomers make it later, never earlier; a context that goes makes it earlier.
+ * Returns the time on the GPU's clock if no process submits anything more, or an earlier time when
+ * that is far away. New contexts make it later, never earlier; a context that ends makes it
+ * earlier.
  */
 uint64_t schedule_predict(const struct gpu *gpu, uint32_t index, uint64_t need,
                           struct gpu_timeline *scratch)
@@ -236,17 +243,17 @@ static uint64_t mix(uint64_t x)
 }
 
 /**
- * schedule_duration() - the time that a kernel takes, with the device's jitter
+ * schedule_duration() - time that a kernel takes, including the device's jitter, in ns
  *
- * Depends on the device's seed, the context and the kernel's number in it, and on nothing else. At
- * least 1 ns, so that each kernel ends later than the one before.
+ * Depends only on the device's seed, the context and the kernel's number in it. At least 1 ns, so
+ * that each kernel ends later than the one before.
  */
 uint64_t schedule_duration(const struct gpu_config *config, uint64_t serial, uint64_t sequence,
                            uint64_t duration)
 {
     uint64_t span;
 
-    /* An end so far away that the clock overflows would end at once. */
+    /* If the end were so far away that the clock overflows, the kernel would end at once. */
     if (duration > 1ull << 60)
         duration = 1ull << 60;
     span = duration / 1000 * config->jitter;

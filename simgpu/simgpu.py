@@ -1,9 +1,9 @@
-"""Device files of the simulated GPU: make them and read them.
+"""Device files of the simulated GPU: create them and read them.
 
-Knows the layout of `simgpu/layout.h` (the offsets are asserted there, and compared by a test) and
-nothing of the schedule: what it reads is the history as far as the device's users have
-advanced it. A process that uses a device loses it when it closes any descriptor of the file (that
-is how POSIX record locks work), so the descriptors opened here stay open.
+This module knows the layout of `simgpu/layout.h` (the offsets are asserted there and compared by a
+test) and nothing of the schedule. What it reads is the history up to the point to which the
+device's users have advanced it. A process that uses a device loses it when it closes any descriptor
+of the file (that is how POSIX record locks work), so the descriptors opened here stay open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _descriptors: dict[tuple[int, int], int] = {}
 
 @dataclass(frozen=True)
 class Context:
-    """A context on a device; times are ns of GPU time, `pid` is 0 where it is invisible."""
+    """A context on a device; times are ns of GPU time, `pid` is 0 if it is invisible from here."""
 
     serial: int
     pid: int
@@ -67,7 +67,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that holds memory of a device; `memory` is bytes, its contexts' own included."""
+    """A process that holds device memory; `memory` is in bytes and includes its contexts."""
 
     pid: int
     memory: int
@@ -76,7 +76,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Status:
-    """A device as of `now`, ns on its clock."""
+    """The state of a device at `now`, in ns on its clock."""
 
     device: str
     uuid: str
@@ -93,7 +93,7 @@ class Status:
 
 
 def size(text: str) -> int:
-    """Bytes from `16Gi`, `16GiB` or a plain number."""
+    """Return the bytes that `16Gi`, `16GiB` or a plain number means."""
     match = re.fullmatch(r"(\d+)\s*(?:([KMGT]i)B?|)", text)
     if match is None:
         raise ValueError(f"{text!r} is no size: write bytes, or Ki, Mi, Gi or Ti as in 16Gi")
@@ -108,7 +108,7 @@ def _size(text: str) -> int:
 
 
 def device_uuid(seed: int, index: int) -> uuid.UUID:
-    """The UUID that `create` gives device `index` of a directory made with `seed`."""
+    """Return the UUID that `create` gives device `index` of a directory made with `seed`."""
     return uuid.UUID(
         bytes=hashlib.sha256(f"simgpu {seed} {index}".encode()).digest()[:16], version=4
     )
@@ -116,19 +116,19 @@ def device_uuid(seed: int, index: int) -> uuid.UUID:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the GPUs of a machine are, and what NVLinks are between them.
+    """Where the GPUs of a machine are, and which NVLinks connect them.
 
-    A place is `NUMA node/host bridge/PCIe tree/switch`: what two places have in common from the
-    left is what NVML calls their common ancestor. Without places NVML does not tell. A link is
-    `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` are 18 of each GPU to NVSwitches, and
-    `unseen=18` the same in a virtual machine, which does not see those.
+    A place is `NUMA node/host bridge/PCIe tree/switch`: what two places have in common, from the
+    left, is what NVML calls their common ancestor. Without places NVML does not report one. A link
+    is `0-1=4`, four NVLinks between GPUs 0 and 1; `switch=18` means 18 links from each GPU to
+    NVSwitches, and `unseen=18` the same in a virtual machine, which does not see the switches.
     """
 
     places: tuple[str, ...] = ()
     nvlinks: tuple[str, ...] = ()
 
     def check(self, devices: int) -> None:
-        """Raise ValueError where an NVLink leads to no other GPU of a machine with so many."""
+        """Raise ValueError if an NVLink does not lead to another of the `devices` GPUs."""
         for link in self.nvlinks:
             ends = [int(number) for number in re.findall(r"\d+", link.partition("=")[0])]
             if any(end >= devices for end in ends):
@@ -137,7 +137,7 @@ class Topology:
                 raise ValueError(f"{link!r} names one GPU twice")
 
     def place(self, index: int) -> list[int]:
-        """The four numbers of a GPU's place, each + 1; zeros where it has none."""
+        """Return the four numbers of a GPU's place, each + 1; zeros if it has none."""
         if index >= len(self.places):
             return [0] * 4
         match = re.fullmatch(r"(\d{1,3})/(\d{1,3})/(\d{1,3})/(\d{1,3})", self.places[index])
@@ -146,7 +146,7 @@ class Topology:
         return [int(number) + 1 for number in match.groups()]
 
     def ends(self, index: int) -> bytes:
-        """What is at the end of each NVLink of a GPU; layout.h has the values."""
+        """Return the other end of each NVLink of a GPU; layout.h has the values."""
         ends = b""
         for link in self.nvlinks:
             match = re.fullmatch(r"(?:(\d+)-(\d+)|(switch|unseen))=(\d+)", link)
@@ -176,10 +176,10 @@ def create(
     virtual_clock: bool = False,
     topology: Topology = Topology(),
 ) -> list[Path]:
-    """Make `gpu0`, `gpu1`... in `directory`, new ones in the place of those that were there.
+    """Create `gpu0`, `gpu1`... in `directory`, replacing those that exist.
 
     `jitter` is per mille of a kernel's duration. With `virtual_clock` the devices' time starts at 0
-    and passes only when it is told to.
+    and passes only when told to.
     """
     if not 1 <= devices <= 32:
         raise ValueError(f"{devices} devices: between 1 and 32 can be made")
@@ -205,19 +205,19 @@ def create(
             if virtual_clock:
                 file.seek(CLOCK_OFFSET)
                 file.write(struct.pack("<I", 1))
-        partial.chmod(0o666)  # like /dev/nvidia0: whoever sees it may use it
+        partial.chmod(0o666)  # like /dev/nvidia0: any process that sees it may use it
         partial.rename(path)
         paths.append(path)
     return paths
 
 
 def set_lost(path: Path, *, lost: bool) -> None:
-    """Let NVML find a device off the bus, or back there."""
+    """Make NVML find a device off the bus, or back on it."""
     os.pwrite(_open(path), struct.pack("<I", lost), LOST_OFFSET)
 
 
 def _open(path: Path) -> int:
-    """A descriptor that stays open for the life of this process."""
+    """Return a descriptor that stays open for the life of this process."""
     found = path.stat()
     key = (found.st_dev, found.st_ino)
     if key not in _descriptors:
@@ -226,14 +226,14 @@ def _open(path: Path) -> int:
 
 
 def _owner(descriptor: int, slot: int) -> int | None:
-    """The pid that holds a slot, 0 when it is invisible from here, None when no other does."""
+    """Return the pid that holds a slot, 0 if it is invisible from here, None if no other does."""
     query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, SLOT_LOCK + slot, 1, 0)
     kind, _, _, _, pid = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, query))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
 def _process_key() -> int:
-    """What this process's libraries write into their slots; `process_key` of device.c."""
+    """Return the key that this process's libraries use, as `process_key` in device.c does."""
     getauxval = ctypes.CDLL(None).getauxval
     getauxval.restype = ctypes.c_size_t
     key = 14695981039346656037 ^ os.getpid()
@@ -243,14 +243,14 @@ def _process_key() -> int:
 
 
 def status(path: Path) -> Status:
-    """What a device's file says now; what belongs to the dead is left out."""
+    """Return the present state in a device's file, without what belongs to dead processes."""
     descriptor = _open(path)
     config = CONFIG.unpack(os.pread(descriptor, CONFIG.size, 0))
     if config[0] != MAGIC or config[1] != VERSION:
         raise ValueError(f"{path} is no simulated GPU of version {VERSION}")
     total, context_memory = config[4], config[5]
 
-    while True:  # the two timelines may change places while we read
+    while True:  # the two timelines may change places during the read
         mode, current, _ = struct.unpack("<IIQ", os.pread(descriptor, 16, CLOCK_OFFSET))
         start = TIMELINES_OFFSET + (current & 1) * TIMELINE_SIZE
         timeline = os.pread(descriptor, TIMELINE_SIZE, start)
@@ -305,13 +305,13 @@ def status(path: Path) -> Status:
 
 
 def devices(directory: Path) -> list[Path]:
-    """The device files of a directory, in the order of their numbers."""
+    """Return the device files of a directory, in the order of their numbers."""
     found = [path for path in directory.glob("gpu*") if path.name[3:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[3:]))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit status is 0, or 2 with one line about what was wrong."""
+    """Run the command line; the exit status is 0, or 2 with one line that tells what is wrong."""
     parser = argparse.ArgumentParser(prog="python -m simgpu", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
     maker = verbs.add_parser("create", help="make device files")

@@ -1,9 +1,10 @@
 /*
- * The GPU's scheduler, steered from outside
+ * Steering the GPU's scheduler from outside
  *
- * What a root process does to a real GPU's channel groups by the kernel module's calls, by the pid
- * of the process that has the contexts: time slices, switching off and on, and how long each was on
- * the GPU. Contexts that are made later have the device's slice, and are on.
+ * Models what a root process does to the channel groups of a real GPU through calls of the kernel
+ * module. Contexts are selected by the pid of their process. The calls set time slices, switch
+ * contexts off and on, and tell how long each context was on the GPU. Contexts that are created
+ * later have the device's slice and are switched on.
  */
 #include <string.h>
 
@@ -23,7 +24,7 @@ static bool belongs(const struct device *device, uint32_t index, int pid)
     return context->serial && device_slot_pid(device, context->slot) == pid;
 }
 
-/* As the driver counts (docs/reference/driver-calls.md). The device's lock is held. */
+/* Count as the driver does (docs/reference/driver-calls.md). The device's lock is held. */
 static void count_off(struct gpu_context *context, bool on)
 {
     uint32_t off = atomic_load(&context->off);
@@ -34,7 +35,7 @@ static void count_off(struct gpu_context *context, bool on)
         atomic_store(&context->off, off - 1);
 }
 
-/* Sets the contexts of a process; returns how many there are, or FAILED where the GPU is lost. */
+/* Steer the contexts of a process. Returns their number, or FAILED if the attachment is gone. */
 static int steer(struct device *device, int pid, const uint64_t *slicep, const bool *onp)
 {
     struct gpu *gpu = device->gpu;
@@ -56,13 +57,17 @@ static int steer(struct device *device, int pid, const uint64_t *slicep, const b
     return n;
 }
 
-/** nvmlSimgpuSetTimeslice() - of a process's contexts, ns; 0: the device's */
+/** nvmlSimgpuSetTimeslice() - set the slice of a process's contexts, in ns; 0: the device's */
 ENTRY(nvmlSimgpuSetTimeslice, struct device *device, int pid, uint64_t ns)
 {
     return steer(device, pid, &ns, NULL);
 }
 
-/** nvmlSimgpuSwitch() - a process's contexts on or off; what was off twice is on after two calls */
+/**
+ * nvmlSimgpuSwitch() - switch a process's contexts on or off
+ *
+ * A context that was switched off twice is on again after it has been switched on twice.
+ */
 ENTRY(nvmlSimgpuSwitch, struct device *device, int pid, int on)
 {
     bool is_on = on;
@@ -70,19 +75,19 @@ ENTRY(nvmlSimgpuSwitch, struct device *device, int pid, int on)
     return steer(device, pid, NULL, &is_on);
 }
 
-/* What a context had of the GPU since it was made; simgpu/steering.py has the same. */
+/* What a context had of the GPU since its creation; simgpu/steering.py has the same structure. */
 struct simgpu_residency {
     uint64_t pid;
-    uint64_t ns;    /* on the GPU, with work or without */
-    uint64_t early; /* turns that ended with its work */
-    uint64_t full;  /* ns of turns that ended with their slice */
-    uint64_t ended; /* when the last of those did, on the GPU's clock */
+    uint64_t ns;    /* on the GPU, with or without work */
+    uint64_t early; /* turns that ended because it ran out of work */
+    uint64_t full;  /* ns of turns that lasted their whole slice */
+    uint64_t ended; /* when the last of those ended, on the GPU's clock */
 };
 
 /**
- * nvmlSimgpuResidency() - how long contexts have been on the GPU, until `*nowp` on its clock
+ * nvmlSimgpuResidency() - how long contexts have been on the GPU, up to `*nowp` on its clock
  *
- * A row for each context that exists. Returns how many rows, `most` at most.
+ * Writes one row per existing context. Returns the number of rows, which is at most `most`.
  */
 ENTRY(nvmlSimgpuResidency, struct device *device, uint64_t *nowp, struct simgpu_residency rows[],
       int most)
@@ -93,7 +98,7 @@ ENTRY(nvmlSimgpuResidency, struct device *device, uint64_t *nowp, struct simgpu_
 
     if (!device_enter(device))
         return FAILED;
-    device_reap(device); /* as NVML's lists of processes do */
+    device_reap(device); /* as NVML's process lists do */
     line = schedule_current(device->gpu);
     *nowp = line->now;
     for (uint32_t i = 0; i < gpu->shared.n_contexts && n < most; i++) {

@@ -1,7 +1,7 @@
-"""The simulated GPU's scheduler, steered as a root process steers a real one's.
+"""Steering of a simulated GPU's scheduler, as a root process steers that of a real one.
 
-It is the `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call of a real
-one takes 0.6 ms; these take none.
+Implements `Hardware` of governor/hardware/steering.py for a simulated GPU. A driver call on a real
+GPU takes 0.6 ms; these take no time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from governor.hardware.activity import Full
 
 MOST = 256
-"""Contexts of one GPU: GPU_CONTEXTS of layout.h."""
+"""Maximum number of contexts of one GPU: GPU_CONTEXTS of layout.h."""
 
 
 class Process(NamedTuple):
@@ -25,14 +25,14 @@ class Process(NamedTuple):
 
     @property
     def key(self) -> int:
-        """The process: all that it has is steered together."""
+        """The process: everything it has on the GPU is steered together."""
         return self.pid
 
 
 class Row(ctypes.Structure):
-    """A context: its process, its time on the GPU, turns that it gave away, and its full turns.
+    """A context: its process, time on the GPU, turns that it gave away, and full turns.
 
-    `struct simgpu_residency` of steer.c.
+    Same as `struct simgpu_residency` in steer.c.
     """
 
     _fields_ = tuple(
@@ -47,7 +47,7 @@ class Row(ctypes.Structure):
 
 
 class Counts(NamedTuple):
-    """What processes have had of the GPU until a moment on its clock, by pid."""
+    """What processes have had of the GPU up to `now`, a time on its clock, by pid."""
 
     now: int
     ns: Counter[int]
@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 
 
 class SimulatedHardware:
-    """One simulated GPU, by the simulated NVML and a handle of its device."""
+    """One simulated GPU, accessed through the simulated NVML and a handle of its device."""
 
     def __init__(self, nvml: Any, handle: object, uuid: str = "") -> None:
         self._nvml, self._handle, self._uuid = nvml, handle, uuid
@@ -69,7 +69,7 @@ class SimulatedHardware:
             ctypes.POINTER(Row),
             ctypes.c_int,
         )
-        # As the trace of a real GPU, it tells nothing of what was before.
+        # Like the trace of a real GPU, this tells nothing of the time before.
         self._last = self._count()
         self.early_turns: Mapping[int, int] = {}
         self.full_turns: Sequence[Full] = ()
@@ -79,11 +79,11 @@ class SimulatedHardware:
 
     @property
     def reviver(self) -> tuple[str, tuple[str, ...]]:
-        """What switches on by tokens in another process: a function, and what it is called with."""
+        """A function that switches tokens on in another process, and its first arguments."""
         return "simgpu.steering:revive", (self._nvml._name, self._uuid)  # noqa: SLF001
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is nothing to release."""
 
     def _rows(self) -> tuple[int, list[Row]]:
         now, rows = ctypes.c_uint64(), (Row * MOST)()
@@ -108,7 +108,7 @@ class SimulatedHardware:
         return [Process(pid, n)] if n else []
 
     def switch(self, held: Sequence[Process], *, on: bool) -> None:
-        """Let the GPU schedule these from now on, or not at all."""
+        """Let the GPU schedule these processes from now on, or not at all."""
         for one in held:
             self._nvml.nvmlSimgpuSwitch(self._handle, one.pid, int(on))
         pids = {one.pid for one in held}
@@ -121,27 +121,27 @@ class SimulatedHardware:
             self._off |= pids
 
     def set_slice(self, held: Process, ns: int) -> None:
-        """Give each context this time slice."""
+        """Give each context of a process a time slice of `ns`."""
         self._nvml.nvmlSimgpuSetTimeslice(self._handle, held.pid, ns)
 
     @property
     def n_lost(self) -> int:
-        """Nothing is."""
+        """Number of lost records of the trace: always 0."""
         return 0
 
     def tokens(self, held: Sequence[Process]) -> list[Any]:
-        """Return the pids, as `revive` takes them."""
+        """Return the pids, in the form that `revive` takes."""
         return [one.pid for one in held]
 
     def used_ns(self) -> Mapping[int, int]:
-        """Return for how long each process was on the GPU since the last call, by pid.
+        """Return for how long each process was on the GPU since the last call, by pid, in ns.
 
-        What a context has had is gone with it; at most that of the time since the last call.
+        The time of a context that has ended is lost, which is at most that since the last call.
         """
         last, now = self._last, self._count()
         self._last = now
         self.early_turns = now.early - last.early
-        # Several are told as one, which ended with the last of them.
+        # Several full turns are reported as one that ended with the last of them.
         self.full_turns = [
             Full(pid, now.now - now.full_ended[pid] + ns, now.now - now.full_ended[pid])
             for pid, ns in (now.full - last.full).items()
@@ -156,7 +156,7 @@ class SimulatedHardware:
 
 
 def revive(library: str, uuid: str, tokens: Sequence[int]) -> None:
-    """Switch on processes of a GPU."""
+    """Switch on the processes of a GPU that `tokens` names."""
     nvml, handle = ctypes.CDLL(library), ctypes.c_void_p()
     nvml.nvmlInit_v2()
     if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)) == 0:

@@ -2,8 +2,8 @@
  * Streams and their order
  *
  * A stream is a number: how many of its context's kernels must have completed for it to be done.
- * Kernels of all streams stand in one queue in the order of submission, so waiting for another
- * stream is waiting for a larger number, and the NULL stream's barrier is a maximum.
+ * Kernels of all streams are in one queue in the order of submission, so waiting for another stream
+ * means waiting for a larger number, and the barrier of the NULL stream is a maximum.
  */
 #include "driver.h"
 
@@ -22,7 +22,7 @@ static bool is_legacy(const struct stream *stream)
     return stream == &stream->context->legacy;
 }
 
-/** stream_need() - kernels of the context that must complete before the stream's next command */
+/** stream_need() - number of the context's kernels that the stream's next command waits for */
 uint64_t stream_need(const struct stream *stream)
 {
     if (is_legacy(stream))
@@ -32,7 +32,7 @@ uint64_t stream_need(const struct stream *stream)
     return larger(stream->need, stream->context->legacy_need);
 }
 
-/** stream_raise() - the stream's next command needs at least `need` kernels */
+/** stream_raise() - make the stream's next command wait for at least `need` kernels */
 void stream_raise(struct stream *stream, uint64_t need)
 {
     struct context *context = stream->context;
@@ -44,7 +44,7 @@ void stream_raise(struct stream *stream, uint64_t need)
         context->blocking_need = larger(context->blocking_need, need);
 }
 
-/* The calling thread's own default stream of the current context, made when first used. */
+/* The calling thread's own default stream of the current context, created on first use. */
 static struct stream *thread_stream(struct context *context)
 {
     struct stream *stream;
@@ -63,7 +63,7 @@ static struct stream *thread_stream(struct context *context)
     return stream;
 }
 
-/** stream_find() - what a handle means; NULL and 1 are the legacy stream, 2 the thread's own */
+/** stream_find() - resolve a handle; NULL and 1 are the legacy stream, 2 is the thread's own */
 CUresult stream_find(CUstream handle, struct context *current, struct stream **streamp)
 {
     if (!handle || handle == CU_STREAM_LEGACY) {
@@ -80,8 +80,7 @@ CUresult stream_find(CUstream handle, struct context *current, struct stream **s
     return (*streamp)->context->fault;
 }
 
-/** stream_enter() - take the lock, with a current context and the stream that a handle means there
- */
+/** stream_enter() - take the lock, and resolve a stream handle in the current context */
 CUresult stream_enter(CUstream handle, struct stream **streamp)
 {
     struct context *context;
@@ -109,7 +108,7 @@ CUresult stream_new(struct context *context, unsigned int flags, int priority,
     return CUDA_SUCCESS;
 }
 
-/** stream_free() - the handle ends at once; its pending work goes on */
+/** stream_free() - the handle ends at once; pending work of the stream goes on */
 void stream_free(struct stream *stream)
 {
     struct stream **link = &stream->context->streams;
@@ -123,9 +122,9 @@ void stream_free(struct stream *stream)
 }
 
 /**
- * stream_submit() - put a command at the end of a stream, or of the graph that it captures
+ * stream_submit() - append a command to a stream, or to the graph that the stream captures
  *
- * Takes over `command->staged`. Blocks while the context's queue is full.
+ * Takes ownership of `command->staged`. Blocks while the context's queue is full.
  */
 CUresult stream_submit(struct stream *stream, const struct command *command)
 {
@@ -164,9 +163,11 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
         return CUDA_SUCCESS;
     }
 
-    /* An event with nothing ahead of it is reached when the context has the GPU, not before: seen
-     * on the H200, where an interval that begins with such an event does not hold the switch. A
-     * large copy is made when a kernel of its length has ended. */
+    /*
+     * An event with nothing ahead of it is reached when the context has the GPU, not before. On the
+     * H200 an interval that begins with such an event does not include the switch. A large copy is
+     * made when a kernel of its length has ended.
+     */
     if (command->duration || (command->kind == COMMAND_EVENT &&
                               context->head >= stream_need(stream) && context_displaced(context))) {
         need = context_tail(context) + 1;
@@ -194,9 +195,9 @@ CUresult stream_submit(struct stream *stream, const struct command *command)
 }
 
 /**
- * event_renew() - an event is about to be recorded again, by `command`
+ * event_renew() - prepare an event for being recorded again, by `command`
  *
- * What it recorded before is forgotten, also when it is still to come.
+ * Its earlier record is forgotten, even if it is still pending.
  */
 void event_renew(struct event *event, struct context *context, struct command *command)
 {

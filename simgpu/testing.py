@@ -1,7 +1,7 @@
 """The simulated GPU from Python, for tests: the driver API with results as exceptions.
 
-`Driver` loads the built library into this process. `Driver.attached` gives it a directory of
-devices and takes everything back afterwards, so that one process can play many tests.
+`Driver` loads the built library into this process. `Driver.attached` attaches it to a directory of
+devices and detaches it afterwards, so that one process can run many tests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MS = 1_000_000  # ns
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2  # CUstreamCaptureMode
-LEGACY, PER_THREAD = 1, 2  # streams with a name
+LEGACY, PER_THREAD = 1, 2  # predefined streams
 NON_BLOCKING = 1
 DISABLE_TIMING = 2
 
 
 class CudaError(Exception):
-    """A call that did not answer CUDA_SUCCESS; `code` is its CUresult."""
+    """A call that did not return CUDA_SUCCESS; `code` is its CUresult."""
 
     def __init__(self, call: str, code: int, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -33,7 +33,7 @@ class CudaError(Exception):
 
 
 def environment(build: Path, directory: Path) -> dict[str, str]:
-    """The environment in which a program finds the built driver and these devices."""
+    """Return an environment in which a program finds the built driver and these devices."""
     return os.environ | {
         "SIMGPU_DIR": str(directory),
         "LD_LIBRARY_PATH": str(build / "simgpu"),
@@ -42,7 +42,7 @@ def environment(build: Path, directory: Path) -> dict[str, str]:
 
 
 def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen[str]:
-    """A process that runs `program` with a `driver` of its own in scope, its streams as pipes."""
+    """Start a process that runs `program` with a `driver` in scope; its streams are pipes."""
     prelude = (
         "from pathlib import Path\n"
         "from simgpu.testing import *\n"
@@ -58,38 +58,38 @@ def start_python(build: Path, directory: Path, program: str) -> subprocess.Popen
 
 
 class Driver:
-    """libcuda of one build."""
+    """The libcuda of one build."""
 
     def __init__(self, build: Path) -> None:
         self.path = build / "simgpu" / "libcuda.so.1"
         self.library = ctypes.CDLL(str(self.path))
 
     def try_call(self, name: str, *arguments: object) -> int:
-        """Call an entry; integers travel as 64 bits. Returns the CUresult."""
+        """Call an entry, passing integers as 64 bits, and return the CUresult."""
         passed = [ctypes.c_uint64(a) if isinstance(a, int) else a for a in arguments]
         return int(getattr(self.library, name)(*passed))
 
     def error_name(self, code: int) -> str:
-        """`CUDA_ERROR_...` as the driver spells it."""
+        """Return the name `CUDA_ERROR_...` of a code, as the driver spells it."""
         text = ctypes.c_char_p()
         self.library.cuGetErrorName(code, ctypes.byref(text))
         return (text.value or str(code).encode()).decode()
 
     def call(self, name: str, *arguments: object) -> None:
-        """Call an entry, and raise CudaError when it fails."""
+        """Call an entry, and raise CudaError if it fails."""
         code = self.try_call(name, *arguments)
         if code:
             raise CudaError(name, code, self.error_name(code))
 
     def get(self, name: str, *arguments: object) -> int:
-        """Call an entry whose first parameter is where a handle or a number goes; return that."""
+        """Call an entry that stores a handle or number at its first parameter, and return that."""
         result = ctypes.c_uint64()
         self.call(name, ctypes.byref(result), *arguments)
         return result.value
 
     @contextmanager
     def attached(self, directory: Path) -> Iterator[Driver]:
-        """The driver, initialised on the devices of `directory` until the end of the block."""
+        """Initialise the driver on the devices of `directory` until the end of the block."""
         before = os.environ.get("SIMGPU_DIR")
         os.environ["SIMGPU_DIR"] = str(directory)
         try:
@@ -106,41 +106,41 @@ class Driver:
         self.call("simgpu_clock_set", device, now)
 
     def clock(self, device: int = 0) -> int:
-        """A device's clock, ns."""
+        """Return the time on a device's clock, in ns."""
         now = ctypes.c_uint64()
         self.call("simgpu_clock_get", device, ctypes.byref(now))
         return now.value
 
     def context(self, device: int = 0) -> Context:
-        """A new context, current in the calling thread."""
+        """Create a context, which becomes current in the calling thread."""
         return Context(self, self.get("cuCtxCreate_v2", 0, device))
 
     def allocate(self, size: int) -> int:
-        """Device memory of the current context."""
+        """Allocate device memory in the current context."""
         return self.get("cuMemAlloc_v2", size)
 
     def free_memory(self) -> int:
-        """What cuMemGetInfo calls free on the current context's device."""
+        """Return the free bytes that cuMemGetInfo reports for the current context's device."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value
 
     def read_words(self, address: int, n: int) -> list[int]:
-        """Copy u64 words of device memory to the host."""
+        """Copy `n` u64 words of device memory to the host."""
         words = (ctypes.c_uint64 * n)()
         self.call("cuMemcpyDtoH_v2", words, address, 8 * n)
         return list(words)
 
     def event(self, flags: int = 0) -> int:
-        """A new event."""
+        """Create an event."""
         return self.get("cuEventCreate", flags)
 
     def stream(self, flags: int = NON_BLOCKING) -> int:
-        """A new stream of the current context."""
+        """Create a stream in the current context."""
         return self.get("cuStreamCreate", flags)
 
     def elapsed(self, start: int, end: int) -> float:
-        """Milliseconds between two events."""
+        """Return the milliseconds between two events."""
         milliseconds = ctypes.c_float()
         self.call("cuEventElapsedTime", ctypes.byref(milliseconds), start, end)
         return milliseconds.value
@@ -157,17 +157,17 @@ class Context:
         self.stamper = driver.get("cuModuleGetFunction", module, ctypes.c_char_p(b"burn_stamp"))
 
     def make_current(self) -> None:
-        """Let the calling thread work in this context."""
+        """Make this context current in the calling thread."""
         self.driver.call("cuCtxSetCurrent", self.handle)
 
     def burn(self, duration: int, *, stamp: int | None = None, stream: int = 0) -> None:
-        """Launch a kernel of `duration` ns, that writes the time of its end to address `stamp`."""
+        """Launch a kernel of `duration` ns that writes the time of its end to address `stamp`."""
         code = self.try_burn(duration, stamp=stamp, stream=stream)
         if code:
             raise CudaError("cuLaunchKernel", code, self.driver.error_name(code))
 
     def try_burn(self, duration: int, *, stamp: int | None = None, stream: int = 0) -> int:
-        """Launch, and return the CUresult."""
+        """Launch as `burn` does, and return the CUresult."""
         self.make_current()
         words = [ctypes.c_uint64(duration), ctypes.c_uint64(stamp or 0)]
         parameters = (ctypes.c_void_p * 2)(*[ctypes.addressof(word) for word in words])

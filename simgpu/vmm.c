@@ -1,10 +1,11 @@
 /*
  * Virtual memory management: memory without an address, addresses without memory, and mappings
  *
- * Memory is a piece of a memory file, so that it can be mapped more than once and by others. What
- * may be exported has a file of its own, whose last page says what it is; the rest shares one. The
- * process that made the memory pays for it until its own handles and mappings are gone; whoever
- * imported it pays nothing, as NVML tells it, and keeps the contents.
+ * Memory is a piece of a memory file, so that it can be mapped more than once and by other
+ * processes. Exportable memory has a file of its own, which is described by its last page; all
+ * other memory shares one file. The process that created the memory pays for it until its own
+ * handles and mappings are gone. A process that imported it pays nothing, as NVML reports it, and
+ * keeps the contents.
  */
 #include "driver.h"
 
@@ -32,11 +33,11 @@ struct label {
 struct backing {
     struct backing *next;
     unsigned int n_handles;
-    int fd; /* its own, or -1: in the file that all share */
+    int fd; /* its own file, or -1 if it is in the shared file */
     off_t offset;
     size_t size;
     size_t charged;
-    struct device *device; /* who is charged */
+    struct device *device; /* the device that is charged */
     dev_t file_device;
     ino_t file;
 };
@@ -45,9 +46,9 @@ struct handle {
     struct object object;
     struct backing *backing;
     CUmemAllocationProp prop;
-    unsigned int epoch; /* the driver's when it was made */
+    unsigned int epoch; /* of the driver when the handle was made */
     unsigned int references;
-    unsigned int mappings; /* they keep the memory when there are no more references */
+    unsigned int mappings; /* these keep the memory when no references are left */
 };
 
 struct reservation {
@@ -62,7 +63,7 @@ static struct reservation *reservations;
 static int shared_file = -1;
 static off_t shared_end;
 
-/** handle_valid() - is it a handle that was not released as often as it was got? */
+/** handle_valid() - is it a handle that still has references? */
 bool handle_valid(const struct handle *handle)
 {
     return pool_owns(&handles_pool, handle) && handle->epoch == driver.epoch &&
@@ -74,7 +75,7 @@ size_t vmm_granularity(void)
     return GRANULARITY;
 }
 
-/* Not through the C library: its function asks for a newer one than drivers do. */
+/* Not through the C library: its function requires a newer C library than drivers do. */
 static int memory_file(void)
 {
     return (int)syscall(SYS_memfd_create, "simgpu", CLOSE_EXEC);
@@ -85,7 +86,7 @@ static int backing_file(const struct backing *backing)
     return backing->fd < 0 ? shared_file : backing->fd;
 }
 
-/* A file of its own, with the label behind the contents. */
+/* Create a file for this memory alone, with the label behind the contents. */
 static bool backing_open(struct backing *backing, const struct handle *handle)
 {
     struct label label = {.magic = LABEL_MAGIC, .size = backing->size, .prop = handle->prop};
@@ -108,7 +109,7 @@ static bool backing_open(struct backing *backing, const struct handle *handle)
     return true;
 }
 
-/* A piece behind all others of the shared file; addresses in it are not used again. */
+/* Append a piece to the shared file; its offsets are not reused. */
 static bool backing_append(struct backing *backing)
 {
     if (shared_file < 0) {
@@ -148,7 +149,7 @@ static void handle_end(struct handle *handle)
     pool_give(&handles_pool, handle);
 }
 
-/* A handle to memory that is in the list or comes into it now. */
+/* Set up a handle to memory that is in the list already or is added to it now. */
 static void handle_begin(struct handle *handle, struct backing *backing)
 {
     handle->backing = backing;
@@ -160,7 +161,7 @@ static void handle_begin(struct handle *handle, struct backing *backing)
     }
 }
 
-/** handle_new() - memory of a device, charged at once, or of the host */
+/** handle_new() - create memory of a device, which is charged at once, or of the host */
 CUresult handle_new(struct handle **handlep, size_t size, const CUmemAllocationProp *prop)
 {
     bool exported = prop->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -199,14 +200,14 @@ CUresult handle_new(struct handle **handlep, size_t size, const CUmemAllocationP
     return CUDA_SUCCESS;
 }
 
-/** handle_release() - one reference less */
+/** handle_release() - drop one reference */
 void handle_release(struct handle *handle)
 {
     handle->references--;
     handle_end(handle);
 }
 
-/** handle_retain() - the handle of what is mapped at an address, with one reference more */
+/** handle_retain() - take another reference to the handle of the memory mapped at an address */
 CUresult handle_retain(struct handle **handlep, uintptr_t address)
 {
     const struct allocation *item = memory_at(address);
@@ -223,7 +224,7 @@ const CUmemAllocationProp *handle_prop(const struct handle *handle)
     return &handle->prop;
 }
 
-/** handle_export() - a new descriptor of the memory, that another process may import */
+/** handle_export() - a new descriptor of the memory, which another process may import */
 CUresult handle_export(const struct handle *handle, int *fdp)
 {
     if (handle->backing->fd < 0)
@@ -239,7 +240,7 @@ static bool label_read(int fd, struct label *label, struct stat *status)
            label->magic == LABEL_MAGIC && label->size == (uint64_t)status->st_size - LABEL_PAGE;
 }
 
-/** handle_import() - a handle of its own to memory that was exported; the descriptor stays open */
+/** handle_import() - a new handle to exported memory; the caller's descriptor stays open */
 CUresult handle_import(struct handle **handlep, int fd)
 {
     struct backing *backing = backings;
@@ -283,7 +284,7 @@ CUresult handle_import(struct handle **handlep, int fd)
     return CUDA_SUCCESS;
 }
 
-/** vmm_reserve() - addresses without memory, at `wanted` if that is free */
+/** vmm_reserve() - reserve addresses without memory, at `wanted` if those are free */
 CUresult vmm_reserve(uintptr_t *basep, size_t size, size_t alignment, uintptr_t wanted)
 {
     struct reservation *reservation;
@@ -329,7 +330,7 @@ static bool range_empty(uintptr_t base, size_t size)
     return !memory_at(base) && (!behind || behind->base >= base + size);
 }
 
-/** vmm_unreserve() - all of a reservation ends, which nothing is mapped into */
+/** vmm_unreserve() - end a whole reservation; nothing may be mapped into it */
 CUresult vmm_unreserve(uintptr_t base, size_t size)
 {
     for (struct reservation **link = &reservations; *link; link = &(*link)->next) {
@@ -347,7 +348,7 @@ CUresult vmm_unreserve(uintptr_t base, size_t size)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-/** vmm_map() - put memory at reserved addresses; all of it, as the driver wants it */
+/** vmm_map() - map memory at reserved addresses; all of it, as the driver requires */
 CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *handle)
 {
     const struct reservation *in = reservations;
@@ -378,7 +379,7 @@ CUresult vmm_map(uintptr_t base, size_t size, size_t offset, struct handle *hand
     return CUDA_SUCCESS;
 }
 
-/* Are these bytes whole mappings, one behind the other? */
+/* Do these bytes consist of whole, adjacent mappings? */
 static bool whole_mappings(uintptr_t base, size_t size)
 {
     uintptr_t end = base + size;
@@ -396,7 +397,7 @@ static bool whole_mappings(uintptr_t base, size_t size)
     return true;
 }
 
-/** vmm_unmap() - whole mappings end, after all work that may use them */
+/** vmm_unmap() - end whole mappings, after all work that may use them */
 CUresult vmm_unmap(uintptr_t base, size_t size)
 {
     CUresult r;
@@ -408,7 +409,7 @@ CUresult vmm_unmap(uintptr_t base, size_t size)
         if (r)
             return r;
     }
-    if (!whole_mappings(base, size)) /* another thread was faster while this one slept */
+    if (!whole_mappings(base, size)) /* another thread unmapped them while this one slept */
         return CUDA_ERROR_INVALID_VALUE;
     for (uintptr_t at = base; at < base + size;) {
         size_t step = memory_at(at)->size;
@@ -429,7 +430,7 @@ void vmm_unmapped(const struct allocation *item)
     handle_end(item->handle);
 }
 
-/** vmm_access() - what a location may do with whole mappings; the other locations' rights stay */
+/** vmm_access() - set the rights of one location on whole mappings; those of others stay */
 CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
 {
     bool host = location_host(&wanted->location);
@@ -448,8 +449,7 @@ CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
             item->access &= ~(3ull << shift);
             item->access |= (uint64_t)wanted->flags << shift;
         }
-        /* What a device does is done by this process, so it may write where some device may read.
-         */
+        /* This process makes the devices' accesses: it may write where any device may read. */
         if (mprotect((void *)base, item->size,
                      item->access || (host && wanted->flags) ? PROT_READ | PROT_WRITE : PROT_NONE))
             return CUDA_ERROR_OUT_OF_MEMORY;
@@ -459,7 +459,7 @@ CUresult vmm_access(uintptr_t base, size_t size, const CUmemAccessDesc *wanted)
     return CUDA_SUCCESS;
 }
 
-/** vmm_forget() - all handles end; `ours`: or does the address space belong to our parent? */
+/** vmm_forget() - end all handles; `ours` is false if the address space belongs to the parent */
 void vmm_forget(bool ours)
 {
     while (backings) {

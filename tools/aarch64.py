@@ -1,7 +1,8 @@
-"""Compiles the control library for aarch64, and holds what came out against what a container has.
+"""Compiles the control library for aarch64, and checks the result against what a container has.
 
-Nothing is run: this machine cannot. Where aarch64-linux-gnu-gcc is not installed it says so; the
-package (gcc-aarch64-linux-gnu) takes 160 MB, so `make bootstrap` does not install it.
+Nothing is run, because this machine cannot run it. If aarch64-linux-gnu-gcc is not installed, the
+tool says so; the package (gcc-aarch64-linux-gnu) takes 160 MB, so `make bootstrap` does not install
+it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "aarch64"
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libtidegate-arbiter.so")
 GUEST = LIBRARIES[:2]
-"""What is loaded in containers, so in images with any glibc since 2.17."""
+"""Libraries that are loaded in containers, so in images with any glibc since 2.17."""
 GLIBC_LIMIT = (2, 17)
 
 
 def build() -> None:
-    """Build the libraries; CalledProcessError with what the compiler said."""
+    """Build the libraries; raises CalledProcessError with the compiler's output."""
     meson = [sys.executable, "-m", "mesonbuild.mesonmain"]
     commands = [["ninja", "-C", str(FOLDER), *(f"libcontrol/{name}" for name in LIBRARIES)]]
     if not (FOLDER / "build.ninja").exists():
@@ -35,7 +36,7 @@ def build() -> None:
 
 
 def faults(name: str) -> list[str]:
-    """Say what is wrong with a library that was built."""
+    """Return what is wrong with a library that was built."""
     with (FOLDER / "libcontrol" / name).open("rb") as file:
         elf = ELFFile(file)
         found = [] if elf["e_machine"] == "EM_AARCH64" else [f"{name} is {elf['e_machine']}"]
@@ -51,7 +52,7 @@ def faults(name: str) -> list[str]:
 
 
 def main() -> int:
-    """Build, look, and say what is wrong."""
+    """Build, check, and print what is wrong."""
     if shutil.which("aarch64-linux-gnu-gcc") is None:
         print("not here: aarch64-linux-gnu-gcc (Debian: gcc-aarch64-linux-gnu)")
         return 0

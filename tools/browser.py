@@ -1,4 +1,4 @@
-"""Headless Chromium, driven over two pipes by its own protocol: for the page and pictures of it.
+"""Headless Chromium, driven through two pipes with its own protocol: for the page and screenshots.
 
 The browser is this machine's `chromium`, or the one that `tools/debian-programs chromium` unpacks.
 """
@@ -28,13 +28,13 @@ ANSWER_S = 30.0
 
 
 class BrowserError(Exception):
-    """The browser cannot be had, has ended, or says that something is wrong."""
+    """The browser is not available, has ended, or reports an error."""
 
 
 def find_browser() -> tuple[str, dict[str, str]]:
-    """Return the program and what it needs in its environment; BrowserError where there is none."""
+    """Return the program and its environment variables; raises BrowserError if there is none."""
     for name in SYSTEM:
-        # Ubuntu's is a script that wants snap.
+        # Ubuntu's is a script that requires snap.
         if (program := shutil.which(name)) and not Path("/snap").exists():
             return program, {}
     done = subprocess.run(
@@ -55,7 +55,7 @@ def find_browser() -> tuple[str, dict[str, str]]:
 
 
 class Browser:
-    """One that runs, from `with` to its end; its pages share nothing with another's."""
+    """A browser that runs while its context is open; its pages share nothing with others."""
 
     def __init__(self, options: Sequence[str] = ()) -> None:
         self._stack = contextlib.ExitStack()
@@ -66,7 +66,7 @@ class Browser:
 
     def __enter__(self) -> Self:
         program, environment = find_browser()
-        # Not in /tmp by TMPDIR of a test: its path may be long, and sockets are made there.
+        # Not in a test's TMPDIR: its path may be long, and sockets are created there.
         profile = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-browser-"))
         inner_read, self._write = os.pipe()
         self._read, inner_write = os.pipe()
@@ -78,7 +78,7 @@ class Browser:
             "--remote-debugging-pipe", f"--user-data-dir={profile}",
             *self._options, "about:blank",
         ]  # fmt: skip
-        # The protocol is on descriptors 3 and 4: a shell moves ours there.
+        # The protocol uses descriptors 3 and 4: a shell moves ours there.
         shell = f'exec "$@" 3<&{inner_read} 4>&{inner_write}'
         try:
             self._process = subprocess.Popen(
@@ -114,7 +114,7 @@ class Browser:
             self._stack.close()
 
     def call(self, method: str, session: str | None = None, **parameters: object) -> Any:
-        """Return what a method of the protocol answers; events meanwhile are kept."""
+        """Return the answer of a protocol method; events that arrive meanwhile are kept."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session:
@@ -159,23 +159,23 @@ class Browser:
 
 
 class Page:
-    """A page of the browser, and what it complained of."""
+    """A page of the browser, and its complaints."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
         for domain in ("Page", "Runtime", "Network", "Log", "Accessibility", "Audits"):
             self.call(f"{domain}.enable")
-        # Keys go to a page that has the focus, and no window is in front here.
+        # Keys go to a page that has the focus, and there is no window in front here.
         self.call("Emulation.setFocusEmulationEnabled", enabled=True)
 
     def call(self, method: str, **parameters: object) -> Any:
-        """Return what a method of the protocol answers, of this page."""
+        """Return the answer of a protocol method for this page."""
         return self._browser.call(method, self._session, **parameters)
 
     def events(self, *methods: str) -> list[dict[str, Any]]:
         """Return the parameters of the page's events so far, of these methods."""
-        self.evaluate("0")  # so that what was on its way is there
+        self.evaluate("0")  # so that pending events have arrived
         return [
             event["params"]
             for event in self._browser.events
@@ -183,7 +183,7 @@ class Page:
         ]
 
     def complaints(self) -> list[str]:
-        """Return the errors and warnings on the page's console, and of its policies."""
+        """Return the errors and warnings on the page's console, and those of its policies."""
         said = [
             f"{one['type']}: {' '.join(str(arg.get('value', arg)) for arg in one['args'])}"
             for one in self.events("Runtime.consoleAPICalled")
@@ -207,7 +207,7 @@ class Page:
         self.wait("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of an expression in the page; promises are waited for."""
+        """Return the value of an expression in the page, after waiting for promises."""
         answer = self.call(
             "Runtime.evaluate",
             expression=expression,
@@ -221,7 +221,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, expression: str, seconds: float = 20.0) -> Any:
-        """Return the value of an expression as soon as it is true; BrowserError if it is not."""
+        """Return the value of an expression once it is true; raises BrowserError if it is not."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
             if time.monotonic() > deadline:
@@ -230,7 +230,7 @@ class Page:
         return value
 
     def press(self, key: str, *, times: int = 1) -> None:
-        """Press a key, named as the DOM names it."""
+        """Press a key, named as in the DOM."""
         codes = {"Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
         for _ in range(times):
             for kind in ("keyDown", "keyUp"):
@@ -241,14 +241,14 @@ class Page:
                 )  # fmt: skip
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
-        """Show the page in a window of this size, CSS pixels."""
+        """Show the page in a window of this size, in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=scale, mobile=False,
         )  # fmt: skip
 
     def prefer(self, **features: str) -> None:
-        """Say what the person prefers, like `color_scheme="dark"`."""
+        """Set what the user prefers, like `color_scheme="dark"`."""
         self.call(
             "Emulation.setEmulatedMedia",
             features=[
@@ -258,6 +258,6 @@ class Page:
         )
 
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write a picture, PNG, of the page down to its end."""
+        """Write a PNG screenshot of the page down to its end."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(repack(base64.b64decode(answer["data"])))

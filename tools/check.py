@@ -1,7 +1,7 @@
-"""Runs the linters side by side, and says of each whether it passed and how long it took.
+"""Runs the linters in parallel, and reports for each whether it passed and how long it took.
 
-A check is a command.  Those of generated files print the command that mends them.  One that ends
-with 77 says that this machine lacks something; where CI=true, that is a failure.
+A check is a command. Those of generated files print the command that updates them. A check that
+exits with 77 reports that this machine lacks something; with CI=true, that is a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_HERE = 77
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check printed, and how it ended."""
+    """A check's output and exit status."""
 
     name: str
     status: int
@@ -29,14 +29,14 @@ class Outcome:
 
     @property
     def state(self) -> str:
-        """ok, not here, or FAILED."""
+        """Return "ok", "not here" or "FAILED"."""
         if self.status == NOT_HERE and os.environ.get("CI") != "true":
             return "not here"
         return "FAILED" if self.status else "ok"
 
 
 def tracked(*patterns: str) -> list[str]:
-    """The files of the repository that match, new ones included, ignored ones not."""
+    """Return the matching files of the repository, including new ones, without ignored ones."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", *patterns],
         cwd=ROOT,
@@ -48,12 +48,13 @@ def tracked(*patterns: str) -> list[str]:
 
 
 def commands() -> dict[str, list[str]]:
-    """Every check by name, slowest first."""
+    """Return every check by name, slowest first."""
     python = [sys.executable, "-m"]
     sources = [path for path in tracked("*.c", "*.h") if ".gen." not in path]
-    # A lock is digests, a license is the law's words.
+    # A lock consists of digests, and a licence's text is fixed.
     prose = [path for path in tracked() if not path.endswith((".lock", "LICENSE"))]
-    # A test of misspelt annotations needs one; LOOS is of the ELF standard, triggerin of rpm.
+    # A test of misspelt annotations needs the first; LOOS is from the ELF standard, triggerin from
+    # rpm.
     misspelt = "--ignore-words-list=memroy,loos,triggerin"
     checks = {
         **{
@@ -102,11 +103,11 @@ def run(name: str, command: list[str]) -> Outcome:
 
 
 def main() -> int:
-    """Run them all, however many fail."""
+    """Run all checks, however many fail."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         outcomes = list(pool.map(lambda check: run(*check), commands().items()))
     for outcome in outcomes:
-        # The last line of one that passed says how much it looked at.
+        # The last line of a check that passed tells how much it looked at.
         last = outcome.output.strip().rpartition("\n")[2] if outcome.state != "FAILED" else ""
         print(f"{outcome.name:20} {outcome.state:8} {outcome.seconds:5.1f} s  {last}".rstrip())
         if outcome.state == "FAILED":

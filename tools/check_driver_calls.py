@@ -1,11 +1,11 @@
-"""Compiles the table of driver calls against NVIDIA's published source of the kernel module.
+"""Checks the table of driver calls against NVIDIA's published source of the kernel module.
 
     python -m tools.check_driver_calls SOURCE [TAG...]
 
 SOURCE is a tree of https://github.com/NVIDIA/open-gpu-kernel-modules, or of a release's source
 package; with tags it is a git repository of that project, and each tag is checked. Every number,
 size and offset of governor/hardware/calls.py becomes an assertion that gcc evaluates. Prints a line
-for each tree, and for each difference; exits with 1 where there is one.
+for each tree, and for each difference; exits with status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def _members() -> Iterator[calls.Call | calls.Constant | calls.Layout]:
 
 
 def layouts(branch: int) -> list[calls.Layout]:
-    """Return the structures that hold for a branch, those of calls among them."""
+    """Return the structures that are valid for a branch, including those of calls."""
     found = [m for m in _members() if isinstance(m, calls.Layout)]
     found += [m.parameters for m in _members() if isinstance(m, calls.Call) and m.parameters]
     return [layout for layout in found if layout.since <= branch < layout.before]
 
 
 def assertions(branch: int) -> str:
-    """Return a C file that compiles where the table says what the headers say."""
+    """Return a C file that compiles only if the table agrees with the headers."""
     headers, checks = {"stddef.h": None}, []
 
     def check(expression: str, what: str) -> None:
@@ -63,7 +63,7 @@ def assertions(branch: int) -> str:
 
 
 def differences(tree: Path, branch: int) -> list[str]:
-    """Return what the compiler has against the table; the source of one version lies in `tree`."""
+    """Return the compiler's objections to the table, for the source of one version in `tree`."""
     command = ["gcc", "-fsyntax-only", "-w", "-x", "c", "-"]
     for include in INCLUDES:
         command += ["-I", str(tree / include)]
@@ -78,7 +78,7 @@ def differences(tree: Path, branch: int) -> list[str]:
 
 
 def branch_of(tree: Path) -> int:
-    """Return the branch of a tree, by the version that its makefiles say."""
+    """Return the branch of a tree, from the version in its makefiles."""
     text = (tree / "version.mk").read_text()
     found = re.search(r"NVIDIA_VERSION\s*=\s*(\d+)\.", text)
     if not found:

@@ -1,7 +1,7 @@
 """The command lines as data, taken from what parses them: for man pages and completions.
 
-`tidegate` and `tidegate-governor` are argparse's. The hook and the wrapper runtime parse by hand,
-so their options are described here; a test holds that against what they accept.
+`tidegate` and `tidegate-governor` use argparse. The hook and the wrapper runtime parse by hand, so
+their options are described here; a test compares that with what they accept.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ DIRECTORIES = {"DIR"}
 
 @dataclass(frozen=True)
 class Option:
-    """An option, or, without flags, an argument that has its place."""
+    """An option, or, without flags, a positional argument."""
 
     flags: tuple[str, ...]
-    value: str  # what stands for it in a synopsis, empty where it takes none
+    value: str  # its placeholder in a synopsis, empty if it takes none
     doc: str
     choices: tuple[str, ...] = ()
     takes: Takes = "nothing"
@@ -39,19 +39,19 @@ class Option:
 
     @property
     def shown(self) -> str:
-        """The option as one would write it."""
+        """The option as it is written."""
         return f"{self.flags[-1]} {self.value}".rstrip() if self.flags else self.value
 
 
 @dataclass(frozen=True)
 class Command:
-    """A program, a verb, or what a verb can do."""
+    """A program, a verb, or a subcommand of a verb."""
 
     path: tuple[str, ...]
     summary: str
     options: tuple[Option, ...] = ()
     more: str = ""
-    """What stands below the options in --help."""
+    """Text below the options in --help."""
     commands: tuple[Command, ...] = ()
 
     @property
@@ -60,7 +60,7 @@ class Command:
         return self.path[-1]
 
     def synopsis(self) -> str:
-        """Return how it is called."""
+        """Return the synopsis."""
         words = [" ".join(self.path)]
         places = [option for option in self.options if not option.flags]
         words += [
@@ -73,7 +73,7 @@ class Command:
         return " ".join(words)
 
     def walk(self) -> Iterator[Command]:
-        """Yield it and all below it."""
+        """Yield the command and all subcommands."""
         yield self
         for command in self.commands:
             yield from command.walk()
@@ -95,7 +95,7 @@ def _option(parser: argparse.ArgumentParser, action: argparse.Action) -> Option:
     if action.nargs != 0:
         value = str(action.metavar or ("|".join(choices) if choices else action.dest.upper()))
     doc = parser._get_formatter()._expand_help(action) if action.help else ""  # noqa: SLF001
-    # A default that depends on where this checkout lies is not what a node has.
+    # A default that depends on the location of this checkout differs from that of a node.
     doc = doc.replace(str(control_dir()), "/usr/lib/tidegate/MACHINE-linux-gnu")
     return Option(
         tuple(sorted(action.option_strings, key=len)),
@@ -123,7 +123,7 @@ def _command(parser: argparse.ArgumentParser, path: tuple[str, ...], summary: st
 
 
 def tidegate() -> Command:
-    """Return the command of the operator."""
+    """Return the operator's command."""
     parser = cli.parser()
     return _command(parser, ("tidegate",), (parser.description or "").rstrip("."))
 

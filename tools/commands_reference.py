@@ -1,6 +1,6 @@
-"""docs/reference/commands.md from the table of command lines, which the manual pages are made of.
+"""docs/reference/commands.md from the table of command lines, which is also used for manual pages.
 
-`python tools/commands_reference.py` writes the page, `--check` fails when it is stale.
+`python tools/commands_reference.py` writes the page; `--check` fails if it is stale.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SETTINGS = (
 
 
 def cell(text: str) -> str:
-    """Return text that a table can hold: upright lines are its own."""
+    """Return text for a table cell, with vertical bars escaped."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def options(command: Command) -> list[str]:
-    """Return the table of a command's options, nothing where it has none."""
+    """Return the table of a command's options; empty if it has none."""
     rows = []
     for option in command.options:
         if "--help" in option.flags:
@@ -50,7 +50,7 @@ def options(command: Command) -> list[str]:
 
 
 def described(command: Command, depth: int) -> list[str]:
-    """Return a command's part of the page, and those of what is below it."""
+    """Return a command's part of the page, and those of its subcommands."""
     lines = ["", f"{'#' * depth} {' '.join(command.path)}", ""]
     summary = command.summary.strip().rstrip(".")
     lines.append(f"{summary[:1].upper()}{summary[1:]}.")

@@ -1,7 +1,7 @@
-"""packaging/completions: what bash, zsh and fish complete, from the same table as --help.
+"""packaging/completions: completions for bash, zsh and fish, from the same table as --help.
 
-`python tools/completions.py` writes the files, `--check` fails when they are stale. Tab starts no
-Python, except where a container is named: then `tidegate ps` is asked.
+`python tools/completions.py` writes the files; `--check` fails if they are stale. Pressing Tab
+starts no Python, except where a container is named: then it runs `tidegate ps`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tools.generated import write_or_check  # noqa: E402
 
 DIRECTORY = ROOT / "packaging/completions"
 HEAD = "# Written by `python tools/completions.py` from what the programs parse."
-# The first column of `tidegate ps`, without the lines of violations below the table. Of ids only
-# those that mean nothing to a shell: crun takes any without a slash, and bash expands the words
-# that it is to choose from.
+# The first column of `tidegate ps`, without the lines of violations below the table. Only ids
+# without special characters of the shell are offered: crun accepts any id without a slash, and bash
+# expands the words that it is given to choose from.
 PLAIN = "[A-Za-z0-9][A-Za-z0-9_.+-]*"
 CONTAINERS = f"tidegate ps 2>/dev/null | awk 'NR > 1 && $1 ~ /^{PLAIN}$/ {{print $1}}'"
 
@@ -33,7 +33,7 @@ def _leaves(command: Command) -> list[Command]:
 
 
 def _key(command: Command) -> str:
-    """Return a command's words behind the program's own."""
+    """Return a command's words after the program's name."""
     return " ".join(command.path[1:])
 
 
@@ -53,7 +53,7 @@ def _bash_value(option: Option) -> str:
 
 
 def bash(program: Command) -> str:
-    """Return the script for bash 4.4 and newer; it needs nothing of bash-completion."""
+    """Return the script for bash 4.4 and newer, which does not need bash-completion."""
     function = _function(program)
     lines = [
         HEAD,
@@ -143,7 +143,7 @@ def _zsh_spec(option: Option, place: int) -> str:
 
 
 def _zsh_case(command: Command, indent: str) -> list[str]:
-    """Return what completes the arguments of one command."""
+    """Return the code that completes the arguments of one command."""
     places = iter(range(1, 9))
     specs = [_zsh_spec(one, 0 if one.flags else next(places)) for one in command.options]
     if not command.commands:
@@ -175,7 +175,7 @@ def _joined(parts: list[str], indent: str) -> list[str]:
 
 
 def zsh(programs: list[Command]) -> str:
-    """Return the function for zsh, which is autoloaded by its file's name."""
+    """Return the function for zsh, which is autoloaded by the name of its file."""
     lines = [f"#compdef {' '.join(program.name for program in programs)}", HEAD, ""]
     lines += [
         "_tidegate_containers() {",
@@ -242,7 +242,7 @@ def fish(program: Command) -> str:
                 for flag in option.flags
             )
             value = _fish_value(option)
-            # What has its place is no option's parameter.
+            # A positional argument is not the parameter of an option.
             value = value if option.flags else value.removeprefix("-x ").removeprefix("-r ")
             parts = [start, names, value]
             if option.flags:
@@ -252,7 +252,7 @@ def fish(program: Command) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Return every file and what has to be in it."""
+    """Return every file with its expected content."""
     programs = [tidegate(), governor()]
     made = {DIRECTORY / "zsh/_tidegate": zsh(programs)}
     for program in programs:

@@ -1,7 +1,7 @@
 """docs/reference/configuration.md from governor/config.schema.json and the defaults of `Config`.
 
-`python tools/config_reference.py` writes the page, `--check` fails when it is stale. What an option
-means is its description in the schema; nothing is written twice.
+`python tools/config_reference.py` writes the page; `--check` fails if it is stale. The meaning of
+an option is its description in the schema; nothing is written twice.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ DEPENDS = {
 }
 
 
-# What the code accepts where the schema says less, in words.
+# Values that the code accepts where the schema is less specific, in words.
 ACCEPTED = {"listen": "`off`, `unix`, `127.0.0.1:PORT`, `'[::1]:PORT'`"}
 
 
 def accepted(name: str, option: dict[str, Any]) -> str:
-    """Return what is accepted, in words."""
+    """Return the accepted values, in words."""
     if name in ACCEPTED:
         return ACCEPTED[name]
     if "patternProperties" in option:
@@ -96,7 +96,7 @@ def accepted(name: str, option: dict[str, Any]) -> str:
 
 
 def shown(name: str, value: object, option: dict[str, Any]) -> str:
-    """Return a default as one would write it."""
+    """Return a default as it would be written."""
     if name in DEPENDS:
         return DEPENDS[name]
     if value is None or value == {}:
@@ -127,7 +127,7 @@ INNER = ((Metrics, "metrics"), (Web, "web"), (Defaults, "defaults"))
 
 
 def page() -> str:
-    """Return the whole page; raise if schema and dataclasses do not name the same options."""
+    """Return the whole page; raises ValueError if schema and dataclasses name different options."""
     options = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
     inner = [(kind, options[name]["properties"]) for kind, name in INNER]
     for kind, named in [(Config, options), *inner]:

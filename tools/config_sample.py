@@ -1,6 +1,6 @@
-"""packaging/config.yaml, which packages put to /etc/tidegate: each option, commented out.
+"""packaging/config.yaml, which packages install to /etc/tidegate: each option, commented out.
 
-`python tools/config_sample.py` writes the file, `--check` fails when it is stale.
+`python tools/config_sample.py` writes the file; `--check` fails if it is stale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.generated import write_or_check  # noqa: E402
 
 FILE = ROOT / "packaging/config.yaml"
 COLUMNS = 96
-# What is written where the default is said in words.
+# Values to write where the default is described in words.
 EXAMPLES = {
     "library_dir": "/usr/lib/tidegate",
     "spin_us": "250",
@@ -40,12 +40,12 @@ HEAD = """\
 
 
 def _plain(text: str) -> str:
-    """Return Markdown's words without its signs; a link is its text."""
+    """Return Markdown's words without its markup; a link becomes its text."""
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 
 def entry(name: str, option: dict[str, Any], value: object, indent: str) -> list[str]:
-    """Return an option's meaning, what is accepted, and its default as it would be written."""
+    """Return an option's meaning, the accepted values, and its default as it would be written."""
     text = f"{_sentence(option['description'])} Accepted: {_plain(accepted(name, option))}."
     default = _plain(shown(name, value, option))
     if name in EXAMPLES:

@@ -1,9 +1,9 @@
-"""build/docs: the documents as a site, from the Markdown pages as they lie in the repository.
+"""build/docs: the documents as a site, from the Markdown pages as they are in the repository.
 
-`python tools/docs_site.py` wants Sphinx (`make docs` installs it) and no network. Pages are copied
-to where they are in the site (`placed`), and their links with them; what docs/README.md lists
-becomes the site's contents. Whatever Sphinx warns of is an error, and so is a page that nobody
-lists, or an asset from elsewhere.
+`python tools/docs_site.py` needs Sphinx (`make docs` installs it) and no network. Pages are copied
+to their places in the site (`placed`), and their links are adjusted; the list in docs/README.md
+becomes the site's table of contents. Every warning of Sphinx is an error, and so is a page that is
+not listed, or an asset from another site.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ suppress_warnings = ["misc.highlighting_failure"]
 
 
 def placed(path: str) -> str:
-    """Return where a file of the repository is in the site."""
+    """Return the place of a repository file in the site."""
     if path == INDEX:
         return "index.md"
     if path.startswith("docs/"):
@@ -56,7 +56,7 @@ def placed(path: str) -> str:
 
 
 def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
-    """Return a page with its links as the site has them, and the files that they lead to."""
+    """Return a page with its links as the site has them, and the files to which they lead."""
     rewritten, wanted = {}, set()
     here = PurePosixPath(placed(path)).parent
     for link in markdown.links(text):
@@ -77,8 +77,8 @@ def carried(path: str, text: str, known: set[str]) -> tuple[str, set[str]]:
 def contents(text: str, pages: set[str]) -> str:
     """Return Sphinx's tables of contents: a caption for each heading, a line for each page.
 
-    A page counts where it is linked first. One that is called README.md and lies below a directory
-    that is listed needs no line of its own, so that who adds an example need not edit the index.
+    A page counts where it is linked first. A README.md below a listed directory needs no line of
+    its own, so that the index need not change when an example is added.
     """
     tables: list[tuple[str, list[str]]] = []
     seen = {INDEX}
@@ -107,7 +107,7 @@ def contents(text: str, pages: set[str]) -> str:
 
 
 def stage(directory: Path) -> None:
-    """Lay the pages out as the site has them, with the files that they lead to."""
+    """Lay out the pages as the site has them, with the files to which they lead."""
     shutil.rmtree(directory, ignore_errors=True)
     texts = {
         page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def stage(directory: Path) -> None:
 
 
 class _Assets(HTMLParser):
-    """Collects what a browser would fetch by itself to show a page."""
+    """Collects what a browser would fetch on its own to show a page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,14 +149,14 @@ class _Assets(HTMLParser):
 
 
 def styled(sheet: str) -> list[str]:
-    """Return what a style sheet has a browser fetch."""
+    """Return what a style sheet makes a browser fetch."""
     sheet = re.sub(r"/\*.*?\*/", "", sheet, flags=re.DOTALL)
     urls = re.findall(r"""url\(\s*["']?([^"')]+)""", sheet)
     return urls + re.findall(r"""@import\s+["']([^"']+)""", sheet)
 
 
 def outside_assets(site: Path) -> list[str]:
-    """Return what pages, style sheets and drawings would have fetched from elsewhere."""
+    """Return what pages, style sheets and drawings would fetch from other sites."""
     faults = []
     for file in sorted(site.rglob("*")):
         if file.suffix not in {".html", ".css", ".svg"}:
@@ -176,7 +176,7 @@ def outside_assets(site: Path) -> list[str]:
 
 
 def main() -> int:
-    """Build the site; nothing of a former one is left."""
+    """Build the site from scratch."""
     try:
         stage(STAGE)
     except ValueError as e:

@@ -1,6 +1,7 @@
-"""Holds vdriver/libraries.toml against vdriver/libraries.schema.json; prints a line for each fault.
+"""Checks vdriver/libraries.toml against vdriver/libraries.schema.json; prints a line per fault.
 
-At run time only what is needed is looked at (`vdriver.tables`): jsonschema takes 60 ms to import.
+At run time only the parts that are needed are checked (`vdriver.tables`): jsonschema takes 60 ms to
+import.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ SCHEMA = ROOT / "vdriver/libraries.schema.json"
 
 
 def faults(document: dict[str, Any]) -> list[str]:
-    """Return what the schema has against a document like `libraries.toml`, one line each."""
+    """Return the schema's objections to a document like `libraries.toml`, one line each."""
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     errors = jsonschema.Draft202012Validator(schema).iter_errors(document)
     return [f"{_place(document, list(e.absolute_path))}: {e.message}" for e in errors]
 
 
 def _place(document: Any, path: list[str | int]) -> str:
-    """Return the way to a value as the file has it: `[[place]] gbm, looks`."""
+    """Return the path to a value in the notation of the file: `[[place]] gbm, looks`."""
     words: list[str] = []
     for i, step in enumerate(path):
         within, document = document, document[step]

@@ -1,4 +1,4 @@
-"""Files made from the code: written, or with --check held against what would be written."""
+"""Files generated from the code: written, or with --check compared with what would be written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_or_check(made: dict[Path, str], command: str) -> int:
-    """Write the files, or with --check say which are stale; return the exit status."""
+    """Write the files, or with --check print which are stale; return the exit status."""
     stale = [
         path
         for path, text in made.items()

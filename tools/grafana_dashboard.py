@@ -1,7 +1,7 @@
 """packaging/grafana/tidegate.json, a dashboard over the governor's metrics.
 
-`python tools/grafana_dashboard.py` writes it, `--check` fails when it is stale. What is shown is in
-ROWS; what Grafana wants besides is the same for all.
+`python tools/grafana_dashboard.py` writes it; `--check` fails if it is stale. The panels are
+defined in ROWS; everything else that Grafana needs is the same for all of them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ SHORT = {
     "{OF}": '{instance=~"$instance",gpu=~"$gpu",container=~"$container"}',
     "[I]": "[$__rate_interval]",
 }
-"""What queries below are written with: whose series, and over which time."""
+"""Short forms in the queries below: selections of series, and the interval."""
 GPU = "GPU {{index}} {{instance}}"
 CONTAINER = "{{container}} GPU {{gpu}}"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel: its kind and unit, and its queries with how the series of each are called."""
+    """A panel: its kind and unit, and its queries, each with the legend of its series."""
 
     title: str
     doc: str
@@ -264,14 +264,14 @@ COLUMNS = 24
 
 
 def written_out(query: str) -> str:
-    """Return a query without the short forms."""
+    """Return a query with the short forms expanded."""
     for short, long in SHORT.items():
         query = query.replace(short, long)
     return query
 
 
 def panel_json(panel: Panel, row: Row, number: int, x: int, y: int) -> dict[str, Any]:
-    """Return a panel as Grafana has it."""
+    """Return a panel in Grafana's form."""
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0}
     if panel.most is not None:
         defaults["max"] = panel.most
@@ -317,7 +317,7 @@ def panel_json(panel: Panel, row: Row, number: int, x: int, y: int) -> dict[str,
 
 
 def panels_json() -> list[dict[str, Any]]:
-    """Return all panels, each row's behind its title, from left to right and down."""
+    """Return all panels, those of each row after its title, from left to right and downwards."""
     panels: list[dict[str, Any]] = []
     y = 0
     for row in ROWS:

@@ -1,4 +1,4 @@
-"""Puts the C parts into the wheel: it is for one architecture, and for any Python 3."""
+"""Puts the C parts into the wheel, which is for one architecture and for any Python 3."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Build(BuildHookInterface[Any]):
     """Called by hatchling for each wheel."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build with meson, and name what goes where. An editable installation is a checkout."""
+        """Build with meson, and list files and targets; an editable install is a checkout."""
         if version == "editable":
             return
         root = Path(self.root)
@@ -46,6 +46,6 @@ class Build(BuildHookInterface[Any]):
 
 
 def _glibc(libraries: list[Path]) -> int:
-    """Return N of the oldest glibc 2.N that has what the libraries ask for."""
+    """Return N of the oldest glibc 2.N that has what the libraries need."""
     asked = [re.findall(rb"\bGLIBC_2\.([0-9]+)", path.read_bytes()) for path in libraries]
     return max(int(number) for found in asked for number in found)

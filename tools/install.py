@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Puts Tidegate below DESTDIR as packages have it: `make install`, and both package formats.
+"""Installs Tidegate below DESTDIR as packages have it: for `make install` and both package formats.
 
     tools/install.py --build build/install --vendor build/vendor [--destdir DIR] [--prefix /usr]
 
-The C parts are meson's, built before. Nothing is byte-compiled, started or enabled: a package does
-that on its node.
+The C parts come from meson and must have been built. Nothing is byte-compiled, started or enabled:
+a package does that on its node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parent.parent
 CODE = ("oci_hook", "vdriver", "libcontrol", "governor", "kube")
-# What only the repository needs: the table of the API and what is generated from it, a simulation.
+# Files that only the repository needs: the API table and what generates code from it, a simulation.
 LEFT_OUT = (
     *("libcontrol/api/", "libcontrol/gen.py", "libcontrol/coverage.py"),
     *("libcontrol/functions.toml", "kube/gen.py", "kube/simulate.py"),
@@ -33,7 +33,7 @@ PROGRAMS = {
     "tidegate-forkserver": "oci_hook",
 }
 FRONT = ("tidegate-hook", "tidegate-runtime")
-# Where the commands in bin lead; the C programs execute the scripts of their names.
+# Targets of the commands in bin; the C programs execute the scripts with their names.
 COMMANDS = {
     "tidegate": "governor/tidegate",
     "tidegate-governor": "governor/tidegate-governor",
@@ -43,7 +43,7 @@ COMMANDS = {
 # Directories of packaging/ that `tidegate setup` or an administrator copies from.
 SUFFIXES = {".py", ".json", ".toml", ".html"}
 SHARED = ("hooks.d", "crio", "containerd", "grafana", "prometheus", "kubernetes", "selinux")
-# What people read, laid out as in the repository, so that links lead where they do there.
+# Documents, laid out as in the repository, so that links lead to the same places.
 DOCUMENTS = (
     *("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"),
     "simgpu/README.md",
@@ -56,7 +56,7 @@ COMPLETIONS = {
 
 
 class Installer:
-    """Files below a root, with modes that do not depend on whose umask it is."""
+    """Installs files below a root, with modes that do not depend on the umask."""
 
     def __init__(self, destdir: Path, prefix: str) -> None:
         self.destdir = destdir
@@ -64,7 +64,7 @@ class Installer:
         self.written: set[Path] = set()
 
     def place(self, path: str) -> Path:
-        """Return where a path is, below the prefix unless absolute; its directory is made."""
+        """Return the target of a path, below the prefix unless absolute; create its directory."""
         target = self.destdir / str(PurePosixPath(self.prefix, path)).lstrip("/")
         missing = [d for d in (target.parent, *target.parent.parents) if not d.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class Installer:
         return target
 
     def file(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Write a file in one step, as somebody may run what was there."""
+        """Write a file in one step, because a program that uses the old one may be running."""
         target = self.place(path)
         making = target.with_name(f".{target.name}.new")
         making.write_bytes(data)
@@ -82,7 +82,7 @@ class Installer:
         self.written.add(target)
 
     def link(self, path: str, to: str) -> None:
-        """Make a relative link in one step, as engines start no container while one is missing."""
+        """Make a relative link in one step, because engines start no container without it."""
         target = self.place(path)
         making = target.with_name(f".{target.name}.new")
         making.unlink(missing_ok=True)
@@ -90,25 +90,25 @@ class Installer:
         making.replace(target)
 
     def remove_others(self, path: str) -> None:
-        """Remove what is below a directory and was not written."""
+        """Remove everything below a directory that was not written."""
         directory = self.place(path)
-        for found in sorted(directory.rglob("*"), reverse=True):  # what is in one comes before it
+        for found in sorted(directory.rglob("*"), reverse=True):  # contents before directories
             if found.is_dir() and not found.is_symlink():
-                with contextlib.suppress(OSError):  # something is in it
+                with contextlib.suppress(OSError):  # it is not empty
                     found.rmdir()
             elif found not in self.written:
                 found.unlink()
 
 
 def files(directory: Path) -> Iterator[Path]:
-    """Every file below a directory, in order, without what Python and editors leave."""
+    """Yield every file below a directory, in order, without leftovers of Python and editors."""
     for path in sorted(directory.rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith("."):
             yield path
 
 
 def code(to: Installer, python: str, build: Path) -> None:
-    """Install our packages, and the commands as links: a program finds its code by where it is."""
+    """Install our packages, and the commands as links: a program finds its code by its location."""
     for package in CODE:
         for path in files(ROOT / package):
             name = str(path.relative_to(ROOT))
@@ -153,7 +153,7 @@ def shared(to: Installer, unit_dir: str, zsh_dir: str, sysconf_dir: str) -> None
 
 
 def documents(to: Installer) -> None:
-    """Install what people read."""
+    """Install the documents."""
     trees = (path for tree in DOCUMENT_TREES for path in files(ROOT / tree))
     for path in (*(ROOT / name for name in DOCUMENTS), *trees):
         mode = 0o755 if path.stat().st_mode & stat.S_IXUSR else 0o644
@@ -180,14 +180,14 @@ def main() -> None:
     if not args.vendor.is_dir():
         parser.error(f"{args.vendor} is not there; tools/vendor.py makes it")
     to = Installer(args.destdir.absolute(), args.prefix)
-    # Without its tags meson would make libcuda.so as well, which is for linking.
+    # Without tags meson would also install libcuda.so, which is for linking.
     meson = ["meson", "install", "-C", args.build, "--no-rebuild", "--quiet", "--tags", "runtime"]
     subprocess.run([*meson, "--destdir", to.destdir], check=True)
     code(to, args.python, args.build)
     for path in files(args.vendor):
         to.file(f"lib/tidegate/vendor/{path.relative_to(args.vendor)}", path.read_bytes())
-    # What an older version had and this one has not would be found by imports. Not before: a
-    # container that starts meanwhile needs the hook.
+    # Files that only an older version had would be found by imports. They are removed last, because
+    # a container that starts meanwhile needs the hook.
     for name in ("python", "vendor"):
         to.remove_others(f"lib/tidegate/{name}")
     shared(to, args.unit_dir, args.zsh_dir, args.sysconf_dir)

@@ -1,7 +1,7 @@
-"""packaging/man: the manual pages, from the command lines' table and the configuration's schema.
+"""packaging/man: the manual pages, from the table of command lines and the configuration's schema.
 
-`python tools/man_pages.py` writes them, `--check` fails when they are stale. They are in man(7),
-which man-db and mandoc both read.
+`python tools/man_pages.py` writes them; `--check` fails if they are stale. They are in man(7)
+format, which both man-db and mandoc read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tools.generated import write_or_check  # noqa: E402
 
 DIRECTORY = ROOT / "packaging/man"
 DATE = "2026-11-22"
-"""When the pages were last looked over as a whole. No clock: a build gives the same files."""
+"""When the pages were last reviewed as a whole. Not the current date: builds must be reproducible.
+"""
 
 SPECIAL = {"\\": "\\e", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "~": "\\(ti", "-": "\\-"}
 
@@ -39,14 +40,15 @@ EFFECTS = {
 
 
 def plain(text: str) -> str:
-    """Return text as roff, every character as it is."""
+    """Return text as roff, every character verbatim."""
     return "".join(SPECIAL.get(char, char) for char in text)
 
 
 def words(text: str) -> str:
     """Return prose with Markdown's code as roff.
 
-    Links that end what they stand in are the documents that they name, others their words.
+    A link at the end of a clause or sentence becomes the document that it names, any other link its
+    text.
     """
     text = " ".join(text.split())
     text = re.sub(r"\[[^]]*\]\(([^)]*)\)(?=[.,;)]|$)", lambda link: _document(link[1]), text)
@@ -58,17 +60,17 @@ def words(text: str) -> str:
 
 
 def _document(link: str) -> str:
-    """Return what a link of the pages in docs/reference leads to."""
+    """Return the target of a link in the pages of docs/reference."""
     return posixpath.normpath(f"docs/reference/{link.partition('#')[0]}")
 
 
 def _prose(text: str) -> str:
-    """Return prose: a hyphen within a word is one, what begins an option is a minus."""
+    """Return prose; a hyphen within a word stays a hyphen, one that begins an option is a minus."""
     return "-".join(plain(part) for part in re.split(r"(?<=\w)-(?=\w)", text))
 
 
 def option_words(text: str) -> str:
-    """Return an option with its value: bold what is written, italic what stands for something."""
+    """Return an option with its value: bold for literal text, italic for placeholders."""
     flag, _, value = text.partition(" ")
     if not flag.startswith("-"):
         return f"\\fI{plain(text)}\\fR"
@@ -76,7 +78,7 @@ def option_words(text: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Return a paragraph as lines of a source; none of them may look like a request."""
+    """Return a paragraph as source lines, none of which looks like a request."""
     lines = textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False)
     return [f"\\&{line}" if line.startswith((".", "'")) else line for line in lines]
 
@@ -97,7 +99,7 @@ class Page:
         self.lines.append(f'.SH "{title}"')
 
     def part(self, title: str) -> None:
-        """Begin a part of a section."""
+        """Begin a subsection."""
         self.lines.append(f'.SS "{plain(title)}"')
 
     def say(self, *paragraphs: str) -> None:
@@ -108,19 +110,19 @@ class Page:
             self.lines += _wrapped(words(paragraph))
 
     def items(self, rows: Iterable[tuple[str, str]]) -> None:
-        """Add a list of terms, which are roff already, with what they mean."""
+        """Add a list of terms, which are roff already, with their meanings."""
         for term, text in rows:
             self.lines += [".TP", term, *_wrapped(words(text) or "\\&")]
 
     def literal(self, *lines: str) -> None:
-        """Add lines that stand as they are."""
+        """Add verbatim lines."""
         begin = [".PP"] if not self.lines[-1].startswith((".SH", ".SS")) else []
         self.lines += [*begin, ".nf", ".RS 4"]
         self.lines += [plain(line) or "\\&" for line in lines]
         self.lines += [".RE", ".fi"]
 
     def synopsis(self, commands: Sequence[Command]) -> None:
-        """Add how programs are called."""
+        """Add the synopsis of programs."""
         self.section("SYNOPSIS")
         for i, command in enumerate(commands):
             if i:
@@ -136,7 +138,7 @@ class Page:
         )
 
     def see(self, *pages: str) -> None:
-        """Add the pages that belong to this one."""
+        """Add the related pages."""
         self.section("SEE ALSO")
         named = [
             re.sub(r"(.*)\((\d)\)", r"\\fB\1\\fR(\2)", page).replace("-", "\\-") for page in pages
@@ -169,7 +171,7 @@ def _sentence(text: str) -> str:
 
 
 def statuses(*sources: tuple[object, set[str]]) -> list[tuple[str, str]]:
-    """Return exit statuses with what they mean: of a module's errors those with these codes."""
+    """Return exit statuses with their meanings, for the errors of a module with these codes."""
     found: dict[int, list[str]] = {}
     for module, codes in sources:
         for kind in vars(module).values():
@@ -457,7 +459,7 @@ def _option_items(
 
 
 def files() -> dict[Path, str]:
-    """Return every page and what has to be in it."""
+    """Return every page with its expected content."""
     return {
         DIRECTORY / "tidegate.1": tidegate_1(),
         DIRECTORY / "tidegate-governor.1": governor_1(),

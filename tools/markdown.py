@@ -1,7 +1,7 @@
-"""What the tools and tests want to know of the Markdown pages: links, anchors, fenced blocks.
+"""Reads the Markdown pages for tools and tests: links, anchors, fenced blocks.
 
-Read line by line, as far as our pages use Markdown: fences of three backticks, inline links and
-images, headings with #. Nothing here knows what a page is about.
+It works line by line and supports the Markdown that our pages use: fences of three backticks,
+inline links and images, headings with #. Nothing here knows what a page is about.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^\s*```\s*([\w-]*)\s*$")
 HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*#*$")
 CODE = re.compile(r"(`+)(.+?)\1")
-# The words may go on on the next line, and not over an empty one.
+# The text may continue on the next line, but not across an empty one.
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>(?:[^\]\n]|\n(?!\s*\n))*)\]\((?P<target>[^()\s]+)\)")
 
 
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Fence:
-    """A fenced block; `line` is its first line's number, behind the fence."""
+    """A fenced block; `line` is the number of its first line, after the fence."""
 
     language: str
     line: int
@@ -40,7 +40,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Link:
-    """A link or an image, as it is written."""
+    """A link or an image, as written."""
 
     line: int
     target: str
@@ -53,17 +53,17 @@ class Link:
 
     @property
     def path(self) -> str:
-        """The file's part; empty for an anchor of the page itself."""
+        """The path of the file; empty for an anchor in the same page."""
         return self.target.partition("#")[0]
 
     @property
     def anchor(self) -> str:
-        """The part behind #, or nothing."""
+        """The part after #, or an empty string."""
         return self.target.partition("#")[2]
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return every page of the repository, new ones included, ignored ones not."""
+    """Return every page of the repository, including new ones, without ignored ones."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", "*.md"],
         cwd=root,
@@ -96,13 +96,13 @@ def fences(text: str) -> list[Fence]:
 
 
 def _outdented(lines: list[str]) -> list[str]:
-    """Return a block without the blanks that all its lines begin with, as within a list."""
+    """Return a block without the common indentation of its lines, as within a list."""
     margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
     return [line[margin:] for line in lines]
 
 
 def prose(text: str) -> Iterator[Line]:
-    """Yield the lines outside of fenced blocks."""
+    """Yield the lines outside fenced blocks."""
     inside = False
     for number, line in enumerate(text.splitlines(), 1):
         if FENCE.match(line):
@@ -112,7 +112,7 @@ def prose(text: str) -> Iterator[Line]:
 
 
 def links(text: str) -> Iterator[Link]:
-    """Yield the links of the prose; what stands in backticks is none."""
+    """Yield the links of the prose; text in backticks is not a link."""
     masked = _masked(text)
     for match in LINK.finditer(masked):
         line = masked.count("\n", 0, match.start("target")) + 1
@@ -120,7 +120,7 @@ def links(text: str) -> Iterator[Link]:
 
 
 def _masked(text: str) -> str:
-    """Return a page with blanks in place of what is code, everything else where it was."""
+    """Return a page with its code replaced by blanks, and everything else in its place."""
     outside = {line.number for line in prose(text)}
     lines = text.splitlines(keepends=True)
     return "".join(
@@ -133,7 +133,7 @@ def _masked(text: str) -> str:
 
 def with_links(text: str, rewritten: dict[str, str]) -> str:
     """Return the page with the targets that the table names replaced."""
-    # From the end, so that places before stay what they are.
+    # From the end, so that earlier positions stay valid.
     for match in reversed(list(LINK.finditer(_masked(text)))):
         target = rewritten.get(match["target"])
         if target is not None:
@@ -154,7 +154,7 @@ def headings(text: str) -> list[tuple[int, str]]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return what a link may have behind #, as forges and the site make it of headings."""
+    """Return what a link may have after #, as forges and the site derive it from headings."""
     found: set[str] = set()
     for _, words in headings(text):
         base = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")

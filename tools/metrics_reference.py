@@ -1,6 +1,6 @@
 """docs/reference/metrics.md from the description of the metrics in governor/metrics.py.
 
-`python tools/metrics_reference.py` writes the page, `--check` fails when it is stale.
+`python tools/metrics_reference.py` writes the page; `--check` fails if it is stale.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Take one rule of the hook out after the other, and see whether the tests of the rule notice.
+"""Take out one rule of the hook after another, and see whether the tests of the rule notice.
 
-    python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print who killed each
+    python tools/mutate.py [RULE...]  apply mutants to a copy of the tree, and print their killers
     python tools/mutate.py --page     write docs/reference/hook-rules.md
-    python tools/mutate.py --check    look whether page and mutants are up to date; runs no test
+    python tools/mutate.py --check    check that page and mutants are up to date; runs no test
 
-What the rules and mutants are is data: tests/mutants/rules.toml. A mutant that survives is a rule
-without a test. Some mutants mount on what they take for a container and is the host: all of them
-run in a mount namespace of their own.
+The rules and mutants are data: tests/mutants/rules.toml. A mutant that survives means a rule
+without a test. Some mutants mount on the host what should be in a container, so all of them run in
+a mount namespace of their own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants" / "rules.toml"
 PAGE = ROOT / "docs" / "reference" / "hook-rules.md"
-SECONDS = 600  # for the tests of one mutant
-MEMORY = 8 << 30  # a limit is what some mutants take out
+SECONDS = 600  # limit for the tests of one mutant
+MEMORY = 8 << 30  # bytes; some mutants remove a limit
 NO_FAILURE, FAILURES = 0, 1
 
 HEAD = """\
@@ -57,7 +57,7 @@ MUTANTS = """
 
 @dataclass(frozen=True)
 class Rule:
-    """What must hold, where the code sees to it, and the tests that attack it."""
+    """What must hold, where the code ensures it, and the tests that attack it."""
 
     id: str
     text: str
@@ -77,7 +77,7 @@ class Mutant:
     tests: tuple[str, ...]
 
     def apply(self, root: Path) -> str:
-        """Patch the file below `root`; gives what it was. ValueError when it does not fit."""
+        """Patch the file below `root` and return its old text; ValueError if it does not fit."""
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
@@ -89,7 +89,7 @@ class Mutant:
 
 
 def read_table() -> tuple[list[Rule], list[Mutant]]:
-    """Read rules and mutants; a mutant that names no tests has its rule's."""
+    """Return rules and mutants; a mutant that names no tests has those of its rule."""
     document = tomllib.loads(TABLE.read_text(encoding="utf-8"))
     rules = [
         Rule(r["id"], r["text"], tuple(r["code"]), tuple(r["tests"])) for r in document["rule"]
@@ -110,7 +110,7 @@ def read_table() -> tuple[list[Rule], list[Mutant]]:
 
 
 def page() -> str:
-    """Give the page of the rules."""
+    """Return the page of the rules."""
     rules, mutants = read_table()
     rows = []
     for rule in rules:
@@ -122,7 +122,7 @@ def page() -> str:
 
 
 def problems() -> list[str]:
-    """Say what of the table does not fit the tree."""
+    """Return what in the table does not fit the tree."""
     rules, mutants = read_table()
     found = []
     if [rule.id for rule in rules] != [f"R{n}" for n in range(1, len(rules) + 1)]:
@@ -154,7 +154,7 @@ def problems() -> list[str]:
 
 
 def copy_tree(to: Path) -> None:
-    """Copy what git knows or would take."""
+    """Copy the files that git tracks or would add."""
     listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -178,13 +178,14 @@ for directory in etc usr run var; do
 done
 exec "$@"
 """
-"""A mutant may prepare the host itself, as if it were a container: it finds the host's directories
-under layers that end with it."""
+"""Script that runs a command with the host's directories under overlays that end with it. A mutant
+may prepare the host itself as if it were a container.
+"""
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
-    """Run tests in a tree until one fails; gives pytest's status and which one that was."""
-    for cache in tree.rglob("__pycache__"):  # they go by the second, and a mutant is quicker
+    """Run tests in a tree until one fails; return pytest's status and the name of that test."""
+    for cache in tree.rglob("__pycache__"):  # compared by whole seconds; a mutant is quicker
         shutil.rmtree(cache)
     command = [
         *("unshare", "-m", "--propagation", "private", "sh", "-ec", COVERED, "sh"),
@@ -210,7 +211,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
 
 
 def hunt(rules: list[str]) -> int:
-    """Run the mutants of some rules, or of all; gives 1 when one survives."""
+    """Run the mutants of some rules, or of all; return 1 if one survives."""
     _, mutants = read_table()
     chosen = [mutant for mutant in mutants if not rules or mutant.rule in rules]
     survivors = 0
@@ -238,7 +239,7 @@ def hunt(rules: list[str]) -> int:
 
 
 def main() -> int:
-    """Do what the command line asks."""
+    """Do what the command line requests."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("rules", nargs="*", metavar="RULE")
     parser.add_argument("--page", action="store_true")

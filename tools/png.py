@@ -1,7 +1,7 @@
-"""PNG pictures, packed smaller: a browser packs them quickly, and documents keep them for good.
+"""Makes PNG pictures smaller: a browser compresses them quickly, and documents keep them for good.
 
-Text and plain areas are smallest without PNG's filters, which are made for photographs: a fifth
-less, and not a pixel differs.
+Text and plain areas are smallest without PNG's filters, which are made for photographs: they become
+a fifth smaller, and no pixel changes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import zlib
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 BYTES = {2: 3, 6: 4}
-"""Of a pixel, by the kind of picture: colours, and colours that may be seen through."""
+"""Bytes per pixel, by colour type: truecolour, and truecolour with alpha."""
 
 
 def repack(png: bytes) -> bytes:
-    """Return the same picture, packed anew; ValueError for a kind that browsers do not write."""
+    """Return the same picture, compressed anew; raises ValueError for an unexpected kind."""
     width, height, kind, rows = read(png)
     data = zlib.compress(b"".join(b"\0" + row for row in rows), 9)
     head = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
@@ -47,10 +47,10 @@ def read(png: bytes) -> tuple[int, int, int, list[bytes]]:
 
 
 def _unfilter(kind: int, coded: bytes, above: bytes, step: int) -> bytes:
-    """Return a row's pixels: what stands there is the difference to a guess."""
+    """Return a row's pixels; the coded bytes are differences from a prediction."""
     if kind == 0:
         return coded
-    row = bytearray(step) + coded  # a black pixel is left of the first
+    row = bytearray(step) + coded  # a black pixel precedes the first one
     above = bytes(step) + above
     for i in range(step, len(row)):
         left, up, corner = row[i - step], above[i], above[i - step]

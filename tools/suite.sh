@@ -1,12 +1,12 @@
 # shellcheck shell=sh
 # Sourced by the tools that make roots, in the checkout. find_suite sets, for the Debian or Ubuntu release $suite:
 #
-#     mirror        where its packages come from; MIRROR from the environment wins
+#     mirror        the mirror of its packages; MIRROR from the environment takes precedence
 #     components    of the archive
-#     keyring       what its signatures are checked with
-#     script        debootstrap's, which may be that of another release
+#     keyring       for verifying its signatures
+#     script        debootstrap's script, which may be that of another release
 #
-# Ubuntu's releases are found beside Debian's on the mirror that this machine's apt uses, or else at Ubuntu's own.
+# Ubuntu's releases are looked up next to Debian's on the mirror that this machine's apt uses, or else at Ubuntu's own.
 
 # shellcheck disable=SC2034 # the caller reads them
 
@@ -22,7 +22,7 @@ own_mirror() {
         sed -n "s/^Packages $codename main //p" | head -n 1
 }
 
-# download URI FILE, by apt's own proxies.
+# download URI FILE, with apt's own proxies.
 download() {
     /usr/lib/apt/apt-helper -qq -o APT::Sandbox::User=root download-file "$1" "$2" >/dev/null 2>&1
 }
@@ -50,7 +50,7 @@ find_suite() {
     if is_ubuntu "$suite"; then
         components="main universe"
         mirror="${MIRROR:-$(ubuntu_mirror)}"
-        # All of Ubuntu's releases have one script.
+        # All of Ubuntu's releases share one script.
         [ -e "$script" ] || script=/usr/share/debootstrap/scripts/gutsy
         keyring="$keyrings/ubuntu-archive-keyring.gpg"
         if ! [ -e "$keyring" ]; then  # no Debian before trixie has the package

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Fills a directory with the modules that packages bring themselves, each with its licence.
+"""Fills a directory with the modules that packages ship themselves, each with its licence.
 
     tools/vendor.py DIR          what no distribution has: nvidia-ml-py, from .venv
     tools/vendor.py --all DIR    everything but PyYAML, for distributions that lack it for the
                                  Python that is used (RHEL); pip fetches requirements-vendor.lock
 
-Only modules of Python alone: what is compiled would tie a package to one version of Python.
+Only pure Python modules: a compiled one would tie a package to one version of Python.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODULE = "pynvml.py"
 
 
 def licence(text: str) -> str:
-    """Return the comment that a module begins with."""
+    """Return the comment at the beginning of a module."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -37,7 +37,7 @@ def licence(text: str) -> str:
 
 
 def from_here(directory: Path) -> None:
-    """Copy nvidia-ml-py, which is one module, with the licence in a file of its own."""
+    """Copy nvidia-ml-py, which is a single module, with the licence in a file of its own."""
     try:
         version = metadata.version(NAME)
     except metadata.PackageNotFoundError:
@@ -61,7 +61,8 @@ def by_pip(directory: Path) -> None:
     shutil.rmtree(directory / "bin", ignore_errors=True)
     for tests in ("jsonschema/tests", "jsonschema/benchmarks"):
         shutil.rmtree(directory / tests, ignore_errors=True)
-    # An information directory stays: it has the licence. What says how pip came to it goes.
+    # The metadata directory stays, because it has the licence. Records of the installation by pip
+    # go.
     for info in directory.glob("*.dist-info"):
         for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json"):
             (info / name).unlink(missing_ok=True)

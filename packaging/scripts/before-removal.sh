@@ -1,4 +1,4 @@
-# An engine ends a container by the program that it started it with: without that nobody could end it.
+# An engine ends a container with the program that started it: without that program, no container could be ended.
 refuse_in_use() {
     if in_use /run/tidegate || in_use /var/lib/tidegate/driver; then
         echo "tidegate: containers with a GPU of Tidegate's run, and engines need its programs to end them; end them first" \
@@ -7,7 +7,8 @@ refuse_in_use() {
     fi
 }
 
-# Engines name our programs: a container by a runtime that is gone does not start, and by a hook that is gone it starts ungoverned.
+# Engines name our programs. A container with a missing runtime does not start, and one with a missing hook starts
+# ungoverned.
 undo_setups() {
     journal=/var/lib/tidegate/setup/journal.json
     [ -e "$journal" ] || return 0

@@ -1,9 +1,9 @@
-# Whether a mount of any process leads below a directory. A container has the mirror and its grant mounted, and files that
-# are removed are gone for it as well.
+# Returns whether a mount of any process leads below a directory. The mirror and the grant are mounted in containers,
+# and files that are removed disappear there as well.
 in_use() {
-    # An administrator's link leads to another disk: what is mounted is there.
+    # A link that an administrator made leads to another disk: what is mounted is there.
     below="$(readlink -e -- "$1")" && [ -d "$below" ] || return 1
-    # Its device and its place in that file system, as mountinfo tells both.
+    # Its device and its path in that file system, in the form of mountinfo.
     device="$(findmnt -f -n -o MAJ:MIN -T "$below" | tr -d ' ')"
     root="$(findmnt -f -n -o FSROOT -T "$below")"
     target="$(findmnt -f -n -o TARGET -T "$below")"
@@ -12,6 +12,7 @@ in_use() {
 ${root%/}${below#"${target%/}"}
 END
     )"
-    # By xargs: on a large node they make too long a command. Where a disk is mounted at the directory, that is no use of it.
+    # With xargs, because on a large node the names make too long a command. A disk that is mounted at the directory
+    # itself does not count as use.
     echo /proc/[0-9]*/mountinfo | xargs cat 2>/dev/null | cut -d ' ' -f 2-4 | grep -F " $device $place/" | grep -q -v '/$'
 }

@@ -1,4 +1,4 @@
-# Before there was a directory of Tidegate's own, Podman's hooks were where Buildah reads as well: it builds no image there.
+# Before Tidegate had a directory of its own, Podman's hooks were where Buildah reads as well: it builds no image there.
 move_hooks() {
     grep -qs '"/usr/bin/tidegate-hook"' /etc/containers/oci/hooks.d/50-tidegate-devices.json || return 0
     grep -qs '"podman":' /var/lib/tidegate/setup/journal.json || return 0

@@ -1,8 +1,8 @@
-# A mirror is made anew, and the governor's books are of no use without it. What somebody forced the removal for stays
-# while it is in use. What cannot be removed, as where a disk is mounted, rm tells of: a package whose script fails here can
-# neither be removed nor installed.
+# A mirror can be made again, and the governor's database is useless without it. If the removal was forced, directories
+# stay while they are in use. rm only reports what cannot be removed, such as the mount point of a disk: a package with
+# a script that fails here could be neither removed nor installed.
 remove_state() {
-    # Of our code only bytecode is left, some of it from what ran during the removal.
+    # Of our code only bytecode is left, some of it from programs that ran during the removal.
     find /usr/lib/tidegate -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || :
     find /usr/lib/tidegate -depth -type d -empty -delete 2>/dev/null || :
     if in_use /var/lib/tidegate/driver; then
@@ -16,9 +16,9 @@ remove_state() {
     else
         rm -rf --one-file-system /run/tidegate || :
     fi
-    # What `tidegate cdi generate` wrote names our hook.
+    # The file that `tidegate cdi generate` wrote names our hook.
     rm -f /run/cdi/tidegate.json
-    # What else is there, the journal of an engine that could not be put back, stays.
+    # Anything else there, such as the journal of an engine that could not be restored, stays.
     rmdir /var/lib/tidegate/setup 2>/dev/null || :
     rmdir /var/lib/tidegate 2>/dev/null || :
 }

@@ -1,5 +1,5 @@
-"""A node of a Kubernetes cluster: GPUs offered to the scheduler, claims prepared for the kubelet.
+"""Connects a node to Kubernetes: offers GPUs to the scheduler, prepares claims for the kubelet.
 
-What the governor knows is published as a ResourceSlice; what the scheduler decided is entered into
-the governor's books and written down as CDI devices. Nothing is decided here.
+What the governor knows is published as a ResourceSlice. What the scheduler has decided is entered
+into the governor's books and written as CDI devices. This package decides nothing itself.
 """

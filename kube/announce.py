@@ -1,8 +1,7 @@
-"""Tells people by events on the claim and its pods why a claim was refused.
+"""Writes events on a claim and its pods that tell users why the claim was refused.
 
-An event is worth one request, not one for each time that the kubelet tries again: the same words
-about the same claim are said once in five minutes. Where the driver may not write events it says so
-once and goes on.
+The kubelet's retries do not each cause an event: the same message about the same claim is written
+once in five minutes. If the driver may not write events, it logs that once and goes on.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ AGAIN_S = 300.0
 MOST = 512
 MOST_PODS = 4
 MESSAGE = 1000
-"""Characters; the API server takes 1024."""
+"""Maximum length of a message in characters; the API server takes 1024."""
 
 
 class Events(Protocol):
-    """What an announcer asks of the API server."""
+    """The announcer's requests to the API server."""
 
     def create_event(self, namespace: str, body: dict[str, Any]) -> None:
         """Create an event."""
 
 
 class Announcer:
-    """Writes events on a thread of its own: an answer to the kubelet waits for none."""
+    """Writes events on a thread of its own, so that answers to the kubelet do not wait."""
 
     def __init__(self, cluster: Events, node: str) -> None:
         self._cluster = cluster
@@ -53,7 +52,7 @@ class Announcer:
     def refused(
         self, reference: Reference, document: Mapping[str, Any] | None, error: TidegateError
     ) -> None:
-        """Say why a claim was refused; `document` is the claim, where it could be read."""
+        """Announce why a claim was refused; `document` is the claim, if it could be read."""
         self._say(reference, document, "PrepareRefused", str(error))
 
     def waits(
@@ -63,7 +62,7 @@ class Announcer:
         error: TidegateError,
         seconds: float,
     ) -> None:
-        """Say what a claim has to wait for, and for how long it is tried again by itself."""
+        """Announce what a claim waits for, and for how many seconds it is retried."""
         tried = f"; it is tried again for {seconds:.0f} s"
         message = str(error)[: MESSAGE - len(tried)] + tried
         self._say(reference, document, "PrepareWaiting", message)
@@ -144,13 +143,13 @@ class Announcer:
                 log.warning("event-not-written", message=e.message, hint=e.hint)
 
     def stop(self) -> None:
-        """End when what waits is written."""
+        """Stop the thread once the queued events are written."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
 
 def pods_of(document: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return the pods that a claim is reserved for; what is none is left out."""
+    """Return the pods that a claim is reserved for, without other consumers."""
     status = (document or {}).get("status")
     reserved = status.get("reservedFor") if isinstance(status, Mapping) else None
     return [

@@ -1,7 +1,7 @@
-"""A claim as CDI devices: a file for each claim, which the engine reads when a container starts.
+"""Writes claims as CDI devices: a file for each, which the engine reads when a container starts.
 
-What a container gets of a claim stands in the arguments of the hook, so no tenant can change it.
-A file is there whole or not at all; only root may read it.
+What a container gets of a claim is in the arguments of the hook, so no tenant can change it.
+A file appears complete or not at all; only root may read it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def make_spec(
     arguments: Sequence[str] = (),
     dev_dir: str = "/dev",
 ) -> dict[str, Any]:
-    """Return the specification of a claim, as the CDI specification says.
+    """Return the CDI specification of a claim.
 
-    `minors` are those of the device nodes of its GPUs, by UUID; a simulated GPU has none.
-    DeviceError for a node that the host does not have.
+    `minors` are the minor numbers of its GPUs' device nodes, by UUID; a simulated GPU has none.
+    DeviceError if the host lacks a device node.
     """
     shares = [(share.name, minors.get(share.uuid)) for share in claim.shares]
     return make_claim_spec(
@@ -41,7 +41,7 @@ def make_spec(
 
 
 class Directory:
-    """Where engines look for CDI specifications; only the files of claims are ours."""
+    """The directory that engines read CDI specifications from; only claims' files are touched."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -51,10 +51,10 @@ class Directory:
         return self._path / f"{_PREFIX}{uid}{_SUFFIX}"
 
     def write(self, uid: str, spec: Mapping[str, Any]) -> bool:
-        """Put a claim's specification in its place; False where it is there already."""
+        """Write a claim's specification; return False if the same one is there already."""
         data = json.dumps(spec, indent=2).encode() + b"\n"
         path = self.file(uid)
-        new = path.with_suffix(_NEW)  # engines read .json and .yaml alone
+        new = path.with_suffix(_NEW)  # engines read only .json and .yaml
         try:
             if self._same(path, data):
                 return False
@@ -73,11 +73,11 @@ class Directory:
         return True
 
     def has(self, uid: str) -> bool:
-        """Return whether a claim's specification is in its place."""
+        """Return whether a claim's specification exists."""
         return self.file(uid).is_file()
 
     def remove(self, uid: str) -> bool:
-        """Remove a claim's specification; False where there is none."""
+        """Remove a claim's specification; return False if there is none."""
         path = self.file(uid)
         try:
             path.with_suffix(_NEW).unlink(missing_ok=True)
@@ -89,7 +89,7 @@ class Directory:
         return True
 
     def uids(self) -> set[str]:
-        """Return the claims of which something is here, whole or begun."""
+        """Return the uids of the claims that have a file here, complete or not."""
         try:
             names = [entry.name for entry in os.scandir(self._path)]
         except FileNotFoundError:

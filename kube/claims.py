@@ -1,7 +1,7 @@
-"""What a ResourceClaim says, as the governor and the kubelet want it. Pure.
+"""Translates a ResourceClaim for the governor and the kubelet. Pure functions.
 
-The scheduler has decided: which GPU, how many bytes, how many percent. It is in the claim's status,
-which a tenant cannot write.
+The scheduler has decided which GPU, how many bytes and what percentage of time. The decision is in
+the claim's status, which a tenant cannot write.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _UID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 _REQUEST = re.compile(rf"{_LABEL.pattern}(?:/{_LABEL.pattern})?")
 MOST_SHARES = 32
-"""An allocation has no more results."""
+"""Maximum number of results in an allocation."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A claim as the kubelet names it."""
+    """The name of a claim, as the kubelet gives it."""
 
     namespace: str
     name: str
@@ -37,7 +37,7 @@ class Reference:
         return f"claim {self.namespace}/{self.name}"
 
     def check(self) -> None:
-        """Refuse a uid that is none: it becomes the name of a file."""
+        """Refuse an invalid uid, because the uid becomes part of a file name."""
         if not _UID.fullmatch(self.uid):
             raise ClaimError(
                 f"{self} has the uid {self.uid[:80]!r}, which is none",
@@ -47,7 +47,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Share:
-    """One result of the allocation: bytes, percent."""
+    """One result of the allocation; memory is in bytes, compute in percent."""
 
     name: str
     request: str
@@ -60,31 +60,31 @@ class Share:
     strategy: str
     work_class: str = "throughput"
     share_id: str | None = None
-    """What the scheduler calls this part of the device."""
+    """The scheduler's identifier of this part of the device."""
 
     @property
     def base_request(self) -> str:
-        """Return the request as a pod's container names it: `gpu` of its alternative `gpu/h100`."""
+        """Return the request as a container names it: `gpu` for the alternative `gpu/h100`."""
         return self.request.partition("/")[0]
 
     def cdi_name(self, uid: str) -> str:
-        """Return the name of its CDI device."""
+        """Return the name of the share's CDI device."""
         return claim_device(uid, self.name)
 
     def cdi_id(self, uid: str) -> str:
-        """Return by what an engine is asked for it."""
+        """Return the fully qualified name of the share's CDI device, as engines take it."""
         return f"{CLAIM_KIND}={self.cdi_name(uid)}"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """An allocated claim, as far as it is ours."""
+    """An allocated claim, with only the shares of this driver."""
 
     reference: Reference
     shares: tuple[Share, ...]
 
     def describe(self) -> dict[str, Any]:
-        """Return what the governor is asked."""
+        """Return the request to the governor that enters the claim."""
         return {
             "uid": self.reference.uid,
             "namespace": self.reference.namespace,
@@ -97,7 +97,7 @@ class Claim:
                     "compute": share.compute,
                     "compute_limit": share.compute_limit,
                     "strategy": share.strategy,
-                    # A governor of an older version knows no classes.
+                    # Governors of older versions do not know classes.
                     **({"class": share.work_class} if share.work_class == "latency" else {}),
                 }
                 for share in self.shares
@@ -108,9 +108,9 @@ class Claim:
 def read_claim(
     document: Mapping[str, Any], reference: Reference, pool: str, devices: Mapping[str, str]
 ) -> Claim:
-    """Return what a ResourceClaim gives to this node; ClaimError says why it cannot be served.
+    """Return the part of a ResourceClaim for this node; ClaimError says why it cannot be served.
 
-    `pool` is ours, `devices` are our devices' names with the GPUs' UUIDs.
+    `pool` is this node's pool, `devices` maps the names of its devices to the GPUs' UUIDs.
     """
     reference.check()
     try:
@@ -156,7 +156,7 @@ def _read_claim(
                 f"{reference} has a result for the request {request[:130]!r}, which is no name",
                 hint="name requests as DNS labels",
             )
-        # The order of the results never changes, so a name is of the same share each time.
+        # The order of the results never changes, so a name means the same share each time.
         name = f"{request}/{counts[request]}"
         counts[request] += 1
         shares.append(_share(result, reference, name, pool=pool, devices=devices, config=config))
@@ -215,7 +215,7 @@ def _share(
         )
     parameters = of_request(config, request, str(reference))
     limit = compute if parameters.compute_limit is None else parameters.compute_limit
-    # Elastic means up to 100 %, so only a limit that somebody wrote can be below the share.
+    # Elastic means up to 100 %, so only an explicit limit can be below the share.
     if limit < compute:
         raise ClaimError(
             f"{reference}, request {request}: computeLimit is {limit} %, {COMPUTE} is {compute} %",
@@ -237,7 +237,7 @@ def _share(
 
 
 def _given(result: Mapping[str, Any]) -> str:
-    """Return what the scheduler has given of a device, for people; nothing where it says none."""
+    """Return in words what the scheduler gave of a device; empty if it does not say."""
     consumed = result.get("consumedCapacity") or {}
     found = {
         name: str(value)[:32]

@@ -1,7 +1,7 @@
-"""The API server, through the official client: every call that the driver makes is here.
+"""Calls the API server through the official client; all of the driver's calls are in this module.
 
-Objects are plain JSON, as they are on the wire: a field that the client's model does not know yet
-stays. Whatever goes wrong is a ClusterError.
+Objects are plain JSON as on the wire, so fields that the client's model does not know yet are kept.
+Every failure is a ClusterError.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ CALLS = (
     ("", "pods", ("list",)),
     ("", "pods/status", ("patch",)),
 )
-"""Every group, resource and verb; the driver's role in packaging/kubernetes/ has these, no more."""
+"""Every group, resource and verb in use; the role in packaging/kubernetes/ has exactly these."""
 
 LONGEST = 4 << 20
-"""Bytes of an event of a watch: an object has 1.5 MiB at most."""
+"""Maximum size of a watch event in bytes: an object has 1.5 MiB at most."""
 
 POOL = 16
-"""Connections that are kept: a kubelet starts many pods at once."""
+"""Number of connections that are kept open: a kubelet starts many pods at once."""
 
 TIMEOUT = (5.0, 10.0)
-"""Seconds to connect and to answer: the kubelet waits 45 s for all."""
+"""Timeouts in seconds for connecting and for the answer: the kubelet waits 45 s in total."""
 
 
 class Cluster:
-    """What the driver asks of the API server."""
+    """The driver's requests to the API server."""
 
     def __init__(
         self, kubeconfig: str | None = None, timeout: tuple[float, float] = TIMEOUT
     ) -> None:
-        """Find the API server: by a file, or by what every pod has."""
+        """Find the API server by a kubeconfig file, or else by the pod's service account."""
         from kubernetes import client, config
 
         configuration = client.Configuration()
@@ -50,7 +50,7 @@ class Cluster:
                 config.load_incluster_config(client_configuration=configuration)
         except (
             Exception
-        ) as e:  # the client's own, and whatever a file that is no kubeconfig makes of it
+        ) as e:  # the client's errors, and any error that a file in another format causes in it
             by = kubeconfig or "a service account"
             raise ClusterError(
                 f"no way to the API server by {by}: {' '.join(str(e).split())[:200]}",
@@ -58,7 +58,7 @@ class Cluster:
                 if kubeconfig
                 else "run in a pod with a service account, or name a file with --kubeconfig",
             ) from e
-        configuration.retries = False  # who calls knows better when to ask again
+        configuration.retries = False  # the callers decide when to retry
         configuration.connection_pool_maxsize = POOL
         self._client = client.ApiClient(configuration)
         relax(self._client.rest_client.pool_manager)
@@ -78,7 +78,7 @@ class Cluster:
         return self._json(f"node {name}", lambda **o: self._core.read_node(name, **o))
 
     def slice(self, name: str) -> dict[str, Any] | None:
-        """Return a ResourceSlice, None where there is none."""
+        """Return a ResourceSlice, None if it does not exist."""
         try:
             return self._json(
                 f"ResourceSlice {name}", lambda **o: self._resource.read_resource_slice(name, **o)
@@ -89,7 +89,7 @@ class Cluster:
             raise
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Create a ResourceSlice and return what was stored, or with `dry_run` would be."""
+        """Create a ResourceSlice and return what is stored, or would be with `dry_run`."""
         more = {"dry_run": "All"} if dry_run else {}
         try:
             return self._json(
@@ -107,7 +107,7 @@ class Cluster:
             ) from e
 
     def replace_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
-        """Replace a ResourceSlice that is of the version in `body`; return what is stored."""
+        """Replace a ResourceSlice if it still has the version in `body`; return what is stored."""
         name = body["metadata"]["name"]
         more = {"dry_run": "All"} if dry_run else {}
         return self._json(
@@ -116,7 +116,7 @@ class Cluster:
         )
 
     def delete_slice(self, name: str) -> None:
-        """Delete a ResourceSlice; one that is gone is no error."""
+        """Delete a ResourceSlice; it is not an error if it does not exist."""
         try:
             self._json(
                 f"ResourceSlice {name}",
@@ -127,9 +127,9 @@ class Cluster:
                 raise
 
     def watch_slice(self, name: str, version: str, seconds: int) -> Iterator[dict[str, Any]]:
-        """Yield what happens to a ResourceSlice after a version, for so long at most.
+        """Yield the events of a ResourceSlice after a version, for at most `seconds`.
 
-        ClusterError with the status 410 where that version is too old.
+        ClusterError with the status 410 if that version is too old.
         """
         response = self._call(
             f"ResourceSlice {name}",
@@ -173,7 +173,7 @@ class Cluster:
         )
 
     def pods(self, node: str) -> list[dict[str, Any]]:
-        """Return the pods of a node, as a cache of the API server's has them."""
+        """Return the pods of a node, from a cache of the API server."""
         answer = self._json(
             f"pods of node {node}",
             lambda **o: self._core.list_pod_for_all_namespaces(
@@ -184,7 +184,7 @@ class Cluster:
         return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 
     def annotate_pod(self, namespace: str, name: str, uid: str, annotation: str, text: str) -> None:
-        """Set an annotation of a pod, by its status: that way nothing else of it can change."""
+        """Set an annotation of a pod through its status, so that nothing else can change."""
         body = {"metadata": {"uid": uid, "annotations": {annotation: text}}}
         self._json(
             f"pod {namespace}/{name}",
@@ -196,7 +196,7 @@ class Cluster:
         try:
             document = json.loads(response.data)
         except RecursionError as e:
-            # Parameters are kept as their author nested them.
+            # The API server stores parameters as deeply nested as their author wrote them.
             raise ClaimError(
                 f"{what} is nested too deeply to be read", hint="write parameters as they are meant"
             ) from e
@@ -217,10 +217,10 @@ class Cluster:
 
 
 def _explain(what: str, e: Exception) -> ClusterError:
-    """Return the line for whatever the client has raised."""
+    """Return an error with one line for any exception that the client raised."""
     from kubernetes.client.exceptions import ApiException
 
-    # An SSLError of urllib3's comes as an answer of the status 0.
+    # An SSLError of urllib3 arrives as an ApiException with the status 0.
     if isinstance(e, ApiException) and e.status:
         status = int(e.status)
         said = ""
@@ -243,7 +243,7 @@ def _explain(what: str, e: Exception) -> ClusterError:
             http=status,
         )
     said = str(e.reason) if isinstance(e, ApiException) else str(e)
-    # What went wrong is behind the names of classes and their addresses, at the end.
+    # The cause comes last, after the names of classes and their addresses.
     reason = " ".join(said.partition("Caused by ")[2].split() or said.split())[:300]
     hint = "it is tried again; see the network and the API server"
     if "CERTIFICATE" in reason or "certificate" in reason:

@@ -1,10 +1,10 @@
-"""Pods that ask HAMi, gpu-manager or NVIDIA's device plugin for a GPU become pods with a claim.
+"""Converts pods that use HAMi, gpu-manager or NVIDIA's device plugin to pods with a claim.
 
     resources.limits: nvidia.com/gpumem: 3000   ->   ResourceClaimTemplate + resources.claims
 
-Each container that asked gets a claim of its own, because the others' quotas are a container's as
-well. What cannot be carried over is a `Note` that is `lost`; what is said in another way is one
-that is `changed`. Nothing is dropped without a note.
+Each container that asks for a GPU gets a claim of its own, because in the other systems a quota is
+also a container's. What cannot be carried over becomes a `Note` of level `lost`; what is expressed
+in another way, one of level `changed`. Nothing is dropped without a note.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from kube.names import DRIVER, PARAMETERS_KIND, PARAMETERS_VERSION
 
 API = "resource.k8s.io/v1"
 BLOCK_MIB = 256
-"""One tencent.com/vcuda-memory."""
+"""Size of one tencent.com/vcuda-memory in MiB."""
 MOST_MIB = 1 << 24
-"""No GPU has 16 TiB: who writes 8Gi for what is counted in MiB means another number."""
+"""Limit of nvidia.com/gpumem in MiB. No GPU has 16 TiB: a manifest that says 8Gi for a resource
+counted in MiB means another number."""
 SHARE = 10
-"""What a pod without gpucores gets guaranteed, percent: HAMi splits a GPU among ten by default."""
+"""Guarantee in percent of a pod without gpucores: HAMi splits a GPU among ten by default."""
 
 HAMI = ("gpumem", "gpumem-percentage", "gpucores", "priority")
 HAMI_RESOURCES = tuple(f"nvidia.com/{name}" for name in HAMI)
@@ -36,7 +37,7 @@ WRITTEN = (
     *("hami.io/vgpu-", "hami.io/bind-", "hami.io/mutex"),
     *("tencent.com/predicate-", "tencent.com/gpu-assigned", "tencent.com/vcuda-device"),
 )
-"""What a scheduler writes on a pod that is placed."""
+"""Prefixes of annotations that a scheduler writes on a pod that is placed."""
 
 NO_EQUAL = {
     "hami.io/node-scheduler-policy": "the cluster's own scheduler chooses the node",
@@ -60,20 +61,20 @@ KINDS = frozenset(
 
 @dataclass(frozen=True)
 class Note:
-    """What became of something that the claim cannot say, or says in another way."""
+    """What happened to something that the claim cannot express, or expresses in another way."""
 
     object: str
     what: str
     reason: str
     level: str
-    """`lost`, `changed`, or `form` for comments that are gone."""
+    """`lost`, `changed`, or `form` for lost comments."""
 
     def __str__(self) -> str:
         return f"{self.object}: {self.level}: {self.what}: {self.reason}"
 
 
 Notes = dict[Note, None]
-"""Each once, in their order."""
+"""Notes without duplicates, in order."""
 
 
 @dataclass
@@ -86,14 +87,14 @@ class Result:
 
     @property
     def lost(self) -> int:
-        """How many things were not carried over."""
+        """Number of notes about things that were not carried over."""
         return sum(note.level == "lost" for note in self.notes)
 
     def json(self) -> str:
-        """Return all of it as JSON; `manifests` can be given to kubectl."""
+        """Return the manifests and notes as JSON; `manifests` can be given to kubectl."""
         manifests = {"apiVersion": "v1", "kind": "List", "items": _with_names(self.items)}
         document = {"manifests": manifests, "notes": [asdict(note) for note in self.notes]}
-        # What YAML made a date or bytes becomes a word again, and a number that is none, too.
+        # Dates and bytes from YAML become strings again, and so do NaN and infinities.
         return json.dumps(
             json.loads(json.dumps(document, default=str), parse_constant=str), indent=1
         )
@@ -101,16 +102,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Options:
-    """What the manifests do not say and the cluster's operator knows."""
+    """What the manifests do not say but the cluster's operator knows."""
 
     gpu_mib: int = 0
-    """A GPU's memory, which gpumem-percentage is a part of; 0: not known."""
+    """Memory of a GPU in MiB, to which gpumem-percentage refers; 0 if unknown."""
     share: int = SHARE
 
 
 @dataclass
 class Ask:
-    """What one container asks for, in our words."""
+    """What one container asks for, in the terms of a claim."""
 
     memory_mib: int | None = None
     compute: int | None = None
@@ -135,7 +136,7 @@ class Ask:
         if capacity:
             exactly["capacity"] = {"requests": capacity}
         devices: dict[str, Any] = {"requests": [{"name": "gpu", "exactly": exactly}]}
-        # The scheduler gives a request no device twice; said for the reader.
+        # The scheduler never gives a request the same device twice; this is for the reader.
         constraints = [{"distinctAttribute": f"{DRIVER}/uuid"}] if self.count > 1 else []
         constraints += [{"matchAttribute": name} for name in self.constraints if self.count > 1]
         if constraints:
@@ -152,14 +153,14 @@ class Ask:
 
 
 class Taken:
-    """Names that are in use. To ask for a free one takes no longer the more of them there are."""
+    """The names in use. Finding a free one does not take longer when there are more names."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = set(names)
         self._numbers: dict[str, int] = {}
 
     def take(self, name: str) -> str:
-        """Return the name, with a number behind it where it is taken."""
+        """Return the name, with a number appended if it is taken."""
         number, free = self._numbers.get(name, 1), name
         while free in self._names:
             number += 1
@@ -170,12 +171,12 @@ class Taken:
 
 
 def convert(text: str, options: Options | None = None) -> Result:
-    """Return manifests with claims for manifests without; UnreadableError for what is no YAML."""
+    """Convert manifests to manifests with claims; UnreadableError if the text is not YAML."""
     result = Result()
     options = options or Options()
     text = text.removeprefix("\ufeff")
     documents = yamltext.read(text)
-    if not documents:  # comments
+    if not documents:  # nothing but comments
         result.text = text
     taken = Taken(name for document in documents for name in _templates(document.value))
     for document in documents:
@@ -199,7 +200,7 @@ def convert(text: str, options: Options | None = None) -> Result:
             body += "\n"
         comments = "".join(f"# {_one_line(str(note))}\n" for note in notes)
         if made and not result.text and not marked:
-            # What stands above all of it, a licence say, stays there.
+            # Comments above everything, for example a licence, stay at the top.
             head, body = _split_head(body)
             result.text += head
         for one in made:
@@ -217,13 +218,13 @@ def convert(text: str, options: Options | None = None) -> Result:
 
 
 def _split_head(text: str) -> tuple[str, str]:
-    """Return the comments at the top of a text that a blank line parts from the rest, and that."""
+    """Split a text into the comments at its top, if a blank line ends them, and the rest."""
     head = re.match(r"(?:#[^\n]*\n)+[ \t]*\n", text)
     return (head[0], text[head.end() :]) if head else ("", text)
 
 
 def _with_names(value: Any) -> Any:
-    """Return a value as JSON can say it: a key that YAML made a date or bytes is a word again."""
+    """Return a value with keys that JSON can have: dates and bytes from YAML become strings."""
     if isinstance(value, dict):
         return {
             key if key is None or isinstance(key, str | int | float) else str(key): _with_names(one)
@@ -233,22 +234,22 @@ def _with_names(value: Any) -> Any:
 
 
 def _one_line(text: str) -> str:
-    """Return a text that stays in its comment, whatever an author wrote into a name."""
+    """Return a text that stays within one comment line, whatever an author wrote into a name."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def _mapping(value: Any) -> dict[Any, Any]:
-    """Return a value that is to be a mapping; a new, empty one in the place of anything else."""
+    """Return the value if it is a mapping, otherwise a new, empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def _entries(value: Any) -> list[dict[Any, Any]]:
-    """Return the mappings of what is to be a list of them."""
+    """Return the mappings in a value that should be a list of them."""
     return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def _name(value: Any) -> str:
-    """Return how a document is called in a note."""
+    """Return a document's name in notes."""
     document = _mapping(value)
     metadata = _mapping(document.get("metadata"))
     name = metadata.get("name") or metadata.get("generateName") or "?"
@@ -256,7 +257,7 @@ def _name(value: Any) -> str:
 
 
 def _templates(value: Any) -> Iterator[str]:
-    """Find the names of the claim templates that are there already."""
+    """Yield the names of the claim templates that exist already."""
     document = _mapping(value)
     for one in (document, *_entries(document.get("items"))):
         if one.get("kind") == "ResourceClaimTemplate":
@@ -268,7 +269,7 @@ def _convert_document(
 ) -> list[dict[str, Any]]:
     """Change a document in place, and return the claim templates that it needs.
 
-    `taken` are the templates' names so far, in whatever namespace.
+    `taken` are the names of all templates so far, in all namespaces.
     """
     if not isinstance(document, dict):
         return []
@@ -297,7 +298,7 @@ def _convert_document(
 
 
 def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-    """Find what has a pod's shape, metadata with a spec, in a workload of whatever kind."""
+    """Yield what has a pod's shape, metadata with a spec, in a workload of any kind."""
     kind = document.get("kind")
     spec = _mapping(document.get("spec"))
     if kind == "Pod":
@@ -314,7 +315,7 @@ def _pods(document: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 def _leftovers(
     value: Any, left: set[int], path: str = "", above: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """Find what asks for a GPU and was not converted, but for what is `left` on purpose."""
+    """Yield what asks for a GPU and was not converted, except what was `left` on purpose."""
     if isinstance(value, dict) and id(value) not in left:
         for key, inner in value.items():
             asks = isinstance(key, str) and re.sub(r"^(requests|limits)\.", "", key) in RESOURCES
@@ -331,7 +332,7 @@ _FACTORS = {"k": 10**3, "M": 10**6, "G": 10**9, "Ki": 1 << 10, "Mi": 1 << 20, "G
 
 
 def _whole_number(value: Any) -> int | None:
-    """Return what an extended resource counts, None for what is no whole number."""
+    """Return the count of an extended resource, None if it is not a whole number."""
     if isinstance(value, bool):
         return None
     found = _NUMBER.fullmatch(str(value))
@@ -339,14 +340,14 @@ def _whole_number(value: Any) -> int | None:
 
 
 class _Pod:
-    """One pod, or the template of many, while it is converted."""
+    """A pod, or a pod template, during its conversion."""
 
     def __init__(
         self, document: dict[Any, Any], pod: dict[Any, Any], options: Options, notes: Notes
     ) -> None:
         self.document, self.pod, self.options, self.notes = document, pod, options, notes
         self.left: set[int] = set()
-        """What stays as it was and is noted already, by identity."""
+        """Parts that stay unchanged and are noted already, by identity."""
         self.spec = _mapping(pod.get("spec"))
         self.metadata = _mapping(pod.get("metadata"))
         held = self.metadata.get("annotations")
@@ -354,7 +355,7 @@ class _Pod:
         self.name = _name(document)
 
     def note(self, what: str, reason: str, level: str = "lost") -> None:
-        """Say what became of something, once."""
+        """Add a note about what happened to `what`, without duplicates."""
         self.notes[Note(self.name, what, reason, level)] = None
 
     def convert(self, taken: Taken) -> list[dict[str, Any]]:
@@ -377,11 +378,11 @@ class _Pod:
         return self.attach([c for c, _ in asking], asks, first, taken)
 
     def take(self, container: dict[Any, Any]) -> dict[str, int]:
-        """Take what is asked of a GPU out of a container; nothing where a number is none."""
+        """Remove and return a container's GPU resources; change nothing if one is invalid."""
         resources = _mapping(container.get("resources"))
         parts = [(part, _mapping(resources.get(part))) for part in ("requests", "limits")]
         found: dict[str, int] = {}
-        for _, asked in parts:  # limits count
+        for _, asked in parts:  # the limits come last, and win
             for key in RESOURCES:
                 if key in asked:
                     number = _whole_number(asked[key])
@@ -409,7 +410,7 @@ class _Pod:
         return found
 
     def ask(self, container: dict[Any, Any], asked: dict[str, int]) -> Ask:
-        """Return what a container asked for, in our words."""
+        """Return what a container asked for, in the terms of a claim."""
         theirs = CORE in asked or BLOCKS in asked
         ask = self.from_gpu_manager(asked) if theirs else self.from_nvidia(asked)
         self.take_environment(container, ask)
@@ -429,7 +430,7 @@ class _Pod:
             if percent:
                 self.note("nvidia.com/gpumem-percentage", "nvidia.com/gpumem counts", "changed")
         elif percent >= 100:
-            pass  # a claim that names none gets all the memory: less than is written on the GPU
+            pass  # a claim without memory gets all of it, which is less than the GPU's nominal size
         elif percent and self.options.gpu_mib:
             ask.memory_mib = self.options.gpu_mib * percent // 100
         elif percent:
@@ -474,7 +475,7 @@ class _Pod:
         return Ask(blocks * BLOCK_MIB or None, max(cores, 1))
 
     def take_environment(self, container: dict[Any, Any], ask: Ask) -> None:
-        """Take the variables of HAMi's library out of a container."""
+        """Remove the variables of HAMi's library from a container."""
         kept = []
         variables = container.get("env")
         if not isinstance(variables, list):
@@ -503,7 +504,7 @@ class _Pod:
                 del container["env"]
 
     def take_annotations(self, count: int) -> Callable[[Ask], None]:
-        """Take the others' annotations off the pod; returns what they add to each of its claims."""
+        """Remove the other systems' annotations; return a function that adds them to each claim."""
         held, selectors, constraints = self.annotations, [], []
         limit = mps = None
         for key in [key for key in held if isinstance(key, str)]:
@@ -562,7 +563,7 @@ class _Pod:
         return add
 
     def take_surroundings(self) -> None:
-        """Take what leads the pod to the others' schedulers and runtimes."""
+        """Remove what sends the pod to the other systems' schedulers and runtimes."""
         if self.spec.get("schedulerName") == "hami-scheduler":
             del self.spec["schedulerName"]
             self.note("schedulerName", "the cluster's own scheduler places claims", "changed")
@@ -579,7 +580,7 @@ class _Pod:
                 )
 
     def node_labels(self) -> list[str]:
-        """Return the labels by which the pod wants its node, each once."""
+        """Return the labels by which the pod selects its node, each once."""
         labels = [key for key in _mapping(self.spec.get("nodeSelector")) if isinstance(key, str)]
         affinity = _mapping(_mapping(self.spec.get("affinity")).get("nodeAffinity"))
         required = _mapping(affinity.get("requiredDuringSchedulingIgnoredDuringExecution"))
@@ -594,7 +595,7 @@ class _Pod:
         first: list[dict[Any, Any]],
         names: Taken,
     ) -> list[dict[str, Any]]:
-        """Give each container its claim; returns the templates, one for each that differs."""
+        """Give each container its claim; return the templates, one for each different spec."""
         workload = _label(self.document) or _label(self.pod) or "pod"
         templates: dict[str, dict[str, Any]] = {}
         claims: list[dict[str, str]] = []
@@ -612,8 +613,8 @@ class _Pod:
             if form not in templates:
                 own = names.take(f"{workload}-{name}-gpu" if several else f"{workload}-gpu")
                 templates[form] = self.template(own, spec)
-            # An init container has ended when the others start, so both can have one claim. One
-            # that restarts always is a sidecar, and runs beside them.
+            # An init container has ended when the others start, so it can share a claim with one of
+            # them. An init container that always restarts is a sidecar and runs alongside them.
             early = id(container) in early_ones
             brief = early and container.get("restartPolicy") != "Always"
             if brief and form in shared:
@@ -633,7 +634,7 @@ class _Pod:
         return list(templates.values())
 
     def template(self, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-        """Return a claim template beside the workload."""
+        """Return a claim template in the workload's namespace."""
         metadata: dict[str, Any] = {"name": name}
         namespace = _mapping(self.document.get("metadata")).get("namespace")
         if isinstance(namespace, str) and namespace:
@@ -656,12 +657,12 @@ def _append(container: dict[Any, Any], key: str, claim: str) -> None:
 
 
 def _label(document: dict[Any, Any]) -> str:
-    """Return a workload's name as a part of another name."""
+    """Return a workload's name as a DNS label, to be part of another name; "" if it has none."""
     metadata = _mapping(document.get("metadata"))
     name = metadata.get("name") or metadata.get("generateName")
     return _dns(name) if isinstance(name, str) else ""
 
 
 def _dns(name: str) -> str:
-    """Return a name as a DNS label: lower case, digits and dashes, not too long to add to."""
+    """Return a name as a DNS label: lower case, digits and dashes, with room for a suffix."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:50].strip("-") or "x"

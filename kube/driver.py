@@ -1,12 +1,13 @@
-"""Prepares claims and takes them back; a call that is repeated, or cut off, changes nothing.
+"""Prepares claims and takes them back; repeating a call, or cutting it off, does no harm.
 
-The order is the same both ways: the governor first, which writes before it answers, then the CDI
-file. So a file never says more than the governor knows, and what is missing is made when the
-kubelet asks again.
+The order is the same both ways: first the governor, which writes its state before it answers, then
+the CDI file. So a file never says more than the governor knows, and what is missing is created when
+the kubelet asks again.
 
-A kubelet that was refused asks again with the pod's next resync, 60 to 90 s later. So a call waits
-for what may pass: a governor or an API server that is being restarted, a predecessor that is still
-ending. It waits without a lock, so that other calls, also for the same claim, go on.
+A kubelet that was refused asks again only with the pod's next resync, 60 to 90 s later. So a call
+waits for conditions that may pass: a governor or an API server that is being restarted, or a
+previous container that is still ending. It waits without a lock, so that other calls go on, also
+for the same claim.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ from oci_hook.errors import HookError
 log = structlog.get_logger()
 
 WAIT_MOST_S = 40.0
-"""A kubelet allows 45 s for a call."""
+"""Longest time in seconds that a call waits; a kubelet allows 45 s for it."""
 PAUSE_S, PAUSE_MOST_S = 0.1, 1.0
-"""Between two tries of a call that waits."""
+"""First and longest pause between two attempts of a call that waits, in seconds."""
 MOST_WAITING = 192
-"""Calls; each has a thread of the server's, and others need some, too."""
+"""Maximum number of calls that wait. Each occupies a thread of the server, as other calls do."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a driver has to know of a call; by default it waits for nothing."""
+    """What the driver needs to know about a call; by default it does not wait."""
 
     check: Callable[[], None] = lambda: None
-    """Raises a TidegateError where the caller has given up."""
+    """Raises a TidegateError if the caller has given up."""
     left: Callable[[], float] = lambda: 0.0
-    """Returns for how many seconds it may wait."""
+    """Returns the number of seconds that the call may wait."""
     when_ended: Callable[[Callable[[], None]], object] = lambda _tell: None
     """Takes a function that is called when the call ends."""
 
 
 class _Waiter:
-    """A call that prepares a claim, for as long as it lasts."""
+    """A call in progress that prepares a claim."""
 
     def __init__(self) -> None:
         self.overtaken = False
-        """The claim was to be taken back after the call had begun."""
+        """Whether a call to take the claim back came after this call had begun."""
 
 
 class Governor(Protocol):
-    """What a driver asks of the node's governor (`kube.node.Node`)."""
+    """The driver's requests to the node's governor (`kube.node.Node`)."""
 
     def gpus(self) -> dict[str, Any]:
         """Return the GPUs that are shared."""
@@ -77,19 +78,19 @@ class Governor(Protocol):
 
 
 class Claims(Protocol):
-    """What a driver asks of the API server."""
+    """The driver's requests to the API server."""
 
     def claim(self, namespace: str, name: str) -> dict[str, Any]:
         """Return a ResourceClaim."""
 
 
 class Refusals(Protocol):
-    """Who is told of refusals."""
+    """Receives the driver's refusals (`kube.announce`)."""
 
     def refused(
         self, reference: Reference, document: dict[str, Any] | None, error: TidegateError
     ) -> None:
-        """A claim was refused."""
+        """Take note that a claim was refused."""
 
     def waits(
         self,
@@ -98,11 +99,11 @@ class Refusals(Protocol):
         error: TidegateError,
         seconds: float,
     ) -> None:
-        """A claim is not prepared yet, and will be tried again for so long."""
+        """Take note that a claim is not prepared yet, and is retried for `seconds`."""
 
 
 class Driver:
-    """One node's claims."""
+    """Prepares the claims of one node."""
 
     def __init__(
         self,
@@ -121,10 +122,10 @@ class Driver:
         others: Callable[[], bool] = lambda: False,
         again: Callable[[Reference, dict[str, Any] | None], None] = lambda _r, _d: None,
     ) -> None:
-        """`hold` and `others` are of the other drivers of the node (`kube.instances`).
+        """`hold` and `others` concern the other drivers of the node (`kube.instances`).
 
-        One keeps them from working on a claim, the other says whether there were any lately.
-        `again` is told of claims that were refused for what may pass (`kube.resync`).
+        `hold` keeps them from working on a claim, `others` says whether there were any lately.
+        `again` is called for claims that were refused for a reason that may pass (`kube.resync`).
         """
         self._node_name = node_name
         self._governor = governor
@@ -138,22 +139,22 @@ class Driver:
         self._others = others
         self._again = again
         self._answered: set[str] = set()
-        """Claims that a kubelet has asked this process for, and was given."""
+        """Uids of claims that this process prepared for a kubelet that asked."""
         self._prepared: dict[str, Reference] = {}
-        """What the kubelet was answered, and so what the governor has to know: by uid."""
+        """The claims that are prepared, all of which the governor has to know, by uid."""
         self.entered: frozenset[str] = frozenset()
-        """Claims that the governor had when `differs` asked last, less those that leave: uids."""
+        """Uids of the claims that the governor had at the last `differs`, without leaving ones."""
         self._calls = 0
         self._locks: dict[str, tuple[threading.Lock, int]] = {}
         self._guard = threading.Lock()
         self._changed = threading.Condition()
-        """Notified when something that a call waits for may have passed; guards the next two."""
+        """Notified when a condition that a call waits for may be over; guards the next two."""
         self._waiters: dict[str, set[_Waiter]] = {}
         self._waiting = 0
 
     @contextlib.contextmanager
     def _alone(self, uid: str, check: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Let one thread at a time work on a claim, of all drivers of the node."""
+        """Let one thread at a time work on a claim, among all drivers of the node."""
         with self._guard:
             lock, users = self._locks.get(uid, (threading.Lock(), 0))
             self._locks[uid] = (lock, users + 1)
@@ -170,10 +171,9 @@ class Driver:
                     self._locks[uid] = (lock, users - 1)
 
     def prepare(self, reference: Reference, call: Call = Call()) -> Claim:
-        """Have a claim ready for the containers that use it; a TidegateError says why it is not.
+        """Make a claim ready for the containers that use it; a TidegateError says why it is not.
 
-        A call that its caller has given up, or that was overtaken by one that takes the claim back,
-        changes nothing.
+        If the caller has given up, or a later call takes the claim back, nothing is changed.
         """
         document: dict[str, Any] | None = None
         begun = time.monotonic()
@@ -203,7 +203,7 @@ class Driver:
                             pause = min(pause * 2, PAUSE_MOST_S)
                             continue
                     self._refuse(reference, document, error)
-                    if said and _may_pass(error):  # it has waited, so it is not asked in a circle
+                    if said and _may_pass(error):  # only after a wait, which prevents a busy loop
                         self._again(reference, document)
                     if error is e:
                         raise
@@ -211,7 +211,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _entered_waiter(self, uid: str) -> Iterator[_Waiter]:
-        """Have calls that take a claim back find a call that prepares it."""
+        """Register a call that prepares a claim, so that calls that take it back find it."""
         waiter = _Waiter()
         with self._changed:
             self._waiters.setdefault(uid, set()).add(waiter)
@@ -232,7 +232,7 @@ class Driver:
 
     @contextlib.contextmanager
     def _wait_for(self, error: TidegateError, left: float) -> Iterator[bool]:
-        """Yield whether a call may wait for an error to pass, and count it while it does."""
+        """Yield whether a call may wait for an error to pass, and count the call meanwhile."""
         with self._changed:
             may = left > 0 and _may_pass(error) and self._waiting < MOST_WAITING
             self._waiting += may
@@ -313,15 +313,15 @@ class Driver:
             message=error.message,
             hint=error.hint,
         )
-        # Without the API server no event can be written, and a call that came too late says nothing
-        # of the claim.
+        # Without the API server no event can be written, and a call that came too late says
+        # nothing about the claim.
         if self._refusals is not None and not isinstance(error, ClusterError | SocketError):
             self._refusals.refused(reference, document, error)
 
     def unprepare(self, reference: Reference, call: Call = Call()) -> None:
-        """Take a claim back; one that was never prepared is no error.
+        """Take a claim back; it is not an error if it was never prepared.
 
-        Calls that prepare it and have begun before end without it.
+        Calls that have begun to prepare it fail without preparing it.
         """
         reference.check()
         with self._changed:
@@ -341,22 +341,23 @@ class Driver:
         log.info("claim-taken-back", uid=uid, claim=name, why=why, cdi=removed)
 
     def was_asked(self, uid: str) -> bool:
-        """Return whether a kubelet was answered by this process, or waits for the answer."""
+        """Return whether this process prepared the claim for a kubelet, or is working on it."""
         with self._changed:
             return uid in self._answered or uid in self._waiters
 
     @property
     def idle(self) -> bool:
-        """Whether no call works on a claim or waits."""
+        """Whether no call is working on a claim or waiting."""
         with self._guard, self._changed:
             return not self._locks and not self._waiters
 
     def differs(self) -> bool:
-        """Return whether something is not as the kubelet was answered.
+        """Return whether the state differs from what the kubelet was told.
 
-        The governor knows other claims after a start of this driver, after it has lost its file, or
-        where another driver of the node was called; or a claim has no CDI file. Nothing is said
-        while a call works on a claim. A TidegateError says why the governor does not answer.
+        The governor has other claims after a start of this driver, after it has lost its file, or
+        if another driver of the node was called; or the CDI file of a claim is missing. The result
+        is False while a call works on a claim. A TidegateError says why the governor does not
+        answer.
         """
         with self._guard:
             calls, idle = self._calls, not self._locks
@@ -369,11 +370,11 @@ class Driver:
             return known != set(self._prepared) or not files.issuperset(self._prepared)
 
     def reconcile(self) -> None:
-        """Take back what nobody will, and prepare again what was lost, as the cluster says.
+        """Take back leftover claims and prepare lost ones again, according to the cluster.
 
-        Lost is what the governor has forgotten, or a file that somebody removed: as long as a pod's
-        sandbox is there no kubelet asks again. A TidegateError says what went wrong; what was not
-        looked at is left as it is.
+        A claim is lost if the governor has forgotten it or its file was removed: while a pod has
+        its sandbox, the kubelet does not ask again. A TidegateError says what went wrong; claims
+        that were not examined by then stay unchanged.
         """
         failed: TidegateError | None = None
         entered = {str(claim["uid"]) for claim in self._governor.claims()}
@@ -383,19 +384,19 @@ class Driver:
                     self._settle(uid)
             except (CdiError, ClusterError) as e:
                 if isinstance(e, ClusterError) and not e.http:
-                    raise  # nor will it answer for the others
-                failed = e  # this one keeps nobody from the others
+                    raise  # no answer at all: there would be none for the other claims either
+                failed = e  # the other claims are settled all the same
         if failed is not None:
             raise failed
 
     def _settle(self, uid: str) -> None:
-        """Have one claim be what the cluster says of it."""
-        # Somebody may have prepared it, or taken it back, since it was listed.
+        """Bring one claim into the state that the cluster has for it."""
+        # A call may have prepared it, or taken it back, since it was listed.
         entered = self._entered(uid)
         reference = self._prepared.get(uid)
         undone = entered is None and not self._directory.has(uid) and self._others()
         if reference is not None and (undone or (entered is not None and _leaves(entered))):
-            # It was taken back, and not by this driver: the kubelet called another one.
+            # It was taken back, but not by this driver: the kubelet called another one.
             log.info("claim-taken-back", uid=uid, claim=str(reference), why="by another driver")
             del self._prepared[uid]
             reference = None
@@ -405,7 +406,7 @@ class Driver:
             return
         if reference is None and entered is not None:
             reference = Reference(str(entered["namespace"]), str(entered["name"]), uid)
-        assert reference is not None  # noqa: S101 - one of both is there
+        assert reference is not None  # noqa: S101 - one of the two is set
         document, why = self._look_up(reference)
         if why:
             self._take_back(uid, why, str(reference))
@@ -420,7 +421,7 @@ class Driver:
         except (TidegateError, HookError) as e:
             error = _explain(reference, e)
             self._refuse(reference, document, error)
-            # What is refused stays as it is until the kubelet asks.
+            # A refused claim stays as it is until the kubelet asks again.
             if self._entered(reference.uid) is None:
                 self._prepared.pop(reference.uid, None)
             else:
@@ -429,11 +430,11 @@ class Driver:
                 raise error from e
 
     def _entered(self, uid: str) -> dict[str, Any] | None:
-        """Return what the governor knows of a claim."""
+        """Return what the governor knows about a claim, None if it does not have it."""
         return next((one for one in self._governor.claims() if str(one["uid"]) == uid), None)
 
     def _look_up(self, reference: Reference) -> tuple[dict[str, Any], str]:
-        """Return a claim, and why it is not to be prepared here, empty where it is."""
+        """Return a claim and why it is not to be prepared here; the reason is empty if it is."""
         try:
             document = self._cluster.claim(reference.namespace, reference.name)
         except ClusterError as e:
@@ -457,16 +458,16 @@ class Driver:
 
 
 def _explain(reference: Reference, e: TidegateError | HookError) -> TidegateError:
-    """Return an error as one that names the claim."""
+    """Return the error with the claim's name in its message."""
     if isinstance(e, HookError):  # a device node that the host does not have
         return CdiError(f"{reference}: {e.message}", hint=e.hint)
-    if str(reference) not in e.message:  # a socket or a file is at fault
+    if str(reference) not in e.message:  # an error about a socket or a file
         e.message = f"{reference}: {e.message}"
     return e
 
 
 def _may_pass(error: TidegateError) -> bool:
-    """Return whether it may be otherwise soon, without anything that an operator does."""
+    """Return whether the cause may go away soon without action by an operator."""
     if isinstance(error, ClusterError):
         return error.http in (0, 429) or error.http >= 500
     return isinstance(error, GovernorError | OccupiedError)

@@ -1,4 +1,4 @@
-"""What can go wrong between the cluster and the node: one line each, as in governor/errors.py."""
+"""The errors between the cluster and the node: one line each, as in governor/errors.py."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from governor.errors import TidegateError
 
 
 class ClaimError(TidegateError):
-    """A ResourceClaim, or its parameters, cannot be served by this driver as it stands."""
+    """A ResourceClaim cannot be served by this driver with its present content or parameters."""
 
     code = "claim"
     status = 65  # EX_DATAERR
 
 
 class ClusterError(TidegateError):
-    """The API server does not answer, or does not do what it is asked.
+    """The API server does not answer, or rejects a request.
 
-    `http` is its status, 0 where none came.
+    `http` is the status of its answer, 0 if there was none.
     """
 
     code = "cluster"
@@ -29,7 +29,7 @@ class ClusterError(TidegateError):
 
 
 class GateError(TidegateError):
-    """The cluster cannot share devices: it drops the fields that say how."""
+    """The cluster cannot share devices: it drops the fields that sharing needs."""
 
     code: ClassVar[str] = "gate"
     status: ClassVar[int] = 78  # EX_CONFIG

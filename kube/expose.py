@@ -1,10 +1,10 @@
-"""`python3 -m kube.expose`: passes requests for metrics on to the governor's socket.
+"""`python3 -m kube.expose`: forwards requests for metrics to the governor's socket.
 
     python3 -m kube.expose --listen 0.0.0.0:9731 --socket /run/tidegate/metrics.sock
 
-The governor listens to its own machine alone, because it asks nobody who he is. In a cluster a
-network policy says who may scrape; what it lets through ends here, and all that it gets is
-`GET /metrics`.
+The governor listens only on its own machine, because it does not authenticate clients. In a cluster
+a network policy says which pods may scrape. What the policy admits connects to this proxy, which
+serves nothing but `GET /metrics`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MOST_ANSWER = 64 << 20
 MOST_SERVED = 8
 TIMEOUT_S = 10.0
 _LINE = re.compile(rb"GET /metrics(\?[\x21-\x7e]*)? HTTP/1\.[01]")
-_HEADER = re.compile(rb"[\t\x20-\x7e]*")  # a line alone: some take a bare line feed for its end
+_HEADER = re.compile(rb"[\t\x20-\x7e]*")  # one line only: some servers end it at a bare line feed
 _KEPT = (b"accept", b"accept-encoding")
 
 
 def rewritten(head: bytes) -> bytes | None:
-    """Return the request that the governor is sent, None for one that is not for metrics."""
+    """Return the request to send to the governor, None if it is not for metrics."""
     line, *headers = head.split(b"\r\n")
     if not _LINE.fullmatch(line):
         return None
@@ -37,12 +37,12 @@ def rewritten(head: bytes) -> bytes | None:
 
 
 def status(line: str) -> bytes:
-    """Return an answer without content."""
+    """Return an HTTP response without content."""
     return f"HTTP/1.1 {line}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
 
 
 class Proxy:
-    """One request a connection, eight at a time."""
+    """Serves one request per connection, and eight connections at a time."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
@@ -52,7 +52,7 @@ class Proxy:
         """Answer one connection."""
         try:
             if self._served.locked():
-                return  # who scrapes comes again
+                return  # the scraper will try again
             async with self._served, asyncio.timeout(TIMEOUT_S):
                 await self._answer(reader, writer)
                 await writer.drain()
@@ -71,7 +71,7 @@ class Proxy:
             return
         try:
             source, sink = await asyncio.open_unix_connection(self._socket)
-        except OSError:  # a governor that is being replaced
+        except OSError:  # the governor is being replaced
             writer.write(status("502 Bad Gateway"))
             return
         try:
@@ -94,7 +94,7 @@ async def run(host: str, port: int, socket: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives; return the exit status."""
     parser = argparse.ArgumentParser(prog="kube.expose", description="Passes metrics on.")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT")
     parser.add_argument("--socket", default="/run/tidegate/metrics.sock", metavar="FILE")

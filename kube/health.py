@@ -1,7 +1,7 @@
-"""What the governor knows against a GPU, as the cluster wants it: health, and device taints. Pure.
+"""Turns the governor's findings about GPUs into health and device taints. Pure functions.
 
-A taint keeps new pods away and moves nobody: a look can be mistaken, and what runs on a GPU that
-does not answer ends by itself. Who wants more makes a DeviceTaintRule.
+A taint keeps new pods away and evicts none: a finding can be wrong, and what runs on a GPU that
+does not answer ends on its own. An operator that wants more can create a DeviceTaintRule.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from kube.names import TAINT_BYPASS, TAINT_CLOSED, TAINT_LOST
 HEALTHY, UNHEALTHY, UNKNOWN = "Healthy", "Unhealthy", "Unknown"
 
 CLEAR_S = 30.0
-"""A taint goes when its reason has been away for so long: what comes and goes is written once."""
+"""Seconds that a taint stays after its reason has gone, so that a flapping one is written once."""
 MOST = 1000
-"""Characters of a message; the kubelet cuts at 1024."""
+"""Maximum length of a message in characters; the kubelet cuts at 1024."""
 
 
 @dataclass(frozen=True, order=True)
 class Taint:
-    """Why no new pod is to come to a GPU: a key, and a label value."""
+    """Why a GPU gets no new pod: a key, and a label value."""
 
     key: str
     value: str
 
     def describe(self) -> dict[str, str]:
-        """Return it as a ResourceSlice has it."""
+        """Return the taint in the form of a ResourceSlice."""
         return {"key": self.key, "value": self.value, "effect": "NoSchedule"}
 
 
 @dataclass(frozen=True)
 class Condition:
-    """How a GPU is, with the reasons for people and for the scheduler."""
+    """The state of a GPU, with the reasons in words and as taints for the scheduler."""
 
     health: str
     message: str = ""
@@ -66,7 +66,7 @@ def _judge(gpu: Mapping[str, Any], accused: Sequence[tuple[str, str]]) -> Condit
         taints.append(Taint(TAINT_CLOSED, str(gpu.get("strategy") or "closed")))
         messages.append(f"the GPU takes no container now: {gpu['closed']}")
     if accused:
-        # The GPU is well; who comes would share it with somebody who takes more than his part.
+        # The GPU is healthy, but a new pod would share it with a container that exceeds its share.
         kinds = sorted({kind for kind, _ in accused})
         taints.append(Taint(TAINT_BYPASS, kinds[0] if len(kinds) == 1 else "several"))
         said = ", ".join(sorted({f"{who[:64]} ({kind})" for kind, who in accused}))
@@ -76,7 +76,7 @@ def _judge(gpu: Mapping[str, Any], accused: Sequence[tuple[str, str]]) -> Condit
 
 @dataclass
 class Damper:
-    """Holds taints for a while, so that what comes and goes is not written again and again."""
+    """Keeps taints for a while, so that a flapping one is not written again and again."""
 
     clear_s: float = CLEAR_S
     _seen: dict[tuple[str, str], tuple[float, Taint]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Damper:
     def settle(
         self, conditions: Mapping[str, Condition], now: float
     ) -> dict[str, tuple[Taint, ...]]:
-        """Return the taints that are to be shown at `now` (monotonic seconds), by GPU."""
+        """Return the taints to show at `now` (monotonic seconds), by GPU."""
         current = {
             (uuid, taint.key): taint
             for uuid, condition in conditions.items()

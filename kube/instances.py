@@ -1,12 +1,12 @@
-"""Drivers of one node beside each other: a new one serves before the one that it replaces ends.
+"""Coordinates several drivers on one node: a new one serves before the one that it replaces ends.
 
-Kubelets since 1.33 know several plugins of one driver, if their sockets have names of their own,
-and call the one that registered last. So both prepare claims meanwhile. What only one may do,
-publishing and reconciling, is done by the one that was started last, of those that are registered.
+Kubelets since 1.33 support several plugins of one driver if their sockets have different names, and
+call the one that registered last. So both prepare claims meanwhile. Publishing and reconciling may
+be done by only one: of the instances that are registered, the one that was started last.
 
-Each instance holds a lock on a file of its own in the driver's directory for as long as it lives.
-What a dead one has left there is removed by the next. All of them share a lock on the directory
-itself, which a driver with fixed names, and the device plugin, hold alone.
+Each instance holds a lock on a file of its own in the driver's directory while it lives. The next
+instance removes what a dead one left there. All instances share a lock on the directory itself,
+which a driver with fixed socket names, and the device plugin, hold exclusively.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ _LOCK = re.compile(r"instance-(?P<name>.+)\.lock")
 _PLUGIN = re.compile(r"dra(?:-(?P<name>.+))?\.sock")
 _REGISTRAR = re.compile(rf"{re.escape(DRIVER)}(?:-(?P<name>.+))?-reg\.sock")
 CLAIMS = "claims.lock"
-"""Held, a byte for each claim, by the instance that works on it."""
+"""File with a byte for each claim, which the instance that works on the claim locks."""
 SLOTS = 1 << 30
 PATIENCE_S = 5.0
 LATELY_S = 120.0
 HOLD_MOST_S = 20.0
-"""No step of another instance takes so long: it waits for nothing while it holds a claim."""
+"""Longest wait in seconds for another instance to release a claim. No step of an instance takes
+that long, because it does not wait for anything while it holds a claim."""
 
 
 class Instance:
-    """One driver; without a name it is the only one of its node."""
+    """One running driver; without a name it is the only one on its node."""
 
     def __init__(self, directory: Path, registry: Path, name: str = "") -> None:
         if name and not _NAME.fullmatch(name):
@@ -64,12 +65,12 @@ class Instance:
 
     @property
     def socket(self) -> Path:
-        """Where the kubelet calls this driver."""
+        """The socket on which the kubelet calls this driver."""
         return self._socket(self.name)
 
     @property
     def registration(self) -> Path:
-        """Where the kubelet finds it."""
+        """The registration socket by which the kubelet finds this driver."""
         return self._registration(self.name)
 
     def _socket(self, name: str) -> Path:
@@ -82,7 +83,7 @@ class Instance:
         return self._directory / f"instance-{name}.lock"
 
     def start(self) -> None:
-        """Take the place among the others; SocketError where there is none."""
+        """Take the locks; SocketError if another driver excludes this one."""
         try:
             self._directory.mkdir(mode=0o750, parents=True, exist_ok=True)
             self._registry.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -119,18 +120,18 @@ class Instance:
             ) from e
 
     def _lock(self) -> int:
-        """Return a descriptor of this instance's file, locked; it is the file that is there."""
+        """Lock this instance's file and return its descriptor; the file still has its name."""
         path = self._lock_file(self.name)
         until = time.monotonic() + PATIENCE_S
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Another one that looked before this was locked may have removed it.
+                # Another instance that examined the file before it was locked may have removed it.
                 if path.exists() and path.stat().st_ino == os.fstat(fd).st_ino:
                     return fd
             except BlockingIOError:
-                # Another one looks, or the container that was here before has not quite ended.
+                # Another instance examines it, or the previous container has not quite ended.
                 if time.monotonic() > until:
                     os.close(fd)
                     raise
@@ -141,31 +142,31 @@ class Instance:
         if self._own is None:
             return
         data = json.dumps({"started": self._started, "registered": registered}).encode()
-        # One write of a whole line: a reader finds the old one or the new one.
+        # One write of a whole line, so a reader finds either the old line or the new one.
         os.pwrite(self._own, data.ljust(80) + b"\n", 0)
 
-    def note_registered(self, registered: bool) -> None:  # noqa: FBT001 - the callback's one word
-        """Note whether a kubelet has registered this instance."""
+    def note_registered(self, registered: bool) -> None:  # noqa: FBT001 - the only argument
+        """Record whether the kubelet has registered this instance."""
         self._registered = registered
         with contextlib.suppress(OSError):
             self._write(registered=registered)
 
     def leads(self) -> bool:
-        """Return whether this instance publishes and reconciles; what dead ones left is removed."""
+        """Return whether this instance publishes and reconciles; removes dead ones' leftovers."""
         return not self.name or not any(
             other["registered"] and (other["started"] > self._started or not self._registered)
             for other in self.clean()
         )
 
     def has_successor(self) -> bool:
-        """Return whether a later instance is registered, which serves when this one ends."""
+        """Return whether a later instance is registered, which will serve when this one ends."""
         return bool(self.name) and any(
             other["registered"] and other["started"] > self._started for other in self.clean()
         )
 
     def clean(self) -> list[dict[str, Any]]:
-        """Remove what dead instances have left; return what the others have written."""
-        # Sockets are looked for first: an instance has its lock before them.
+        """Remove what dead instances left; return the states that the live ones have written."""
+        # Sockets are listed first: an instance takes its lock before it creates them.
         left = self._found(self._directory, _PLUGIN) | self._found(self._registry, _REGISTRAR)
         alive = {}
         for name in self._found(self._directory, _LOCK) - {self.name}:
@@ -181,7 +182,7 @@ class Instance:
         return list(alive.values())
 
     def others(self) -> bool:
-        """Return whether another instance was there lately, and may have been called."""
+        """Return whether another instance was seen lately, and may have been called."""
         return self._met is not None and time.monotonic() - self._met < LATELY_S
 
     def _found(self, directory: Path, pattern: re.Pattern[str]) -> set[str]:
@@ -189,7 +190,7 @@ class Instance:
         return {match["name"] or "" for match in matches if match}
 
     def _look(self, name: str) -> dict[str, Any] | None:
-        """Return what a live instance has written, None of a dead one, whose file goes."""
+        """Return the state of a live instance; for a dead one remove its file and return None."""
         path = self._lock_file(name)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -206,9 +207,10 @@ class Instance:
 
     @contextlib.contextmanager
     def hold(self, uid: str, check: Callable[[], None]) -> Iterator[None]:
-        """Keep other instances from working on a claim; `check` raises where that is given up.
+        """Keep other instances from working on a claim; `check` raises to give up the wait.
 
-        One thread at a time may hold a claim: the kernel tells processes apart, not threads.
+        The caller lets only one thread at a time hold a claim: the kernel's lock excludes
+        processes, not threads.
         """
         if self._claims is None or not self.name:
             yield
@@ -237,7 +239,7 @@ class Instance:
             fcntl.lockf(self._claims, fcntl.LOCK_UN, 1, slot)
 
     def close(self) -> None:
-        """Let go of the place; each instance removes the sockets that it made."""
+        """Release the locks; the sockets are removed by the servers that created them."""
         if self._own is not None:
             self._lock_file(self.name).unlink(missing_ok=True)
         for fd in (self._own, self._claims, self._shared):
@@ -248,7 +250,7 @@ class Instance:
 
 
 def _read(fd: int) -> dict[str, Any]:
-    """Return what an instance has written; one that has not yet is ahead of nobody."""
+    """Return what an instance has written; one that has written nothing is ahead of none."""
     try:
         state = json.loads(os.pread(fd, 200, 0))
         return {"started": int(state["started"]), "registered": state["registered"] is True}

@@ -2,9 +2,9 @@
 
     tidegate-dra --node-name NODE [--kubeconfig FILE] [--runtime-dir DIR] [--kubelet-dir DIR] ...
 
-In a pod the API server is found by the service account. It logs one event per line (JSON when
-standard error is not a terminal) and ends on SIGTERM or SIGINT. What runs on the GPUs goes on
-whether it is there or not; the next one takes over what was prepared.
+In a pod the service account leads to the API server. The driver logs one event per line (JSON when
+standard error is not a terminal) and ends on SIGTERM or SIGINT. Containers on the GPUs keep running
+without it; the next driver takes over the prepared claims.
 """
 
 from __future__ import annotations
@@ -54,31 +54,31 @@ AWAY = Taint(TAINT_CLOSED, "governor-away")
 
 
 class Backoff:
-    """How long to leave somebody alone who does not answer: twice as long each time."""
+    """The pause before asking a peer again that does not answer: it doubles each time."""
 
     def __init__(self) -> None:
         self._pause = 0.0
         self._until = 0.0
 
     def failed(self, now: float) -> float:
-        """Note a failure, and return for how many seconds nothing is asked."""
+        """Record a failure, and return the pause until the next attempt in seconds."""
         self._pause = min(max(self._pause * 2, PAUSE_S), PAUSE_MOST_S)
-        # Not all nodes at once, when the API server comes back.
+        # Random, so that not all nodes ask at once when the API server comes back.
         wait = self._pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         self._until = now + wait
         return wait
 
     def answered(self) -> None:
-        """Note an answer."""
+        """Record an answer."""
         self._pause = self._until = 0.0
 
     def over(self, now: float) -> bool:
-        """Return whether it may be asked."""
+        """Return whether the pause is over."""
         return now >= self._until
 
 
 class Loop:
-    """What is done every two seconds, and when somebody wakes it."""
+    """The work that is done every two seconds, and whenever `wake` is set."""
 
     def __init__(
         self,
@@ -115,9 +115,10 @@ class Loop:
         self._conditions: Mapping[str, Condition] = {}
 
     def registered(self, accepted: bool = True) -> None:  # noqa: FBT001, FBT002
-        """The kubelet has just registered us, or refused us: it deletes the slices of its node.
+        """Handle that the kubelet registered or refused this driver: it deletes the node's slices.
 
-        One that has refused us prepares nothing: what it has deleted is not made again.
+        If the kubelet refused the driver, it prepares no claim, so the slice is not published
+        again.
         """
         self._known = accepted
         self._publisher.forget()
@@ -127,11 +128,12 @@ class Loop:
         self.wake.set()
 
     def step(self) -> None:
-        """Look at the node, and have the cluster know."""
+        """Query the node's state and publish it to the cluster."""
         now = time.monotonic()
         self._take_or_leave()
         self._look(now)
-        # Pods of a node whose kubelet does not know us would be sent here, and never start.
+        # Nothing is published before the kubelet knows the driver: pods would be scheduled to this
+        # node and never start.
         if not self._known:
             self._wait(now)
         if not self.leading:
@@ -139,7 +141,7 @@ class Loop:
         if self._known and self._answer is not None:
             self._try("publish", now, functools.partial(self._publish, self._answer, now))
         if self._reconcile.is_set():
-            self._reconcile.clear()  # who registers meanwhile wants another
+            self._reconcile.clear()  # before it runs: a registration meanwhile needs another one
             if not self._try("reconcile", now, self._driver.reconcile):
                 self._reconcile.set()
 
@@ -149,21 +151,21 @@ class Loop:
         return self._known and not self.leading
 
     def _take_or_leave(self) -> None:
-        """See whether another instance of the driver has this one's place, or has left it again."""
+        """Check whether this instance leads: another may have taken over, or have ended."""
         leading = self._leads()
         if leading == self.leading:
             return
         self.leading = leading
         log.info("leads" if leading else "another-leads")
-        # What the other one has changed meanwhile is looked at.
+        # The other instance may have changed something meanwhile, so it is all read again.
         self._publisher.forget()
         self._recheck.forget()
         self._reconcile.set()
 
     def _try(self, what: str, now: float, function: Callable[[], None]) -> bool:
-        """Do something that asks others, unless they are left alone now; return whether it worked.
+        """Run a function that asks a peer, except during a pause; return whether it succeeded.
 
-        What waits for the governor keeps nobody from the API server, and the other way round.
+        Publishing and reconciling have separate pauses, so that one does not delay the other.
         """
         backoff = self._backoffs[what]
         if not backoff.over(now):
@@ -176,7 +178,7 @@ class Loop:
             wait = round(backoff.failed(now), 1)
             log.warning("not-answered", what=what, message=e.message, hint=e.hint, again_s=wait)
             return False
-        except Exception as e:  # claims are prepared, whatever else was answered
+        except Exception as e:  # preparing claims has to go on after any strange answer
             wait = round(backoff.failed(now), 1)
             log.exception("not-understood", what=what, error=repr(e)[:300], again_s=wait)
             return False
@@ -197,7 +199,7 @@ class Loop:
             )
 
     def _look(self, now: float) -> None:
-        """Ask the governor how its GPUs are."""
+        """Ask the governor for the state of its GPUs."""
         try:
             answer = self._node.gpus()
             conditions = judge(answer["gpus"], self._node.containers())
@@ -207,7 +209,8 @@ class Loop:
             if self._away_since is None:
                 self._away_since = now
                 log.warning("governor-away", message=e.message, hint=e.hint)
-            # A restart is over by then; a node whose governor stays away prepares no claim.
+            # A restart is over after AWAY_S; after that no pods should come, because a node
+            # without a governor prepares no claim.
             taints = (AWAY,) if now - self._away_since >= AWAY_S else ()
             unknown = Condition(UNKNOWN, "the node's governor does not answer", taints)
             self._conditions = dict.fromkeys(self._conditions, unknown)
@@ -220,7 +223,7 @@ class Loop:
         self._health.update(conditions)
 
     def _publish(self, answer: Mapping[str, Any], now: float) -> None:
-        # A node that was made again has another uid, and its slice went with the old one.
+        # A node that was created again has a new uid, and its slice was deleted with the old one.
         if self._node_uid is None or not self._publisher.current:
             metadata = self._cluster.node(self._args.node_name).get("metadata") or {}
             self._node_uid = str(metadata["uid"])
@@ -235,7 +238,7 @@ class Loop:
             roots=find_roots(addresses),
         )
         claims = self._driver.entered
-        if self._publisher.current:  # else the mark of what is stored is read first
+        if self._publisher.current:  # otherwise the stored mark has to be read first
             closed = {uuid for uuid, found in taints.items() if found}
             room = self._away_since is None and has_room(answer, closed)
             mark = self._recheck.next_mark(claims, self._publisher.mark, now, room=room)
@@ -306,15 +309,15 @@ def _check(args: argparse.Namespace) -> None:
 
 
 class _Ready:
-    """The file that says that the node's GPUs are offered."""
+    """The file that exists while the node's GPUs are offered."""
 
     def __init__(self, path: str | None) -> None:
         self._path = Path(path) if path else None
         self._shown = False
-        self.show(ready=False, always=True)  # of one that was killed
+        self.show(ready=False, always=True)  # removes the file of a driver that was killed
 
     def show(self, *, ready: bool, always: bool = False) -> None:
-        """Make it or remove it, where that changes anything."""
+        """Create or remove the file if `ready` has changed, or always."""
         if self._path is None or (ready == self._shown and not always):
             return
         with contextlib.suppress(OSError):
@@ -328,7 +331,7 @@ class _Ready:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serve until a signal says to stop."""
+    """Serve until SIGTERM or SIGINT."""
     stop = threading.Event()
     cluster = Cluster(args.kubeconfig)
     node = Node(args.runtime_dir)
@@ -364,7 +367,7 @@ def serve(args: argparse.Namespace) -> None:
     )
     watcher = Watcher(cluster, publisher, slice_name(args.node_name), loop.wake)
 
-    def registered(accepted: bool) -> None:  # noqa: FBT001 - the callback's one word
+    def registered(accepted: bool) -> None:  # noqa: FBT001 - the callback's only argument
         loop.registered(accepted)
         if accepted:
             resync.registered()

@@ -1,9 +1,9 @@
-"""Names by which the cluster knows us, in one place."""
+"""The names that Tidegate uses in a cluster."""
 
 from __future__ import annotations
 
 DRIVER = "tidegate.gpu"
-"""The DRA driver: in ResourceSlices, allocations, opaque parameters, and at the kubelet."""
+"""Name of the DRA driver: in ResourceSlices, allocations, opaque parameters, and at the kubelet."""
 
 CLASSES = tuple(f"gpu-{kind}.tidegate.gpu" for kind in ("strict", "elastic", "whole"))
 """The DeviceClasses of packaging/kubernetes/."""
@@ -13,16 +13,17 @@ PARAMETERS_KIND = "TidegateConfig"
 
 MEMORY = "memory"
 COMPUTE = "compute"
-"""The capacities of a device: bytes, and percent of a GPU's time."""
+"""Names of a device's capacities: bytes, and percent of a GPU's time."""
 
 PLUGIN_RESOURCE = "tidegate.gpu/memory-gib"
-"""What the device plugin offers where the cluster has no consumable capacity."""
+"""The resource that the device plugin offers in clusters without consumable capacity."""
 
 CDI_CLASS = "claim"
 
 TAINT_LOST = f"{DRIVER}/lost"
 TAINT_CLOSED = f"{DRIVER}/closed"
 TAINT_BYPASS = f"{DRIVER}/bypass"
-"""Keys of device taints: does not answer; takes no container now; somebody works past us."""
+"""Keys of device taints: a GPU does not answer; takes no container now; a container bypasses its
+quota."""
 
 KUBELET_DIR = "/var/lib/kubelet"

@@ -1,4 +1,4 @@
-"""The node's governor, asked on its socket: GPUs, claims and the containers that use them."""
+"""Asks the node's governor on its socket about GPUs, claims and the containers that use them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from governor.config import Config
 
 
 class Node:
-    """What the driver asks of the governor; every method raises what `governor.client.ask` does."""
+    """The driver's requests to the governor; the methods raise what `governor.client.ask` does."""
 
     def __init__(self, runtime_dir: str, timeout: float = 10.0) -> None:
         self._config = Config(runtime_dir=runtime_dir)
         self._timeout = timeout
 
     def gpus(self) -> dict[str, Any]:
-        """Return the GPUs that are shared, and what is left of them."""
+        """Return the GPUs that are shared, with what is left of each."""
         return self._ask("gpus")
 
     def containers(self) -> list[dict[str, Any]]:
@@ -26,12 +26,12 @@ class Node:
     def claim(self, claim: dict[str, Any]) -> list[dict[str, Any]]:
         """Enter a claim; return its shares, each with the GPU's index and device node.
 
-        To enter it again changes nothing.
+        Entering it again changes nothing.
         """
         return list(self._ask("claim", **claim)["shares"])
 
     def unclaim(self, uid: str) -> None:
-        """Take a claim back; one that is not known is no error."""
+        """Take a claim back; an unknown one is not an error."""
         self._ask("unclaim", uid=uid)
 
     def claims(self) -> list[dict[str, Any]]:

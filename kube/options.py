@@ -1,4 +1,4 @@
-"""What the DRA driver and the device plugin are both told of their node on the command line."""
+"""Command line options about the node that the DRA driver and the device plugin share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kube.names import KUBELET_DIR
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Add where the governor, the kubelet, the engine and the hook are."""
+    """Add the options with the paths of the governor, the kubelet, the engine and the hook."""
     parser.add_argument(
         "--runtime-dir", default="/run/tidegate", metavar="DIR", help="the governor's (%(default)s)"
     )

@@ -1,7 +1,7 @@
-"""The opaque parameters of a claim: what capacities do not say. Pure.
+"""Reads the opaque parameters of a claim: what capacities cannot express. Pure functions.
 
-A DeviceClass and a claim may both have some; what comes later in the allocation wins, option by
-option. `strict` and `computeLimit` are one option: a later one of either replaces both.
+A DeviceClass and a claim may both have parameters; for each option the last one in the allocation
+wins. `strict` and `computeLimit` are one option: a later one of either replaces both.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kube.names import DRIVER
 
 SCHEMA_FILE = Path(__file__).with_name("tidegate_config.schema.json")
 MOST = 300
-"""Characters of what an error shows of a foreign document."""
+"""Maximum length in characters of an excerpt of a foreign document in an error."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What holds for one request: `compute_limit` is None where it is what is guaranteed.
+    """The parameters of one request: `compute_limit` None means the guarantee is also the cap.
 
-    So it is where nobody says anything, as with annotations.
+    That is the default, as with annotations.
     """
 
     compute_limit: int | None = None
@@ -49,9 +49,9 @@ def _validator() -> Any:
 
 
 def merge(before: Parameters, document: object, where: str) -> Parameters:
-    """Return the parameters with what a document says; ClaimError names the field that is wrong.
+    """Return the parameters updated by a document; ClaimError names the field that is wrong.
 
-    `where` names the document to the reader.
+    `where` names the document in the error.
     """
     check(document, where)
     assert isinstance(document, dict)  # noqa: S101 - the schema says so
@@ -70,7 +70,7 @@ def merge(before: Parameters, document: object, where: str) -> Parameters:
 
 
 def check(document: object, where: str) -> None:
-    """Refuse what is no TidegateConfig; ClaimError names the field."""
+    """Refuse a document that is not a TidegateConfig; ClaimError names the field."""
     import jsonschema
 
     try:
@@ -106,9 +106,9 @@ def _cut(text: str) -> str:
 
 
 def applies(requests: Sequence[str], request: str) -> bool:
-    """Return whether a configuration for these requests is for one: none named means all.
+    """Return whether a configuration for `requests` applies to `request`; an empty list means all.
 
-    One that names a request with alternatives is for each of them.
+    If it names a request with alternatives, it applies to each of them.
     """
     return not requests or any(
         request == name or request.startswith(f"{name}/") for name in requests
@@ -116,9 +116,9 @@ def applies(requests: Sequence[str], request: str) -> bool:
 
 
 def of_request(config: Sequence[Mapping[str, Any]], request: str, claim: str) -> Parameters:
-    """Return what holds for a request by an allocation's `devices.config`."""
+    """Return the parameters of a request, from an allocation's `devices.config`."""
     parameters = Parameters()
-    # Classes come first; that is also the order that the scheduler writes.
+    # Classes come first; the scheduler writes them in that order as well.
     for entry in sorted(config, key=lambda one: one.get("source") != "FromClass"):
         opaque = entry.get("opaque") or {}
         if opaque.get("driver") != DRIVER or not applies(entry.get("requests") or (), request):

@@ -1,10 +1,11 @@
-"""`tidegate-device-plugin`: a node's GPU memory as a resource that the kubelet counts.
+"""`tidegate-device-plugin`: offers a node's GPU memory as a resource that the kubelet counts.
 
     tidegate-device-plugin [--runtime-dir DIR] [--kubelet-dir DIR] [--compute 25] ...
 
-For clusters that cannot share devices by DRA. A container asks for `tidegate.gpu/memory-gib: 8`;
-how much of the GPU's time comes with it is the node's policy. What it gets stands in the hook's
-arguments, in a CDI file of the node: never in the environment, which a pod can say otherwise.
+It is meant for clusters that cannot share devices by DRA. A container asks for
+`tidegate.gpu/memory-gib: 8`; the node's policy says how much of the GPU's time comes with that.
+What the container gets is written in the hook's arguments, in a CDI file of the node. It is never
+passed in the environment, which a pod can override.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ VERSION = "v1beta1"
 SOCKET = "tidegate-gpu-memory.sock"
 PERIOD_S = 1.0
 AWAY_S = 15.0
-"""A governor may be away so long, which is a restart, before no pod is sent here any more."""
+"""Seconds that a governor may be away, as in a restart, before the units become unhealthy."""
 PAUSE_MOST_S = 30.0
 CALL_S = 10.0
 WORKERS = 8
 STREAMS = 4
-"""Each takes a worker; a kubelet has one."""
+"""Maximum number of open streams. Each occupies a worker; a kubelet opens one."""
 
 
 class Governor(Protocol):
-    """What the plugin asks of the node's governor (`kube.node.Node`)."""
+    """The plugin's requests to the node's governor (`kube.node.Node`)."""
 
     def gpus(self) -> dict[str, Any]:
         """Return the GPUs that are shared."""
@@ -78,7 +79,7 @@ class Governor(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """One device of the kubelet's: its name, whether it may be given, the NUMA node."""
+    """One device as the kubelet counts it: its name, whether it may be given, its NUMA node."""
 
     name: str
     healthy: bool
@@ -86,9 +87,10 @@ class Unit:
 
 
 class Books:
-    """Enters what the kubelet gives away into the governor's books, and writes the CDI files.
+    """Enters the units that the kubelet allocates into the governor's books; writes the CDI files.
 
-    The order is that of the DRA driver: the governor first. What overlaps is taken back before.
+    The order is that of the DRA driver: the governor first. Claims that overlap are taken back
+    before.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Books:
         self._dev_dir = dev_dir
         self._lock = threading.Lock()
         self._given: dict[str, tuple[Units, Claim]] = {}
-        """What the kubelet was answered, and so what the governor has to know: by uid."""
+        """The answers to the kubelet, all of which the governor has to know, by uid."""
 
     def allocate(self, containers: Sequence[Sequence[str]]) -> list[str]:
         """Return the CDI device of each container; a TidegateError says why there is none."""
@@ -118,7 +120,7 @@ class Books:
             wanted = [parse_units(names, gpus) for names in containers]
             _require_apart(wanted, gpus)
             for uid, (units, _) in (self._given | read_back(self._governor.claims())).items():
-                # The very same units are the same container again, or one that may have its place.
+                # Exactly the same units mean the same container again, or one that replaces it.
                 if any(units.overlaps(new) and uid != new.uid for new in wanted):
                     self._governor.unclaim(uid)
                     self._given.pop(uid, None)
@@ -157,9 +159,9 @@ class Books:
         self._directory.write(claim.reference.uid, spec)
 
     def restore(self) -> None:
-        """Write the files again that a reboot has taken, and remove those of nobody.
+        """Write the CDI files again that a reboot has removed, and remove those without a claim.
 
-        The kubelet remembers what it was answered, and starts containers with it, unasked.
+        The kubelet remembers the answers and starts containers with them without asking again.
         """
         with self._lock:
             claims = self._governor.claims()
@@ -172,7 +174,7 @@ class Books:
                 log.info("cdi-left-over", uid=uid)
 
     def tell_again(self) -> None:
-        """Enter again what the governor has forgotten: the kubelet never asks twice for a pod."""
+        """Enter claims again that the governor has lost: the kubelet never asks twice for a pod."""
         with self._lock:
             known = {str(claim["uid"]) for claim in self._governor.claims()}
             for uid, (_, claim) in list(self._given.items()):
@@ -181,14 +183,14 @@ class Books:
                 try:
                     self._governor.claim(claim.describe())
                 except RefusedError as e:
-                    del self._given[uid]  # a container that starts with it hears of it
+                    del self._given[uid]  # a container that starts with it gets the error
                     log.warning("units-lost", uid=uid, message=e.message, hint=e.hint)
                 else:
                     log.info("units-told-again", uid=uid)
 
 
 def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse units that are given to two containers in one call: each would have them whole."""
+    """Refuse units that one call gives to two containers: each container would get all of them."""
     for number, units in enumerate(wanted):
         for other in wanted[:number]:
             if units.overlaps(other):
@@ -201,7 +203,7 @@ def _require_apart(wanted: Sequence[Units], gpus: Sequence[Mapping[str, Any]]) -
 
 
 class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
-    """The kubelet's calls."""
+    """The calls that the kubelet makes."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -211,7 +213,7 @@ class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
         self._streams = threading.BoundedSemaphore(STREAMS)
 
     def update(self, units: Sequence[Unit]) -> None:
-        """Have whoever watches know of the units, where that is news."""
+        """Set the units, and send them on all streams if they have changed."""
         with self._changed:
             if tuple(units) != self._units:
                 healthy = sum(unit.healthy for unit in units)
@@ -220,17 +222,17 @@ class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
                 self._changed.notify_all()
 
     def close(self, *, closed: bool = True) -> None:
-        """End every stream, or let there be new ones."""
+        """End all streams, or with `closed` false allow new ones."""
         with self._changed:
             self._closed = closed
             self._changed.notify_all()
 
     def GetDevicePluginOptions(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Say that we choose units, and have nothing to do at a start."""
+        """Return that the plugin chooses units and has nothing to do at a container's start."""
         return messages.DevicePluginOptions(get_preferred_allocation_available=True)
 
     def ListAndWatch(self, _request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
-        """Stream all units, whenever one changes."""
+        """Stream the list of all units, at first and whenever one changes."""
         if not self._streams.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{STREAMS} streams are open")
         try:
@@ -252,7 +254,7 @@ class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
             self._changed.notify_all()
 
     def GetPreferredAllocation(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Choose units of one GPU, the fullest that has room."""
+        """Choose units of one GPU, the fullest one that has room."""
         response = messages.PreferredAllocationResponse()
         for one in request.container_requests:
             chosen = prefer(
@@ -262,7 +264,7 @@ class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
         return response
 
     def Allocate(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Enter the units, and name their CDI devices."""
+        """Enter the units and return their CDI devices."""
         asked = [list(one.devices_ids) for one in request.container_requests]
         try:
             devices = self._books.allocate(asked)
@@ -277,7 +279,7 @@ class Plugin(services.DevicePluginServicer):  # type: ignore[misc]
         return response
 
     def PreStartContainer(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Do nothing; no kubelet asks."""
+        """Do nothing; the kubelet does not call it, by the plugin's options."""
         return messages.PreStartContainerResponse()
 
 
@@ -289,7 +291,7 @@ def _device(unit: Unit) -> Any:
 
 
 class Kubelet:
-    """Where the kubelet listens; a socket that was made anew is another kubelet."""
+    """The kubelet's socket; one that was created anew belongs to another kubelet."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "kubelet.sock"
@@ -297,7 +299,7 @@ class Kubelet:
         self._pause = self._not_before = 0.0
 
     def look(self, now: float) -> bool:
-        """Return whether we have to register, now."""
+        """Return whether the plugin has to register now."""
         found = self._identity()
         if found is None:
             self._known = None
@@ -311,11 +313,11 @@ class Kubelet:
         return status.st_dev, status.st_ino, status.st_ctime_ns
 
     def forget(self) -> None:
-        """Register again at the next look: our own socket is a new one."""
+        """Register again at the next look, because the plugin's own socket is a new one."""
         self._known = None
 
     def register(self, now: float) -> bool:
-        """Register; one that does not answer is left alone for a while, longer each time."""
+        """Register; after a failure the next attempt waits, twice as long each time."""
         found = self._identity()
         request = messages.RegisterRequest(
             version=VERSION,
@@ -338,7 +340,7 @@ class Kubelet:
 
 
 class Loop:
-    """What is done every second."""
+    """The work that is done every second."""
 
     def __init__(self, governor: Governor, books: Books, plugin: Plugin, kubelet_dir: Path) -> None:
         self._directory = directory = kubelet_dir / "device-plugins"
@@ -359,25 +361,25 @@ class Loop:
         self.registered = False
 
     def step(self) -> None:
-        """Look at the node and at the kubelet."""
+        """Check the node and the kubelet."""
         now = time.monotonic()
         self._look(now)
         if not self._restored:
-            return  # before the governor has answered once there is nothing to offer
+            return  # there is nothing to offer until the governor has answered once
         if not self._started:
             self._endpoint.start()
             self._started = True
-        # A kubelet that starts removes every socket in the directory, and ours is one.
+        # A kubelet that starts removes every socket in the directory, including the plugin's.
         elif self._endpoint.look():
             self._kubelet.forget()
         if self._kubelet.look(now):
             self.registered = self._kubelet.register(now)
 
     def turn(self) -> None:
-        """Look, and say after a while that there is no kubelet."""
+        """Run one step, and after a while log that there is no kubelet."""
         try:
             self.step()
-        except SocketError as e:  # a directory that the kubelet is about to make
+        except SocketError as e:  # the kubelet has not created the directory yet
             reason = e.message
         else:
             path = self._directory / "kubelet.sock"
@@ -414,7 +416,7 @@ class Loop:
         self._plugin.update(self._units)
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._plugin.close()
         self._endpoint.stop(1.0)
 
@@ -453,7 +455,7 @@ def _percent(text: str) -> int:
 
 @contextlib.contextmanager
 def _alone(kubelet_dir: Path) -> Iterator[None]:
-    """Keep the DRA driver and a second plugin away: both would book the same GPUs."""
+    """Exclude the DRA driver and a second plugin, which would book the same GPUs."""
     directory = kubelet_dir / "plugins" / DRIVER
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -475,7 +477,7 @@ def _alone(kubelet_dir: Path) -> Iterator[None]:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serve until a signal says to stop."""
+    """Serve until SIGTERM or SIGINT."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

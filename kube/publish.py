@@ -1,8 +1,8 @@
-"""Keeps the node's ResourceSlice as it should be, with as few requests as that takes.
+"""Keeps the node's ResourceSlice up to date with as few requests as possible.
 
 Nothing is written while nothing changes. What the API server stores is read back: a cluster that
-drops the fields by which devices are shared gets no slice, because its scheduler would give a whole
-GPU to one claim, and the node's quotas would say otherwise.
+drops the fields needed to share devices gets no slice, because its scheduler would give a whole GPU
+to one claim, in contradiction to the node's quotas.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kube.slices import normalised
 log = structlog.get_logger()
 
 INTERVAL_S = 6.0
-"""Between two writes; a change meanwhile is written with the next."""
+"""Minimum interval between two writes, in seconds; the next write has all changes until then."""
 WATCH_S = 540
 OWN = 16
-"""Writes of which events may still come."""
+"""Number of this driver's own versions that are remembered, because their events may still come."""
 PACE_S = 1.0
-"""Between two looks at what others have done to the slice."""
+"""Pause in seconds after a change of the slice by another client."""
 GATE = GateError(
     "the API server drops allowMultipleAllocations or requestPolicy of ResourceSlices: its feature"
     " gate DRAConsumableCapacity is off",
@@ -38,10 +38,10 @@ GATE = GateError(
 
 
 class Slices(Protocol):
-    """What a publisher asks of the API server (`kube.cluster.Cluster`)."""
+    """The publisher's requests to the API server (`kube.cluster.Cluster`)."""
 
     def slice(self, name: str) -> dict[str, Any] | None:
-        """Return a slice, None where there is none."""
+        """Return a slice, None if it does not exist."""
 
     def create_slice(self, body: dict[str, Any], *, dry_run: bool = False) -> dict[str, Any]:
         """Create it and return what is stored."""
@@ -54,7 +54,7 @@ class Slices(Protocol):
 
 
 class Publisher:
-    """Writes one slice; `forget` says that somebody else may have changed it."""
+    """Writes one slice; `forget` says that another client may have changed it."""
 
     def __init__(
         self,
@@ -73,36 +73,36 @@ class Publisher:
         self._probed = False
         self._keeps_taints = True
         self._lock = threading.Lock()
-        """Held from before a write until it is known what was written."""
+        """Held from before a write until the written version is known."""
         self._own: deque[str] = deque(maxlen=OWN)
         self.version = ""
-        """The resource version of what is stored, as far as we know."""
+        """The last known resource version of the stored slice."""
         self.mark = ""
-        """The mark of what is stored, as far as we know (`kube.recheck`)."""
+        """The last known mark of the stored slice (`kube.recheck`)."""
 
     @property
     def current(self) -> bool:
-        """Whether the API server has a slice of ours, as far as we know."""
+        """Whether the API server has this driver's slice, as far as known."""
         return self._shown is not None and not self._stale.is_set()
 
     def is_own(self, version: str) -> bool:
         """Return whether a version of the slice was written by this publisher, or read by it.
 
-        The event of a write can come before its answer: that is waited for.
+        The event of a write can come before its answer, so this waits for the answer.
         """
         with self._lock:
             return version in self._own
 
     def forget(self) -> None:
-        """Look at what is stored before the next decision."""
+        """Read the stored slice before the next decision."""
         self._stale.set()
 
     def publish(self, wanted: dict[str, Any]) -> bool:
-        """Have the API server store this slice; return whether anything was written.
+        """Make the API server store this slice; return whether anything was written.
 
-        Where it names no mark (`kube.recheck`) the stored one stays. ClusterError where the API
-        server does not answer or another write came first: ask again. GateError where
-        the cluster cannot share devices; then there is no slice.
+        If the slice has no mark (`kube.recheck`), the stored one stays. ClusterError if the API
+        server does not answer or another write came first: call it again. GateError if the cluster
+        cannot share devices; then no slice is stored.
         """
         body = self._shape(wanted)
         shown = self._comparable(body)
@@ -130,11 +130,11 @@ class Publisher:
             elif mark in (None, _mark(stored)):
                 self._note(stored, shown)
                 return False
-            else:  # what the scheduler allocates from stays as it is, and so its generation
+            else:  # the devices stay unchanged, and so does the generation
                 body = _with_mark(stored, mark)
         write = self._cluster.create_slice if stored is None else self._cluster.replace_slice
         if not self._probed:
-            # What it would store: a scheduler never sees a slice that cannot be shared.
+            # Check a dry run first, so that the scheduler never sees a slice without sharing.
             self._check(write(body, dry_run=True), name if stored is not None else None)
             self._probed = True
         result = write(body)
@@ -181,7 +181,7 @@ class Publisher:
         self._shown = shown
 
     def _check(self, stored: Mapping[str, Any], delete: str | None) -> None:
-        """Refuse a cluster that does not keep what sharing needs; `delete` takes its slice away."""
+        """Raise GATE if the API server dropped what sharing needs; then delete slice `delete`."""
         for device in (stored.get("spec") or {}).get("devices") or ():
             capacities = (device.get("capacity") or {}).values()
             shared = device.get("allowMultipleAllocations") is True
@@ -213,9 +213,9 @@ def _with_mark(body: Mapping[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _succeed(body: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body that takes the place of what is stored: the next generation.
+    """Return the body that replaces the stored slice, with the next generation.
 
-    A taint that stays keeps the time at which it came, and a slice its mark.
+    A taint that stays keeps the time at which it was added, and the slice keeps its mark.
     """
     after = copy.deepcopy(body)
     kept = _mark(stored)
@@ -238,10 +238,10 @@ def _succeed(body: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Watcher:
-    """Tells a publisher, on a thread of its own, when somebody else touches its slice.
+    """Tells a publisher, on a thread of its own, when another client changes its slice.
 
-    A kubelet that starts deletes the slices of its node; the scheduler sees no GPU until it is
-    there again.
+    A kubelet that starts deletes the slices of its node; the scheduler sees no GPU until the slice
+    exists again.
     """
 
     def __init__(
@@ -264,24 +264,24 @@ class Watcher:
             try:
                 for event in self._cluster.watch_slice(self._name, version, WATCH_S):
                     if self._look(event):
-                        # Two who each put the slice right do not do it as fast as they can.
+                        # Two clients that each correct the slice must not do so in a tight loop.
                         self._stop.wait(PACE_S)
                     pause = 1.0
                     if self._stop.is_set():
                         return
                 if self._publisher.version == version:
                     self._stop.wait(0.2)
-            except Exception as e:  # noqa: BLE001 - an odd answer ends no thread
+            except Exception as e:  # noqa: BLE001 - a strange answer must not end the thread
                 message = e.message if isinstance(e, ClusterError) else repr(e)[:300]
                 log.info("watch-ended", message=message)
-                # What happened meanwhile nobody has told.
+                # Events may have been missed meanwhile.
                 self._publisher.forget()
                 self._wake.set()
                 self._stop.wait(pause)
                 pause = min(pause * 2, 60.0)
 
     def stop(self) -> None:
-        """End with the next event, or with the process."""
+        """Stop at the next event, or with the process."""
         self._stop.set()
 
     def _look(self, event: Mapping[str, Any]) -> bool:

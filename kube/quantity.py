@@ -1,4 +1,4 @@
-"""Kubernetes' quantities: `8Gi`, `30`, `1500m`, `2e9`. Pure and exact."""
+"""Parses Kubernetes quantities exactly: `8Gi`, `30`, `1500m`, `2e9`. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SUFFIXES = {
 
 
 def parse_quantity(value: str | int) -> Fraction:
-    """Return what a quantity means; ValueError where it is none."""
+    """Return the value of a quantity; ValueError if it is not one."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise ValueError(f"{value!r} is no quantity")  # noqa: TRY004 - as all that is none
+        raise ValueError(f"{value!r} is no quantity")  # noqa: TRY004 - one error for all
     match = _FORM.fullmatch(str(value))
     if match is None:
         raise ValueError(f"{value!r} is no quantity")
@@ -39,7 +39,7 @@ def parse_quantity(value: str | int) -> Fraction:
 
 
 def whole(value: str | int) -> int:
-    """Return a quantity that is a whole number; ValueError where it is none."""
+    """Return the value of a quantity that is a whole number; ValueError if it is not."""
     number = parse_quantity(value)
     if number.denominator != 1:
         raise ValueError(f"{value!r} is no whole number")
@@ -47,5 +47,5 @@ def whole(value: str | int) -> int:
 
 
 def show_bytes(number: int) -> str:
-    """Return bytes as a quantity: in MiB, where they are that."""
+    """Return a number of bytes as a quantity, in Mi if it is a whole number of MiB."""
     return f"{number // MIB}Mi" if number % MIB == 0 and number else str(number)

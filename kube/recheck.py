@@ -1,15 +1,14 @@
-"""Has kube-scheduler look again at pods that it left waiting although a GPU has room. Pure.
+"""Makes kube-scheduler retry pods that it left waiting although a GPU has room. Pure functions.
 
-For a moment kube-scheduler counts a share that it has just allocated twice: as an allocation in
-flight, and as the claim that its informer has by then (`GatherAllocatedState`, Kubernetes 1.36). A
-pod that is tried in that moment is found too large, and no event of the cluster says that it was
-not: it waits for up to five minutes. An update of any ResourceSlice is such an event, whatever it
-changes. So some seconds after claims were prepared, where a GPU still has room, the slice gets
-another value of an annotation.
+For a moment kube-scheduler counts a newly allocated share twice: as an allocation in flight, and as
+the claim that its informer has seen by then (`GatherAllocatedState`, Kubernetes 1.36). A pod that
+it tries in that moment seems too large. No cluster event corrects that, so the pod waits for up to
+five minutes. An update of any ResourceSlice is such an event, whatever it changes. So a few seconds
+after claims were prepared, an annotation of the slice gets a new value if a GPU still has room.
 
-The attempt that went wrong began before the claim's pod was bound, so before the claim was
-prepared: an update after that is never too early, and a claim that is prepared after an update has
-one of its own.
+The failed attempt began before the claim's pod was bound, and therefore before the claim was
+prepared: an update after that is never too early, and a claim that is prepared after an update
+gets an update of its own.
 """
 
 from __future__ import annotations
@@ -24,44 +23,44 @@ from kube.quantity import MIB
 from kube.slices import CONTEXT_MEMORY
 
 ANNOTATION = f"dra.{DRIVER}/recheck"
-"""Of the slice: how often pods were to be looked at again, and a digest of the claims by then."""
+"""Annotation of the slice: the number of retries so far, and a digest of the claims at the last."""
 DELAY_S = 5.0
-"""From a claim that is prepared to the update: a burst has one."""
+"""Seconds from the first new claim to the update, so that a burst of claims has one update."""
 INTERVAL_S = 10.0
-"""Minimum between two updates of a node."""
+"""Minimum interval between two updates of a node's slice, in seconds."""
 
 _MARK = re.compile(r"([0-9]{1,18})-([0-9a-f]{16})")
 
 
 class Recheck:
-    """Decides when a node's slice gets another mark, the value of the annotation."""
+    """Decides when a node's slice gets a new mark, which is the value of the annotation."""
 
     def __init__(self, *, delay: float = DELAY_S, interval: float = INTERVAL_S) -> None:
         self._delay = delay
         self._interval = interval
         self._covered: frozenset[str] | None = None
-        """Claims after which the slice was updated; None where only its mark tells."""
+        """Claims that an update of the slice covers; None if only the mark tells."""
         self._since: float | None = None
-        """Since when there has been another claim."""
+        """Time at which a claim was first seen that no update covers."""
         self._updated: float | None = None
 
     def forget(self) -> None:
-        """Take the slice's mark for what it says: another driver may have written it."""
+        """Rely on the slice's mark alone, because another driver may have written the slice."""
         self._covered = None
 
     def next_mark(
         self, claims: Collection[str], mark: str, now: float, *, room: bool
     ) -> str | None:
-        """Return the mark that the slice is to have instead of `mark`, None while it keeps it.
+        """Return the mark that replaces `mark` in the slice, None while that stays.
 
-        `claims` are the uids of those that are prepared, `now` is in monotonic seconds, and `room`
-        says whether a GPU has some left.
+        `claims` are the uids of the prepared claims, `now` is in monotonic seconds, and `room` says
+        whether a GPU has room left.
         """
         count, digest = _parse(mark)
         current = frozenset(claims)
         if self._covered is None:
             self._covered = current if digest == _digest(current) else frozenset()
-        self._covered &= current  # one that is prepared a second time is a new one
+        self._covered &= current  # a claim that is prepared a second time counts as new
         if self._covered == current:
             self._since = None
             return None
@@ -72,22 +71,22 @@ class Recheck:
         if self._updated is not None and now - self._updated < self._interval:
             return None
         if not room:
-            # Where a claim makes room later, its end is an event by itself.
+            # If a claim makes room later, its end is itself an event.
             self._covered = current
             return None
         return f"{count + 1}-{_digest(current)}"
 
     def updated(self, claims: Collection[str], now: float) -> None:
-        """Note that the slice was written, for whatever reason, when these were prepared."""
+        """Record that the slice was written, for any reason, while `claims` were prepared."""
         self._covered = frozenset(claims)
         self._since = None
         self._updated = now
 
 
 def has_room(answer: Mapping[str, Any], closed: Collection[str]) -> bool:
-    """Return whether a GPU of the governor's answer to `gpus` has room for the smallest share.
+    """Return whether a GPU in the governor's answer to `gpus` has room for the smallest share.
 
-    `closed` are UUIDs of GPUs to which the scheduler sends no pod.
+    `closed` are the UUIDs of GPUs to which the scheduler sends no pod.
     """
     least = int(answer.get("context_memory") or CONTEXT_MEMORY)
     return any(

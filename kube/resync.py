@@ -1,10 +1,10 @@
-"""Has the kubelet synchronize a pod at once, whose claims it could not have prepared.
+"""Makes the kubelet synchronize pods at once after it could not have their claims prepared.
 
-A kubelet that finds no driver, or is refused, leaves the pod alone until its next resync, 60 to
-90 s later, unless the pod changes. So the driver writes the time into an annotation of the pod:
-after a call has waited in vain for something that may pass, and for pods that have waited since
-before it was registered, as after a reboot. It may change that one annotation, of pods of its own
-node (packaging/kubernetes/base/resync.yaml).
+A kubelet that finds no driver, or is refused, leaves the pod alone until the pod's next resync, 60
+to 90 s later, unless the pod changes. So the driver writes the time into an annotation of the pod:
+after a call has waited in vain for a condition that may pass, and for pods that were waiting before
+the driver was registered, as after a reboot. The driver may change only that annotation, and only
+on pods of its own node (packaging/kubernetes/base/resync.yaml).
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from kube.names import DRIVER
 log = structlog.get_logger()
 
 ANNOTATION = f"dra.{DRIVER}/prepare-again"
-"""Not below `tidegate.gpu/`, where the hook refuses what it does not know."""
+"""The annotation; not below `tidegate.gpu/`, where the hook refuses unknown names."""
 AFTER_S = 1.0
-"""After a refusal: the kubelet takes the answer in first."""
+"""Seconds from a refusal to the annotation, so that the kubelet processes its answer first."""
 LOOKS_S = (0.3, 3.0, 9.0)
-"""After a registration: what a kubelet tells of its pods comes late when it has just started."""
+"""Seconds from a registration to each look for waiting pods: a kubelet that has just started
+reports its pods late."""
 AGAIN_S = 5.0
-"""After a look that failed."""
+"""Seconds from a failed look to the next."""
 MOST = 1024
-"""Pods that wait to be written to."""
+"""Maximum number of pods that wait for their annotation."""
 
 
 class Pods(Protocol):
-    """What is asked of the API server."""
+    """The requests to the API server."""
 
     def pods(self, node: str) -> list[dict[str, Any]]:
         """Return the pods of a node."""
@@ -49,14 +50,14 @@ class Pods(Protocol):
 
 
 class Known(Protocol):
-    """What is asked of the driver."""
+    """The query to the driver."""
 
     def was_asked(self, uid: str) -> bool:
-        """Return whether a kubelet was answered, or waits for the answer."""
+        """Return whether the driver prepared the claim for a kubelet, or is working on it."""
 
 
 class Resync:
-    """Writes on a thread of its own: an answer to the kubelet waits for nothing here."""
+    """Writes annotations on a thread of its own, so that answers to the kubelet do not wait."""
 
     def __init__(self, cluster: Pods, node: str, driver: Known) -> None:
         self._cluster = cluster
@@ -69,16 +70,17 @@ class Resync:
         self._stopped = False
 
     def registered(self) -> None:
-        """A kubelet knows the driver now: pods may have waited for that."""
+        """Look for waiting pods, because the kubelet knows the driver now."""
         now = time.monotonic()
         with self._changed:
             self._looks = [now + after for after in LOOKS_S]
             self._changed.notify_all()
 
     def refused(self, namespace: str, pods: Iterable[Mapping[str, Any]] | None) -> None:
-        """A claim of these pods was refused for something that may pass; None: they are not known.
+        """Take note that a claim of these pods was refused for a reason that may pass.
 
-        So it is where the API server did not answer: the pods are looked for then.
+        `pods` is None if they are unknown because the API server did not answer: then they are
+        searched for.
         """
         if pods is None:
             self.registered()
@@ -115,13 +117,13 @@ class Resync:
                 self._look()
 
     def stop(self) -> None:
-        """End."""
+        """Stop the thread."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
     def _look(self) -> None:
-        """Find the pods of the node that wait for a claim which the kubelet has not asked for."""
+        """Write to the node's pods that wait for a claim that the kubelet has not asked for."""
         try:
             for pod in self._cluster.pods(self._node):
                 if _waits(pod) and self._is_ours(pod):
@@ -136,7 +138,7 @@ class Resync:
             self._failed(e)
             with self._changed:
                 self._looks.append(time.monotonic() + AGAIN_S)
-        except Exception as e:  # noqa: BLE001 - an odd pod ends no thread
+        except Exception as e:  # noqa: BLE001 - a strange pod must not end the thread
             log.warning("pods-not-understood", error=repr(e)[:300])
 
     def _is_ours(self, pod: Mapping[str, Any]) -> bool:
@@ -148,7 +150,7 @@ class Resync:
                 if e.http == 404:
                     continue
                 raise
-            except TidegateError:  # a claim that cannot be read is refused when it is asked for
+            except TidegateError:  # an unreadable claim is refused when the kubelet asks for it
                 continue
             allocation = (claim.get("status") or {}).get("allocation") or {}
             results = (allocation.get("devices") or {}).get("results") or ()
@@ -166,7 +168,7 @@ class Resync:
         try:
             self._cluster.annotate_pod(namespace, name, uid, ANNOTATION, text)
         except ClusterError as e:
-            # Gone, or another pod of its name: nothing waits there any more.
+            # The pod is gone, or another one has its name: nothing waits there any more.
             if e.http != 404 and "metadata.uid" not in e.message:
                 self._failed(e)
             return
@@ -186,7 +188,7 @@ class Resync:
 
 
 def _waits(pod: Mapping[str, Any]) -> bool:
-    """Return whether a pod has no sandbox: what has one has its claims prepared."""
+    """Return whether a pod has no sandbox yet: a pod that has one has its claims prepared."""
     status = pod.get("status") or {}
     if pod["metadata"].get("deletionTimestamp") or status.get("phase") in ("Succeeded", "Failed"):
         return False
@@ -197,7 +199,7 @@ def _waits(pod: Mapping[str, Any]) -> bool:
 
 
 def _claims(pod: Mapping[str, Any]) -> list[str]:
-    """Return the names of a pod's claims, as far as they are there."""
+    """Return the names of those of a pod's claims that exist already."""
     names = [
         one.get("resourceClaimName") for one in (pod.get("spec") or {}).get("resourceClaims") or ()
     ]

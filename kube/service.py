@@ -1,7 +1,7 @@
-"""The kubelet's side: gRPC on two sockets, one to register by and one for the driver itself.
+"""Serves the kubelet by gRPC on two sockets, one for registration and one for the driver itself.
 
-A socket that somebody has removed is made again (`Endpoints.look`): the kubelet forgets a plugin
-whose socket is gone, and finds it when it is there.
+A socket that was removed is created again (`Endpoints.look`): the kubelet forgets a plugin when its
+socket is gone, and finds the plugin again with the socket.
 """
 
 from __future__ import annotations
@@ -48,41 +48,43 @@ SERVICES = (
     "v1.DRAResourceHealth",
     "v1alpha1.DRAResourceHealth",
 )
-"""What the kubelet is told that we serve; it chooses."""
+"""The services that are offered to the kubelet, which chooses among them."""
 WORKERS = MOST_WAITING + 64
-"""Threads at most: a call that waits has one, and the others are for calls that do not."""
+"""Maximum number of threads: each waiting call occupies one, and 64 are left for other calls."""
 STREAMS = 4
-"""Each takes a worker; a kubelet has one."""
+"""Maximum number of open streams. Each occupies a worker; a kubelet opens one."""
 AT_ONCE = 32
-"""Claims of one call that are prepared side by side."""
+"""Number of claims of one call that are prepared concurrently."""
 RESEND_S = 10.0
-"""The kubelet takes a health that it has not heard for 30 s for unknown."""
+"""Interval in seconds at which the health is sent; after 30 s the kubelet counts it as unknown."""
 RESERVE_S = 2.0
-"""With less time left than this a claim is not begun."""
+"""Time in seconds that a call must have left for work on a claim to begin."""
 ANSWER_S = 3.0
-"""Before the end of its time a call that waits gives up, and says why."""
+"""Time in seconds before its deadline at which a waiting call gives up, and says why."""
 SOCKET_LIMIT = 107
 HAND_OVER_S = 42.0
-"""A call waits for 40 s at most."""
+"""Longest time in seconds to finish calls if a successor serves; a call waits for 40 s at most."""
 UNREGISTER_S = 1.5
-"""A kubelet looks for sockets that are gone once a second, and calls a plugin until then."""
+"""Seconds until the kubelet stops calling: it looks for sockets that are gone once a second."""
 ALONE_S = 20.0
-"""A kubelet finds a plugin within a second, one that starts within some."""
+"""Seconds until a missing kubelet is logged. A running one finds a plugin within a second, one that
+is starting within a few."""
 REFUSED_S, REFUSED_MOST_S = 10.0, 300.0
-"""A kubelet that has refused us may ask by itself, or never again for this socket."""
+"""First and longest pause in seconds before the registration socket is created again after the
+kubelet refused the driver: the kubelet may ask on its own, or never again for this socket."""
 
 
 class Plugin:
-    """NodePrepareResources and NodeUnprepareResources, of whichever version the messages are."""
+    """NodePrepareResources and NodeUnprepareResources, in the API version of `messages`."""
 
     def __init__(self, driver: Driver, messages: ModuleType) -> None:
         self._driver = driver
         self._messages = messages
 
-    def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802 - the protocol's
-        """Prepare each claim; what fails stands beside what does not.
+    def NodePrepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802 - protocol
+        """Prepare each claim; the answer has a result or an error for each.
 
-        A claim that has to wait keeps none of the others waiting.
+        A claim that has to wait does not delay the others.
         """
         response = self._messages.NodePrepareResourcesResponse()
         references = _references(request)
@@ -99,7 +101,7 @@ class Plugin:
                 continue
             for share in claim.shares:
                 device = answer.devices.add(
-                    # Compared with what a container names, which is never an alternative.
+                    # The kubelet compares it with the name in a container, never an alternative.
                     request_names=[share.base_request],
                     pool_name=share.pool,
                     device_name=share.device,
@@ -110,12 +112,12 @@ class Plugin:
         return response
 
     def _prepare(self, reference: Reference, context: Any) -> Claim | str:
-        """Return a claim that is prepared, or why it is not."""
+        """Prepare a claim and return it, or return why it could not be prepared."""
         try:
             return self._driver.prepare(reference, _call(context, reference))
         except TidegateError as e:
             return str(e)
-        except Exception as e:  # noqa: BLE001 - one claim keeps nobody from the others
+        except Exception as e:  # noqa: BLE001 - the other claims go on
             return _mistake(reference, e)
 
     def NodeUnprepareResources(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -140,11 +142,11 @@ def _references(request: Any) -> list[Reference]:
 
 
 def _call(context: Any, reference: Reference) -> Call:
-    """Return a call of the kubelet's as the driver has to know it."""
+    """Return the kubelet's call in the form that the driver needs."""
 
     def left() -> float:
         remaining = context.time_remaining()
-        # Without a deadline the caller may be gone, and nothing would tell.
+        # Without a deadline nothing would tell that the caller is gone, so the call does not wait.
         return 0.0 if remaining is None else float(remaining) - ANSWER_S
 
     def when_ended(tell: Callable[[], None]) -> None:
@@ -155,7 +157,7 @@ def _call(context: Any, reference: Reference) -> Call:
 
 
 def _check_time(context: Any, reference: Reference) -> None:
-    """Refuse to begin what the kubelet will not hear of, or has asked for the opposite of since."""
+    """Refuse a call that is over or late: the kubelet may have asked for the opposite since."""
     left = context.time_remaining()
     if not context.is_active() or (left is not None and left < RESERVE_S):
         raise SocketError(
@@ -169,14 +171,14 @@ def _mistake(reference: Reference, e: Exception) -> str:
 
 
 class Registration:
-    """What the kubelet asks first."""
+    """The registration service, which the kubelet asks first."""
 
     def __init__(self, endpoint: str, registered: Callable[[bool], None]) -> None:
         self._endpoint = endpoint
         self._registered = registered
 
     def GetInfo(self, _request: Any, _context: Any) -> Any:  # noqa: N802
-        """Say who we are, where, and what we speak."""
+        """Return the driver's name, its socket and the services that it offers."""
         return pluginregistration_v1_pb2.PluginInfo(
             type="DRAPlugin",
             name=DRIVER,
@@ -185,7 +187,7 @@ class Registration:
         )
 
     def NotifyRegistrationStatus(self, request: Any, _context: Any) -> Any:  # noqa: N802
-        """Hear how it went; a kubelet that registers us has just started, or we have."""
+        """Take the result; if it is accepted, the kubelet or this driver has just started."""
         if request.plugin_registered:
             log.info("registered")
         else:
@@ -195,7 +197,7 @@ class Registration:
 
 
 class Health:
-    """How the GPUs are, for whoever watches."""
+    """The health of the GPUs, for the streams that watch it."""
 
     def __init__(self, pool: str) -> None:
         self._pool = pool
@@ -207,7 +209,7 @@ class Health:
         self._streams = threading.BoundedSemaphore(STREAMS)
 
     def update(self, conditions: Mapping[str, Condition]) -> None:
-        """Take in a look at the GPUs, by UUID."""
+        """Set the conditions of the GPUs, by UUID, as just observed."""
         with self._changed:
             self._looked = time.time()
             if dict(conditions) != dict(self._conditions):
@@ -257,7 +259,7 @@ class Health:
 
 
 class HealthService:
-    """NodeWatchResources, of whichever version the messages are."""
+    """NodeWatchResources, in the API version of `messages`."""
 
     def __init__(self, health: Health, messages: ModuleType) -> None:
         self._health = health
@@ -269,14 +271,14 @@ class HealthService:
 
 
 class Alone:
-    """How long no kubelet has come: to be said after a while, and then each time twice as late."""
+    """Decides when to log that no kubelet has come: after a while, then at doubling times."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._say_at = ALONE_S
 
     def look(self, now: float, *, alone: bool = True) -> float | None:
-        """Return for how many seconds, where it is time to say so."""
+        """Return for how many seconds there was no kubelet if it is time to log it, else None."""
         if not alone:
             self._since, self._say_at = None, ALONE_S
             return None
@@ -290,7 +292,7 @@ class Alone:
 
 
 class Endpoint:
-    """A server on a socket of the file system."""
+    """A gRPC server on a Unix socket in the file system."""
 
     def __init__(self, path: Path, add: Callable[[Any], None], workers: int) -> None:
         if len(os.fsencode(path)) > SOCKET_LIMIT:
@@ -304,7 +306,7 @@ class Endpoint:
         self._inode = 0
 
     def start(self) -> None:
-        """Listen; SocketError where that is not possible."""
+        """Listen; SocketError if that is not possible."""
         server = grpc.server(
             ThreadPoolExecutor(self._workers),
             options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 4 << 20)],
@@ -325,7 +327,7 @@ class Endpoint:
         self._server = server
 
     def look(self) -> bool:
-        """Listen again where the socket is gone or another's; return whether that was so."""
+        """Listen again if the socket was removed or replaced; return whether it was."""
         try:
             if self._path.stat().st_ino == self._inode:
                 return False
@@ -337,14 +339,14 @@ class Endpoint:
         return True
 
     def stop(self, grace: float) -> None:
-        """Answer what was asked, and listen no more."""
+        """Stop listening, and give running calls `grace` seconds to finish."""
         if self._server is not None:
             self._server.stop(grace).wait()
             self._server = None
 
 
 def directories(kubelet_dir: str | Path) -> tuple[Path, Path]:
-    """Return the driver's directory below the kubelet's, and that of registration sockets."""
+    """Return the driver's directory below the kubelet's, and the one of registration sockets."""
     root = Path(kubelet_dir)
     return root / "plugins" / DRIVER, root / "plugins_registry"
 
@@ -387,24 +389,24 @@ class Endpoints:
         self._registrar = Endpoint(self._instance.registration, add_registration, workers=2)
 
     def start(self) -> None:
-        """Listen on both, the driver's first: the kubelet calls as soon as it sees the other."""
+        """Listen on both, first on the driver's: the kubelet calls once it sees the other one."""
         self._instance.start()
         self._plugin.start()
         self._registrar.start()
 
     def look(self) -> None:
-        """See whether both sockets are there, and ask again a kubelet that has refused us."""
+        """Check that both sockets exist, and register again after the kubelet's refusal."""
         again = 0.0 < self._again_at <= time.monotonic()
         if self._plugin.look() or again:
-            # The kubelet connects to a driver's socket again when it registers.
+            # The kubelet connects to the driver's socket again when the driver registers.
             self._again_at = 0.0
             self._registrar.stop(0)
             self._registrar.start()
         else:
             self._registrar.look()
 
-    def _registered(self, accepted: bool) -> None:  # noqa: FBT001 - the callback's one word
-        """Hear whether a kubelet knows us now."""
+    def _registered(self, accepted: bool) -> None:  # noqa: FBT001 - the callback's only argument
+        """Handle the kubelet's answer to the registration."""
         if accepted:
             self._pause = self._again_at = 0.0
         else:
@@ -414,12 +416,12 @@ class Endpoints:
         self._tell(accepted)
 
     def stop(self, grace: float = 5.0, most: float = HAND_OVER_S) -> None:
-        """Answer what was asked, and register no more.
+        """Finish the running calls, then unregister.
 
-        A kubelet cuts off the calls to a plugin when the socket is gone by which it registered.
-        Where a later instance serves, which gets the new calls, calls of this one may therefore
-        wait on, for `most` seconds. Otherwise they have the grace: they may wait for a governor
-        that comes with the next pod only.
+        The kubelet cuts off the calls to a plugin when its registration socket is gone. If a later
+        instance serves, it gets the new calls, so this one's calls may go on for up to `most`
+        seconds. Otherwise they have `grace` seconds: they may be waiting for a governor that comes
+        only with the next pod.
         """
         until = time.monotonic() + most
         while self._instance.has_successor() and time.monotonic() < until:

@@ -1,12 +1,14 @@
-"""A cluster of GPU nodes under kube-scheduler's rules, in virtual time: what sharing does at scale.
+"""Simulates a cluster of GPU nodes in virtual time, to show what sharing does at scale.
 
-Not a model of GPUs: whether quotas hold is shown elsewhere. It counts who is placed when, by the
-rules that a cluster has: pods in order of arrival, none blocks another; nodes are tried from where
-the last pod's trial ended until enough are feasible; the best score by CPU wins, as of
-NodeResourcesFit; on a node the first GPU in the slice's order that has room is taken, as of the
-allocator of DynamicResources. A GPU's capacities are 100 of `compute` and 100 of `memory`.
+This is not a model of GPUs: whether quotas hold is shown elsewhere. It records which pod is placed
+when, by kube-scheduler's rules. Pods are tried in order of arrival, and none blocks another. Nodes
+are tried from where the previous pod's trial ended, until enough are feasible. The best score by
+CPU wins, as with NodeResourcesFit. On a node the first GPU with room is taken, in the slice's
+order, as by the allocator of DynamicResources. A GPU's capacities are 100 of `compute` and 100 of
+`memory`.
 
-Pods that did not fit are tried again as soon as one ends; a real scheduler lets up to 10 s pass.
+Pods that did not fit are retried as soon as another pod ends; a real scheduler lets up to 10 s
+pass.
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ from dataclasses import dataclass, field
 GPUS = 8
 WHOLE = 100
 CPU = 96_000
-"""Of a node, in thousandths; pods ask for 10 CPUs with a whole GPU, so it is never short."""
+"""CPU of a node, in thousandths. Pods ask for 10 CPUs with a whole GPU, so CPU is never short."""
 CPU_OF_GPU = 10_000
 
-# GPU tasks by how many GPUs they ask for; 0 is a part of one. Weng et al., "Beware of
-# Fragmentation", USENIX ATC '23, Table 1: these parts of all tasks, and 13.3 % ask for none.
+# Percentage of tasks by the number of GPUs that they ask for; 0 is a part of one. Weng et al.,
+# "Beware of Fragmentation", USENIX ATC '23, Table 1: these are percentages of all tasks, of which
+# 13.3 % ask for no GPU.
 MIX = {0: 37.8, 1: 48.0, 2: 0.2, 4: 0.2, 8: 0.5}
 PARTS = tuple(range(20, 95, 5))
-"""Percent that sharing tasks ask for, each as likely: 0.55 of a GPU on average. With the mix above
-they are then 28.1 % of all GPUs asked for; that table says 28.5 %."""
+"""Percentages of a GPU that sharing tasks ask for, with equal probability: 0.55 of a GPU on
+average. With the mix above they are then 28.1 % of all GPUs asked for; that table says 28.5 %."""
 # Run time: the simulator's published log of the 2020 trace (alibaba/clusterdata,
 # cluster-trace-gpu-v2020/simulator) has a mean of 5,039 s; the paper on that trace (Weng et al.,
-# "MLaaS in the Wild", NSDI '22) a median of 23 min. A log-normal distribution has both.
+# "MLaaS in the Wild", NSDI '22) has a median of 23 min. This log-normal distribution has both.
 MEAN_S = 5039.0
 MEDIAN_S = 23 * 60.0
 SIGMA = math.sqrt(2 * math.log(MEAN_S / MEDIAN_S))
@@ -40,7 +43,7 @@ SIGMA = math.sqrt(2 * math.log(MEAN_S / MEDIAN_S))
 
 @dataclass(frozen=True)
 class Shape:
-    """What a pod asks for: of each of `count` GPUs so much."""
+    """What a pod asks for: `compute` and `memory` of each of `count` GPUs, in percent."""
 
     count: int
     compute: int
@@ -48,18 +51,18 @@ class Shape:
 
     @property
     def gpus(self) -> float:
-        """How much GPU time that is, in GPUs."""
+        """GPU time asked for, in GPUs."""
         return self.count * self.compute / WHOLE
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to run a cluster: whether GPUs are shared, and which nodes are preferred."""
+    """A policy of a cluster: whether GPUs are shared, and which nodes are preferred."""
 
     name: str
     shares: bool
     packs: bool
-    """Fuller nodes first (MostAllocated), instead of emptier ones, which is the default."""
+    """Prefers fuller nodes (MostAllocated) instead of emptier ones, which is the default."""
 
 
 ARMS = (
@@ -72,14 +75,14 @@ ARMS = (
 
 @dataclass(frozen=True)
 class Scenario:
-    """A cluster and what comes to it. `load` is what is asked for, as a part of all its GPUs."""
+    """A cluster and its load: `load` is the GPU time asked for, as a fraction of all its GPUs."""
 
     nodes: int = 1000
     load: float = 0.9
     hours: float = 6.0
     warm_hours: float = 1.0
     sharing: float | None = None
-    """What sharing tasks ask for, as a part of all; None is the trace's."""
+    """What sharing tasks ask for, as a fraction of the total; None is the trace's fraction."""
     seed: int = 1
 
 
@@ -88,16 +91,16 @@ class Outcome:
     """What happened between `warm_hours` and `hours`."""
 
     running: float = 0.0
-    """GPU time that was asked for by pods that ran, as a part of all GPUs': the mean."""
+    """Mean GPU time asked for by the pods that ran, as a fraction of all GPUs."""
     taken: float = 0.0
-    """GPUs' time that nobody else could have had."""
+    """Mean GPU time that no other pod could have had, as a fraction of all GPUs."""
     waits: list[float] = field(default_factory=list)
-    """Seconds, in order of size; of those that still waited, so far."""
+    """Sorted waits of pods in seconds; for pods that still waited, their waits so far."""
     left_waiting: int = 0
     pods: int = 0
 
     def quantile(self, part: float) -> float:
-        """Return the wait that such a part of all pods does not exceed."""
+        """Return the wait that the fraction `part` of all pods does not exceed."""
         return (
             self.waits[min(int(part * len(self.waits)), len(self.waits) - 1)] if self.waits else 0.0
         )
@@ -109,7 +112,7 @@ class Outcome:
 
 
 def mix_for(sharing: float | None) -> dict[int, float]:
-    """Return the mix in which sharing tasks ask for such a part of all GPUs."""
+    """Return the mix in which sharing tasks ask for the fraction `sharing` of all GPUs."""
     if sharing is None:
         return dict(MIX)
     part = sum(PARTS) / len(PARTS) / WHOLE
@@ -120,7 +123,7 @@ def mix_for(sharing: float | None) -> dict[int, float]:
 
 
 def draw_shape(draw: random.Random, kinds: Sequence[int], weights: Sequence[float]) -> Shape:
-    """Draw what a pod asks for; its memory is between half and one and a half of its part."""
+    """Draw what a pod asks for; its memory is between 0.5 and 1.5 times its compute."""
     (count,) = draw.choices(kinds, weights)
     if count:
         return Shape(count, WHOLE, WHOLE)
@@ -130,7 +133,7 @@ def draw_shape(draw: random.Random, kinds: Sequence[int], weights: Sequence[floa
 
 
 class Cluster:
-    """Nodes, and the scheduler's way through them."""
+    """The nodes, and the scheduler's choice among them."""
 
     def __init__(self, nodes: int, arm: Arm, draw: random.Random) -> None:
         self.arm = arm
@@ -139,9 +142,9 @@ class Cluster:
         self._memory = [[WHOLE] * GPUS for _ in range(nodes)]
         self._cpu = [CPU] * nodes
         self._largest = [WHOLE] * nodes
-        """The most compute that a GPU of a node has left: most trials end there."""
+        """The most compute that a GPU of each node has left, which decides most trials."""
         self._next = 0
-        # kube-scheduler scores so many feasible nodes at most (percentageOfNodesToScore is 0).
+        # Number of feasible nodes that kube-scheduler scores (percentageOfNodesToScore is 0).
         self._enough = max(100, nodes * max(5, 50 - nodes // 125) // 100)
 
     def needs(self, shape: Shape) -> Shape:
@@ -149,7 +152,7 @@ class Cluster:
         return shape if self.arm.shares else Shape(shape.count, WHOLE, WHOLE)
 
     def fit(self, node: int, shape: Shape) -> list[int]:
-        """Return the GPUs of a node that a shape gets: the first with room; none if too few."""
+        """Return the GPUs of a node for a shape: the first with room, or none if too few have."""
         compute, memory = self._compute[node], self._memory[node]
         found = []
         for gpu in range(GPUS):
@@ -160,7 +163,7 @@ class Cluster:
         return []
 
     def choose(self, shape: Shape) -> tuple[int, list[int]] | None:
-        """Return the node and the GPUs for a shape; None where it fits nowhere."""
+        """Return the node and the GPUs for a shape, None if it fits nowhere."""
         nodes = len(self._cpu)
         best: tuple[int, list[int]] | None = None
         top, ties, feasible = -1, 0, 0
@@ -171,7 +174,7 @@ class Cluster:
                 feasible += 1
                 free = self._cpu[node]
                 score = CPU - free if self.arm.packs else free
-                score = score * 100 // CPU  # scores are 0 to 100
+                score = score * 100 // CPU  # to the scheduler's range, 0 to 100
                 if score > top:
                     best, top, ties = (node, gpus), score, 1
                 elif score == top:
@@ -185,7 +188,7 @@ class Cluster:
         return best
 
     def change(self, node: int, gpus: Sequence[int], shape: Shape, cpu: int, sign: int) -> None:
-        """Take what a shape needs (-1), or give it back (1)."""
+        """Take what a shape needs (sign -1), or give it back (sign 1)."""
         for gpu in gpus:
             self._compute[node][gpu] += sign * shape.compute
             self._memory[node][gpu] += sign * shape.memory
@@ -199,11 +202,11 @@ class _Pod:
     duration: float
     arrived: float
     counts: bool
-    """Whether its wait is looked at: not of those that were there at the beginning."""
+    """Whether its wait is recorded: not for pods of the initial state and the warm-up."""
 
 
 def simulate(scenario: Scenario, arm: Arm) -> Outcome:
-    """Return what happens to a scenario's pods; the same pods come whatever the arm."""
+    """Return what happens to a scenario's pods, which are the same for all arms."""
     arrivals = random.Random(scenario.seed)  # noqa: S311 - no secret
     cluster = Cluster(scenario.nodes, arm, random.Random(scenario.seed + 1))  # noqa: S311
     mix = mix_for(scenario.sharing)
@@ -243,7 +246,7 @@ def simulate(scenario: Scenario, arm: Arm) -> Outcome:
     def arrive(pod: _Pod, now: float) -> None:
         found = None
         needs = cluster.needs(pod.shape)
-        # Where one of its shape waits already, nothing has become free for it.
+        # If a pod of the same shape is waiting already, there is no room for this one either.
         if not waiting.get(needs):
             found = cluster.choose(needs)
         if found:
@@ -257,7 +260,7 @@ def simulate(scenario: Scenario, arm: Arm) -> Outcome:
         cluster.change(node, gpus, needs, round(CPU_OF_GPU * pod.shape.gpus), 1)
         used -= pod.shape.gpus
         taken -= needs.gpus
-        # Whoever waits fits nowhere else; the order is that of arrival.
+        # The waiting pods fit on no other node; they are placed in order of arrival.
         while True:
             fitting = [
                 (queue[0].arrived, shape)
@@ -269,8 +272,8 @@ def simulate(scenario: Scenario, arm: Arm) -> Outcome:
             _, shape = min(fitting, key=lambda one: one[0])
             start(waiting[shape].popleft(), node, cluster.fit(node, shape), now)
 
-    # Those that run already at 0, as many as in the long run: more of long ones, and for what is
-    # left of them.
+    # Pods that are running at time 0, as many as in the steady state: long ones are more frequent
+    # (a length-biased distribution), and each runs for a random rest of its time.
     for _ in range(round(rate * MEAN_S)):
         shape = draw_shape(arrivals, kinds, weights)
         length = arrivals.lognormvariate(math.log(MEDIAN_S) + SIGMA**2, SIGMA)

@@ -1,8 +1,8 @@
-"""The node's GPUs as the scheduler wants them: a ResourceSlice. Pure.
+"""Makes the ResourceSlice that describes the node's GPUs to the scheduler. Pure functions.
 
-A GPU is one device that may be allocated many times; its capacities are bytes and percent. What a
-claim does not name it takes whole, unless the node says otherwise: half a GPU is never given to who
-did not ask for a half.
+A GPU is one device that may be allocated many times; its capacities are bytes and percent. A claim
+takes all of a capacity that it does not name, unless the node's options say otherwise: a claim
+never gets half a GPU without asking for a half.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from kube.names import COMPUTE, DRIVER, MEMORY
 from kube.quantity import MIB, parse_quantity
 
 STANDARD = "resource.kubernetes.io/"
-"""Before attributes that mean the same whosever driver gives them (KEP 4381, KEP 6072)."""
+"""Prefix of attributes that have the same meaning in all drivers (KEP 4381, KEP 6072)."""
 
 MOST_DEVICES = 64
-"""In a slice whose devices may have taints."""
+"""Maximum number of devices in a slice with taints."""
 
 CONTEXT_MEMORY = 520 * MIB
-"""What a claim has to have at least where the governor does not say: a context's memory."""
+"""The least memory of a claim in bytes if the governor does not say: that of a context."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a claim takes that does not name it: bytes and percent; None is the whole GPU."""
+    """What a claim takes that does not name it, in bytes and percent; None is the whole GPU."""
 
     memory: int | None = None
     compute: int | None = None
@@ -38,14 +38,13 @@ class Defaults:
 def device_name(uuid: str) -> str:
     """Return the name of a GPU's device: its UUID, as a DNS label.
 
-    Indices change with the order of the bus; a claim that was allocated before must not come to
-    mean another GPU then.
+    Indices change with the order of the bus; an earlier claim must not come to mean another GPU.
     """
     return re.sub(r"[^a-z0-9-]", "-", uuid.lower())[:63].strip("-")
 
 
 def slice_name(node: str) -> str:
-    """Return the name of a node's slice: always the same, so that it is never there twice."""
+    """Return the name of a node's slice, which is always the same, so it never exists twice."""
     name = f"{node}-{DRIVER}"
     if len(name) <= 253:
         return name
@@ -64,7 +63,7 @@ def make_slice(
 ) -> dict[str, Any]:
     """Return the slice for the governor's answer to `gpus`; its generation is 1.
 
-    `taints` are by GPU, `roots` the PCIe roots by PCI address.
+    `taints` are by GPU, `roots` are the PCIe roots by PCI address.
     """
     devices = [
         _device(gpu, answer, taints.get(gpu["uuid"], ()), defaults, roots or {})
@@ -76,7 +75,7 @@ def make_slice(
         "kind": "ResourceSlice",
         "metadata": {
             "name": slice_name(node),
-            # The slice goes with its node.
+            # The slice is deleted with its node.
             "ownerReferences": [
                 {
                     "apiVersion": "v1",
@@ -126,7 +125,7 @@ def _capacity(value: int, least: int, step: int, usual: int) -> dict[str, Any]:
         return str(number) if step == 1 else f"{number // MIB}Mi"
 
     policy: dict[str, Any] = {"default": show(usual)}
-    # A range in which there is no room for one step is refused.
+    # The API server refuses a range that has no room for one step.
     if least + step <= value:
         policy["validRange"] = {"min": show(least), "max": show(value), "step": show(step)}
     else:
@@ -165,12 +164,12 @@ def _attributes(
 
 
 def _short(text: str) -> str:
-    """Return a text as far as the API server takes it: 64 bytes, and no half a character."""
+    """Return a text cut to the 64 bytes that the API server takes, without a partial character."""
     return text.encode(errors="replace")[:64].decode(errors="ignore")
 
 
 def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the lowest index among the GPUs that NVLinks lead to, step by step; None for none."""
+    """Return the lowest index of the GPUs connected by NVLinks, also indirectly; None if alone."""
     linked = {
         one["index"]: {route["to"] for route in one.get("routes", ()) if route["nvlinks"]}
         for one in gpus
@@ -184,7 +183,7 @@ def nvlink_group(gpu: Mapping[str, Any], gpus: Sequence[Mapping[str, Any]]) -> i
 
 
 def semantic_version(text: str) -> str | None:
-    """Return a driver's version as semver writes it: `580.159.04` is 580.159.4."""
+    """Return a driver's version in semver notation: `580.159.04` is 580.159.4; else None."""
     parts = text.split(".")
     if not 1 <= len(parts) <= 3 or not all(re.fullmatch(r"[0-9]{1,9}", part) for part in parts):
         return None
@@ -192,9 +191,9 @@ def semantic_version(text: str) -> str | None:
 
 
 def normalised(spec: Mapping[str, Any], *, taints: bool = True) -> dict[str, Any]:
-    """Return a slice's spec for comparing: without generation, quantities as numbers.
+    """Return a slice's spec for comparison: without the generation, with quantities as numbers.
 
-    The API server writes quantities in its own way, and says when a taint came.
+    The API server writes quantities in its own notation, and adds the times of taints.
     """
     pool = {key: value for key, value in (spec.get("pool") or {}).items() if key != "generation"}
     return {

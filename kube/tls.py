@@ -1,8 +1,8 @@
-"""TLS to the API server: everything is verified but the form of the authority's certificate.
+"""Sets up TLS to the API server, with all checks except that of the CA certificate's form.
 
-Python 3.13 sets VERIFY_X509_STRICT by default, which refuses authorities without a key usage
-extension. Certificate authorities of clusters are often made so (EKS, microk8s, older kubeadm), and
-every other client takes them. The chain, its dates and the host's name are verified as ever.
+Python 3.13 sets VERIFY_X509_STRICT by default, which refuses certificate authorities without a key
+usage extension. Clusters often have such authorities (EKS, microk8s, older kubeadm), and all other
+clients accept them. The chain, its dates and the host name are verified as usual.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import urllib3.util.ssl_
 
 
 def make_context() -> ssl.SSLContext:
-    """Return urllib3's own context without the one flag."""
+    """Return urllib3's default context without VERIFY_X509_STRICT."""
     context = urllib3.util.ssl_.create_urllib3_context()
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     context.hostname_checks_common_name = False
@@ -24,7 +24,7 @@ def make_context() -> ssl.SSLContext:
 
 
 class _Connection(urllib3.connection.HTTPSConnection):
-    """A connection with a context of its own: what authorities it trusts is read each time."""
+    """A connection with a context of its own, so the trusted authorities are read each time."""
 
     def connect(self) -> None:
         self.ssl_context = make_context()
@@ -38,5 +38,5 @@ class _Pool(urllib3.connectionpool.HTTPSConnectionPool):
 
 
 def relax(manager: Any) -> None:
-    """Have an urllib3.PoolManager make its connections so; call it before the first one."""
+    """Make a urllib3.PoolManager use such connections; call it before the first connection."""
     manager.pool_classes_by_scheme = {**manager.pool_classes_by_scheme, "https": _Pool}

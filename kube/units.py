@@ -1,7 +1,8 @@
-"""What the device plugin counts: GiB of a GPU's memory, each a device with a name. Pure.
+"""The units of the device plugin: GiB of a GPU's memory, each a device with a name. Pure functions.
 
-The kubelet gives units away and never says when they are free. But who gets a unit is its only
-owner, so whoever had it before has ended: a claim that overlaps a new one is over.
+The kubelet allocates units and never says when they are free again. But a unit has only one owner:
+when a container gets it, the container that had it before has ended. So a claim that overlaps a new
+one is over.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from kube.claims import Claim, Reference, Share
 
 GIB = 1 << 30
 NAMESPACE = NODE
-"""Of the claims that we enter; no namespace of the cluster has to do with them."""
+"""Namespace of the plugin's claims in the governor's books; no namespace of a cluster has it."""
 _UNIT = re.compile(r"([A-Za-z0-9-]{1,58})\.([0-9]{1,4})")
 _SHARE = re.compile(r"units-([0-9a-f]{1,240})")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How much of a GPU's time comes with its memory: percent; None is in proportion."""
+    """How much of a GPU's time comes with its memory, in percent; None means in proportion."""
 
     compute: int | None = None
     compute_limit: int = 100
     strategy: str = "auto"
 
     def share(self, units: int, all_units: int) -> tuple[int, int]:
-        """Return what is guaranteed and what is the most for some of a GPU's units."""
+        """Return the guarantee and the cap, in percent, for `units` of a GPU's `all_units`."""
         part = units * 100 // all_units if self.compute is None else self.compute
         part = min(max(part, 1), 100)
         return part, max(part, self.compute_limit)
@@ -40,19 +41,19 @@ class Policy:
 
 @dataclass(frozen=True)
 class Units:
-    """Some of the units of one GPU, as the bits of a number."""
+    """A set of units of one GPU, as the bits of a number."""
 
     uuid: str
     bits: int
 
     @property
     def count(self) -> int:
-        """How many they are, in GiB."""
+        """Number of units, which is their size in GiB."""
         return self.bits.bit_count()
 
     @property
     def share_name(self) -> str:
-        """Return the name of their share, from which a later plugin knows them."""
+        """Return the name of their share, from which a later plugin can read the units back."""
         return f"units-{self.bits:x}"
 
     @property
@@ -67,12 +68,15 @@ class Units:
 
 
 def unit_names(gpu: Mapping[str, Any]) -> list[str]:
-    """Return the units of a GPU, by the governor's answer; what is no whole GiB is left out."""
+    """Return the names of a GPU's units; a remainder below one GiB is left out.
+
+    `gpu` is from the governor's answer.
+    """
     return [f"{gpu['uuid'][:58]}.{index}" for index in range(gpu["memory"] // GIB)]
 
 
 def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Units:
-    """Return the units that a container was given; RefusedError where they do not do."""
+    """Return the units that a container was given; RefusedError if they cannot be used."""
     known = {str(gpu["uuid"])[:58]: gpu for gpu in gpus}
     chosen: dict[str, int] = {}
     for name in names:
@@ -99,7 +103,7 @@ def parse_units(names: Iterable[str], gpus: Sequence[Mapping[str, Any]]) -> Unit
 
 
 def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list[str]:
-    """Return which units a container had best be given: of one GPU, the fullest that has room."""
+    """Return the best units for a container: those of the fullest GPU that has room."""
     must = list(included)
     left: dict[str, list[int]] = {}
     for name in {*available, *must}:
@@ -107,7 +111,7 @@ def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list
         if match:
             left.setdefault(match[1], []).append(int(match[2]))
     fixed = [match[1] for match in map(_UNIT.fullmatch, must) if match]
-    # A kubelet that has chosen some already wants the others beside them.
+    # If the kubelet has chosen some units already, the others have to be on the same GPU.
     candidates = [
         (len(units), gpu)
         for gpu, units in left.items()
@@ -122,7 +126,7 @@ def prefer(available: Iterable[str], included: Iterable[str], size: int) -> list
 
 
 def make_claim(units: Units, gpu: Mapping[str, Any], policy: Policy) -> Claim:
-    """Return the claim for units, as the governor and CDI want it."""
+    """Return the claim for `units`, as the governor and CDI need it."""
     compute, limit = policy.share(units.count, gpu["memory"] // GIB)
     share = Share(
         name=units.share_name,
@@ -139,7 +143,7 @@ def make_claim(units: Units, gpu: Mapping[str, Any], policy: Policy) -> Claim:
 
 
 def read_back(claims: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Units, Claim]]:
-    """Return our claims among the governor's, by uid."""
+    """Return the plugin's claims among the governor's, by uid, with their units."""
     found = {}
     for one in claims:
         shares = list(one.get("shares") or [])

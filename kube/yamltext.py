@@ -1,9 +1,9 @@
-"""YAML that is changed where it has to be, and otherwise left as its author wrote it.
+"""Edits YAML text where a value changes, and leaves the rest as its author wrote it.
 
-PyYAML gives values without comments. So a document is read twice, as values and as nodes that know
-their places in the text; what changed between two values is written over those places alone. What
-that cannot do (anchors, some flow collections) is written anew, in the smallest part that holds
-it, and its comments are lost. The result is read again and compared.
+PyYAML drops comments. So a document is read twice, as values and as nodes that know their positions
+in the text. Where two values differ, only those positions are overwritten. If that is not possible
+(anchors, some flow collections), the smallest enclosing part is written anew, and its comments are
+lost. The result is read again and compared.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import yaml
 
 MOST_NODES = 300_000
-"""A document may have so many, aliases written out; one of a few lines can have billions."""
+"""Maximum number of nodes in a document, with aliases expanded: a few lines can have billions."""
 MOST_DEPTH = 200
 
 
 class UnreadableError(Exception):
-    """The text is no YAML that can be worked with; the message says where and why."""
+    """The text is not usable YAML; the message says where and why."""
 
 
 class _CannotEditError(Exception):
-    """A part has to be written anew."""
+    """The part cannot be edited and has to be written anew."""
 
 
 @dataclass
@@ -35,20 +35,20 @@ class Document:
     value: Any
     root: yaml.Node | None
     offset: int
-    """Where in the whole input the text begins, which is what the nodes count from."""
+    """Offset of the text in the whole input, to which the nodes' positions refer."""
     marked: bool
-    """Whether it has its `---`, without which it cannot follow another."""
+    """Whether it begins with `---`, without which it cannot follow another document."""
     twice: tuple[str, ...] = ()
     """Keys that a mapping has more than once, with their lines; only the last of each counts."""
 
     @property
     def has_comments(self) -> bool:
-        """Whether something is lost when it is written anew; a `#` in a string counts, too."""
+        """Whether comments are lost when it is written anew; a `#` in a string counts as one."""
         return "#" in self.text
 
 
 def read(text: str) -> list[Document]:
-    """Return the documents of a text, or raise UnreadableError."""
+    """Return the documents in a text; raises UnreadableError."""
     try:
         events = list(_starts(text))
         loader = yaml.SafeLoader(text)
@@ -79,7 +79,7 @@ def read(text: str) -> list[Document]:
 
 
 def _starts(text: str) -> Iterator[yaml.DocumentStartEvent]:
-    """Yield where documents begin; UnreadableError as soon as one is nested too deeply."""
+    """Yield the start events of documents; UnreadableError if one is nested too deeply."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.DocumentStartEvent):
@@ -94,12 +94,12 @@ def _starts(text: str) -> Iterator[yaml.DocumentStartEvent]:
 
 def _index(event: yaml.Event) -> int:
     mark = event.start_mark
-    assert mark is not None  # noqa: S101 - a text's events have marks
+    assert mark is not None  # noqa: S101 - events from a text have marks
     return int(mark.index)
 
 
 def _require_small(root: yaml.Node) -> None:
-    """Count nodes as often as they are referred to; UnreadableError for too many or a circle."""
+    """Count nodes once for each reference; UnreadableError if there are too many, or a cycle."""
     left = MOST_NODES
 
     def count(node: yaml.Node, above: int) -> None:
@@ -114,7 +114,7 @@ def _require_small(root: yaml.Node) -> None:
 
 
 def _twice(root: yaml.Node) -> Iterator[str]:
-    """Yield the keys that a mapping has more than once, each once as `key in line 7`."""
+    """Yield the keys that a mapping has more than once, in the form `key in line 7`."""
     waiting, looked = [root], set()
     while waiting:
         node = waiting.pop()
@@ -142,7 +142,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def dump(value: Any, *, flow: bool = False) -> str:
-    """Return a value as YAML, keys in their order, no anchors."""
+    """Return a value as YAML, with keys in their order and without anchors."""
     return yaml.dump(
         value,
         Dumper=_Dumper,
@@ -154,7 +154,7 @@ def dump(value: Any, *, flow: bool = False) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what is used twice twice, and indents sequences as Kubernetes' documents do."""
+    """Writes shared values out in each place, and indents sequences as Kubernetes' documents do."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
         return True
@@ -164,14 +164,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 def unshared(value: Any) -> Any:
-    """Return a copy in which nothing is there twice: PyYAML makes two aliases one object."""
+    """Return a copy without shared objects: PyYAML returns the same object for an alias."""
     if isinstance(value, dict):
         return {key: unshared(inner) for key, inner in value.items()}
     return [unshared(inner) for inner in value] if isinstance(value, list) else value
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are the same, in type and order as well: 1 is not true."""
+    """Return whether two values are the same, also in type and order: 1 is not true."""
     return repr(one) == repr(other)
 
 
@@ -207,7 +207,7 @@ Edit = tuple[int, int, str]
 
 
 class _Editor:
-    """What is to be replaced in a text so that its value becomes another."""
+    """Computes the replacements in a text that change its value to another."""
 
     def __init__(self, text: str, offset: int) -> None:
         self.text, self.offset = text, offset
@@ -219,16 +219,16 @@ class _Editor:
         return self.text.rfind("\n", 0, index) + 1
 
     def line_end(self, index: int) -> int:
-        """Return where the next line begins."""
+        """Return the start of the next line."""
         end = self.text.find("\n", index)
         return len(self.text) if end < 0 else end + 1
 
     def end(self, node: yaml.Node) -> int:
-        """Return where a node's own text ends; PyYAML's mark of a block is at what follows it."""
+        """Return where a node's own text ends; PyYAML marks a block's end at what follows it."""
         if not isinstance(node, yaml.CollectionNode) or node.flow_style or not node.value:
             end = self.at(node.end_mark)
             while end > self.at(node.start_mark) and self.text[end - 1] in " \n":
-                end -= 1  # a block scalar's mark is behind its last line
+                end -= 1  # a block scalar's mark is after its last line
             return end
         last = node.value[-1]
         return self.end(last[1] if isinstance(node, yaml.MappingNode) else last)
@@ -259,13 +259,13 @@ class _Editor:
         yield self.whole(node, new)
 
     def sequence(self, node: yaml.SequenceNode, old: list[Any], new: list[Any]) -> list[Edit]:
-        """Return what takes items out of a block sequence, or adds some; none for anything else."""
+        """Return the edits that remove items of a block sequence or append some; else none."""
         dashes = []
         for child in node.value:
             start = self.at(child.start_mark)
             line = self.line_start(start)
             if self.text[line:start].strip() != "-":
-                return []  # more than the dash stands before it
+                return []  # there is more than the dash before it
             dashes.append(line)
         if new[: len(old)] and all(map(same, old, new)) and len(new) > len(old):
             indent = self.text[dashes[0] : self.text.index("-", dashes[0])]
@@ -282,7 +282,7 @@ class _Editor:
         return edits if new and kept == len(new) else []
 
     def mapping(self, node: yaml.MappingNode, old: Any, new: dict[Any, Any]) -> Iterator[Edit]:
-        """Yield the replacements within a block mapping; none where it is better written anew."""
+        """Yield the replacements within a block mapping; none if it is better written anew."""
         keys = [key.value for key, _ in node.value]
         column = node.start_mark.column
         indent = " " * column
@@ -298,7 +298,7 @@ class _Editor:
                 continue
             line = self.line_start(start)
             if self.text[line:start].strip():
-                return  # it stands behind a dash: the mapping's first line goes
+                return  # it follows a dash, so the mapping's first line would be removed
             edits.append((line, self.line_end(max(self.end(value), start)), ""))
         added = {key: value for key, value in new.items() if key not in old}
         if added:
@@ -308,7 +308,7 @@ class _Editor:
         yield from edits
 
     def whole(self, node: yaml.Node, new: Any) -> Edit:
-        """Return the replacement of a node by a value in full."""
+        """Return the replacement of a whole node by a value."""
         start, end = self.at(node.start_mark), self.end(node)
         if node.flow_style if isinstance(node, yaml.CollectionNode) else True:
             flat = dump(new, flow=True)

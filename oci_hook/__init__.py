@@ -1,5 +1,5 @@
-"""From an OCI state on stdin to a container that is ready to use its share of a GPU.
+"""The OCI hook: prepares a container to use its share of a GPU.
 
-Standard library only.  What the hook knows of the driver is a manifest, what it knows of the
-governor is a socket.
+It uses the standard library only. It knows the driver through a manifest and the governor through a
+socket.
 """

@@ -1,8 +1,8 @@
-"""A plan, made true inside a container's mount namespace.
+"""Applies a plan inside a container's mount namespace.
 
-Sources are opened in the host's namespace before anything of the container is looked at.  Below the
-container's root there are only descriptors: no path is walked twice, and links cannot lead out
-(runc and NVIDIA's toolkit both had a row of CVEs for want of this).
+Sources are opened in the host's namespace before anything in the container is examined. Below the
+container's root only descriptors are used: no path is walked twice, and links cannot lead out (runc
+and NVIDIA's toolkit both had a series of CVEs for lack of this).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from functools import partial
     from typing import Any, assert_never
 else:
-    from _functools import partial  # functools has collections and more
+    from _functools import partial  # functools imports collections and more
 
     from oci_hook.record import assert_never
 
@@ -35,7 +35,7 @@ KERNEL_HINT = "use Linux 5.12 or newer, without a seccomp filter that hides its 
 
 
 def explain(e: OSError, doing: str) -> MountError:
-    """Say what the kernel refused, and the likely cause of the two errors people meet."""
+    """Return an error that says what the kernel refused; common ones with the likely cause."""
     message = f"cannot {doing}: {e.strerror}"
     if e.errno == errno.ENOSYS:
         return MountError(message, hint=KERNEL_HINT)
@@ -53,7 +53,7 @@ class Container:
     """A container that the runtime is creating, held by descriptors."""
 
     def __init__(self, pid: int, root: str) -> None:
-        """Take hold of process, mount namespace and root, which belong together afterwards."""
+        """Open process, mount namespace and root, which belong together from then on."""
         self.pid = pid
         self.root = root
         self.procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -75,7 +75,7 @@ class Container:
         self.rootfd = open_root(root)
 
     def require_alive(self) -> None:
-        """Refuse when the process has ended: its number may be somebody else's by now."""
+        """Refuse if the process has ended, because another may have its pid by now."""
         if select.select([self.pidfd], [], [], 0)[0]:
             raise BundleError(
                 f"process {self.pid} of the OCI state has ended",
@@ -84,13 +84,13 @@ class Container:
 
 
 class Inside:
-    """`with Inside(container) as rootfd`: the hook is in the container's mount namespace."""
+    """`with Inside(container) as rootfd`: runs the body in the container's mount namespace."""
 
     def __init__(self, container: Container) -> None:
         self.container = container
 
     def __enter__(self) -> int:
-        """Enter, and open the same root as seen from there."""
+        """Enter the namespace, and open the same root as seen from there."""
         c = self.container
         kernel.setns(c.mntns, kernel.CLONE_NEWNS, f"mount namespace of process {c.pid}")
         try:
@@ -98,12 +98,12 @@ class Inside:
             here, there = os.fstat(c.rootfd), os.fstat(rootfd)
             if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
                 os.close(rootfd)
-                raise BundleError(  # noqa: TRY301 - the way home is the same for all
+                raise BundleError(  # noqa: TRY301 - all errors leave the namespace the same way
                     f"root.path {show(c.root)} is another directory in the container's namespace",
                     hint="the runtime has to mount the root file system before it runs hooks",
                 )
-            # Its name may lead elsewhere by now, where a user may write above it: to the same
-            # directory from both namespaces, but to none that a runtime has mounted.
+            # If a user may write above the root, its name may lead elsewhere by now: to the same
+            # directory in both namespaces, but to one that the runtime has not mounted.
             if not kernel.is_mount_root(rootfd):
                 os.close(rootfd)
                 raise BundleError(  # noqa: TRY301
@@ -117,12 +117,12 @@ class Inside:
         return rootfd
 
     def __exit__(self, *_: object) -> None:
-        """Go home."""
+        """Return to the host's mount namespace."""
         kernel.setns(self.container.own_mntns, kernel.CLONE_NEWNS, "the host's mount namespace")
 
 
 class Undo:
-    """What was done, so that it can be taken back, last first."""
+    """The steps that undo what was done; they run in reverse order."""
 
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []
@@ -130,37 +130,37 @@ class Undo:
         self.noted: list[tuple[int, Trace]] = []
 
     def add(self, step: Callable[[], None]) -> None:
-        """Remember one step back."""
+        """Add a step that undoes the last action."""
         self.steps.append(step)
 
     def at_success(self, step: Callable[[], None]) -> None:
-        """Remember to remove what a step back would have needed; by descriptors alone."""
+        """Add a step that removes what undoing would have needed; it may use only descriptors."""
         self.remains.append(step)
 
     def note(self, trace: Trace) -> None:
-        """Remember what the step before leaves in the container's root file system."""
+        """Record what the last action leaves in the container's root file system."""
         self.noted.append((len(self.steps), trace))
 
     def traces(self) -> list[Trace]:
-        """Give what is left there."""
+        """Return what is left in the container's root file system."""
         return [trace for _, trace in self.noted]
 
     def forget(self) -> None:
-        """Give up the way back and remove what it needed; what cannot be, the next run removes."""
+        """Drop all steps and remove what they needed; the next run removes what remains."""
         self.steps.clear()
         while self.remains:
             with suppress(OSError):
                 self.remains.pop()()
 
     def back_to(self, count: int) -> None:
-        """Take back what came after the first `count` steps, from inside; what cannot be, stays."""
+        """Undo, within the namespace, all but the first `count` steps; what fails stays."""
         self.noted = [(n, trace) for n, trace in self.noted if n <= count]
         while len(self.steps) > count:
             with suppress(OSError):
                 self.steps.pop()()
 
     def run(self, container: Container) -> list[str]:
-        """Take everything back; gives what could not be."""
+        """Undo everything; return the errors."""
         failed: list[str] = []
         if not self.steps:
             return failed
@@ -177,13 +177,13 @@ class Undo:
 
 
 def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
-    """Take a detached, read-only, private copy of a mount of the host.
+    """Open a detached, read-only, private copy of a mount of the host.
 
-    `hold` is the generation's directory, as the manifest was read from it: its name may lead to
+    `hold` is the directory of the generation that the manifest was read from: its name may lead to
     another one by now.
 
-    None for a directory that the host may lack, where it has none or one that does not answer.  A
-    link is none: one of these directories is below /tmp, where everybody may put links.
+    Returns None for a `may_lack` directory that does not exist or does not answer. A link does not
+    count: one of these directories is below /tmp, where any user may create links.
     """
     may_lack = isinstance(operation, BindDirectory) and operation.may_lack
     try:
@@ -217,7 +217,7 @@ def open_source(operation: BindDirectory | BindFile, hold: int) -> int | None:
 
 
 def _own_like(dirfd: int, fd: int) -> None:
-    """Give what we created to its directory's owner: in a user namespace, the container's root."""
+    """Give a new file to its directory's owner: in a user namespace, the container's root."""
     parent, child = os.fstat(dirfd), os.fstat(fd)
     if (parent.st_uid, parent.st_gid) != (child.st_uid, child.st_gid):
         os.fchown(fd, parent.st_uid, parent.st_gid)
@@ -230,7 +230,8 @@ def _exchange(dirfd: int, name: str) -> None:
     except OSError as e:
         if e.errno != errno.EINVAL:
             raise
-        # NFS and others cannot; nothing of the container runs that could miss the name meanwhile
+        # NFS and others cannot exchange names. The name is missing for a moment, but no program of
+        # the container runs yet.
         kernel.renameat(dirfd, name, ASIDE)
         try:
             kernel.renameat(dirfd, TEMPORARY, name)
@@ -244,7 +245,7 @@ class Applier:
     """Applies operations below one root."""
 
     def __init__(self, container: Container, rootfd: int, undo: Undo, kept: dict[str, Any]) -> None:
-        """`kept` is what the image has for a cache."""
+        """`kept` describes the cache that the image has (`traces.keep`)."""
         self.container = container
         self.rootfd = rootfd
         self.undo = undo
@@ -254,7 +255,7 @@ class Applier:
         self.skipped: list[str] = []
 
     def _shared_mounts(self) -> frozenset[int]:
-        """List the mounts whose changes reach other namespaces."""
+        """Return the ids of the mounts from which changes reach other namespaces."""
         fd = os.open(
             "thread-self/mountinfo", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.container.procfd
         )
@@ -267,17 +268,17 @@ class Applier:
         )
 
     def require_ours(self, dirfd: int, path: str, *, volumes: bool) -> None:
-        """Refuse to create in a volume: it is the host's, and links of the image may lead to it.
+        """Refuse to create in a volume, which is the host's: a link in the image may lead to it.
 
-        With `volumes`, one that the configuration mounts on `path` itself is fine: no link is
-        on the way to it.
+        With `volumes`, a volume that the configuration mounts on `path` itself is accepted if no
+        link is on the way to it.
         """
         if kernel.mount_id(dirfd) == self.root_mount or (volumes and self.is_direct(dirfd, path)):
             return
         raise OSError(errno.EXDEV, "it is on a volume", path)
 
     def is_direct(self, fd: int, path: str) -> bool:
-        """Tell whether `path` leads to what `fd` stands for with no link on the way."""
+        """Return whether `path` leads to the file of `fd` without a link on the way."""
         try:
             other = kernel.openat2(
                 self.rootfd,
@@ -294,7 +295,7 @@ class Applier:
         return direct
 
     def make_directory(self, path: str, *, volumes: bool = False) -> int:
-        """Open the directory at `path`, made with its parents where it is missing."""
+        """Open the directory at `path`, created with its parents if it is missing."""
         try:
             return kernel.open_in_root(self.rootfd, path, os.O_PATH | os.O_DIRECTORY)
         except OSError as e:
@@ -317,13 +318,13 @@ class Applier:
         return fd
 
     def make_own_directory(self, path: str) -> int:
-        """Open or make the directory at `path`, which is not on a volume."""
+        """Open or create the directory at `path`; refuse it on a volume."""
         fd = self.make_directory(path)
         self.require_ours(fd, path, volumes=False)
         return fd
 
     def _make_below(self, fd: int, parts: list[str], done: int) -> int:
-        """Make the parts of a path that come after the first `done`, which `fd` is."""
+        """Create the parts of a path after the first `done`; `fd` is the directory of those."""
         for depth, name in enumerate(parts[done:], done + 1):
             parent = fd
             as_owner(parent, partial(kernel.mkdirat, parent, name, 0o755))
@@ -336,14 +337,14 @@ class Applier:
         return fd
 
     def _note(self, dirfd: int, trace: Trace) -> None:
-        """Remember what was made in the image; what is on a volume is not seen from outside."""
+        """Record what was created in the image; on a volume it is not visible from outside."""
         if kernel.mount_id(dirfd) == self.root_mount:
             self.undo.note(trace)
 
     def make_file(self, path: str, *, own: bool = False) -> int:
-        """Open the regular file at `path`, made empty where it is missing.
+        """Open the regular file at `path`, created empty if it is missing.
 
-        With `own`, the file is an entry of its directory: no link to it and no volume.
+        With `own`, the file must be an entry of its directory: not a link and not on a volume.
         """
         parent, _, name = path.rpartition("/")
         dirfd = -1
@@ -375,12 +376,12 @@ class Applier:
     def attach(self, source: int, target: int, path: str) -> None:
         """Mount `source` on `target`.
 
-        A link of the image does not decide which mount of the runtime's is covered: on /dev or
-        /proc ours would take away what the runtime goes on to hide files with.
+        A link in the image must not decide which of the runtime's mounts is covered: a mount on
+        /dev or /proc would remove what the runtime later hides files with.
         """
         mount = kernel.mount_id(target)
         if mount in self.shared:
-            # the mount would appear in every namespace of the group, the host's among them
+            # The mount would appear in every namespace of the peer group, including the host's.
             raise MountError(
                 f"/{path} in the container is on a shared mount",
                 hint="mount it with private or slave propagation",
@@ -395,15 +396,15 @@ class Applier:
     def write_cache(self, operation: WriteCache) -> None:
         """Replace the cache by one rename.
 
-        What was there, a link as well as a file, stays under the other name until the container
-        is sure to start: put back, it is the same in all that can be told of it.
+        The previous file or link is kept under the other name until the container is certain to
+        start: when it is put back, all its attributes are unchanged.
         """
         parent, _, name = operation.target.rpartition("/")
-        # a volume over /etc belongs to somebody else
+        # Not on a volume over /etc, which does not belong to the container.
         dirfd = kernel.open_in_root(
             self.rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True
         )
-        for left in (TEMPORARY, ASIDE):  # by a run that was killed
+        for left in (TEMPORARY, ASIDE):  # left by a run that was killed
             remove(dirfd, left)
         fd = as_owner(dirfd, lambda: kernel.create(dirfd, TEMPORARY, 0o600))
         assert fd is not None  # noqa: S101
@@ -426,7 +427,7 @@ class Applier:
         self.undo.at_success(partial(remove, dirfd, TEMPORARY))
 
     def execute(self, operation: Operation, source: int) -> None:
-        """Apply one operation; one that is optional is left out where the image has no room."""
+        """Apply one operation; an optional one is skipped if the image has no room for it."""
         done = len(self.undo.steps)
         optional = not isinstance(operation, WriteCache) and operation.optional
         try:
@@ -455,7 +456,7 @@ class Applier:
                 raise
             if isinstance(operation, WriteCache):
                 if not (operation.strays or operation.compat32):
-                    return  # the loader looks into the directory without being told
+                    return  # the loader searches the directory even without the cache
                 leads = (
                     f"leads to {operation.strays[0]}"
                     if operation.strays
@@ -468,7 +469,7 @@ class Applier:
                     else "use a root file system that the runtime can write to",
                 ) from e
             if isinstance(operation, BindFile) and e.errno in (errno.EROFS, errno.EXDEV):
-                # a program is a convenience
+                # Programs are a convenience, so the container starts without.
                 self.skipped.append(f"/{operation.target}: {reason}")
                 return
             if e.errno in (errno.EEXIST, errno.ELOOP, errno.ENOTDIR, errno.EXDEV):
@@ -480,7 +481,7 @@ class Applier:
 
 
 def _keep(plan: Plan, container: Container) -> dict[str, Any]:
-    """Say what the image has where a cache will be written."""
+    """Return what the image has at the place where a cache will be written."""
     for operation in plan.operations:
         if isinstance(operation, WriteCache):
             with suppress(OSError):
@@ -489,10 +490,10 @@ def _keep(plan: Plan, container: Container) -> dict[str, Any]:
 
 
 def apply_plan(plan: Plan, hold: int, container: Container, undo: Undo) -> list[str]:
-    """Make the plan true; gives what was left out, with the reason.
+    """Apply the plan; return what was left out, with the reasons.
 
-    `hold` is the directory of the generation that the plan is about.  `undo` knows the way back,
-    whether this returns or raises.
+    `hold` is the directory of the generation that the plan uses. `undo` has the steps back, whether
+    this returns or raises.
     """
     kept = _keep(plan, container)
     sources = [

@@ -1,8 +1,8 @@
-"""The claims of a container, by the entries of our hook in config.json.
+"""Finds the claims of a container from the entries of this hook in config.json.
 
-The node's driver writes them into a CDI specification of its own for each claim, and nobody but the
-engine writes them into config.json: what a tenant says, in annotations or in the environment, names
-no claim. A container with several shares has several entries. The first of them does all.
+The node's driver writes the entries into a CDI specification for each claim, and only the engine
+copies them into config.json: annotations and environment, which a tenant sets, cannot name a claim.
+A container with several shares has several entries; the first of them handles all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HINT = "claims and their entries are the node driver's: see the log of tidegate-
 
 
 def leads_to(path: object, own: str) -> bool:
-    """Tell whether a hook's entry runs our own hook, be it by another name of it."""
+    """Return whether a hook entry's path is that of this hook, also by another name."""
     if path == own:
         return True
     if type(path) is not str or not path.startswith("/") or "\0" in path:
@@ -35,9 +35,10 @@ def leads_to(path: object, own: str) -> bool:
 
 
 def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ...]:
-    """Give the shares that config.json names, by claim and name; `own` is our hook's path.
+    """Return the shares in config.json as (claim, name); `own` is this hook's path.
 
-    BundleError where a device of a GPU is asked for besides: it would not be the claim's.
+    BundleError if a device of tidegate.gpu/shared is requested as well: it would not be the
+    claim's.
     """
     found: dict[tuple[str, str], None] = {}
     shared = False
@@ -68,7 +69,7 @@ def find_claims(document: dict[str, Any], own: str) -> tuple[tuple[str, str], ..
 
 
 def require_named(claims: tuple[tuple[str, str], ...], own: tuple[str, str]) -> None:
-    """Refuse a share by which we were entered and which config.json does not name."""
+    """Refuse the share in this hook's own arguments if config.json does not name it."""
     if own[0] and own not in claims:
         raise BundleError(
             f"the hook was entered for share {show(own[1])} of claim {show(own[0])}, which"
@@ -78,7 +79,7 @@ def require_named(claims: tuple[tuple[str, str], ...], own: tuple[str, str]) -> 
 
 
 def as_request(claims: tuple[tuple[str, str], ...]) -> list[dict[str, Any]]:
-    """Give the shares as the governor's protocol has them."""
+    """Return the shares in the form of the governor's protocol."""
     names: dict[str, list[str]] = {}
     for uid, share in claims:
         names.setdefault(uid, []).append(share)

@@ -1,10 +1,10 @@
-"""The governor's protocol, the hook's half of it: JSON lines on a stream socket."""
+"""The hook's side of the governor's protocol: JSON lines on a stream socket."""
 
 from __future__ import annotations
 
-import _socket as socket  # without the names of numbers and selectors, which take 2 ms
+import _socket as socket  # without socket's enums and selectors, which take 2 ms
 import os
-from _struct import Struct, pack  # struct is no more than a list of its names
+from _struct import Struct, pack  # struct only re-exports these names
 from time import monotonic, sleep
 
 from oci_hook.errors import GovernorError, RefusedError, show
@@ -20,9 +20,9 @@ else:
 LINE_LIMIT = 64 << 10
 MOST_MINOR = (1 << 20) - 1  # MINORMASK
 MOST_MEMORY = 1 << 50
-WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # of an answer
+WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # by a malformed answer
 PEER = Struct("=iII")  # struct ucred: pid, uid, gid
-PATIENCE = 5.0  # seconds; a governor that is restarted, as by an upgrade, is away for less
+PATIENCE = 5.0  # seconds; a restart of the governor, as by an upgrade, takes less
 START = "start tidegate-governor (`systemctl status tidegate-governor` says why it is down)"
 
 
@@ -35,19 +35,19 @@ class Grant(NamedTuple):
     memory: int
     compute: int
     strategy: str = "timeslice"
-    minors: tuple[int, ...] = ()  # of the GPUs' device nodes, as far as they have any
-    already: bool = False  # the hook has run for this container
+    minors: tuple[int, ...] = ()  # of those GPUs that have a device node
+    already: bool = False  # the hook has run before for this container
 
 
 class Reservation(NamedTuple):
-    """GPUs that the governor keeps for a container for a while."""
+    """GPUs that the governor reserves for a container for a limited time."""
 
     reservation: str
     minors: tuple[int, ...]
 
 
 def _whole(value: Any, most: int) -> int:
-    """Give a number of an answer; null is none of it."""
+    """Return a number from an answer, 0 for null; ValueError if it is not one up to `most`."""
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= most:
@@ -62,7 +62,7 @@ def _name(value: Any) -> str:
 
 
 def _devices(answer: dict[str, Any]) -> tuple[tuple[str, int | None], ...]:
-    """Give the GPUs of an answer: UUID and minor number."""
+    """Return the GPUs in an answer: UUID and minor number."""
     devices = answer["devices"]
     if type(devices) is not list:
         raise TypeError(f"devices are {show(devices)}")
@@ -73,9 +73,9 @@ def _devices(answer: dict[str, Any]) -> tuple[tuple[str, int | None], ...]:
 
 
 def parse_admission(answer: dict[str, Any]) -> Grant:
-    """Take a grant from an answer; what it misses or has wrong is a KeyError and its like.
+    """Return the grant in an answer; a malformed answer raises one of the errors in WRONG.
 
-    governor/answers.schema.json says the same.
+    governor/answers.schema.json describes the same format.
     """
     devices = _devices(answer)
     directory = _name(answer["directory"])
@@ -94,13 +94,13 @@ def parse_admission(answer: dict[str, Any]) -> Grant:
 
 
 def parse_reservation(answer: dict[str, Any]) -> Reservation:
-    """Take a reservation from an answer, as `parse_admission` takes a grant."""
+    """Return the reservation in an answer, with the errors of `parse_admission`."""
     minors = tuple(minor for _, minor in _devices(answer) if minor is not None)
     return Reservation(_name(answer["reservation"]), minors)
 
 
 def parse_answer(line: bytes) -> dict[str, Any]:
-    """Take an answer apart: an object that says whether it is `ok`, and has an error if not."""
+    """Parse an answer: an object that says whether it is `ok`, and has an error if it is not."""
     document = load_json(line)
     if type(document) is not dict or type(document.get("ok")) is not bool:
         raise TypeError("no answer")
@@ -110,9 +110,9 @@ def parse_answer(line: bytes) -> dict[str, Any]:
 
 
 def require_reachable(runtime_dir: str, uid_map: str = "/proc/self/uid_map") -> None:
-    """Refuse where an engine is rootless and the governor is not its user's own.
+    """Refuse a rootless engine, unless the governor can be reached by its user.
 
-    A governor that listens in the same user namespace could be reached: then nothing is said.
+    That is the case for a governor that listens in the same user namespace.
     """
     try:
         fd = os.open(uid_map, os.O_RDONLY | os.O_CLOEXEC)  # open() takes ten times as long
@@ -139,13 +139,14 @@ class _EndedError(GovernorError):
 
 
 class Client:
-    """One connection to the governor.  An admission lives as long as it does, until confirmed."""
+    """One connection to the governor. Until it is confirmed, an admission ends with it."""
 
     def __init__(self, runtime_dir: str, timeout: float, patience: float = 0.0) -> None:
-        """Connect. Where the governor was and is not, wait `patience` seconds for it at most.
+        """Connect. If the governor was there and is away, wait for it for at most `patience`.
 
-        No longer than for an answer, so that the line says who is missing. Where more wait than the
-        kernel queues it is there, and busy: that is waited for in any case.
+        The wait is not longer than `timeout`, so that the error says what is missing. If the
+        kernel's queue of connections is full, the governor is running but busy; this is waited for
+        in any case. Times are in seconds.
         """
         self.runtime_dir = runtime_dir
         self.path = f"{runtime_dir}/governor.sock"
@@ -154,7 +155,7 @@ class Client:
         self._connect(monotonic())
 
     def _connect(self, began: float) -> None:
-        """Connect; what is waited for has been away since `began`."""
+        """Connect; `began` is the time since when the governor has been away."""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self.socket.settimeout(self.timeout)
         self.buffer = b""
@@ -165,7 +166,7 @@ class Client:
                 break
             except (OSError, ValueError) as e:
                 gone = isinstance(e, FileNotFoundError | ConnectionRefusedError)
-                full = isinstance(e, BlockingIOError)  # with a timeout, connect(2) does not wait
+                full = isinstance(e, BlockingIOError)  # a socket with a timeout is non-blocking
                 most = min(PATIENCE if full else patience if gone else 0.0, timeout)
                 if monotonic() - began < most and os.path.isdir(self.runtime_dir):
                     sleep(0.05)
@@ -180,7 +181,7 @@ class Client:
         self._require_trusted()
 
     def _require_trusted(self) -> None:
-        """Refuse a listener that is neither root nor our own user: it says what is mounted."""
+        """Refuse a listener of another user than root or this one: it decides what is mounted."""
         peer = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
         _, uid, _ = PEER.unpack(peer)
         if uid not in (0, os.geteuid()):
@@ -196,7 +197,7 @@ class Client:
                 f"the governor did not answer {op} within {self.timeout:g} s", hint=START
             )
         if isinstance(e, FileNotFoundError):
-            # Not the system's words: Podman takes them for a program that is missing.
+            # Not the system's message, which Podman takes for a missing program.
             reason = "there is no socket"
         else:
             reason = e.strerror if isinstance(e, OSError) and e.strerror else show(e)
@@ -211,7 +212,7 @@ class Client:
         )
 
     def _request(self, op: str, fds: tuple[int, ...] = (), **fields: object) -> dict[str, Any]:
-        """Send one request and wait for its answer, which is `ok`."""
+        """Send one request and return its answer; RefusedError if that is not `ok`."""
         line = dump_json({"v": 1, "op": op, **fields}).encode() + b"\n"
         if len(line) > LINE_LIMIT:
             raise GovernorError(
@@ -220,7 +221,7 @@ class Client:
         try:
             rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, pack(f"{len(fds)}i", *fds))
             sent = self.socket.sendmsg([line], [rights]) if fds else 0
-            if sent < len(line):  # to send nothing fails too, once the other side has closed
+            if sent < len(line):  # sendall fails even for no data if the other side has closed
                 self.socket.sendall(line[sent:])
             while b"\n" not in self.buffer:
                 part = self.socket.recv(LINE_LIMIT)
@@ -257,7 +258,7 @@ class Client:
         identity: dict[str, str],
         **more: object,
     ) -> Grant:
-        """Ask for a place on a GPU; `directory` exists afterwards.
+        """Ask for a place on a GPU; the grant's `directory` exists afterwards.
 
         A governor that ends meanwhile has admitted nothing, so the next one is asked again.
         """
@@ -280,7 +281,7 @@ class Client:
                 if monotonic() - lost_at >= min(self.patience, self.timeout):
                     raise
                 self.socket.close()
-                sleep(0.05)  # one that answers no request at all is not asked without end
+                sleep(0.05)  # no busy loop if a governor accepts connections but never answers
                 self._connect(lost_at)
         try:
             return parse_admission(answer)
@@ -290,7 +291,7 @@ class Client:
     def reserve(
         self, annotations: dict[str, str], identity: dict[str, str], **more: Any
     ) -> Reservation:
-        """Have GPUs kept for a container that is about to be made."""
+        """Reserve GPUs for a container that is about to be created."""
         answer = self._request("reserve", annotations=annotations, identity=identity, **more)
         try:
             return parse_reservation(answer)
@@ -298,11 +299,11 @@ class Client:
             raise self._bad("reserve", answer) from e
 
     def confirm(self) -> None:
-        """Say that the container is ready: the admission stays when this connection ends."""
+        """Tell the governor that the container is ready: its admission outlasts the connection."""
         self._request("confirm")
 
     def release(self, ident: str) -> None:
-        """Say that the container is gone."""
+        """Tell the governor that the container has ended."""
         self._request("release", id=ident)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""The hook's line, where crun sends what hooks write to /dev/null.
+"""Delivers the hook's error line under crun, which sends the output of hooks to /dev/null.
 
-crun says of a hook that failed its exit code alone. What crun itself writes to standard error
-reaches the user: conmon reads it and hands it to Podman or CRI-O. So the line is written there,
-through the parent process, which is the crun that started the hook. Podman prefers crun's log
-where that is one JSON document, so the line is added there, too.
+crun reports only the exit code of a failed hook. What crun itself writes to standard error reaches
+the user: conmon reads it and passes it to Podman or CRI-O. So the line is written there, through
+the parent process, which is the crun that started the hook. Podman prefers crun's log if that is a
+single JSON document, so the line is added there as well.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ FLAGS = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 caller = 0
-"""The process that a child of the fork server works for; crun is the parent of that."""
+"""Pid of the process that a child of the fork server works for, or 0; crun is its parent."""
 
 
 def tell(line: str) -> None:
-    """Write the line where the user of crun sees it; whatever is in the way, it is left."""
+    """Write the line where the user of crun sees it; errors are ignored."""
     try:
         parent = _parent(caller) if caller else os.getppid()
         own = os.fstat(2)
         if not (stat.S_ISCHR(own.st_mode) and own.st_rdev == NULL):
-            return  # the runtime reads it
+            return  # the runtime reads the hook's standard error
         with open(f"/proc/{parent}/cmdline", "rb", buffering=0) as file:
             words = os.fsdecode(file.read(1 << 16)).split("\0")
-        if "crun" not in os.path.basename(words[0]):  # it may run from a copy without a name
+        if "crun" not in os.path.basename(words[0]):  # its executable may be a copy without a name
             return
         _append(f"/proc/{parent}/fd/2", line)
         log = _find_log(words)

@@ -1,7 +1,8 @@
-"""What config.json needs for a container that shares a GPU: one model for every way in.
+"""Edits config.json for a container that shares a GPU; all paths of integration use it.
 
-The wrapper runtime and Podman's `precreate` edit with it before the container is made, because only
-device nodes that config.json names outlast a reload of systemd. The mounts are the hook's, later.
+The wrapper runtime and Podman's `precreate` edit config.json before the container is created,
+because only device nodes that config.json names survive a reload of systemd. The hook does the
+mounts later.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ else:
 RESERVATION = PREFIX + "reservation"
 TOKEN_LIMIT = 64
 GPU_MAJOR = 195  # Linux's devices.txt: nvidia
-GPU_MINORS = 254  # modeset and control are behind
+GPU_MINORS = 254  # minor numbers below are GPUs; the next two are modeset and control
 CONTROL = ("nvidiactl", "nvidia-uvm")
-GPU_NODE = "/dev/nvidia"  # and a number
+GPU_NODE = "/dev/nvidia"  # followed by the minor number
 HOOK_ENV = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin",)
 HOOK_TIMEOUT = 30
 STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
-# What puts NVIDIA's driver into a container by itself, after our hook or before.
+# Programs that put NVIDIA's driver into a container on their own, before or after this hook.
 FOREIGN = (
     "nvidia-container-runtime-hook",
     "nvidia-container-toolkit",
@@ -40,13 +41,13 @@ FOREIGN = (
 
 
 def take_reservation(annotations: dict[str, str]) -> str:
-    """Take the reservation out of the annotations; nothing where it is none of the governor's."""
+    """Remove the reservation from the annotations; return it, or "" if it is malformed."""
     token = annotations.pop(RESERVATION, "")
     return token if token.isascii() and token.isalnum() and len(token) <= TOKEN_LIMIT else ""
 
 
 class Node(NamedTuple):
-    """A device node: the path that it has in the container."""
+    """A device node, with its path in the container."""
 
     path: str
     major: int
@@ -54,14 +55,14 @@ class Node(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """How the hook is entered into config.json."""
+    """The hook's path and arguments for its entry in config.json."""
 
     path: str
     arguments: tuple[str, ...] = ()
 
 
 def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
-    """Give a member that is an object; one that is absent or null is made."""
+    """Return a member that is an object; it is created if it is absent or null."""
     value = parent.get(name)
     if value is None:
         value = parent[name] = {}
@@ -74,7 +75,7 @@ def _object(parent: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _list(parent: dict[str, Any], name: str) -> list[Any]:
-    """Give a member that is a list; one that is absent or null is made."""
+    """Return a member that is a list; it is created if it is absent or null."""
     value = parent.get(name)
     if value is None:
         value = parent[name] = []
@@ -87,9 +88,9 @@ def _list(parent: dict[str, Any], name: str) -> list[Any]:
 
 
 def members(document: dict[str, Any], outer: str, name: str) -> list[dict[str, Any]]:
-    """Give the objects in a list of config.json, for reading: what is not as it should be is left.
+    """Return the objects in a list of config.json, for reading; malformed parts are skipped.
 
-    The runtime has checked it, or will.
+    The runtime checks them, before or later.
     """
     section = document.get(outer) if outer else document
     value = section.get(name) if type(section) is dict else None
@@ -97,7 +98,7 @@ def members(document: dict[str, Any], outer: str, name: str) -> list[dict[str, A
 
 
 def gpu_nodes(document: dict[str, Any]) -> tuple[int, ...]:
-    """Give the minor numbers of the GPUs whose nodes config.json makes."""
+    """Return the minor numbers of the GPUs for which config.json creates device nodes."""
     return tuple(
         sorted(
             {
@@ -112,7 +113,7 @@ def gpu_nodes(document: dict[str, Any]) -> tuple[int, ...]:
 
 
 def gives_gpu(document: dict[str, Any]) -> bool:
-    """Tell whether config.json lets the container reach a GPU, whether we prepare it or not."""
+    """Return whether config.json gives the container access to a GPU, with or without the hook."""
     linux = document.get("linux")
     resources = linux.get("resources") if type(linux) is dict else None
     rules = members({"resources": resources}, "resources", "devices")
@@ -123,20 +124,20 @@ def gives_gpu(document: dict[str, Any]) -> bool:
             and (_is_gpu(rule.get("major"), rule.get("minor")) or _is_of_all(rule))
             for rule in rules
         )
-        # Without a right to make nodes, as in a user namespace, the host's are mounted.
+        # Where nodes cannot be created, as in a user namespace, those of the host are mounted.
         or any(is_gpu_node(str(m.get("source"))) for m in members(document, "", "mounts"))
     )
 
 
 def is_gpu_node(path: str) -> bool:
-    """Tell whether a path of the host is a GPU's."""
+    """Return whether a path on the host is a GPU's device node."""
     return path.startswith(GPU_NODE) and consists_of(path[len(GPU_NODE) :], DIGITS)
 
 
 def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
-    """Refuse to start without our driver what reaches a GPU all the same: nobody would govern it.
+    """Refuse a container that would start without the driver but can reach a GPU ungoverned.
 
-    `why` the driver cannot serve the container.
+    `why` says why the driver cannot serve the container.
     """
     if gives_gpu(document):
         raise type(why)(
@@ -146,7 +147,7 @@ def require_no_gpu(document: dict[str, Any], why: HookError) -> None:
 
 
 def foreign_driver(document: dict[str, Any]) -> str:
-    """Give what else puts a driver into the container, or nothing."""
+    """Return what else puts a driver into the container, "" if nothing does."""
     for stage in STAGES:
         for hook in members(document, "hooks", stage):
             name = os.path.basename(str(hook.get("path")))
@@ -160,7 +161,7 @@ def foreign_driver(document: dict[str, Any]) -> str:
 
 
 def refuse_foreign(document: dict[str, Any], name: str = "config.json") -> None:
-    """Refuse a container that gets a driver by somebody else, too; `name` is for the reader."""
+    """Refuse a container that gets another driver as well; `name` is for the message."""
     foreign = foreign_driver(document)
     if foreign:
         raise BundleError(
@@ -171,7 +172,7 @@ def refuse_foreign(document: dict[str, Any], name: str = "config.json") -> None:
 
 
 def governed_by(document: dict[str, Any], path: str) -> bool:
-    """Tell whether a device of ours was asked for by name: CDI enters the hook so."""
+    """Return whether a device of Tidegate was requested by name: CDI enters the hook this way."""
     return any(
         hook.get("path") == path and type(hook.get("args")) is list and "--governed" in hook["args"]
         for hook in members(document, "hooks", "createRuntime")
@@ -179,9 +180,9 @@ def governed_by(document: dict[str, Any], path: str) -> bool:
 
 
 def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
-    """Give the nodes that a container with these GPUs needs, as the host has them.
+    """Return the device nodes that a container with these GPUs needs, as the host has them.
 
-    Without GPUs that have one there are none: simulated GPUs are no devices.
+    Without minor numbers there are none: simulated GPUs have no device nodes.
     """
     if not minors:
         return ()
@@ -205,7 +206,7 @@ def host_nodes(directory: str, minors: tuple[int, ...]) -> tuple[Node, ...]:
 
 
 def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
-    """Refuse a container without the nodes of GPUs that it was granted: programs find none."""
+    """Refuse a container that lacks the node of a granted GPU: programs would not find the GPU."""
     missing = [f"/dev/nvidia{minor}" for minor in minors if minor not in nodes]
     if missing:
         raise DeviceError(
@@ -216,7 +217,7 @@ def check_devices(minors: tuple[int, ...], nodes: tuple[int, ...]) -> None:
 
 
 def _edit_devices(document: dict[str, Any], nodes: tuple[Node, ...]) -> None:
-    """Let a container have these nodes, and no other GPU's."""
+    """Give a container these device nodes, and remove those of all other GPUs."""
     linux = _object(document, "linux")
     devices = _list(linux, "devices")
     paths = {node.path for node in nodes}
@@ -262,14 +263,14 @@ def _edit_devices(document: dict[str, Any], nodes: tuple[Node, ...]) -> None:
 
 
 def _is_gpu(major: object, minor: object) -> bool:
-    """Tell whether a rule is of GPUs: runtimes take no minor number, and one below 0, for all."""
+    """Return whether a rule is about GPUs; a missing or negative minor number means all."""
     return major == GPU_MAJOR and (type(minor) is not int or minor < GPU_MINORS)
 
 
 def _is_of_all(rule: dict[str, Any]) -> bool:
-    """Tell whether a rule lets whoever makes a node use it, of a GPU as of all else.
+    """Return whether a rule permits all devices, and so GPUs, to a process that makes a node.
 
-    Everybody may make nodes (`m`), that alone reaches nothing.
+    All containers may make nodes (`m`); that alone does not give access.
     """
     major, minor = rule.get("major"), rule.get("minor")
     return (
@@ -281,7 +282,7 @@ def _is_of_all(rule: dict[str, Any]) -> bool:
 
 
 def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime") -> dict[str, Any]:
-    """Give the hook's entry, in the words of config.json; CDI has the same."""
+    """Return the hook's entry in the format of config.json, which CDI shares."""
     return {
         "path": path,
         "args": [os.path.basename(path), *arguments, stage],
@@ -291,11 +292,12 @@ def hook_entry(path: str, arguments: Iterable[str], stage: str = "createRuntime"
 
 
 def enter_hook(document: dict[str, Any], entry: Entry) -> None:
-    """Enter the hook once, whoever entered it before.
+    """Enter the hook exactly once; earlier entries are replaced.
 
-    No `poststop`: whoever edits sees the end by itself, and an end is a process less.
+    There is no `poststop` entry: the programs that edit config.json see the container's end
+    themselves, and each end needs one process less.
     """
-    # Behind a front of ours CDI's word stays: a GPU was asked for by name.
+    # --governed from an entry by CDI is kept: a GPU was requested by name.
     more = ("--governed",) if governed_by(document, entry.path) else ()
     hooks = _object(document, "hooks")
     for stage in list(hooks):
@@ -306,12 +308,12 @@ def enter_hook(document: dict[str, Any], entry: Entry) -> None:
             else:
                 del hooks[stage]
     if hooks.get("createRuntime") is None:
-        hooks.pop("createRuntime", None)  # so that ours stands where it will the next time
+        hooks.pop("createRuntime", None)  # so that a second edit finds it at the same position
     _list(hooks, "createRuntime").append(hook_entry(entry.path, (*entry.arguments, *more)))
 
 
 def _edit_environment(document: dict[str, Any]) -> None:
-    """Tell NVIDIA's own runtime and hook, which images ask by their environment, to stay away."""
+    """Disable NVIDIA's own runtime and hook, which images request through their environment."""
     process = document.get("process")
     environment = process.get("env") if type(process) is dict else None
     if type(environment) is list:
@@ -331,7 +333,7 @@ def edit(
     nodes: tuple[Node, ...],
     entry: Entry,
 ) -> None:
-    """Edit config.json, which stays as it is besides; to do it twice changes nothing more."""
+    """Edit config.json and leave everything else in it; a second edit changes nothing."""
     own = _object(document, "annotations")
     own |= annotations
     own[RESERVATION] = reservation

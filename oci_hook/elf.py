@@ -1,13 +1,13 @@
-"""Where a program of an image has its own loader search: DT_RPATH and DT_RUNPATH.
+"""Reads the search path that a program in an image gives the loader: DT_RPATH and DT_RUNPATH.
 
-The file is whatever its author made it: every offset and count is bounded before it is used, and a
-file that makes no sense has no path.  Only the dynamic section and its strings are read.
+The file is not trusted: every offset and count is bounded before it is used, and a malformed file
+has no path. Only the dynamic section and its strings are read.
 """
 
 from __future__ import annotations
 
 import os
-from _struct import Struct  # struct is no more than a list of its names
+from _struct import Struct  # struct only re-exports this name
 
 EHEADER = Struct("<4sBBB9xHHIQQQIHHHHHH")
 PHEADER = Struct("<IIQQQQQQ")
@@ -21,7 +21,7 @@ PATH_LIMIT = 16 << 10
 
 
 def run_path(fd: int) -> str:
-    """Give what a 64-bit program names, parts separated by colons; nothing for all else."""
+    """Return the search path of a 64-bit program, separated by colons; "" for other files."""
     head = os.pread(fd, EHEADER.size, 0)
     if len(head) < EHEADER.size:
         return ""

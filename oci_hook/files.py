@@ -1,4 +1,4 @@
-"""What is made and removed below a directory's descriptor, by the start and by the end."""
+"""Creates and removes files below a directory descriptor, for a container's start and end."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it."""
+    """Write all of `data`."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def remove(dirfd: int, name: str) -> None:
-    """Remove a name that may be there."""
+    """Remove a name if it exists."""
     with suppress(FileNotFoundError):
         kernel.unlinkat(dirfd, name)
 
 
 def as_owner(dirfd: int, create: Callable[[], int | None]) -> int | None:
-    """Create as root, or as the directory's owner on a mount that has no place for root."""
+    """Create as root, or as the directory's owner on a mount that does not map root."""
     try:
         return create()
     except OSError as e:

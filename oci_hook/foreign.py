@@ -1,6 +1,7 @@
-"""What `oci_hook.kernel` uses of ctypes, which takes 2 ms to import for the types that it has more.
+"""The part of ctypes that `oci_hook.kernel` uses: ctypes takes 2 ms to import for its other types.
 
-All of it is ctypes' own, by the names that it has there. The sizes are those of Linux on 64 bits.
+Everything comes from ctypes' own C module, under the same names. The sizes are those of 64-bit
+Linux.
 """
 
 # mypy: disable-error-code="type-arg,arg-type"
@@ -59,11 +60,11 @@ class CDLL:
     """A library's functions; ctypes.CDLL with `use_errno`."""
 
     def __init__(self, name: str | None, *, use_errno: bool) -> None:
-        assert use_errno  # noqa: S101 - as each function has it here
+        assert use_errno  # noqa: S101 - every function here has the flag
         self._handle = dlopen(name, RTLD_LOCAL)
 
     def __getattr__(self, name: str) -> _Function:
-        """Find a function, which is kept."""
+        """Find a function, and keep it as an attribute."""
         function = _Function((name, self))
         setattr(self, name, function)
         return function

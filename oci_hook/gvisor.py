@@ -1,8 +1,8 @@
-"""gVisor's runsc, which runs hooks as runc does and cannot be served.
+"""Refuses containers of gVisor's runsc, which runs hooks as runc does but cannot be served.
 
-A container's programs run on a kernel of gVisor's own, in a process that has left the host's file
-system: no mount of the hook's reaches them, and device nodes neither. Without these checks the
-hook fails to find the root file system, which says nothing of the cause.
+The programs in such a container run on gVisor's own kernel, in a process that has left the host's
+file system: neither mounts by the hook nor device nodes reach them. Without these checks the hook
+would fail to find the root file system, an error that does not name the cause.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from oci_hook.errors import BundleError, show
 
 NAME = "runsc"
 PROCESS = b"runsc-sandbox"
-"""What runsc calls the process whose number is in the OCI state, in its command line."""
+"""First word in the command line of the process that runsc names in the OCI state."""
 
 
 def refusal(runtime: str) -> BundleError:
@@ -24,11 +24,11 @@ def refusal(runtime: str) -> BundleError:
 
 
 def refuse_process(pid: int) -> None:
-    """Refuse a container whose process is gVisor's."""
+    """Refuse a container if its process belongs to gVisor."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
             words = file.read(256)
     except OSError:
-        return  # what has ended is refused where it is needed
+        return  # a process that has ended is refused later
     if words.partition(b"\0")[0] == PROCESS:
         raise refusal(NAME)

@@ -1,9 +1,9 @@
-"""The kernel's calls for mounts and confined path walks, and nothing that decides anything.
+"""System calls for mounts and confined path walks, without any decisions.
 
-Constants and structures are named as in the kernel's headers.  Each function is one call: plain
-values in, plain values out, OSError with the path when it fails.  Nothing else in the hook talks to
-ctypes, and nothing else touches what lies below a container's root: every function that does takes
-a directory descriptor and either one name or a walk that openat2(2) keeps inside.
+Constants and structures are named as in the kernel's headers. Each function is one call with plain
+values, which raises OSError with the path when it fails. No other module of the hook uses ctypes or
+touches what is below a container's root: every function that does takes a directory descriptor and
+either a single name or a path that openat2(2) keeps inside.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESOLVE_NO_XDEV = 0x01
 SIGKILL = 9
 STATX_MNT_ID = 0x1000
 STATX_ATTR_MOUNT_ROOT = 0x2000
-TRIES = 1000  # of a walk that others disturb
+TRIES = 1000  # attempts at a path walk that other processes disturb
 
 _MACHINE = os.uname().machine
 # From 424 on every architecture has the same numbers; these two are older.
@@ -75,7 +75,7 @@ class mount_attr(ctypes.Structure):  # noqa: N801
 
 
 class statx_result(ctypes.Structure):  # noqa: N801
-    """struct statx, as far as its attributes and its mount id."""
+    """struct statx, with only its attributes and its mount id as fields."""
 
     _fields_ = (
         ("stx_mask", ctypes.c_uint32),
@@ -90,7 +90,7 @@ class statx_result(ctypes.Structure):  # noqa: N801
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# variadic, so no argtypes: every argument below is given with its type
+# syscall is variadic and has no argtypes, so every argument below is passed with its type.
 _libc.syscall.restype = ctypes.c_long
 _libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
 _libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
@@ -117,10 +117,11 @@ def _int(value: int) -> ctypes.c_long:
 
 
 def openat2(dirfd: int, path: str, flags: int, resolve: int, mode: int = 0) -> int:
-    """Open by a walk that `resolve` confines; close-on-exec.
+    """Open a path that `resolve` confines; the descriptor is close-on-exec.
 
-    While anybody on the node renames a directory or mounts, the kernel cannot tell whether a ".."
-    of the walk stayed inside, and answers EAGAIN: openat2(2). Then it is asked again, for a second.
+    While any process on the node renames a directory or mounts, the kernel cannot tell whether a
+    ".." in the path stayed inside, and returns EAGAIN: openat2(2). The call is then repeated for
+    about a second.
     """
     how = open_how(flags | os.O_CLOEXEC, mode, resolve)
     for attempt in range(TRIES):
@@ -146,27 +147,27 @@ def open_in_root(
     same_mount: bool = False,
     links: bool = True,
 ) -> int:
-    """Walk `path` as a process whose root is `rootfd` would; links cannot lead out of it.
+    """Open `path` as a process with the root `rootfd` would; links cannot lead out of it.
 
-    Without `links` one on the way is an OSError, ELOOP.
+    Without `links`, a link on the way is an OSError, ELOOP.
     """
     resolve = RESOLVE_IN_ROOT | (RESOLVE_NO_MAGICLINKS if links else RESOLVE_NO_SYMLINKS)
     return openat2(rootfd, path, flags, resolve | (RESOLVE_NO_XDEV if same_mount else 0))
 
 
 def open_straight(path: str) -> int:
-    """Open a directory of the host by a path without links: OSError, ELOOP, where it has one."""
+    """Open a directory of the host by a path without links; OSError, ELOOP, if it has one."""
     resolve = RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS
     return openat2(AT_FDCWD, path, os.O_PATH | os.O_DIRECTORY, resolve)
 
 
 def path_of(procfd: int, fd: int) -> str:
-    """Give the path that `fd` was opened by, without links."""
+    """Return the path of `fd`, without links."""
     return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 
 def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
-    """Open one entry of a directory, no link and no other mount's."""
+    """Open one entry of a directory, which must not be a link or on another mount."""
     _require_name(name)
     return openat2(
         dirfd, name, flags | os.O_NOFOLLOW, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_XDEV
@@ -174,12 +175,12 @@ def open_child(dirfd: int, name: str, flags: int = os.O_PATH) -> int:
 
 
 def reopen(procfd: int, fd: int, flags: int) -> int:
-    """Open for reading what an O_PATH descriptor stands for; `procfd` is the host's own /proc."""
+    """Open the file of an O_PATH descriptor for reading; `procfd` is the host's own /proc."""
     return os.open(f"self/fd/{fd}", flags | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=procfd)
 
 
 def name_of(procfd: int, fd: int) -> str:
-    """Give the path by which this process reaches what a descriptor stands for; text, no place."""
+    """Return the path by which this process sees a descriptor's file; text, not to be opened."""
     return os.readlink(f"self/fd/{fd}", dir_fd=procfd)
 
 
@@ -189,13 +190,13 @@ def _require_name(name: str) -> None:
 
 
 def mkdirat(dirfd: int, name: str, mode: int) -> None:
-    """Make a directory of one name."""
+    """Create a directory in a directory."""
     _require_name(name)
     os.mkdir(name, mode, dir_fd=dirfd)
 
 
 def create(dirfd: int, name: str, mode: int) -> int:
-    """Create a regular file that was not there, open for writing."""
+    """Create a regular file, which must not exist, and open it for writing."""
     _require_name(name)
     return os.open(
         name,
@@ -206,7 +207,7 @@ def create(dirfd: int, name: str, mode: int) -> int:
 
 
 def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
-    """Remove one name."""
+    """Remove one name from a directory."""
     _require_name(name)
     if directory:
         os.rmdir(name, dir_fd=dirfd)
@@ -215,32 +216,32 @@ def unlinkat(dirfd: int, name: str, *, directory: bool = False) -> None:
 
 
 def readlink(fd: int) -> str:
-    """Give the text of the link that a descriptor stands for."""
+    """Return the target of the symbolic link that a descriptor stands for."""
     return os.readlink("", dir_fd=fd)
 
 
 def symlinkat(text: str, dirfd: int, name: str) -> None:
-    """Make a symbolic link of one name that was not there."""
+    """Create a symbolic link, which must not exist, in a directory."""
     _require_name(name)
     os.symlink(text, name, dir_fd=dirfd)
 
 
 def set_link(dirfd: int, name: str, owner: tuple[int, int], mtime: int) -> None:
-    """Set whose a symbolic link of one name is, and its time in ns."""
+    """Set the owner and group of a symbolic link, and its modification time in nanoseconds."""
     _require_name(name)
     os.chown(name, *owner, dir_fd=dirfd, follow_symlinks=False)
     os.utime(name, ns=(mtime, mtime), dir_fd=dirfd, follow_symlinks=False)
 
 
 def renameat(dirfd: int, old: str, new: str) -> None:
-    """Rename in one directory."""
+    """Rename an entry within a directory."""
     _require_name(old)
     _require_name(new)
     os.rename(old, new, src_dir_fd=dirfd, dst_dir_fd=dirfd)
 
 
 def exchange(dirfd: int, one: str, other: str) -> None:
-    """Exchange two names of one directory; EINVAL where the file system cannot."""
+    """Exchange two names in a directory; EINVAL if the file system cannot do that."""
     _require_name(one)
     _require_name(other)
     _check(
@@ -257,7 +258,7 @@ def exchange(dirfd: int, one: str, other: str) -> None:
 
 
 def open_tree(path: str, *, dirfd: int = AT_FDCWD) -> int:
-    """Take a detached copy of the mount at `path`, not of what is mounted below it."""
+    """Return a detached copy of the mount at `path`, without the mounts below it."""
     return _check(
         _libc.syscall(
             _int(NR_open_tree),
@@ -286,7 +287,7 @@ def mount_setattr(fd: int, attr_set: int, propagation: int, path: str) -> None:
 
 
 def move_mount(from_fd: int, to_fd: int, path: str) -> None:
-    """Attach a detached mount on what `to_fd` stands for; `path` is for the error."""
+    """Attach a detached mount at `to_fd`; `path` is for the error."""
     _check(
         _libc.syscall(
             _int(NR_move_mount),
@@ -301,18 +302,18 @@ def move_mount(from_fd: int, to_fd: int, path: str) -> None:
 
 
 def umount(procfd: int, fd: int) -> None:
-    """Take away the mount that `fd` stands for."""
-    os.fchdir(procfd)  # umount2(2) knows paths only; this one begins in the host's own /proc
+    """Unmount the mount that `fd` stands for."""
+    os.fchdir(procfd)  # umount2(2) takes only paths; this one begins in the host's own /proc
     _check(_libc.umount2(f"self/fd/{fd}".encode(), MNT_DETACH), f"mount {fd}")
 
 
 def mount_id(fd: int) -> int:
-    """Give the id, as in mountinfo, of the mount that `fd` is on."""
+    """Return the id, as in mountinfo, of the mount that `fd` is on."""
     return int(_statx(fd).stx_mnt_id)
 
 
 def is_mount_root(fd: int) -> bool:
-    """Tell whether `fd` is where its mount begins; true where the kernel does not tell (5.8)."""
+    """Return whether `fd` is the root of its mount; true if the kernel does not tell (5.8)."""
     found = _statx(fd)
     tells = found.stx_attributes_mask & STATX_ATTR_MOUNT_ROOT
     return not tells or bool(found.stx_attributes & STATX_ATTR_MOUNT_ROOT)
@@ -340,26 +341,26 @@ def setns(fd: int, nstype: int, path: str) -> None:
 
 
 def set_undumpable() -> None:
-    """Keep /proc/PID of this process closed to whoever shares a namespace with it later."""
+    """Close this process's /proc/PID to processes that share a namespace with it later."""
     _check(_libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
 
 
 def die_with_parent() -> None:
-    """Have this process killed when its parent ends, also after an execve."""
+    """Make the kernel kill this process when its parent ends, also after an execve."""
     _check(_libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "prctl")
 
 
 def set_fs_ids(uid: int, gid: int) -> tuple[int, int]:
-    """Create files as somebody else; gives what was before."""
+    """Set the user and group that own files this process creates; return the previous ones."""
     before_gid = int(_libc.setfsgid(gid))
     return int(_libc.setfsuid(uid)), before_gid
 
 
 def is_regular(fd: int) -> bool:
-    """Tell whether a descriptor stands for a regular file."""
+    """Return whether a descriptor stands for a regular file."""
     return stat.S_ISREG(os.fstat(fd).st_mode)
 
 
 def is_directory(fd: int) -> bool:
-    """Tell whether a descriptor stands for a directory."""
+    """Return whether a descriptor stands for a directory."""
     return stat.S_ISDIR(os.fstat(fd).st_mode)

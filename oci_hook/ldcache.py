@@ -1,12 +1,12 @@
-"""glibc's ld.so.cache: what it holds, and the same with our libraries in it.
+"""Reads glibc's ld.so.cache and writes it with the driver's libraries added.
 
-The layout is that of sysdeps/generic/dl-cache.h.  The file in an image is whatever its author made
-it: every count and offset is bounded before it is used, and what does not fit raises CacheError.
+The layout is that of sysdeps/generic/dl-cache.h. The file in an image is not trusted: every count
+and offset is bounded before it is used, and what does not fit raises CacheError.
 """
 
 from __future__ import annotations
 
-from _struct import Struct, iter_unpack, pack  # struct is no more than a list of its names
+from _struct import Struct, iter_unpack, pack  # struct only re-exports these names
 
 TYPE_CHECKING = False  # typing itself takes 3 ms
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ EXTENSION_MAGIC = 0xEAA42174
 TAG_GENERATOR = 0
 TAG_HWCAPS = 1
 FLAGS_X86_64 = 0x0303  # FLAG_X8664_LIB64 | FLAG_ELF_LIBC6
-FLAGS_I386 = 0x0003  # FLAG_ELF_LIBC6; i386 has no bits of its own
+FLAGS_I386 = 0x0003  # FLAG_ELF_LIBC6; i386 has no bit of its own
 DL_CACHE_HWCAP_EXTENSION = 1 << 62
 CACHE_LIMIT = 4 << 20
 NAME_LIMIT = 255  # NAME_MAX: a soname in a cache is the name of a file
@@ -42,7 +42,7 @@ class CacheError(ValueError):
 
 
 class Entry(NamedTuple):
-    """One library."""
+    """One library in a cache."""
 
     flags: int
     soname: bytes
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A cache; `hwcaps` are the names that entries with DL_CACHE_HWCAP_EXTENSION count into."""
+    """A cache; `hwcaps` are the names that entries with DL_CACHE_HWCAP_EXTENSION index."""
 
     entries: tuple[Entry, ...]
     hwcaps: tuple[bytes, ...] | None = None
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
 
 
 def is_cache(data: bytes) -> bool:
-    """Tell whether a loader would take this for a cache; it ignores anything else."""
+    """Return whether a loader would accept this as a cache; it ignores anything else."""
     return data.startswith((OLD_MAGIC, NEW_MAGIC))
 
 
@@ -72,7 +72,7 @@ def _string(data: bytes, offset: int, limit: int) -> bytes:
 
 
 def _new_part(data: bytes) -> int | None:
-    """Find where the new format begins: at the start, or after the old one, or nowhere."""
+    """Return where the new format begins: at the start, or after the old one; None if absent."""
     if data.startswith(NEW_MAGIC):
         return 0
     if not data.startswith(OLD_MAGIC) or len(data) < OLD_HEADER.size:
@@ -84,7 +84,7 @@ def _new_part(data: bytes) -> int | None:
 
 
 def parse(data: bytes) -> Cache | None:
-    """Read a cache; None for one in the old format alone, which no x86-64 loader uses."""
+    """Parse a cache; None if it has only the old format, which no x86-64 loader uses."""
     if len(data) > CACHE_LIMIT:
         raise CacheError(f"larger than {CACHE_LIMIT} bytes")
     base = _new_part(data)
@@ -106,9 +106,9 @@ def parse(data: bytes) -> Cache | None:
 
 
 def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[Entry, ...]:
-    """Read the entries, as long as their names are no more than the file can have to itself.
+    """Read the entries; CacheError if their names are longer in total than twice the file.
 
-    ldconfig writes each path once, and a soname is at most as long as its path.  Entries that share
+    ldconfig writes each path once, and a soname is at most as long as its path. Entries that share
     a long name would fill the memory with copies of it.
     """
     entries = []
@@ -126,7 +126,7 @@ def _parse_entries(data: bytes, base: int, first: int, count: int) -> tuple[Entr
 
 
 def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None, bytes | None]:
-    """Read the sections behind the strings.  Their offsets count from the start of the file."""
+    """Read the sections after the strings. Their offsets count from the start of the file."""
     if offset % 4 or offset + EXTENSION.size > len(data):
         raise CacheError("the extension does not fit")
     magic, count = EXTENSION.unpack_from(data, offset)
@@ -152,7 +152,7 @@ def _parse_extension(data: bytes, offset: int) -> tuple[tuple[bytes, ...] | None
 
 
 def compare(a: bytes, b: bytes) -> int:
-    """Order sonames as the loader does (_dl_cache_libcmp): runs of digits by their value."""
+    """Compare sonames as the loader does (_dl_cache_libcmp): runs of digits by their value."""
     i = j = 0
     a += b"\0"
     b += b"\0"
@@ -183,10 +183,10 @@ def compare(a: bytes, b: bytes) -> int:
 def with_libraries(
     cache: Cache, directory: bytes, sonames: tuple[bytes, ...], flags: int = FLAGS_X86_64
 ) -> Cache:
-    """Give a cache that leads `sonames` to `directory` and is otherwise the same.
+    """Return a cache that leads `sonames` to `directory` and is otherwise the same.
 
-    Entries stand in descending order.  Ours go where a binary search for them ends, so that the
-    order of the others, whatever it is, stays.
+    Entries are in descending order. New ones are inserted where a binary search for them ends, so
+    the order of the others stays, whatever it is.
     """
     ours = frozenset(sonames)
     entries = [e for e in cache.entries if e.soname not in ours or e.flags != flags]
@@ -195,7 +195,7 @@ def with_libraries(
         while low < high:
             middle = (low + high) // 2
             order = compare(entries[middle].soname, soname)
-            # among equal names ldconfig puts the higher flags first
+            # Among equal names ldconfig puts those with higher flags first.
             if order > 0 or (order == 0 and entries[middle].flags > flags):
                 low = middle + 1
             else:
@@ -207,7 +207,7 @@ def with_libraries(
 def strays(
     cache: Cache, directory: bytes, sonames: tuple[bytes, ...], flags: int = FLAGS_X86_64
 ) -> tuple[bytes, ...]:
-    """List the paths outside `directory` that the cache gives for `sonames`."""
+    """Return the paths outside `directory` that the cache has for `sonames`."""
     ours = frozenset(sonames)
     prefix = directory + b"/"
     return tuple(
@@ -218,7 +218,7 @@ def strays(
 
 
 def write(cache: Cache) -> bytes:
-    """Lay a cache out in the new format, which every glibc since 2.2 reads."""
+    """Return a cache in the new format, which every glibc since 2.2 reads."""
     strings = bytearray()
     offsets: dict[bytes, int] = {}
     start = HEADER.size + len(cache.entries) * ENTRY.size
@@ -250,7 +250,7 @@ def write(cache: Cache) -> bytes:
     directory = bytearray(EXTENSION.pack(EXTENSION_MAGIC, len(sections)))
     body = bytearray()
     offset = extension + EXTENSION.size + len(sections) * SECTION.size
-    # the hwcaps array first: it has to be aligned and the generator's text has any length
+    # The hwcaps array comes first: it has to be aligned, and the generator's text has any length.
     for tag, content in sorted(sections, reverse=True):
         directory += SECTION.pack(tag, 0, offset + len(body), len(content))
         body += content

@@ -1,4 +1,4 @@
-"""What texts consist of, by hand: re takes 5 ms to import, and 2 more to compile our questions."""
+"""Checks what texts consist of without re, which takes 5 ms to import and 2 ms to compile these."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def consists_of(text: str, characters: str) -> bool:
-    """Tell whether a text has these characters and no others; one at least."""
+    """Return whether a text is not empty and has only these characters."""
     return text != "" and not text.strip(characters)
 
 
 def is_number(text: str, most: int) -> bool:
-    """Tell whether a text is a whole number from 1 to `most`, written as people write it."""
+    """Return whether a text is a whole number from 1 to `most`, without leading zeros."""
     return (
         consists_of(text, DIGITS)
         and text[0] != "0"
@@ -23,15 +23,15 @@ def is_number(text: str, most: int) -> bool:
 
 
 def is_version(text: str) -> bool:
-    """Tell whether a text is a version of two to four numbers."""
+    """Return whether a text is a version of two to four numbers."""
     numbers = text.split(".")
     return 2 <= len(numbers) <= 4 and all(consists_of(n, DIGITS) for n in numbers)
 
 
 def is_path(text: str) -> bool:
-    """Tell whether the kernel takes a text for a path: half a pair and NUL are none.
+    """Return whether the kernel accepts a text as a path: no NUL, no half of a surrogate pair.
 
-    As in what os.fsdecode gives, U+DC80 to U+DCFF stand for bytes that are no text.
+    As in the result of os.fsdecode, U+DC80 to U+DCFF stand for bytes that are not text.
     """
     try:
         text.encode(errors="surrogateescape")
@@ -41,5 +41,5 @@ def is_path(text: str) -> bool:
 
 
 def is_below(path: str) -> bool:
-    """Tell whether a path stays below where it begins, and has no odd parts."""
+    """Return whether a relative path stays below its start: no part is empty, `.` or `..`."""
     return is_path(path) and {"", ".", ".."}.isdisjoint(path.split("/"))

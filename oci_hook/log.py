@@ -1,4 +1,4 @@
-"""One JSON line for each run, to a file or to syslog.  Logging never fails a container."""
+"""Logs one JSON line for each run, to a file or to syslog. Logging never fails a container."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ PRIORITY_ERROR = 27  # daemon.err
 
 
 class Event:
-    """What happened, with the milliseconds of each phase."""
+    """What happened in a run, with the duration of each phase in milliseconds."""
 
     def __init__(self, stage: str, log: str | None, began: float | None = None) -> None:
-        """Begin now, or at a time of the monotonic clock."""
+        """Begin now, or at the time `began` of the monotonic clock."""
         self.fields: dict[str, object] = {"event": "hook-done", "stage": stage}
         self.phases: dict[str, float] = {}
         self.log = log
         self.begin = self.last = time.monotonic() if began is None else began
 
     def phase(self, name: str) -> None:
-        """Say that a phase is over."""
+        """Record the end of a phase."""
         now = time.monotonic()
         self.phases[name] = round((now - self.last) * 1000, 2)
         self.last = now
@@ -30,7 +30,7 @@ class Event:
         """Write the line, once."""
         from oci_hook.notation import dump_json
 
-        # As the governor writes it: a file of its own has no other.
+        # In the governor's format; a log file has no other timestamp.
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         self.fields |= {"timestamp": stamp, "outcome": outcome, **fields, "ms": self.phases}
         self.fields["total_ms"] = round((time.monotonic() - self.begin) * 1000, 2)
@@ -54,7 +54,7 @@ class Event:
             pass
 
     def _syslog(self, line: str, priority: int) -> None:
-        import _socket as socket  # without the names of numbers and selectors
+        import _socket as socket  # without socket's enums and selectors
 
         text = f"<{priority}>tidegate-hook[{os.getpid()}]: {line}".encode()
         s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -66,10 +66,10 @@ class Event:
 
 
 def complain(line: str) -> None:
-    """Write the one line that the runtime shows.
+    """Write the one line that the runtime shows; errors are ignored.
 
-    The log has it, too: containerd gives a runtime whose output nobody wants a standard error that
-    cannot be written to.
+    The log has the line as well: if no client wants a runtime's output, containerd gives it a
+    standard error that cannot be written to.
     """
     try:
         os.write(2, line.encode() + b"\n")

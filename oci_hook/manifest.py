@@ -1,8 +1,8 @@
-"""The generation of the driver mirror in force, as its manifest describes it.
+"""Reads the manifest of the generation of the driver mirror that is in force.
 
-`tidegate refresh` writes manifests (vdriver/manifest.schema.json); the hook takes from one what it
-needs, keeps the generation from being removed meanwhile, and checks that the driver is still the
-one it was made from.
+`tidegate refresh` writes manifests (vdriver/manifest.schema.json). The hook takes what it needs
+from one, keeps the generation from being removed meanwhile, and checks that the driver is still the
+one from which the mirror was made.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WATCHED = frozenset(("role", "path", "size", "mtime_ns"))
 
 
 class MirrorSet(NamedTuple):
-    """The libraries for some capabilities.  Directories are relative to the generation."""
+    """The libraries for a set of capabilities. Directories are relative to the generation."""
 
     capabilities: tuple[str, ...]  # without compat32
     lib64: str
@@ -73,12 +73,12 @@ class Place(NamedTuple):
     source: str  # directory, relative to the generation
     capability: str
     targets: tuple[str, ...]  # relative to the container's root, or below {libdir}/; best first
-    looks: str  # all: whoever reads the files looks into every target; one: into one of them
+    looks: str  # all: programs look in every target; one: in only one of them
     files: tuple[str, ...]
 
 
 class Bind(NamedTuple):
-    """A directory of the host that goes to the same path; absolute."""
+    """A directory of the host that goes to the same path; the path is absolute."""
 
     path: str
     capability: str
@@ -96,7 +96,7 @@ class Watched(NamedTuple):
 class Manifest(NamedTuple):
     """One generation."""
 
-    directory: str  # absolute; never through `current`, which may be switched while we work
+    directory: str  # absolute; never through `current`, which may be switched meanwhile
     generation: str
     version: str
     kind: str
@@ -108,25 +108,25 @@ class Manifest(NamedTuple):
     cached64: frozenset[str]  # what ldconfig would find in lib64: sonames and development links
     cached32: frozenset[str]
     watch: tuple[Watched, ...]
-    hold: int = -1  # that directory, locked against removal; open until the hook ends
+    hold: int = -1  # descriptor of `directory`, locked against removal; open until the hook ends
 
 
 class Share(NamedTuple):
-    """What of a generation a container gets."""
+    """The parts of a generation that a container gets."""
 
     mirror_set: MirrorSet
     programs: tuple[Program, ...]
     places: tuple[Place, ...]
     binds: tuple[Bind, ...]
-    names64: tuple[str, ...]  # what ld.so.cache has to lead to the set's lib64
+    names64: tuple[str, ...]  # names that ld.so.cache has to lead to the set's lib64
     names32: tuple[str, ...]
-    compat32: Literal["no", "asked", "offered"]  # offered: where the image has 32-bit glibc
+    compat32: Literal["no", "asked", "offered"]  # offered: used if the image has 32-bit glibc
 
 
 def _object(
     value: Any, required: frozenset[str], optional: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Check an object: it has these members, perhaps those, and no others."""
+    """Check an object: it has all required members, perhaps optional ones, and no others."""
     if type(value) is not dict:
         raise TypeError(f"{type(value).__name__}, not an object")
     if not required <= value.keys() <= required | optional:
@@ -176,12 +176,12 @@ def _whole(value: Any, least: int | None = None) -> int:
 
 
 def _confined(path: Any) -> str:
-    """Check a relative path of the manifest: it stays below the generation and has no odd parts."""
+    """Check a relative path of the manifest: it stays below the generation (`is_below`)."""
     return _checked(path, is_below)
 
 
 def _absolute(path: Any) -> str:
-    """Check an absolute path; gives it without its first slash."""
+    """Check an absolute path, and return it without its first slash."""
     return _confined(_text(path)[1:]) if _text(path)[:1] == "/" else _confined("")
 
 
@@ -191,7 +191,7 @@ def _target(path: Any) -> str:
 
 
 def _names(value: Any, least: int = 0) -> frozenset[str]:
-    """Check the names of entries of one directory, all at once: a manifest has a thousand."""
+    """Check the names of a directory's entries, all at once: a manifest has a thousand."""
     result = frozenset(_list(value, least))
     joined = "".join(result)
     if result & {"", ".", ".."} or "/" in joined or not is_path(joined):
@@ -233,7 +233,7 @@ def _parse_place(value: Any) -> Place:
 
 
 def _parse_files(value: Any) -> list[dict[str, Any]]:
-    """Check the files, as far as it can be done all at once: a driver has hundreds."""
+    """Check the files, as far as possible all at once: a driver has hundreds."""
     files = _list(value)
     texts: list[str] = []
     digests: list[str] = []
@@ -249,12 +249,12 @@ def _parse_files(value: Any) -> list[dict[str, Any]]:
             _whole(entry["mtime_ns"])
         if "sha256" in entry:
             digests.append(entry["sha256"])
-    "".join(texts)  # a TypeError, where one is no text
+    "".join(texts)  # raises TypeError if one of them is not a string
     if not {64}.issuperset(map(len, digests)) or "".join(digests).strip(HEX):
         for digest in digests:
             _checked(digest, lambda text: _is_digest(text, 64))
     if files:
-        _confined("/".join([entry["path"] for entry in files]))  # where one is not, all are not
+        _confined("/".join([entry["path"] for entry in files]))  # fails if one path is not confined
     return files
 
 
@@ -269,7 +269,7 @@ def _parse_watched(value: Any) -> Watched:
 
 
 def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
-    """Name what ldconfig would find there: sonames, and links for linking against them."""
+    """Return what ldconfig would find in a directory: sonames and development links."""
     names = set()
     prefix = f"{directory}/"
     for file in files:
@@ -277,7 +277,7 @@ def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
             continue
         name = file["path"][len(prefix) :]
         if "/" in name:
-            continue  # origin/ is for the control library alone
+            continue  # origin/ is only for the control library
         if file["role"] == "link":
             if name.endswith(".so"):
                 names.add(name)
@@ -287,10 +287,10 @@ def _cached(files: list[dict[str, Any]], directory: str) -> frozenset[str]:
 
 
 def parse_manifest(data: bytes, directory: str) -> Manifest:
-    """Take what the hook needs; ValueError and TypeError stand for a damaged manifest.
+    """Return what the hook needs; ValueError, TypeError and the like mean a damaged manifest.
 
-    vdriver/manifest.schema.json says the same: what it rejects is rejected, for a manifest that is
-    wrong in one place is no word of `tidegate refresh` in the others.
+    What vdriver/manifest.schema.json rejects is rejected here as well: a manifest with one wrong
+    entry was not written by `tidegate refresh`, so its other entries cannot be trusted either.
     """
     found = load_json(data)
     if type(found) is dict and found.get("schema") != SCHEMA:
@@ -319,11 +319,11 @@ def parse_manifest(data: bytes, directory: str) -> Manifest:
 
 
 def hold_generation(driver_dir: str) -> tuple[str, int]:
-    """Open and lock the generation in force; gives its directory and the descriptor.
+    """Open and lock the generation in force; return its directory and the descriptor.
 
-    `tidegate gc` takes the lock for itself before it moves a generation away, so what is held here
-    stays until the descriptor is closed.  Between reading the link and having the lock it may go:
-    then the link leads elsewhere by now.
+    `tidegate gc` takes the lock exclusively before it moves a generation away, so a generation that
+    is held here stays until the descriptor is closed. It may be removed between reading the link
+    and taking the lock: then the link leads elsewhere by now, and is read again.
     """
     link = f"{driver_dir}/current"
     for _ in range(TRIES):
@@ -375,7 +375,7 @@ def read_manifest(driver_dir: str) -> Manifest:
 
 
 def module_version(path: str = MODULE_VERSION) -> str | None:
-    """Read the version of the NVIDIA kernel module that runs; None when none says one."""
+    """Return the version of the loaded NVIDIA kernel module, None if there is none."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -391,7 +391,7 @@ def module_version(path: str = MODULE_VERSION) -> str | None:
 
 
 def find_version(text: bytes) -> str | None:
-    """Find the version in what the kernel module says of itself.
+    """Return the version in the kernel module's description of itself, None if it has none.
 
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.261.03  Mon Jun ..." and, since the open
     modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
@@ -402,7 +402,7 @@ def find_version(text: bytes) -> str | None:
             machine, blank, behind = rest[len(b"for ") :].partition(b" ")
             if machine.split() != [machine]:
                 continue
-            said, rest = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - what is left of it
+            said, rest = blank + behind, behind.lstrip(b" ")  # noqa: PLW2901 - the rest of it
         if rest == said or not rest[:1].isdigit():
             continue
         version = rest.split(None, 1)[0].decode("ascii", "replace")
@@ -412,12 +412,12 @@ def find_version(text: bytes) -> str | None:
 
 
 def check_fresh(manifest: Manifest, module: str | None) -> None:
-    """Refuse a mirror that does not match the kernel module that runs.
+    """Refuse a mirror that does not match the loaded kernel module.
 
-    `module` is that module's version.  Where it is the mirror's own, changed files do not matter:
-    an upgraded package leaves the module as it is until a reboot, and the mirror keeps the
-    libraries that match it, with the control libraries that it was made with.  Where no module
-    says its version, the files that the mirror was made from have to be as they were.
+    `module` is that module's version. If it is the mirror's version, changed files do not matter:
+    an upgraded package leaves the module unchanged until a reboot, and the mirror keeps the
+    libraries that match it, with the control libraries of that time. If no module reports a
+    version, the files that the mirror was made from have to be unchanged.
     """
     if module is not None and manifest.kind == "nvidia":
         if module != manifest.version:
@@ -433,7 +433,7 @@ def check_fresh(manifest: Manifest, module: str | None) -> None:
 
 
 def changed_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Give role and what happened for each watched file that is not as it was."""
+    """Yield the role of each watched file that has changed, and what happened to it."""
     for file in manifest.watch:
         try:
             found = os.stat(file.path)
@@ -445,7 +445,7 @@ def changed_files(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
-    """Find the smallest set that has all of `asked`, the largest of all for `all`."""
+    """Return the smallest set that has all of `asked`; for `all`, the largest set."""
     if asked == {ALL_CAPABILITIES}:
         return max(manifest.sets, key=lambda s: len(s.capabilities))
     fitting = [s for s in manifest.sets if asked <= set(s.capabilities)]
@@ -462,9 +462,9 @@ def _choose_set(manifest: Manifest, asked: frozenset[str]) -> MirrorSet:
 
 
 def choose_share(manifest: Manifest, capabilities: tuple[str, ...]) -> Share:
-    """Decide what a container that asks for these capabilities gets.
+    """Choose what a container that asks for these capabilities gets.
 
-    The set decides on the rest: whoever gets its libraries gets the files that belong to them.
+    The set determines the rest: a container with its libraries gets the files that belong to them.
     """
     asked = frozenset(capabilities)
     chosen = _choose_set(manifest, asked - {COMPAT32})

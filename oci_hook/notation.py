@@ -1,7 +1,7 @@
-"""JSON by the part of `json` that is written in C: the rest takes 7 ms to import, most of it re.
+"""Reads and writes JSON with only the C part of `json`: the rest takes 7 ms to import, mostly re.
 
-What is accepted, and what comes out, is what `json` gives. A document that is refused is parsed
-again by `json` itself, which knows what is wrong with it, and where.
+It accepts the same documents as `json`, with the same results. A document that is refused is parsed
+again by `json` itself, which says what is wrong with it, and where.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 else:
     try:
         from _json import encode_basestring_ascii, make_encoder, make_scanner
-    except ImportError:  # CPython can be built without: json goes by Python then
+    except ImportError:  # CPython can be built without _json; json then has only its Python code
         make_encoder = make_scanner = None
 
-SPACE = " \t\n\r"  # RFC 8259's
-# SystemError: before Python 3.12 the scanner refuses by no exception while json is not imported.
+SPACE = " \t\n\r"  # whitespace in RFC 8259
+# SystemError: before Python 3.12 the scanner fails without an exception if json is not imported.
 REFUSED = (StopIteration, SystemError, ValueError, RecursionError)
 
 
 def _number(text: str) -> int | float:
-    """Give a number with a fraction or an exponent: 5.0 is a whole one, 1e999 is none."""
+    """Return a number with a fraction or an exponent: 5.0 as an int; ValueError for 1e999."""
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError(f"{text[:40]} is no number that can be kept")
@@ -42,7 +42,7 @@ def _no_json(value: object) -> NoReturn:
 
 
 class _Way:
-    """How the scanner takes a document: the attributes of json.JSONDecoder that it asks for."""
+    """The scanner's settings: those attributes of json.JSONDecoder that it reads."""
 
     strict = True
     object_hook = array_hook = None
@@ -55,9 +55,9 @@ class _Way:
 
 
 def load_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse JSON as its standard has it, NaN is none; ValueError or RecursionError otherwise.
+    """Parse JSON according to its standard, without NaN; raises ValueError or RecursionError.
 
-    Of a document that is refused `pairs` may be given objects twice.
+    For a document that is refused, `pairs` may be called twice with the same object.
     """
     text = data.decode()
     if make_scanner is not None:
@@ -74,12 +74,12 @@ def load_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None 
 
 
 def dump_json(value: object) -> str:
-    """Give JSON in ASCII, as json.dumps does."""
+    """Return a value as JSON in ASCII, like json.dumps."""
     if make_encoder is None:
         import json
 
         return json.dumps(value)
-    markers: dict[int, object] = {}  # of what holds itself
+    markers: dict[int, object] = {}  # detects circular references
     encode = make_encoder(
         markers, _no_json, encode_basestring_ascii, None, ": ", ", ", False, False, True
     )

@@ -1,4 +1,4 @@
-"""What will be done to a container, as values.  Reads nothing and changes nothing."""
+"""Plans what will be done to a container. Reads nothing and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ else:
 
 
 class BindDirectory(NamedTuple):
-    """A directory of the host, read-only, nosuid and nodev, on one in the container."""
+    """Mounts a directory of the host, read-only, nosuid and nodev, on one in the container."""
 
     source: str  # on the host
     target: str  # below the container's root
-    held: str = ""  # the source relative to the generation, whose directory the hook holds open
+    held: str = ""  # the source relative to the generation's directory, which the hook holds open
     noexec: bool = False
-    volumes: bool = False  # may be made on a volume that the container's configuration mounts there
-    optional: bool = False  # left out, with a reason in the log, where the image has no room for it
-    may_lack: bool = False  # left out where the host has no such directory
+    volumes: bool = False  # may be created on a volume that the configuration mounts there
+    optional: bool = False  # left out, with a reason in the log, if the image has no room for it
+    may_lack: bool = False  # left out if the host has no such directory
     op: Literal["bind-directory"] = "bind-directory"
 
     def describe(self) -> str:
-        """Say it as an operator would."""
+        """Return the operation in words, for an operator."""
         return f"bind {self.source} -> /{self.target} [{_flags(self)}]"
 
 
 class BindFile(NamedTuple):
-    """A file of the host, read-only, nosuid and nodev, on one in the container."""
+    """Mounts a file of the host, read-only, nosuid and nodev, on one in the container."""
 
     source: str
     target: str
@@ -43,7 +43,7 @@ class BindFile(NamedTuple):
     op: Literal["bind-file"] = "bind-file"
 
     def describe(self) -> str:
-        """Say it as an operator would."""
+        """Return the operation in words, for an operator."""
         return f"bind {self.source} -> /{self.target} [{_flags(self)},file]"
 
 
@@ -52,18 +52,18 @@ def _flags(operation: BindDirectory | BindFile) -> str:
 
 
 class WriteCache(NamedTuple):
-    """A new ld.so.cache."""
+    """Writes a new ld.so.cache."""
 
     content: bytes
-    strays: tuple[str, ...]  # where the cache leads our sonames now; nothing works when it stays so
+    strays: tuple[str, ...]  # other paths that the cache has for the sonames; they must be replaced
     added: int
-    compat32: bool = False  # 32-bit libraries were asked for, and nothing else leads to them
-    before: bytes = b""  # what the image has there, to be put back at the container's end
+    compat32: bool = False  # 32-bit libraries were asked for, and only the cache leads to them
+    before: bytes = b""  # the image's own cache, to be restored at the container's end
     target: str = "etc/ld.so.cache"
     op: Literal["write-cache"] = "write-cache"
 
     def describe(self) -> str:
-        """Say it as an operator would."""
+        """Return the operation in words, for an operator."""
         return f"write /{self.target} [{self.added} libraries" + (
             ", required]" if self.strays or self.compat32 else "]"
         )
@@ -77,19 +77,19 @@ class PlacePlan(NamedTuple):
 
     place: Place
     how: Literal["directory", "files", "skipped"]
-    target: str  # below the container's root; empty when it is skipped
-    others: tuple[str, ...]  # why targets before it were not chosen, one line each
+    target: str  # below the container's root; empty if the place is skipped
+    others: tuple[str, ...]  # why earlier targets were not chosen, one line each
 
 
 class Plan(NamedTuple):
-    """Operations, in order; and what is left out, with its reason."""
+    """The operations, in order, and what is left out, with the reasons."""
 
     operations: tuple[Operation, ...]
     places: tuple[PlacePlan, ...] = ()
     skipped: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
-        """Give one line for each operation."""
+        """Return one line for each operation."""
         return [operation.describe() for operation in self.operations]
 
 
@@ -99,11 +99,11 @@ class Lead(NamedTuple):
     directory: str  # below the container's root
     sonames: tuple[str, ...]
     flags: int = ldcache.FLAGS_X86_64
-    required: bool = False  # nothing but the cache leads there
+    required: bool = False  # only the cache leads there
 
 
 def plan_cache(cache: bytes | None, leads: tuple[Lead, ...]) -> WriteCache | None:
-    """Plan the new cache; None when the image has none or it already says what it has to."""
+    """Plan the new cache; None if the image has none, or needs no change."""
     required = any(lead.required for lead in leads)
     if cache is None or not ldcache.is_cache(cache):
         if required:
@@ -155,12 +155,12 @@ def _no_compat32(reason: str) -> ImageError:
 
 
 def _choose_target(place: Place, image: Image, taken: list[str]) -> PlacePlan:
-    """Decide on the directory for a place, and on one mount for all of it or one for each file.
+    """Choose the directory for a place, and one mount for all of it or one for each file.
 
-    Files that the image has in a directory stay visible: it is covered only when it is empty.
+    Files that the image has in a directory stay visible: only an empty directory is covered.
     """
     reasons: list[str] = []
-    full: list[tuple[str, int]] = []  # where single files could go, and how many reasons were then
+    full: list[tuple[str, int]] = []  # targets for single files, and the number of reasons by then
 
     def result(how: Literal["directory", "files", "skipped"], target: str, n: int) -> PlacePlan:
         return PlacePlan(place, how, target, tuple(reasons[:n]))
@@ -182,7 +182,7 @@ def _choose_target(place: Place, image: Image, taken: list[str]) -> PlacePlan:
             reasons.append(f"/{target}: the image has files there")
         else:
             if not reasons:
-                absent = target  # the first of all; a later one counts only if it exists
+                absent = target  # only the first target; a later one counts only if it exists
             reasons.append(f"/{target}: the image has no such directory")
     if full:
         return result("files", full[0][0], full[0][1])
@@ -194,7 +194,7 @@ def _choose_target(place: Place, image: Image, taken: list[str]) -> PlacePlan:
 def _bind_directory(
     manifest: Manifest, held: str, target: str, *, noexec: bool = False, optional: bool = False
 ) -> BindDirectory:
-    """Bind a directory of the generation."""
+    """Return the mount of a directory of the generation."""
     source = f"{manifest.directory}/{held}"
     return BindDirectory(source, target, held, noexec=noexec, optional=optional)
 
@@ -202,13 +202,13 @@ def _bind_directory(
 def _bind_file(
     manifest: Manifest, held: str, target: str, *, noexec: bool = False, optional: bool = False
 ) -> BindFile:
-    """Bind a file of the generation."""
+    """Return the mount of a file of the generation."""
     return BindFile(f"{manifest.directory}/{held}", target, held, noexec, optional)
 
 
 def _plan_place(manifest: Manifest, choice: PlacePlan, image: Image) -> list[Operation]:
     place, target = choice.place, choice.target
-    # what goes below the library directory are modules that programs load
+    # Files below the library directory are modules that programs load.
     noexec = not target.startswith(f"{image.library_dir}/")
     if choice.how == "directory":
         return [_bind_directory(manifest, place.source, target, noexec=noexec, optional=True)]
@@ -227,7 +227,7 @@ def _plan_place(manifest: Manifest, choice: PlacePlan, image: Image) -> list[Ope
 
 
 def plan_container(manifest: Manifest, share: Share, grant: Grant, image: Image) -> Plan:
-    """Plan one container; ImageError when it asks for compat32 and the image cannot take it."""
+    """Plan one container; ImageError if it asks for compat32 and the image does not support it."""
     mirror_set = share.mirror_set
     operations: list[Operation] = [
         _bind_directory(manifest, mirror_set.lib64, target)
@@ -263,13 +263,13 @@ def plan_container(manifest: Manifest, share: Share, grant: Grant, image: Image)
         if choice.how == "skipped":
             skipped.append(f"place {place.name}: {'; '.join(choice.others)}")
     operations += [
-        # WSL's driver store holds libraries, elsewhere these are directories of sockets
+        # In WSL this is the driver store, which has libraries; elsewhere, directories with sockets.
         BindDirectory(
             b.path, b.path[1:], noexec=manifest.kind != "wsl", optional=True, may_lack=True
         )
         for b in share.binds
     ]
-    # last: it leads to what is mounted by then
+    # The cache comes last: it leads to what is mounted by then.
     cache = plan_cache(image.cache, tuple(leads))
     if cache is not None:
         operations.append(cache)

@@ -1,6 +1,7 @@
-"""The annotations below tidegate.gpu/, parsed by hand: importing jsonschema takes 100 ms.
+"""Parses the annotations below tidegate.gpu/ without jsonschema, which takes 100 ms to import.
 
-annotations.schema.json says the same to everybody else, and a test runs one corpus through both.
+annotations.schema.json describes the same for other programs, and a test runs one corpus through
+both.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ CLASSES = ("throughput", "latency")
 STRATEGIES = ("auto", "timeslice", "mps", "passthrough")
 ALL_CAPABILITIES = "all"
 DEFAULT_CAPABILITIES = ("compute", "utility")
-ANNOTATIONS_LIMIT = 32 << 10  # half of what a line of the governor's protocol holds
+ANNOTATIONS_LIMIT = 32 << 10  # bytes; half of a line's limit in the governor's protocol
 
 MEMORY_DIGITS = {"": 15, "Ki": 12, "Mi": 9, "Gi": 6, "Ti": 3}  # every quantity is below 2^50 bytes
 GPUS = 64
-UUID = [8, 4, 4, 4, 12]  # the digits between its dashes
+UUID = [8, 4, 4, 4, 12]  # numbers of digits between the dashes
 
 
 class Request(NamedTuple):
-    """What a container asks for.  None: the governor decides."""
+    """What a container asks for. None means that the governor decides."""
 
     memory: int | None = None
     compute: int | None = None
     compute_limit: int | None = None
-    gpus: int | None = None  # `count` is a method of tuples
+    gpus: int | None = None  # not `count`, which is a method of tuples
     devices: tuple[str, ...] = ()
     strategy: str = "auto"
     capabilities: tuple[str, ...] = DEFAULT_CAPABILITIES
@@ -148,7 +149,7 @@ PARSERS = {
 
 
 def _unknown(name: str) -> AnnotationError:
-    import difflib  # 3 ms, only for a misspelt name
+    import difflib  # takes 3 ms, and is needed only for a misspelt name
 
     near = difflib.get_close_matches(name[len(PREFIX) :], PARSERS, n=1)
     hint = f"did you mean {PREFIX}{near[0]}?" if near else "remove it"
@@ -159,7 +160,7 @@ def _unknown(name: str) -> AnnotationError:
 
 
 def parse_annotations(annotations: dict[str, str]) -> Request:
-    """Turn the annotations below our prefix into a request; what is not understood is refused."""
+    """Parse the annotations below the prefix into a request; unknown ones are refused."""
     fields: dict[str, object] = {}
     for name, value in annotations.items():
         known = PARSERS.get(name[len(PREFIX) :]) if name.startswith(PREFIX) else None
@@ -176,7 +177,7 @@ def parse_annotations(annotations: dict[str, str]) -> Request:
 
 
 def check_request(request: Request, annotations: dict[str, str]) -> None:
-    """Refuse what each annotation allows and both together do not: JSON Schema lacks the words."""
+    """Refuse combinations of valid annotations that JSON Schema cannot express."""
     if request.compute and request.compute_limit and request.compute_limit < request.compute:
         raise AnnotationError(
             f"annotation {PREFIX}compute-limit is {request.compute_limit}, below {PREFIX}compute,"
@@ -195,7 +196,7 @@ BESIDE_CLAIM = ("capabilities", "driver")
 
 
 def refuse_beside(annotations: dict[str, str], claims: str) -> None:
-    """Refuse annotations that say what a claim says; `claims` names those of the container."""
+    """Refuse annotations about what a claim decides; `claims` names the container's claims."""
     for name in annotations:
         if name[len(PREFIX) :] not in BESIDE_CLAIM:
             raise AnnotationError(

@@ -1,6 +1,6 @@
-"""Edits a config.json for a container that asks for a share of a GPU.
+"""Edits config.json for a container that asks for a share of a GPU.
 
-The governor says which GPU it will be and keeps it for a while; the hook confirms.
+The governor chooses the GPU and reserves it for a limited time; the hook confirms later.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ VARIABLES = {
 
 
 class Settings(NamedTuple):
-    """Where things are on this node."""
+    """Paths and settings of this node."""
 
     entry: Entry
     runtime_dir: str = "/run/tidegate"
     dev_dir: str = "/dev"
     driver_dir: str = "/var/lib/tidegate/driver"
     module_version: str = "/proc/driver/nvidia/version"
-    environment: bool = False  # variables of the container count where an annotation is missing
+    environment: bool = False  # the container's variables count if an annotation is missing
     timeout: float = 10.0
 
 
 def from_environment(document: dict[str, Any]) -> dict[str, str]:
-    """Give what the container's environment asks for, as annotations.
+    """Return what the container's environment asks for, as annotations.
 
-    An image can set it as well as who starts the container: the last resort of engines that have no
-    annotations, and only where the node says so.
+    An image can set the variables, not only the user that starts the container. So they are a last
+    resort for engines without annotations, and only count if the node's settings allow it.
     """
     process = document.get("process")
     variables = process.get("env") if type(process) is dict else None
@@ -75,7 +75,7 @@ def from_environment(document: dict[str, Any]) -> dict[str, str]:
 
 
 def name_variables(error: AnnotationError, asked: dict[str, str]) -> AnnotationError:
-    """Give an error of annotations that variables stand for, in the words of the variables."""
+    """Return an error about annotations with the names of the variables that stand for them."""
     message = error.message
     for variable, name in sorted(VARIABLES.items(), key=lambda pair: -len(pair[1])):
         if PREFIX + name in asked:
@@ -85,9 +85,9 @@ def name_variables(error: AnnotationError, asked: dict[str, str]) -> AnnotationE
 
 
 def find_unserved(request: Request, root: str, settings: Settings) -> HookError | None:
-    """Say why this node's driver cannot serve an image, as the hook would; None when it can.
+    """Return why this node's driver cannot serve an image, as the hook would; None if it can.
 
-    What the hook refuses in any case is refused here, too.
+    Errors for which the hook refuses every container are raised.
     """
     from oci_hook.apply import explain
     from oci_hook.image import inspect_image, open_root
@@ -116,14 +116,14 @@ def find_unserved(request: Request, root: str, settings: Settings) -> HookError 
 def edit_config(
     data: bytes, bundle: str, name: str, settings: Settings, event: Event
 ) -> tuple[str, bytes | None]:
-    """Give the outcome, and config.json as it is to be; None where it stays as it is.
+    """Return the outcome, and the edited config.json; None if it stays unchanged.
 
-    `bundle` is where a relative root.path begins, `name` is for the reader. HookError says what is
-    wrong; nothing is reserved then, or not for long.
+    `bundle` is the base of a relative root.path, `name` is for messages. HookError says what is
+    wrong; then nothing is reserved, or only until the reservation expires.
     """
     document, annotations, identity = parse_document(data, show(name))
     if find_claims(document, settings.entry.path):
-        return "no-request", None  # its nodes and the hook are there, and its GPUs are booked
+        return "no-request", None  # a claim: device nodes and hook are there, the GPUs are booked
     exact = governed_by(document, settings.entry.path)
     if is_sandbox(annotations) and not exact and not gives_gpu(document):
         return "no-request", None
@@ -142,7 +142,7 @@ def edit_config(
         raise name_variables(e, asked) from e
     require_reachable(settings.runtime_dir)
     if request.optional:
-        # Here, because a node that is written down is in the container, governed or not.
+        # Checked now, because a device node in config.json is in the container, governed or not.
         why = find_unserved(request, find_root(document, bundle, show(name)), settings)
         if why is not None:
             require_no_gpu(document, why)
@@ -154,7 +154,7 @@ def edit_config(
             ours,
             identity,
             replaces=replaces,
-            # Those of a reservation were our own choice, and may be another now.
+            # Nodes from an earlier reservation were the governor's choice, and may change.
             nodes=() if replaces else gpu_nodes(document),
             exact=exact,
         )

@@ -1,6 +1,6 @@
-"""The wrapper runtime: takes the place of runc or crun, and edits config.json before them.
+"""The wrapper runtime: replaces runc or crun for the engine, and edits config.json before them.
 
-Every command of an engine goes through here, so what is not about a new container costs the
+Every command of an engine runs through it, so a command that does not create a container costs the
 interpreter's start and an execve.
 """
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 CONFIG = "/etc/tidegate/runtime"
 RUNTIMES = (
     *("/usr/bin/runc", "/usr/sbin/runc", "/usr/local/sbin/runc", "/usr/bin/crun"),
-    # Where CRI-O's own packages put them; crun is the default of these.
+    # The paths in CRI-O's own packages, in which crun is the default.
     *("/usr/libexec/crio/crun", "/usr/libexec/crio/runc"),
 )
 HOOK = "/usr/bin/tidegate-hook"
-END_DEADLINE = 6.0  # the engine holds a lock meanwhile
+END_DEADLINE = 6.0  # seconds; the engine holds a lock meanwhile
 COMMANDS = frozenset(
     (
         *("checkpoint", "create", "delete", "events", "exec", "features", "help", "init", "kill"),
@@ -29,7 +29,7 @@ COMMANDS = frozenset(
     )
 )
 MAKING = ("create", "run", "restore")
-# The options that take a value, and the others: before the command, of delete, of those that make.
+# Options that take a value, and the others: before the command, of `delete`, of commands in MAKING.
 OF_ALL = (
     frozenset(
         ("cgroup-manager", "criu", "log", "log-format", "log-level", "root", "rootless"),
@@ -54,11 +54,11 @@ OF_COMMAND = (
     ),
 )
 SHORT = {"b": "bundle", "f": "config"}
-GETOPT = ("crun", "krun", "youki")  # the runtimes that read options so, by their file's name
+GETOPT = ("crun", "krun", "youki")  # runtimes that parse options like getopt, by file name
 
 
 class Call:
-    """What the engine asks for."""
+    """The parts of the engine's command line that matter."""
 
     __slots__ = ("bundle", "command", "config", "ident", "log", "log_format")
 
@@ -67,15 +67,16 @@ class Call:
 
 
 def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
-    """Find what matters in a command line, as the runtime itself reads it.
+    """Find what matters in a command line, parsed like the runtime itself does.
 
-    runc has Go's flags: one dash is as good as two, and nothing is abbreviated. crun has getopt's:
-    names are abbreviated, and short options stand together with their values. An option that
-    neither of them has is taken to have no value; before the command, what is no command is its.
+    runc has Go's flags: one dash means the same as two, and names are not abbreviated. crun has
+    getopt's: names may be abbreviated, and short options may be combined with their values. An
+    option that neither of them has is taken to have no value; before the command, a word that is
+    not a command is taken as the value of such an option.
     """
     call = Call()
     rest = iter(arguments)
-    ended = False  # by a `--`
+    ended = False  # whether a `--` ended the options
     for argument in rest:
         if argument == "--" and not ended:
             ended = call.command != ""
@@ -99,13 +100,13 @@ def parse_call(arguments: list[str], *, like_crun: bool = False) -> Call:
 
 def _take(call: Call, name: str, value: str) -> None:
     if name == "log":
-        call.log = value.removeprefix("file:")  # crun says where: file:PATH, journald:NAME
+        call.log = value.removeprefix("file:")  # crun takes file:PATH and journald:NAME
     elif name in ("log-format", "bundle", "config"):
         setattr(call, name.replace("-", "_"), value)
 
 
 def _read_go(argument: str, _own: tuple[frozenset[str], frozenset[str]]) -> tuple[str, str | None]:
-    """Give an option's name, and its value where that is in the same word."""
+    """Return an option's name, and its value if that is in the same word."""
     name, equals, value = argument.lstrip("-").partition("=")
     return SHORT.get(name, name), value if equals else None
 
@@ -117,7 +118,7 @@ def _read_getopt(
         name, equals, value = argument[2:].partition("=")
         known = own[0] | own[1]
         if name not in known:
-            # Of several that begin so, crun takes none.
+            # If several names begin this way, crun accepts none of them.
             name = next((k for k in sorted(known) if k.startswith(name)), name)
         return name, value if equals else None
     for place, letter in enumerate(argument[1:], 2):
@@ -127,7 +128,7 @@ def _read_getopt(
 
 
 class Node:
-    """The node's settings, one a line: a name, a blank, a value."""
+    """The node's settings; in the file each is a line with a name, a blank and a value."""
 
     __slots__ = (
         "dev_dir",
@@ -142,7 +143,7 @@ class Node:
 
     def __init__(self) -> None:
         self.runtime = ""
-        self.runtime_for: dict[str, str] = {}  # by the state directory that --root names
+        self.runtime_for: dict[str, str] = {}  # runtimes by the state directory in --root
         self.environment = ""
         self.hook = HOOK
         self.hook_arguments = ""
@@ -152,13 +153,13 @@ class Node:
 
 
 class SettingsError(Exception):
-    """The node's settings are wrong; the message is the line that says so."""
+    """The node's settings are wrong; the message is the line for the engine."""
 
 
 def parse_node(text: str, path: str, *, strict: bool = True) -> Node:
-    """Take the settings from a file's text; `path` is for the error.
+    """Parse the text of a settings file; `path` is for the error.
 
-    Not `strict`: what is wrong is passed over.
+    Without `strict` wrong lines are skipped.
     """
     node = Node()
     for number, line in enumerate(text.splitlines(), 1):
@@ -191,7 +192,7 @@ def parse_node(text: str, path: str, *, strict: bool = True) -> Node:
 
 
 def state_root(arguments: list[str]) -> str:
-    """Return the state directory that a command line names, "" if none: engines write --root."""
+    """Return the state directory that a command line names with --root, "" if none."""
     for place, argument in enumerate(arguments):
         if argument in COMMANDS:
             break
@@ -205,7 +206,7 @@ def state_root(arguments: list[str]) -> str:
 def read_node(path: str, arguments: list[str], *, strict: bool = True) -> Node:
     """Read the settings for a command line; SettingsError if they are wrong or name no runtime.
 
-    Not `strict`: for the latter alone.
+    Without `strict` only a missing runtime is an error.
     """
     try:
         with open(path, encoding="utf-8", errors="strict" if strict else "replace") as file:
@@ -229,7 +230,7 @@ def read_node(path: str, arguments: list[str], *, strict: bool = True) -> Node:
 
 
 def _tell_engine(call: Call, line: str) -> None:
-    """Write the line where the engine looks for it: containerd's shim reads the runtime's log."""
+    """Write the line to the runtime's log, from which engines like containerd's shim read it."""
     if not call.log or call.log.startswith(("journald:", "syslog:")):
         return
     import time
@@ -253,7 +254,7 @@ def _tell_engine(call: Call, line: str) -> None:
 
 
 def _fail(call: Call, line: str, log: str = "") -> int:
-    """Say what is wrong with the node's settings, in the engine's log and the node's, too."""
+    """Report what is wrong with the node's settings, also in the engine's and the node's log."""
     from oci_hook.errors import show
     from oci_hook.log import Event, complain
 
@@ -268,14 +269,14 @@ def _fail(call: Call, line: str, log: str = "") -> int:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Put `data` in a file's place: whoever reads it finds all of the old or all of the new."""
+    """Replace a file's content by `data`; readers find either all of the old or all of the new."""
     from oci_hook.files import write_all
 
     directory, name = os.path.split(path)
     dirfd = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     temporary = f".{name}.tidegate-{os.getpid()}"
     try:
-        old = os.stat(name, dir_fd=dirfd)  # of what was read, where that is a link
+        old = os.stat(name, dir_fd=dirfd)  # follows a link, as reading the file did
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=dirfd)
         try:
@@ -294,11 +295,11 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def prepare(call: Call, node: Node, event: Event) -> None:
-    """Edit config.json where the container asks for a GPU; HookError says why it cannot start."""
+    """Edit config.json if the container asks for a GPU; HookError says why it cannot start."""
     from oci_hook.entry import may_mention_us
     from oci_hook.state import read_file
 
-    # The kernel's way, as the runtimes go there: links first, then `..`.
+    # Resolved like the kernel does it for the runtimes: links first, then `..`.
     bundle = os.path.realpath(call.bundle or ".")
     path = f"{bundle}/config.json"
     if call.config and os.path.realpath(call.config) != os.path.realpath(path):
@@ -309,7 +310,7 @@ def prepare(call: Call, node: Node, event: Event) -> None:
         return
     import gc
 
-    gc.disable()  # to look for what is in circles takes 2 ms
+    gc.disable()  # searching for reference cycles takes 2 ms
     from oci_hook.edits import Entry
     from oci_hook.entry import arm, disarm, parse_arguments
     from oci_hook.errors import BundleError, show
@@ -335,7 +336,7 @@ def prepare(call: Call, node: Node, event: Event) -> None:
     try:
         outcome, edited = edit_config(data, bundle, path, settings, event)
     finally:
-        disarm()  # or it ends the real runtime
+        disarm()  # the alarm would otherwise end the real runtime
     if edited is None:
         if outcome != "no-request":
             event.emit(outcome)
@@ -350,7 +351,7 @@ def prepare(call: Call, node: Node, event: Event) -> None:
 
 
 def _refuse_elsewhere(data: bytes, path: str) -> None:
-    """Refuse a container by crun's --config that asks for a GPU: the hook reads the bundle's."""
+    """Refuse a container with crun's --config that asks for a GPU: the hook reads the bundle's."""
     from oci_hook.entry import PREFIX
     from oci_hook.errors import BundleError, show
     from oci_hook.state import parse_document
@@ -364,7 +365,7 @@ def _refuse_elsewhere(data: bytes, path: str) -> None:
 
 
 def _refuse_gvisor(data: bytes, path: str, node: Node) -> None:
-    """Refuse a container that asks for a GPU; others are gVisor's business."""
+    """Refuse a container that asks for a GPU; others are left to gVisor."""
     from oci_hook.entry import PREFIX
     from oci_hook.errors import show
     from oci_hook.gvisor import refusal
@@ -380,7 +381,7 @@ def _refuse_gvisor(data: bytes, path: str, node: Node) -> None:
 
 
 def left_traces(call: Call, node: Node) -> bool:
-    """Tell whether a container that is deleted was prepared by the hook, and left something."""
+    """Return whether this is the deletion of a container that the hook has prepared."""
     return (
         call.command == "delete"
         and "/" not in call.ident
@@ -390,21 +391,22 @@ def left_traces(call: Call, node: Node) -> bool:
 
 
 def delete(call: Call, node: Node, arguments: list[str]) -> int:
-    """Have the real runtime delete a container, then take away what its start left in the image."""
+    """Run the real runtime's `delete`, then remove what the container's start left in the image."""
     from oci_hook import kernel
 
     pid = os.fork()
     if pid == 0:
-        kernel.die_with_parent()  # an engine that gives up kills what it knows: this process
-        os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - that is what we are for
+        kernel.die_with_parent()  # an engine that gives up kills only the process that it started
+        os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    # Whatever it answers: one that does not exist has ended, one that runs keeps what it has.
+    # Whatever the status is: a container that does not exist has ended, and one that runs keeps
+    # what it has.
     take_back(call, node)
     return status if status >= 0 else 128 - status
 
 
 def take_back(call: Call, node: Node) -> None:
-    """Take away what a container's start left in the image."""
+    """Remove what a container's start left in the image."""
     from oci_hook import traces
     from oci_hook.entry import arm, disarm
 
@@ -412,7 +414,7 @@ def take_back(call: Call, node: Node) -> None:
     try:
         traces.take_back(node.runtime_dir, call.ident)
         traces.sweep(node.runtime_dir)
-    except Exception as e:  # noqa: BLE001 - the container is gone, whatever stays of it
+    except Exception as e:  # noqa: BLE001 - the container is gone, even if something of it stays
         from oci_hook.log import Event
 
         Event("runtime", node.log or None).emit("failed", code="internal", message=str(e))
@@ -421,20 +423,20 @@ def take_back(call: Call, node: Node) -> None:
 
 
 def take_config(arguments: list[str]) -> tuple[str, list[str]]:
-    """Give the path of the node's settings, and the command line without it."""
+    """Return the path of the node's settings, and the command line without it."""
     if arguments[:1] != ["--tidegate-config"]:
         return CONFIG, arguments
     return (arguments[1] if len(arguments) > 1 else ""), arguments[2:]
 
 
 def understand(arguments: list[str], node: Node) -> Call:
-    """Read a command line as the node's runtime does."""
+    """Parse a command line as the node's runtime does."""
     real = os.path.basename(os.path.realpath(node.runtime))
     return parse_call(arguments, like_crun=any(name in real for name in GETOPT))
 
 
 def make_ready(arguments: list[str]) -> int:
-    """Do what comes before the real runtime, for the C front; its exit status, or 0 to go on."""
+    """Do the work before the real runtime, for the C front; return an exit status, 0 to go on."""
     config, rest = take_config(arguments)
     try:
         node = read_node(config, rest)
@@ -445,7 +447,7 @@ def make_ready(arguments: list[str]) -> int:
 
 
 def after_delete(arguments: list[str]) -> int:
-    """Do what comes after the real runtime's `delete`, for the C front."""
+    """Do the work after the real runtime's `delete`, for the C front."""
     config, rest = take_config(arguments)
     node = read_node(config, rest, strict=False)
     call = understand(rest, node)
@@ -455,7 +457,7 @@ def after_delete(arguments: list[str]) -> int:
 
 
 def edit_or_refuse(call: Call, node: Node) -> int:
-    """Edit config.json where it is due; 0, or the exit status of a start that is refused."""
+    """Edit config.json if needed; return 0, or the exit status of a refused start."""
     from oci_hook.errors import HookError, InternalError, show
     from oci_hook.log import Event, complain
 
@@ -463,7 +465,7 @@ def edit_or_refuse(call: Call, node: Node) -> int:
     event.fields["id"] = show(call.ident, 128)
     try:
         prepare(call, node, event)
-    except Exception as e:  # noqa: BLE001 - an engine gets one line, whatever happened
+    except Exception as e:  # noqa: BLE001 - the engine gets one line for any error
         error = (
             e
             if isinstance(e, HookError)
@@ -480,7 +482,7 @@ def edit_or_refuse(call: Call, node: Node) -> int:
 
 
 def main() -> None:
-    """Edit where it is due, and become the real runtime."""
+    """Edit config.json if needed, and execute the real runtime."""
     from oci_hook.entry import take_program
 
     sys.argv = take_program(sys.argv)
@@ -491,11 +493,11 @@ def main() -> None:
     try:
         node = read_node(config, arguments)
     except SettingsError as e:
-        # Engines write the log's name as every runtime reads it.
+        # Parsed like runc: engines write --log in a form that all runtimes understand.
         call = parse_call(arguments)
         if call.command in MAKING:
             sys.exit(_fail(call, str(e)))
-        try:  # what runs can be looked at and ended, whatever is wrong
+        try:  # running containers can be inspected and ended even with wrong settings
             node = read_node(config, arguments, strict=False)
         except SettingsError as none:
             sys.exit(_fail(call, str(none)))
@@ -507,7 +509,7 @@ def main() -> None:
     try:
         if left_traces(call, node):
             sys.exit(delete(call, node, arguments))
-        os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - that is what we are for
+        os.execv(node.runtime, [node.runtime, *arguments])  # noqa: S606 - the wrapper's purpose
     except OSError as e:
         line = f"{node.runtime}: {e.strerror}; write `runtime /its/path` to {config}"
         sys.exit(_fail(call, line, node.log))

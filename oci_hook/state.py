@@ -1,6 +1,6 @@
-"""The runtime's side: the OCI state on stdin and the bundle's config.json.
+"""Reads the runtime's input: the OCI state on stdin and the bundle's config.json.
 
-Both come from outside: sizes are bounded, types are checked, and what the hook has no use for is
+Both come from outside: sizes are bounded, types are checked, and what the hook does not need is
 ignored.
 """
 
@@ -22,7 +22,7 @@ PID_LIMIT = 1 << 22  # PID_MAX_LIMIT
 
 
 class State:
-    """What the runtime said.  A plain class: NamedTuple would cost every container 3 ms."""
+    """The OCI state. A plain class, because NamedTuple would cost every container 3 ms."""
 
     __slots__ = ("annotations", "bundle", "id", "pid")
 
@@ -34,7 +34,7 @@ class State:
 
 
 class Bundle:
-    """What config.json says that the hook needs."""
+    """The parts of config.json that the hook needs."""
 
     __slots__ = ("annotations", "document", "identity", "root")
 
@@ -52,7 +52,7 @@ class Bundle:
         self.document = document
 
 
-# Who the container belongs to, as the node's components wrote it: containerd, CRI-O.
+# Annotations of containerd and CRI-O that say which pod the container belongs to, by field.
 IDENTITY = {
     "io.kubernetes.cri.sandbox-namespace": "namespace",
     "io.kubernetes.cri.sandbox-name": "pod",
@@ -68,25 +68,26 @@ IDENTITY = {
 }
 
 
-# What containerd and CRI-O say of each container: `sandbox` of the one that keeps a pod's
-# namespaces and runs nothing of the user's.  It has the pod's annotations, too.
+# Annotations of containerd and CRI-O with the container's type: `sandbox` is the container that
+# keeps a pod's namespaces and runs no program of the user. It has the pod's annotations as well.
 KINDS = ("io.kubernetes.cri.container-type", "io.kubernetes.cri-o.ContainerType")
 
 
 def is_sandbox(annotations: dict[str, str]) -> bool:
-    """Tell whether a container says that it is a pod's sandbox, which is left alone.
+    """Return whether the annotations declare a pod's sandbox, which the hook leaves alone.
 
-    Each engine writes its own word over a user's, but not the other engine's: they have to agree.
-    Docker and Podman write none, so there it is the user's word: nobody who has a GPU is believed.
+    Each engine overwrites a user's value of its own annotation, but not of the other engine's, so
+    both have to agree. Docker and Podman write neither: there the value is the user's, so callers
+    ignore it for a container that has a GPU.
     """
     said = [annotations[name] for name in KINDS if name in annotations]
     return bool(said) and all(kind == "sandbox" for kind in said)
 
 
 def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, object]:
-    """Build an object; refuse an annotation given twice: readers differ in which one wins.
+    """Build an object; refuse a duplicate annotation, because parsers differ in which one wins.
 
-    Other names that are given twice are added to `twice`.
+    Other duplicate names are added to `twice`.
     """
     result = dict(pairs)
     if len(result) != len(pairs):
@@ -103,7 +104,7 @@ def _unique(pairs: list[tuple[str, object]], twice: list[str]) -> dict[str, obje
 
 
 def is_text(value: object) -> bool:
-    """Tell whether a value can be a name to the kernel: half a surrogate pair, or NUL, cannot."""
+    """Return whether a value can be a name for the kernel: no NUL, no half of a surrogate pair."""
     if type(value) is not str or "\0" in value:
         return False
     try:
@@ -144,7 +145,7 @@ def _annotations(document: dict[str, object], error: type[HookError], what: str)
 
 
 def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
-    """Check what the runtime wrote to stdin."""
+    """Parse and check the OCI state that the runtime wrote to stdin."""
     hint = "run the hook from an OCI runtime, as createRuntime or prestart"
     if data is None:
         raise StateError(f"the OCI state on stdin is larger than {STATE_LIMIT} bytes", hint=hint)
@@ -176,12 +177,12 @@ def parse_state(data: bytes | None, *, needs_pid: bool = True) -> State:
 def read_config(
     bundle: str, hint: str = "the runtime that started the hook keeps config.json in the bundle"
 ) -> bytes:
-    """Read config.json, all of it; BundleError with `hint` when it is not there to be read."""
+    """Return the content of config.json; BundleError with `hint` if it cannot be read."""
     return read_file(f"{bundle}/config.json", hint)
 
 
 def read_file(path: str, hint: str) -> bytes:
-    """Read a file of the runtime's or engine's, all of it; BundleError with `hint` otherwise."""
+    """Return the content of a file of the runtime or engine; BundleError if it cannot be read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
@@ -200,7 +201,7 @@ def read_file(path: str, hint: str) -> bytes:
 
 
 def parse_config(data: bytes, bundle: str) -> Bundle:
-    """Check config.json; `root` is absolute afterwards and is not the host's own."""
+    """Parse and check config.json; the result's `root` is absolute and not the host's own."""
     path = f"{show(bundle)}/config.json"
     document, annotations, identity = parse_document(data, path)
     root = find_root(document, bundle, path)
@@ -208,7 +209,7 @@ def parse_config(data: bytes, bundle: str) -> Bundle:
 
 
 def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
-    """Give the absolute path of the container's root; `name` is config.json's, for the reader."""
+    """Return the absolute path of the container's root; `name` is config.json's, for messages."""
     section = document.get("root")
     root = section.get("path") if type(section) is dict else None
     hint = "root.path names the container's root file system, below the bundle or absolute"
@@ -216,7 +217,7 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
         raise BundleError(f"root.path in {name} is {show(root)}", hint=hint)
     parts = [part for part in root.split("/") if part not in ("", ".")]
     if ".." in parts[parts.count("..") :]:
-        # runc goes by the text, crun and the kernel by the links.
+        # runc resolves it as text, crun and the kernel follow links.
         raise BundleError(f"root.path in {name} is {show(root)}, '..' behind a name", hint=hint)
     root = os.path.normpath(os.path.join(os.path.realpath(bundle) if bundle else "", root))
     if not root.startswith("/"):
@@ -227,7 +228,7 @@ def find_root(document: dict[str, Any], bundle: str, name: str) -> str:
 
 
 def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
-    """Give config.json, its annotations, and whose container it is; `name` is for the reader."""
+    """Return config.json, its annotations and the container's identity; `name` is for messages."""
     twice: list[str] = []
     document = _parse_object(
         data, BundleError, name, "the runtime has to write a valid config.json", twice
@@ -236,7 +237,7 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
     asks = b'"--governed"' in data or b'"--claim' in data
     asks = asks or any(known.startswith(PREFIX) for known in annotations)
     if twice and asks:
-        # crun takes the first of them, runc and we the last.
+        # crun takes the first of the two, runc and the hook take the last.
         raise BundleError(
             f"{show(twice[0])} is given twice in {name}",
             hint="whatever wrote config.json has to write each name once",
@@ -245,11 +246,12 @@ def parse_document(data: bytes, name: str) -> tuple[dict[str, Any], dict[str, st
 
 
 def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
-    """Give whose container it is.
+    """Return which pod the container belongs to.
 
-    Each engine writes its own words over a user's, but not the other engine's, and CRI-O passes
-    all of a pod's annotations on. So words that disagree are a user's: a container that asks for a
-    GPU with them is refused, as it would be booked for another tenant.
+    Each engine overwrites a user's values of its own annotations, but not of the other engine's,
+    and CRI-O passes on all annotations of a pod. So values that disagree come from a user. A
+    container that asks for a GPU with them is refused, because it would be booked for another
+    tenant.
     """
     identity: dict[str, str] = {}
     origins: dict[str, str] = {}
@@ -269,10 +271,10 @@ def _identity(annotations: dict[str, str], *, asks: bool) -> dict[str, str]:
 
 
 def our_annotations(state: State, bundle: Bundle, *, governed: bool = False) -> dict[str, str]:
-    """Give the annotations below our prefix: config.json's, which the state may repeat.
+    """Return the annotations below the prefix: those in config.json, which the state may repeat.
 
-    A sandbox has none that count; no sandbox has a GPU, or is `governed`. containerd and CRI-O give
-    it no right to devices, that of a privileged pod neither.
+    Those of a sandbox do not count. A container that has a GPU or is `governed` is not a sandbox:
+    containerd and CRI-O give a sandbox no access to devices, even in a privileged pod.
     """
     if is_sandbox(bundle.annotations) and not governed:
         from oci_hook.edits import gives_gpu

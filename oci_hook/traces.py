@@ -1,10 +1,10 @@
-"""What the hook makes in a container's root file system, and how it goes again at the end.
+"""Records what the hook creates in a container's root file system, and removes it at the end.
 
-A mount needs something to be mounted on, and programs ask ld.so.cache where libcuda is, so a start
-makes directories, perhaps empty files, and a cache. A file on the host, by the container's id, says
-which. Whoever sees the end reads it: the wrapper runtime after `delete`, or `poststop`. By then the
-container could have put anything anywhere: only what is empty is removed, and only by confined
-descriptors.
+A mount needs a mount point, and programs ask ld.so.cache where libcuda is. So a start creates
+directories, perhaps empty files, and a cache. A note on the host, named by the container's id,
+lists them. It is read at the container's end, by the wrapper runtime after `delete` or by
+`poststop`. By then the container could have put anything anywhere, so only what is empty is
+removed, and only through confined descriptors.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ if TYPE_CHECKING:
     from functools import partial
     from typing import Any, NamedTuple
 else:
-    from _functools import partial  # functools has collections and more
+    from _functools import partial  # functools imports collections and more
 
     from oci_hook.record import NamedTuple
 
-DIRECTORY = "traces"  # below the runtime directory
-LOCK = "traces.lock"  # beside it
+DIRECTORY = "traces"  # directory of the notes, below the runtime directory
+LOCK = "traces.lock"  # next to DIRECTORY
 TEMPORARY = ".ld.so.cache.tidegate"
-ID_LIMIT = 200  # of a file's name, too
-KEPT_LIMIT = 512 << 10  # of a cache; usual ones have tens of KiB, and /run is memory
-STORED_LIMIT = 1 << 20  # of a note
-HEAD_LIMIT = 32 << 10  # the longest path, as text
-SWEEP = 32
-LOOKS = 64  # into a cache that the container wrote: each name in it may take a walk
-SECONDS = 4.0  # of one end
+ID_LIMIT = 200  # characters of an id, which has to fit into a file name
+KEPT_LIMIT = 512 << 10  # bytes of a cache that is kept; usual ones have tens of KiB; /run is memory
+STORED_LIMIT = 1 << 20  # bytes of a note
+HEAD_LIMIT = 32 << 10  # bytes of a note's first line: the longest path, as JSON
+SWEEP = 32  # on average one start in so many looks through all notes
+LOOKS = 64  # directories looked up for a cache that the container wrote; each takes a path walk
+SECONDS = 4.0  # time limit of one container's clean-up
 
 
 class Trace(NamedTuple):
-    """Something that was not there before, or was another."""
+    """Something that the hook created or replaced."""
 
     what: str  # directory, file, cache
     path: str  # below the container's root
-    kept: dict[str, Any] = {}  # noqa: RUF012 - of a cache: what was there, and how to tell ours
+    kept: dict[str, Any] = {}  # noqa: RUF012 - for a cache: the original, and how to identify ours
 
 
 class Note(NamedTuple):
-    """Whose traces they are: in the first line of a note."""
+    """The first line of a note: the container that the traces belong to."""
 
     root: str
     pid: int
-    began: int  # when that process did: numbers are used again; 0 of one that had ended
+    began: int  # start time of that process, because pids are reused; 0 if it had ended
     device: int
-    inode: int  # of the root, which may have another name, and other containers
-    made: int = 0  # when, by the monotonic clock: of two, the later one met what the other had made
+    inode: int  # with `device` the identity of the root, which may have other names and containers
+    made: int = 0  # monotonic time in ns: of two notes, the later one's start saw the other's files
 
 
 class Attributes(NamedTuple):
-    """Of a file."""
+    """Attributes of a file that are restored."""
 
     mode: int
     uid: int
@@ -79,10 +79,11 @@ def _attributes(status: os.stat_result) -> Attributes:
 
 
 def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
-    """Say what is at a path, so that it can be made again: a link, or a file with `data` in it.
+    """Describe what is at a path so that it can be restored: a link, or a file with `data` in it.
 
-    Nothing for all else, and for what is too large: our cache in its place loses what leads to us.
-    A file is read once: by now its name may be another's.
+    The result is empty for anything else and for a file that is too large: at the end, the cache
+    in its place then only loses the entries that lead to the driver. The file is not read again,
+    because its name may belong to another file by now.
     """
     parent, _, name = path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent, os.O_PATH | os.O_DIRECTORY, same_mount=True)
@@ -103,7 +104,7 @@ def keep(rootfd: int, path: str, data: bytes) -> dict[str, Any]:
 
 
 def is_name(ident: str) -> bool:
-    """Tell whether an id is as engines make them: a file can have it for a name."""
+    """Return whether an id has the form that engines use, so that it can be a file name."""
     return (
         0 < len(ident) <= ID_LIMIT
         and consists_of(ident, LETTERS + DIGITS + "_.+-")
@@ -117,13 +118,14 @@ def _directory(runtime_dir: str) -> int:
 
 
 def lock(runtime_dir: str, device: int, inode: int) -> int:
-    """Wait until nobody starts or ends a container of this root.
+    """Lock a root, so that no other process starts or ends a container of it; return a descriptor.
 
-    Until the descriptor that it gives is closed, or the process ends; it has no other of that file.
-    Between a look and what is made, or what is made and its note, another's end would take away
-    what this one uses, mounts along. -1 where there is no lock to be had.
+    The lock lasts until the descriptor is closed or the process ends; the process must not have
+    another descriptor of that file. Without the lock the end of another container could remove what
+    this one uses, mounts included: between the look at the image and what is created then, or
+    between that and its note. Returns -1 if the lock is not available.
 
-    A byte of one file stands for a root, so no lock leaves anything.
+    Each root corresponds to a byte of one file, so locks leave no files behind.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -139,10 +141,10 @@ def lock(runtime_dir: str, device: int, inode: int) -> int:
 
 
 def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Trace]) -> None:
-    """Write down what was made for a container, be it nothing; OSError where that cannot be.
+    """Write the note of what was created for a container, even if nothing was; raises OSError.
 
-    `root` has no link in it, and is not followed where it has one later: a user with the right to
-    write above it could lead the end elsewhere.
+    `root` has no link in it, and a link that appears later is not followed: a user with the right
+    to write above it could redirect the clean-up.
     """
     if not is_name(ident):
         raise OSError(errno.EINVAL, "its id is not taken for a file's name")
@@ -160,7 +162,7 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
         dirfd = _directory(runtime_dir)
     finally:
         os.close(above)
-    temporary = f"~{ident}"  # no id begins so
+    temporary = f"~{ident}"  # no id begins with ~
     try:
         remove(dirfd, temporary)
         fd = kernel.create(dirfd, temporary, 0o600)
@@ -168,7 +170,8 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
             write_all(fd, data)
         finally:
             os.close(fd)
-        # What an earlier one of this id made may be in use by others of its root, who take it away.
+        # Files of an earlier container with this id may be in use by others of the same root. The
+        # note is kept for the end of those.
         with suppress(FileNotFoundError):
             kernel.renameat(dirfd, ident, f"{ident}@{note.made}")
         kernel.renameat(dirfd, temporary, ident)
@@ -178,13 +181,13 @@ def remember(runtime_dir: str, ident: str, pid: int, root: str, traces: list[Tra
         raise
     finally:
         os.close(dirfd)
-    # Some engines tell nobody of an end: what they leave here is looked through now and then.
-    if pid % SWEEP == 0:  # one start of so many, by chance
+    # Some engines do not report a container's end, so old notes are removed from time to time.
+    if pid % SWEEP == 0:
         sweep(runtime_dir)
 
 
 def forget(runtime_dir: str, ident: str) -> None:
-    """Forget a container: what it left is gone, or stays."""
+    """Remove a container's note; what it left has been removed, or stays."""
     with suppress(OSError):
         dirfd = _directory(runtime_dir)
         try:
@@ -194,7 +197,7 @@ def forget(runtime_dir: str, ident: str) -> None:
 
 
 def _began(pid: int) -> int:
-    """Give when a process began; 0 of one that has ended, if somebody has waited for it or not."""
+    """Return the start time of a process; 0 if it has ended, whether it was waited for or not."""
     try:
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -203,7 +206,7 @@ def _began(pid: int) -> int:
             os.close(fd)
     except OSError:
         return 0
-    fields = text.rpartition(b") ")[2].split()  # from the third on: proc(5)
+    fields = text.rpartition(b") ")[2].split()  # from the third field on: proc(5)
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
@@ -212,7 +215,7 @@ def _runs(note: Note) -> bool:
 
 
 def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
-    """Read a note, or how it begins; nothing where there is none, or something else."""
+    """Read a note, or its first `limit` bytes; b"" if there is none or it is not a file."""
     path = f"{runtime_dir}/{DIRECTORY}/{ident}"
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -225,9 +228,9 @@ def _read(runtime_dir: str, ident: str, limit: int = STORED_LIMIT) -> bytes:
 
 
 def _parse_note(data: bytes) -> Note | None:
-    """Take the first line of a note; None where it is none."""
+    """Parse the first line of a note; None if it is not one."""
     if not data:
-        return None  # most often; to parse nothing takes as long as all else
+        return None  # the usual case; parsing an empty text takes as long as everything else
     try:
         note = Note(*load_json(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
@@ -237,7 +240,7 @@ def _parse_note(data: bytes) -> Note | None:
 
 
 def _parse_traces(data: bytes) -> list[Trace]:
-    """Take the rest of a note; there are no traces where it is none."""
+    """Parse the rest of a note; the result is empty if it is malformed."""
     try:
         found = [Trace(*trace) for trace in load_json(data.partition(b"\n")[2])]
     except (ValueError, TypeError, RecursionError):
@@ -246,16 +249,16 @@ def _parse_traces(data: bytes) -> list[Trace]:
 
 
 def _notes(runtime_dir: str) -> dict[str, Note | None]:
-    """Give all notes; None for what is there and is none."""
+    """Return all notes by file name; None for a file that is not a note."""
     names = os.listdir(f"{runtime_dir}/{DIRECTORY}")
     return {name: _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) for name in names}
 
 
 def take_back(runtime_dir: str, ident: str) -> None:
-    """Take away what a container left, as far as it can be, and forget it.
+    """Remove what a container left, as far as possible, and its note.
 
-    A directory that goes takes its mounts along, in every container: nothing is done while one of
-    the same root runs. The last of them takes away what all have left.
+    Removing a directory removes the mounts on it in every container. So nothing is removed while
+    another container of the same root runs; the last one to end removes what all have left.
     """
     if not is_name(ident):
         return
@@ -272,37 +275,38 @@ def take_back(runtime_dir: str, ident: str) -> None:
 
 
 def _take_from_root(runtime_dir: str, ident: str, own: Note) -> None:
-    """Take away what all containers of one root left, if none of them runs."""
+    """Remove what all containers of one root left, if none of them is running."""
     place = own.device, own.inode
     notes = _notes(runtime_dir).items()
     shared = [(n, note) for n, note in notes if note and (note.device, note.inode) == place]
     running = {(note.device, note.inode) for _, note in notes if note and _runs(note)}
     if place in running:
-        # Whoever meets all that it needs made nothing: notes of its restarts would pile up.
+        # A container that found all it needs created nothing. Its note is removed, or the notes of
+        # its restarts would pile up.
         if not _runs(own) and not _parse_traces(_read(runtime_dir, ident)):
             forget(runtime_dir, ident)
         return
     until = time.monotonic() + SECONDS
     for name, note in sorted(shared, key=lambda item: (item[1].made, item[1].began), reverse=True):
         try:
-            with suppress(OSError):  # it is gone, and all that was in it
+            with suppress(OSError):  # the root is gone, with all that was in it
                 rootfd = kernel.open_straight(note.root)
                 here = os.fstat(rootfd)
-                if (here.st_dev, here.st_ino) in running:  # its name leads to another one by now
+                if (here.st_dev, here.st_ino) in running:  # the name leads to another root by now
                     os.close(rootfd)
                     continue
                 _take_all(rootfd, _parse_traces(_read(runtime_dir, name)), until)
         finally:
-            forget(runtime_dir, name)  # or the next start meets what held this one
+            forget(runtime_dir, name)  # in any case, or the next one runs into the same obstacle
 
 
 def _take_all(rootfd: int, traces: list[Trace], until: float) -> None:
-    """Take traces away, the last first, for as long as an end may take."""
+    """Remove traces, the last one first, until the time `until`."""
     procfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     here, host = os.fstat(rootfd), os.stat("/")
     if (here.st_dev, here.st_ino) != (host.st_dev, host.st_ino):
         for trace in reversed(traces):
-            # Others than OSError: a damaged cache or note
+            # The errors other than OSError are those of a damaged cache or note.
             with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
                 if time.monotonic() < until:
                     _take_back(procfd, rootfd, trace, traces)
@@ -311,21 +315,21 @@ def _take_all(rootfd: int, traces: list[Trace], until: float) -> None:
 
 
 def sweep(runtime_dir: str) -> None:
-    """Forget the containers whose root is gone, nobody told of their end, and what is no note."""
+    """Remove the notes of containers that ended unreported and lost their root, and other files."""
     with suppress(OSError):
         for name, note in _notes(runtime_dir).items():
             if note is None:
-                stays = name.startswith("~")  # somebody writes it
+                stays = name.startswith("~")  # another process is writing it
             else:
-                # One that runs may have its root in another mount namespace.
+                # A running container may have its root in another mount namespace.
                 stays = _runs(note) or os.path.isdir(note.root)
-            # What was no note, or of a root that is gone, may by now be one of a start.
+            # A start may have written a new note under this name meanwhile.
             if not stays and _parse_note(_read(runtime_dir, name, HEAD_LIMIT)) == note:
                 forget(runtime_dir, name)
 
 
 def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> None:
-    """Take one trace away; OSError where it is no longer what was made."""
+    """Remove one trace; OSError if it is no longer what was created."""
     parent, _, name = trace.path.rpartition("/")
     dirfd = kernel.open_in_root(rootfd, parent or ".", os.O_PATH | os.O_DIRECTORY, same_mount=True)
     try:
@@ -363,7 +367,7 @@ def _take_back(procfd: int, rootfd: int, trace: Trace, traces: list[Trace]) -> N
 
 
 def _put_back(dirfd: int, name: str, kept: dict[str, Any]) -> None:
-    """Put what was there before our cache in its place."""
+    """Restore what was in the place of the cache before."""
     attributes = Attributes(*map(int, kept["attributes"]))
     if "link" not in kept:
         _put(dirfd, name, a2b_base64(kept["data"]), attributes)
@@ -376,9 +380,9 @@ def _put_back(dirfd: int, name: str, kept: dict[str, Any]) -> None:
 
 
 def _without(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
-    """Give a cache that the container made itself without what leads to our directories.
+    """Return a cache that the container wrote, without entries that lead to the hook's directories.
 
-    None where it stays: nothing leads there, or it names more directories than are looked at.
+    None if it stays unchanged: no entry leads there, or it names more directories than LOOKS.
     """
     cache = ldcache.parse(data)
     if cache is None:
@@ -386,7 +390,7 @@ def _without(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
     places = {_identity(rootfd, path) for path in ours} - {None}
     names = {path.rpartition("/")[2] for path in ours}
     directories = {entry.path: _directory_of(entry.path) for entry in cache.entries}
-    # By another name, too: /lib may be a link to /usr/lib.
+    # Also by other names: /lib may be a link to /usr/lib.
     looked = {d for d in directories.values() if d.rpartition("/")[2] in names}
     if len(looked) > LOOKS:
         return None
@@ -396,7 +400,7 @@ def _without(rootfd: int, data: bytes, ours: list[str]) -> bytes | None:
 
 
 def _directory_of(path: bytes) -> str:
-    """Give a path's directory, spelled in one way."""
+    """Return a path's directory in a normalised spelling."""
     text = os.fsdecode(path)
     return "/".join(part for part in text.split("/")[:-1] if part not in ("", "."))
 

@@ -1,1 +1,1 @@
-"""The host's driver, understood with pyelftools and mirrored ahead of time."""
+"""Finds the host's driver, reads its files with pyelftools and keeps a mirror of it."""

@@ -1,4 +1,4 @@
-"""What a generation is by its manifest: one definition, for refresh and for verify."""
+"""Compares a generation's files with its manifest, for both refresh and verify."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from vdriver.errors import LibraryError
 from vdriver.manifest import File, Manifest
 from vdriver.plan import BIN, DATA, LIB32, LIB64, ORIGIN, SETS
 
-# A refresh makes these whether or not there is anything to put into them.
+# Directories that a generation may have without any file of the manifest in them.
 DIRECTORIES = (".", LIB64, f"{LIB64}/{ORIGIN}", LIB32, BIN, DATA, SETS)
-LOADED = ("library", "control")  # roles of what programs load
+LOADED = ("library", "control")  # roles of the files that programs load
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong: where, relative to the generation, and what was found."""
+    """A difference from the manifest: `path` is relative to the generation."""
 
     path: str
     reason: str
 
 
 def digest(manifest: Manifest) -> str:
-    """Return what names a generation: the first 12 hex digits of a SHA-256 over all its content.
+    """Return the digest in a generation's name: the first 12 hex digits of a SHA-256.
 
-    That is its manifest, less the name itself and what says where the content came from and when.
+    The hash covers the manifest, and through it all content. The generation's name is left out, and
+    so are the fields that say where the content came from and when.
     """
     document = manifest.to_json()
     del document["generation"], document["source"]
@@ -45,9 +46,9 @@ def digest(manifest: Manifest) -> str:
 
 
 def check_content(generation: Path, manifest: Manifest, *, read: bool = True) -> Iterator[Fault]:
-    """Yield every difference between a generation's files and its manifest, names included.
+    """Yield every difference between a generation and its manifest, also in the file names.
 
-    Without `read` nothing is opened: kinds, links, modes and sizes count.
+    Without `read` no file is opened: only file types, links, modes and sizes are compared.
     """
     yield from _check_name(generation, manifest)
     tree = _Tree(generation, read=read)
@@ -79,11 +80,11 @@ def check_content(generation: Path, manifest: Manifest, *, read: bool = True) ->
 
 
 class _Tree:
-    """What is in a generation: every name with its status, links not followed."""
+    """All names in a generation, each with its status; links are not followed."""
 
     def __init__(self, root: Path, *, read: bool) -> None:
         self.root = root
-        self.read = read  # into files, too
+        self.read = read  # whether file content is read
         self.entries: dict[str, os.stat_result] = {".": root.lstat()}
         self.unreadable: list[Fault] = []
         todo = ["."]
@@ -100,7 +101,7 @@ class _Tree:
                 self.unreadable.append(Fault(directory, f"cannot be read: {e.strerror}"))
 
     def names(self, directory: str) -> set[str]:
-        """Names in a directory, without those of directories."""
+        """Return the names in a directory, except those of subdirectories."""
         prefix = f"{directory}/"
         return {
             path.removeprefix(prefix)
@@ -111,11 +112,11 @@ class _Tree:
         }
 
     def text(self, path: str) -> str:
-        """The text of a link."""
+        """Return the target of a link, as it is written in the link."""
         return str((self.root / path).readlink())
 
     def leads_nowhere(self, path: str) -> str | None:
-        """Say that a link leads out of the generation or to nothing; None when it does not."""
+        """Return a fault if a link leads out of the generation or to nothing, else None."""
         text = self.text(path)
         target = os.path.normpath(f"{Path(path).parent}/{text}")
         if text.startswith("/") or target not in self.entries:
@@ -123,7 +124,7 @@ class _Tree:
         return None
 
     def sha256(self, path: str) -> str:
-        """The hash of a regular file's content."""
+        """Return the SHA-256 of a regular file's content."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with os.fdopen(os.open(self.root / path, flags), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -200,9 +201,9 @@ def _check_set(  # noqa: PLR0917 - private, and called once
     base: str,
     expected: set[str],
 ) -> Iterator[Fault]:
-    """Hold a set's directory against its names, and each entry against that of lib64 or lib32.
+    """Compare a set's directory with its names, and each entry with that in lib64 or lib32.
 
-    Adds what belongs to the set to `expected`.
+    Adds the paths that belong to the set to `expected`.
     """
     if directory not in tree.entries:
         yield Fault(directory, "is not there")
@@ -256,7 +257,7 @@ def _check_names(directory: str, found: set[str], names: tuple[str, ...]) -> Ite
 
 
 def _check_rest(tree: _Tree, expected: set[str]) -> Iterator[Fault]:
-    """Refuse what the manifest does not name, and permissions and owners of all that is there."""
+    """Yield what the manifest does not name, and wrong permissions or owners of any entry."""
     directories = set(DIRECTORIES)
     for path in expected:
         directories |= {str(p) for p in Path(path).parents}

@@ -1,8 +1,8 @@
-"""The two control libraries that a mirror puts in the driver's place.
+"""Reads the two control libraries that a mirror puts in the driver's place, and adapts them.
 
-A control library exports what the newest driver has. An older driver lacks some of that, and a
-program that asks for a name then has to hear that it is not there: programs choose their way by
-that answer. So those names are made undefined in the mirror's copy.
+A control library exports every function of the newest driver. An older driver lacks some of them,
+and a program that looks such a name up must not find it: programs choose their code path by the
+result. So those names are made undefined in the mirror's copy.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ HINT = "install the package tidegate, or name its directory with --control-dir"
 
 Exports = Callable[[str | Path], tuple[str, ...]]
 
-# An Elf64_Sym: name, kind, visibility; then section and value, which are 0 where it is undefined.
+# Size of an Elf64_Sym and the offsets of its section and value, which are 0 in an undefined symbol.
 SYMBOL = 24
 SECTION_AT, VALUE_AT = 6, 8
 
 
 @dataclass(frozen=True)
 class ControlLibraries:
-    """The stand-in for libcuda and the one for NVML.
+    """The control libraries for libcuda and for NVML.
 
-    The contents are those of the copies in the mirror; None where they are the files' own.
+    The contents are those of the copies in the mirror; None if they are the same as the files'.
     """
 
     cuda: Library
@@ -45,7 +45,7 @@ class ControlLibraries:
 
 
 def read_control(directory: str | Path, read: Read = read_library) -> ControlLibraries:
-    """Read both from `directory`; MirrorError when one is missing or would not answer its name."""
+    """Read both from `directory`; MirrorError if one is missing or is not a control library."""
     return ControlLibraries(
         _read(Path(directory) / CUDA, read), _read(Path(directory) / NVML, read)
     )
@@ -56,8 +56,8 @@ def fit_control(
 ) -> ControlLibraries:
     """Return the libraries without the names that `driver` does not export.
 
-    MirrorError when one cannot be patched; LibraryError when a file cannot be read. A driver that
-    exports nothing is taken for one that was not understood, and hides nothing.
+    MirrorError when one cannot be patched; LibraryError when a file cannot be read. If a driver
+    seems to export nothing, its file was not understood, and no name is hidden.
     """
     return dataclasses.replace(
         control,
@@ -78,10 +78,10 @@ def _fit(control: Library, file: DriverFile, exports: Exports) -> bytes | None:
 
 
 def hide_exports(content: bytes, names: Collection[str]) -> bytes:
-    """Return a 64-bit library that no longer defines the dynamic symbols `names`; ValueError.
+    """Return the 64-bit library `content` without definitions of the dynamic symbols `names`.
 
-    The loader passes over an undefined symbol in a search, so the hash table stays as it is. A
-    library that itself looks one of them up by name would no longer load, and is refused.
+    A search by the loader skips undefined symbols, so the hash table stays unchanged. A library
+    that refers to one of the names itself would no longer load, and is refused with ValueError.
     """
     from elftools.elf.relocation import RelocationSection
 
@@ -107,7 +107,7 @@ def hide_exports(content: bytes, names: Collection[str]) -> bytes:
 
 
 def _symbols(content: bytes) -> tuple[Any, Any]:
-    """Return an ELF file and its table of dynamic symbols."""
+    """Return the ELF file and its table of dynamic symbols; ValueError if it has none."""
     from elftools.elf.elffile import ELFFile
 
     elf = ELFFile(io.BytesIO(content))
@@ -133,7 +133,7 @@ def _read(path: Path, read: Read) -> Library:
         raise MirrorError(
             f"{path} has the soname {library.soname}, which no application looks for", hint=HINT
         )
-    # A driver's own library in its place would serve containers without any limit.
+    # A driver's library in place of the control library would serve containers without limits.
     origin = f"{path.name.partition('.so')[0]}-origin.so.1"
     if origin not in library.needed:
         raise MirrorError(

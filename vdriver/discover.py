@@ -1,7 +1,7 @@
-"""Where the driver is below a root, and which files belong to it.
+"""Finds the driver below a root and the files that belong to it.
 
-Looks at names first and opens only what is named like a driver's file. What is known about names
-and directories is in libraries.toml; this module knows nothing about the mirror.
+Names are examined first, and only files that are named like a driver's are opened. The knowledge
+about names and directories is in libraries.toml; this module knows nothing about the mirror.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUDA = "libcuda.so."
 NVML = "libnvidia-ml.so."
 SIMULATED_NOTE = ".note.tidegate.simgpu"
 KERNEL_VERSION_FILE = "/proc/driver/nvidia/version"
-MACHINES = ("x86_64", "aarch64")  # those of the manifest's schema
+MACHINES = ("x86_64", "aarch64")  # as in the manifest's schema
 TRIPLETS32 = ("i386-linux-gnu", "arm-linux-gnueabihf")
 CLASS32 = {"x86_64": "i386", "aarch64": "arm"}
 
@@ -36,15 +36,15 @@ CLASS32 = {"x86_64": "i386", "aarch64": "arm"}
 # modules, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build".
 KERNEL_VERSION = re.compile(rb"Kernel Module(?: +for \S+)? +([0-9]+(?:\.[0-9]+){1,3})\s")
 
-# A program is started by the loader that it names, and a container has one in these directories.
 Kind = tuple[int, str]  # class and machine
 
+# A program is started by the loader that it names; a container has its loader at such a path.
 LOADER = re.compile(r"(/usr)?/lib[^/]*/(\S+-linux-gnu\S*/)?ld-linux[^/]*")
 
 
 @dataclass
 class _Found:
-    """What the names in one tree say: by version, where the two libraries that matter are."""
+    """The paths of libcuda and libnvidia-ml in one tree, by the version in their names."""
 
     tree: Tree
     directories: tuple[str, ...]
@@ -75,11 +75,11 @@ def find_driver(
     read: Read = read_library,
     sockets: bool = False,
 ) -> Driver:
-    """Return the driver below `root`, looking only into `directories` when they are given.
+    """Return the driver below `root`, searching only `directories` when they are given.
 
-    What is returned is complete, of one version, and the kernel module's if that is loaded.
-    DriverError says what stands against it. `read` may remember what it read before; `sockets`
-    adds the directories of the driver's services.
+    The driver is complete and of one version, that of the kernel module if one is loaded.
+    Otherwise DriverError says why there is none. `read` may cache what it has read; `sockets` adds
+    the directories with the sockets of the driver's services.
     """
     tables = read_tables()
     tree = Tree(str(root))
@@ -99,7 +99,7 @@ def find_driver(
     faults: dict[str, DriverError] = {}
     candidates = [c for f in found for c in _candidates(f, read, faults)]
     if not candidates and directories is None:
-        # Packages that were unpacked, and not installed, have no alternatives set.
+        # Packages that were unpacked but not installed have no alternatives set.
         beside = [
             _scan(t, tables, _alternatives(t, f.directories))
             for t, f in zip(trees, found, strict=True)
@@ -107,7 +107,7 @@ def find_driver(
         candidates = [c for f in beside for c in _candidates(f, read, faults)]
         found = beside if candidates else found
     kernel = next((v for t in trees if (v := read_kernel_version(t))), None)
-    # What is wrong with another version than the one that runs is nobody's business.
+    # A fault in a version that the kernel does not run is of no consequence if a driver was found.
     known = {c.version for c in candidates}
     for version in sorted(faults.keys() - known, key=_ordered, reverse=True):
         if not candidates or version == kernel:
@@ -119,7 +119,7 @@ def find_driver(
 
 
 def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -> None:
-    """Refuse a root or a directory that is not there, before anything is said about drivers."""
+    """Refuse a root or a directory that does not exist, before the search for a driver."""
     if not os.path.isdir(tree.root):  # noqa: PTH112 - strings throughout
         raise DriverError(f"{tree.root}: no such directory", hint="name one with --root")
     for directory in directories or ():
@@ -132,13 +132,13 @@ def _require_directories(tree: Tree, directories: Sequence[str | Path] | None) -
 
 
 def _alternatives(tree: Tree, directories: Sequence[str]) -> list[str]:
-    """Return the directories of Debian's drivers below these, and these themselves."""
+    """Return the directories of Debian's drivers below `directories`, then `directories`."""
     below = [f"{d}/nvidia/{name}" for d in directories for name in tree.names(f"{d}/nvidia")]
     return [*below, *directories]
 
 
 def read_kernel_version(tree: Tree) -> str | None:
-    """Return the version of the loaded kernel module, None when there is none below the root."""
+    """Return the version of the loaded kernel module, None when the tree shows none."""
     match = KERNEL_VERSION.search(tree.read(KERNEL_VERSION_FILE, 4096) or b"")
     return match[1].decode() if match else None
 
@@ -160,7 +160,7 @@ def _scan(tree: Tree, tables: Tables, directories: Sequence[str | Path] | None) 
 
 
 def _search_directories(tree: Tree, wanted: Iterable[str], tables: Tables) -> tuple[str, ...]:
-    """Return the directories that exist, each once, and those that their links lead to."""
+    """Return the directories that exist, each once, and the directories their links lead to."""
     real: dict[str, None] = {}
     for directory in wanted:
         # Debian's alternatives: libcuda.so.1 -> /etc/alternatives/... -> nvidia/current/libcuda...
@@ -182,7 +182,7 @@ def _cached_directories(tree: Tree) -> Iterator[str]:
     try:
         entries = parse_cache(data)
     except CacheError:
-        return  # a cache is a hint; the known directories are searched in any case
+        return  # the cache is only a hint: the known directories are searched in any case
     for entry in entries:
         if entry.soname.startswith((CUDA, NVML)) and entry.flags in MACHINE_FLAGS.values():
             yield os.path.dirname(entry.path)  # noqa: PTH120
@@ -200,13 +200,13 @@ def _known_directories(tables: Tables) -> Iterator[str]:
 
 
 def _candidates(found: _Found, read: Read, faults: dict[str, DriverError]) -> Iterator[_Candidate]:
-    """Yield the drivers that are complete; of the other versions `faults` gets what is wrong."""
+    """Yield the complete drivers; the faults of other versions are added to `faults`."""
     for version in found.cuda.keys() & found.nvml.keys():
         try:
             cuda = _first(found, found.cuda[version], f"{CUDA}{version}", read, MACHINES)
             if cuda is None:
                 path = found.tree.host(found.cuda[version][0])
-                raise DriverError(  # noqa: TRY301 - the way out is the same for all
+                raise DriverError(  # noqa: TRY301 - all faults are collected the same way
                     f"{path} is no 64-bit library for {' or '.join(MACHINES)}",
                     hint="install the driver for this machine",
                 )
@@ -223,7 +223,7 @@ def _candidates(found: _Found, read: Read, faults: dict[str, DriverError]) -> It
 def _first(
     found: _Found, paths: Sequence[str], name: str, read: Read, machines: Sequence[str]
 ) -> DriverFile | None:
-    """Return the first of several copies that a 64-bit process of these machines can load."""
+    """Return the first of several copies that a 64-bit process on `machines` can load."""
     error: LibraryError | None = None
     for path in paths:
         try:
@@ -246,9 +246,9 @@ def _alone(path: str, other: str) -> DriverError:
 
 
 def _choose(candidates: list[_Candidate], kernel: str | None) -> _Candidate:
-    # Newest first, and within one version the tree that was searched first.
+    # The newest comes first; within one version the tree that was searched first does.
     ordered = sorted(candidates, key=lambda c: _ordered(c.version), reverse=True)
-    # A simulated driver has no kernel module, so the host's says nothing about it.
+    # A simulated driver has no kernel module, so the host's module does not apply to it.
     real = [c for c in ordered if not c.simulated]
     if kernel is not None and real:
         for candidate in real:
@@ -292,7 +292,7 @@ def _complete(
 ) -> Driver:
     reader = Reader(chosen.found.tree, read)
     machine = chosen.cuda.library.machine
-    # Where libcuda is, its companions are; the other directories are asked for what it lacks.
+    # Most files are next to libcuda; the other directories are searched for those that are not.
     own = os.path.dirname(chosen.cuda.path)  # noqa: PTH120
     directories = tuple(dict.fromkeys((own, *chosen.found.directories)))
     libraries = _libraries(reader, directories, chosen.version, tables)
@@ -321,7 +321,7 @@ def _complete(
         programs=tuple(programs[n] for n in sorted(programs)),
         data=data,
         binds=binds,
-        # A wrapper script in /usr/bin matters only where no program of its name was found.
+        # A wrapper script in /usr/bin is reported only if no program of its name was found.
         skipped=tuple(
             s
             for s in sorted(set(reader.skipped), key=lambda s: s.path)
@@ -332,13 +332,14 @@ def _complete(
 
 
 def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ...]:
-    """Return the other versions that libraries of drivers among these names have, newest first."""
+    """Return the other driver versions among the libraries `names`, newest first."""
     found = {
         v
         for n in names
         if tables.knows(n) and not tables.is_companion(n) and (v := version_in_name(n))
     }
-    # A soname's 1.0 or 4.0.0 is no driver's version: those have three digits in front since 2012.
+    # 1.0 or 4.0.0 is a soname's version, not a driver's: those have begun with three digits since
+    # 2012.
     found = {
         v
         for v in found
@@ -350,7 +351,7 @@ def _others(names: Sequence[str], version: str, tables: Tables) -> tuple[str, ..
 def _libraries(
     reader: Reader, directories: Sequence[str], version: str, tables: Tables
 ) -> dict[tuple[Kind, str], DriverFile]:
-    """Return what belongs to the driver of this version, by class and machine, and file name."""
+    """Return the libraries of the driver of this version, by class and machine, and file name."""
     libraries: dict[tuple[Kind, str], DriverFile] = {}
     companions: dict[tuple[Kind, str], list[tuple[str, DriverFile]]] = {}
     ending = f".so.{version}"
@@ -367,11 +368,11 @@ def _libraries(
             kind = (library.bits, library.machine)
             if own:
                 libraries.setdefault((kind, name), file)
-            elif os.path.basename(path) == name:  # noqa: PTH119 - a link is no file of its own
+            elif os.path.basename(path) == name:  # noqa: PTH119 - false for a link
                 companions.setdefault((kind, stem(name)), []).append((directory, file))
     for (kind, name), files in companions.items():
         chosen = None
-        # Beside the driver's own of that name it is what an older branch left.
+        # If the driver has a library of that name, the companion is a leftover of an older branch.
         if not any(k == kind and stem(n) == name for k, n in libraries):
             chosen = _companion(reader.tree, files)
             libraries[kind, chosen.name] = chosen
@@ -382,7 +383,7 @@ def _libraries(
 
 
 def _companion(tree: Tree, files: Sequence[tuple[str, DriverFile]]) -> DriverFile:
-    """Return the file that its soname's link leads to, the newest where there is no link."""
+    """Return the file that the link of its soname leads to, or the newest if there is no link."""
     for directory, file in files:
         if tree.regular(f"{directory}/{file.library.soname}") == file.path:
             return file

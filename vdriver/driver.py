@@ -1,6 +1,6 @@
-"""A driver as values: what was found below a root, and what was left out.
+"""Dataclasses that describe a driver: the files found below a root, and those left out.
 
-discover.py, places.py and wsl.py make these; plan.py turns them into a generation.
+discover.py, places.py and wsl.py create them; plan.py turns them into a generation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vdriver.manifest import Bind
 
 @dataclass(frozen=True)
 class DriverFile:
-    """A library or program of the driver: where it is below the driver's root, and what it is."""
+    """A library or program of the driver: `path` is its place below the driver's root."""
 
     name: str
     path: str
@@ -23,10 +23,11 @@ class DriverFile:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file for one of the places of libraries.toml.
+    """A file for one of the places in libraries.toml.
 
-    `host` is the name to open it by, `content` what is mirrored where that is not the file's own.
-    Without a `path` the host has no such file, and it comes from the table.
+    `host` is the name to open the file by. `content` is what the mirror gets when that is not the
+    file's own content. `path` is None when the host has no such file and the content comes from
+    libraries.toml.
     """
 
     place: str
@@ -41,7 +42,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that looks like the driver's and is left out, with the reason."""
+    """A file that looks like one of the driver's but is left out, with the reason."""
 
     path: str
     reason: str
@@ -49,9 +50,10 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Driver:
-    """A complete driver: libcuda, libnvidia-ml and whatever else came with them.
+    """A complete driver: libcuda, libnvidia-ml and all files that came with them.
 
-    `others` are the versions of other drivers' libraries in the directory of its libcuda.
+    `others` are the versions of other drivers that have libraries in the directory of this
+    driver's libcuda.
     """
 
     root: str

@@ -1,9 +1,9 @@
-"""Questions asked of one ELF file, answered by pyelftools.
+"""Reads the facts that a driver mirror needs from one ELF file, with pyelftools.
 
-Knows the handful of facts a driver mirror needs, and nothing about drivers. Whatever the file
-holds, `read_library` and `read_exports` answer or raise `LibraryError`: they open without waiting
-(a FIFO is refused), and all that is read from one file is bounded. What the loader would read is
-read as the loader does it: from the segments, never from sections.
+This module knows nothing about drivers. Whatever the file holds, `read_library` and `read_exports`
+return or raise `LibraryError`: they open the file without waiting (a FIFO is refused), and the
+amount read from one file is bounded. What the loader would read is read the way the loader reads
+it: from the segments, never from sections.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from typing import Any
 
 from vdriver.errors import LibraryError
 
-# The files of drivers 390.157 to 555.58.02 need at most 958 reads and 7 KB for a Library, 25,715
-# and 280 KB for exports; the 46,000 exports of LLVM 15 need 388,096 and 5.9 MB. A file that asks
-# for more is built to keep a parser busy. So many reads take about a second.
+# Bounds for one file, in read calls and bytes. The files of drivers 390.157 to 555.58.02 need at
+# most 958 reads and 7 KB for a Library, 25,715 reads and 280 KB for exports; the 46,000 exports of
+# LLVM 15 need 388,096 reads and 5.9 MB. A file that needs more is built to keep a parser busy.
+# MAX_READS reads take about a second.
 MAX_READS = 500_000
 MAX_BYTES = 8 << 20
 MAX_HEADERS = 1024
-MAX_NOTES = 64 << 10  # bytes; a driver's library has some hundred
+MAX_NOTES = 64 << 10  # bytes; a driver's library has a few hundred
 MAX_TEXT = 4096  # PATH_MAX
 MAX_NAME = 255  # NAME_MAX: a soname is a file name
 
@@ -38,22 +39,23 @@ NT_GNU_BUILD_ID = 3
 ABI_SYSTEMS = {0: "Linux", 1: "Gnu", 2: "Solaris2", 3: "Freebsd", 4: "Netbsd", 5: "Syllable"}
 MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64", "EM_386": "i386", "EM_ARM": "arm"}
 
-# What a search by name finds. LOOS is GNU's own: a unique symbol, an indirect function.
+# Symbols that a search by name finds. For GNU, STB_LOOS is a unique symbol and STT_LOOS an
+# indirect function.
 BINDS = ("STB_GLOBAL", "STB_WEAK", "STB_LOOS")
 TYPES = ("STT_NOTYPE", "STT_OBJECT", "STT_FUNC", "STT_COMMON", "STT_TLS", "STT_LOOS")
 VISIBILITIES = ("STV_DEFAULT", "STV_PROTECTED")
 
-# Of two such tags the loader takes the last, pyelftools the first.
+# Tags that may occur only once: of two the loader takes the last, pyelftools the first.
 SINGLE = ("DT_SONAME", "DT_RUNPATH", "DT_RPATH", "DT_STRTAB", "DT_SYMTAB", "DT_HASH", "DT_GNU_HASH")
 
 
 @dataclass(frozen=True)
 class Library:
-    """What the loader and a mirror have to know about one shared library or program.
+    """What the loader and a mirror need to know about one shared library or program.
 
     `notes` are the names of the note sections, `version` is the one in the file's name, `size` is
-    in bytes, `interpreter` is a program's loader, and `abi` the system and the oldest kernel that
-    the file is for ("Linux 2.3.99").
+    in bytes, `interpreter` is a program's loader, and `abi` is the system and the oldest kernel
+    that the file is for ("Linux 2.3.99").
     """
 
     path: str
@@ -72,10 +74,10 @@ class Library:
 
 
 def read_library(path: str | Path) -> Library:
-    """Read the ELF file at `path`; LibraryError says why it is none that we can use.
+    """Read the ELF file at `path`; LibraryError says why it cannot be used.
 
-    A symbolic link at the end of `path` is refused: whoever resolves links knows the root that
-    they are relative to.
+    A symbolic link at the end of `path` is refused: only the caller knows the root that links are
+    relative to, so the caller resolves them.
     """
     name = str(path)
     with _opened(name) as (elf, notes, status):
@@ -100,27 +102,27 @@ def read_library(path: str | Path) -> Library:
 
 
 def read_exports(path: str | Path) -> tuple[str, ...]:
-    """Return the sorted names that dlsym finds in the file at `path`; LibraryError as read_library.
+    """Return the sorted names that dlsym finds in the file at `path`; errors as in read_library.
 
-    They are the dynamic symbols that are defined, visible, and global, weak or unique, each once,
-    whatever its version.
+    These are the dynamic symbols that are defined, visible, and global, weak or unique. Each name
+    is there once, whatever its symbol versions are.
     """
     with _opened(str(path)) as (elf, _, _):
         segment, tags = _dynamic(elf)
         values = {tag["d_tag"]: tag["d_val"] for tag in tags}
-        # Without a hash table pyelftools guesses how many symbols there are; the loader finds none.
+        # Without a hash table pyelftools guesses the number of symbols; the loader finds none.
         if not _has_hash_table(elf, values):
             return ()
         room = segment.num_symbols() * elf.structs.Elf_Sym.sizeof()
         _offset(elf, values.get("DT_SYMTAB", 0), room, "the table of symbols")
-        # pyelftools looks for the tables again for every symbol.
+        # Otherwise pyelftools searches for the tables again for every symbol.
         segment.get_table_offset = functools.cache(segment.get_table_offset)
         found = {symbol.name for symbol in segment.iter_symbols() if _is_found(symbol)}
         return tuple(sorted(_text(name) for name in found if name))
 
 
 def version_in_name(name: str) -> str | None:
-    """Return what follows `.so.` in a file name when it is a dotted version, `535.261.03`."""
+    """Return what follows `.so.` in a file name if it is a dotted version like `535.261.03`."""
     _, dot, version = os.path.basename(name).partition(".so.")  # noqa: PTH119 - a name, not a file
     parts = version.split(".")
     if dot and 2 <= len(parts) <= 4 and all(p.isascii() and p.isdigit() for p in parts):
@@ -129,11 +131,11 @@ def version_in_name(name: str) -> str | None:
 
 
 class _RefusedError(Exception):
-    """Why a file is refused; whoever opened it adds its name."""
+    """Why a file is refused; `_opened` adds the file's name."""
 
 
 class _Stream(io.RawIOBase):
-    """A file up to `end`, read in pieces that are bounded in number and in sum."""
+    """A file up to `end`, read in pieces that are bounded in number and in total size."""
 
     def __init__(self, fd: int, end: int) -> None:
         self.end = end
@@ -161,12 +163,12 @@ class _Stream(io.RawIOBase):
 
 @contextlib.contextmanager
 def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
-    """Open a file as _parse does, with its status; LibraryError says what is wrong with it."""
+    """Open a file and yield what `_parse` returns, and its status; LibraryError if that fails."""
     from elftools.common.exceptions import ELFError
     from elftools.construct import ConstructError
 
     try:
-        # O_NONBLOCK: opening a FIFO without a writer would wait for ever.
+        # O_NONBLOCK: opening a FIFO that has no writer would block forever.
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as e:
         is_link = e.errno == errno.ELOOP
@@ -177,9 +179,9 @@ def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
         status = os.fstat(fd)
         yield *_parse(fd, status), status
     except _RefusedError as e:
-        # Without a cause: whoever keeps refusals keeps those alone that the file itself explains.
+        # Raised without a cause: `readings` stores only refusals that the file's content explains.
         raise _error(name, str(e)) from None
-    # What pyelftools raises for damage, and a disk that fails, which may be inside of that.
+    # pyelftools raises these for damage. A failing disk raises OSError, which it may wrap in them.
     except (ELFError, ConstructError, UnicodeDecodeError, struct.error, OSError) as e:
         raise _error(name, f"unreadable or truncated ELF ({type(e).__name__}: {e})"[:200]) from e
     finally:
@@ -187,7 +189,7 @@ def _opened(name: str) -> Iterator[tuple[Any, tuple[str, ...], os.stat_result]]:
 
 
 def _parse(fd: int, status: os.stat_result) -> tuple[Any, tuple[str, ...]]:
-    """Return an ELFFile that is all there and can be loaded, and the names of its note sections."""
+    """Return an ELFFile that is complete and can be loaded, and its note sections' names."""
     from elftools.elf.elffile import ELFFile
 
     _require(stat.S_ISREG(status.st_mode), "not a regular file")
@@ -202,30 +204,30 @@ def _parse(fd: int, status: os.stat_result) -> tuple[Any, tuple[str, ...]]:
     size = elf["e_phentsize"]
     _require(size == header, f"headers of {size} bytes instead of {header}")
     notes = _note_sections(elf, status.st_size)
-    # Without sections pyelftools takes names from where the loader does, DT_STRTAB, and does not
-    # read whole hash tables whenever it meets the dynamic segment.
+    # Without sections pyelftools takes names from DT_STRTAB, as the loader does, and does not read
+    # whole hash tables whenever it reaches the dynamic segment.
     elf.header["e_shoff"] = 0
     end = 0
     for s in elf.iter_segments():
         whole = s["p_offset"] + s["p_filesz"] <= status.st_size
         _require(whole, f"truncated: a {s['p_type']} segment ends behind the file")
         if s["p_type"] == "PT_LOAD":
-            # The loader maps them in this order, each over those before.
+            # The loader maps segments in this order, each over the earlier ones.
             _require(s["p_vaddr"] >= end, "loaded segments overlap or are out of order")
             end = s["p_vaddr"] + max(s["p_memsz"], s["p_filesz"])
     return elf, notes
 
 
 def _note_sections(elf: Any, size: int) -> tuple[str, ...]:
-    """Return the note sections' names; of a file of `size` bytes all sections have to be there."""
+    """Return the note sections' names; every section must end within the `size` bytes."""
     from elftools.common.utils import struct_parse
 
     notes = []
     for number in range(elf.num_sections()):
-        # get_section would read all of a hash table.
+        # Not get_section, which would read all of a hash table.
         place = elf["e_shoff"] + number * elf["e_shentsize"]
         s = struct_parse(elf.structs.Elf_Shdr, elf.stream, place)
-        # NOBITS sections (.bss) occupy no room in the file.
+        # NOBITS sections (.bss) occupy no space in the file.
         room = 0 if s["sh_type"] in ("SHT_NOBITS", "SHT_NULL") else s["sh_offset"] + s["sh_size"]
         _require(room <= size, f"truncated: section {number} ends behind the file")
         if s["sh_type"] == "SHT_NOTE" and elf.get_shstrndx():
@@ -234,20 +236,20 @@ def _note_sections(elf: Any, size: int) -> tuple[str, ...]:
 
 
 def _offset(elf: Any, address: int, size: int, what: str) -> Any:
-    """Return where in the file the `size` bytes at an address are loaded from."""
+    """Return the offset in the file that the `size` bytes at an address are loaded from."""
     offset = next(elf.address_offsets(address, size), None)
     _require(offset is not None, f"{what} lies outside of what is loaded")
     return offset
 
 
 def _dynamic(elf: Any) -> tuple[Any, list[Any]]:
-    """Return the dynamic segment and its tags; None and no tags of a static program."""
+    """Return the dynamic segment and its tags; for a static program None and no tags."""
     segments = [s for s in elf.iter_segments("PT_DYNAMIC") if s["p_filesz"]]
     if not segments:
         return None, []
     _require(len(segments) == 1, "more than one dynamic segment")
     [segment] = segments
-    # The loader goes by the address, pyelftools by the offset: the same bytes for both, or none.
+    # The loader uses the address and pyelftools the offset: both must find the same bytes.
     place = _offset(elf, segment["p_vaddr"], segment["p_filesz"], "the dynamic segment")
     _require(place == segment["p_offset"], "the dynamic segment is not where it is loaded from")
     _, names = segment.get_table_offset("DT_STRTAB")
@@ -260,7 +262,7 @@ def _dynamic(elf: Any) -> tuple[Any, list[Any]]:
 
 
 def _linked(elf: Any) -> tuple[str | None, tuple[str, ...], str | None]:
-    """Return soname, needed names and run path."""
+    """Return the soname, the needed names and the run path."""
     _, tags = _dynamic(elf)
     names = {
         kind: [_text(getattr(tag, kind)) for tag in tags if hasattr(tag, kind)]
@@ -269,7 +271,7 @@ def _linked(elf: Any) -> tuple[str | None, tuple[str, ...], str | None]:
     _require(all(names["needed"]), "an empty name of a library")
     soname, runpath, rpath = (next(iter(names[k]), None) for k in ("soname", "runpath", "rpath"))
     if soname is not None:
-        # It becomes the name of a link in the mirror, so it has to be one plain name.
+        # The soname becomes the name of a link in the mirror, so it must be one plain file name.
         plain = soname not in ("", ".", "..") and "/" not in soname
         short = len(soname.encode()) <= MAX_NAME
         _require(plain and short, f"soname {soname[:80]!r} is not a file name")
@@ -285,7 +287,7 @@ def _interpreter(elf: Any) -> str | None:
 
 
 def _gnu_notes(elf: Any) -> tuple[str | None, str | None]:
-    """Return build id and ABI, of several notes the first."""
+    """Return the build id and the ABI; of several notes the first counts."""
     build_id = abi = None
     segments = list(elf.iter_segments("PT_NOTE"))
     _require(sum(s["p_filesz"] for s in segments) <= MAX_NOTES, f"notes of over {MAX_NOTES} bytes")
@@ -310,7 +312,7 @@ def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
     data = elf.stream.read(segment["p_filesz"])
     at, header = 0, struct.Struct("<III")
     while at + header.size < len(data):
-        # The next multiple of four, whatever the alignment.
+        # Name and content are padded to a multiple of four, whatever the segment's alignment.
         aligned = segment["p_align"] != 8 or not at % 8
         _require(aligned, "a note is not aligned to 8 bytes, as its segment is")
         name_size, size, kind = header.unpack_from(data, at)
@@ -322,7 +324,7 @@ def _notes(elf: Any, segment: Any) -> Iterator[tuple[bytes, int, bytes]]:
 
 
 def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
-    """Say whether names can be searched for; the table has to be loaded as far as it counts."""
+    """Return whether names can be searched for; the table's used part has to be loaded."""
     table = values.get("DT_GNU_HASH", values.get("DT_HASH"))
     if table is None:
         return False
@@ -334,7 +336,10 @@ def _has_hash_table(elf: Any, values: dict[str, int]) -> bool:
 
 
 def _is_found(symbol: Any) -> bool:
-    """Say whether a search by name finds a symbol. The names of versions are absolute zeroes."""
+    """Return whether a search by name finds a symbol.
+
+    The symbols that name versions are absolute with the value zero, and are not found.
+    """
     kind = symbol["st_info"]["type"]
     return (
         symbol["st_shndx"] != "SHN_UNDEF"

@@ -1,4 +1,4 @@
-"""What can go wrong with a driver or its mirror, sorted as an operator would sort it.
+"""The errors of a driver and its mirror, grouped by what an operator does about them.
 
 Every error is one line: the message says what was found, the hint says what to do. `code` is
 stable and has a row in docs/reference/errors.md; `status` is the exit status of `tidegate`.
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 
 class VdriverError(Exception):
-    """Something about the driver that an operator can act on."""
+    """A fault of the driver or the mirror that an operator can act on."""
 
     code: ClassVar[str] = "vdriver"
     status: ClassVar[int] = 70  # EX_SOFTWARE
@@ -25,14 +25,14 @@ class VdriverError(Exception):
 
 
 class LibraryError(VdriverError):
-    """A file is not a library that a loader would take: foreign, truncated or hostile."""
+    """A file is not a library that a loader would accept: foreign, truncated or hostile."""
 
     code = "library"
     status = 65  # EX_DATAERR
 
 
 class DriverError(VdriverError):
-    """The host's driver is absent, incomplete, ambiguous or not the kernel module's."""
+    """The host's driver is absent, incomplete, ambiguous or does not match the kernel module."""
 
     code = "driver"
     status = 69  # EX_UNAVAILABLE
@@ -46,7 +46,7 @@ class MirrorError(VdriverError):
 
 
 class NvmlError(VdriverError):
-    """NVML cannot be loaded, or refuses."""
+    """NVML cannot be loaded, or returns an error."""
 
     code = "nvml"
     status = 69  # EX_UNAVAILABLE

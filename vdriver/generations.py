@@ -1,12 +1,13 @@
 """Finds the generations that no container uses any more, and removes them.
 
-In use is what is mounted, in any mount namespace of the machine, and what a process has a directory
-of open (`vdriver.namespaces` finds both). What cannot be looked at keeps every generation that it
-could hide. The looking may take a minute, and happens under the generations' own locks alone: a
-refresh does not wait for it. The driver directory's lock is taken for the removal.
+A generation is in use if it is mounted in any mount namespace of the machine, or if a process has
+one of its directories open (`vdriver.namespaces` finds both). Where the search is not permitted to
+look, every generation that could be in use there is kept. The search may take a minute; it holds
+only the generations' own locks, so a refresh does not wait for it. The driver directory's lock is
+taken for the removal.
 
-A library that is only mapped (by a process whose mount was taken away) does not count: removing a
-file takes it from nobody who has it open, and finding out means to read the maps of every process.
+A library that is only mapped (its process lost the mount) does not count: a removed file stays
+available to processes that have it open, and finding them means reading the maps of every process.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from vdriver.manifest import CURRENT
 from vdriver.mirror import DAMAGED, TEMPORARY, locked
 from vdriver.namespaces import Location, Sought, Use, locate, parse_mountinfo, search
 
-# `tidegate refresh` removes what begins like this, so a removal that was interrupted is ended.
+# `tidegate refresh` removes names that begin with TEMPORARY, so it ends an interrupted removal.
 REMOVING = f"{TEMPORARY}gc-"
 NAME = re.compile(rf"[0-9A-Za-z.]+-[0-9a-f]{{12}}({re.escape(DAMAGED)}-.+)?|{REMOVING}.+")
 
 PROC_PID_INIT_INO = 0xEFFFFFFC  # include/linux/proc_ns.h: the first PID namespace
 LOCKED = "locked by a starting container, or by tidegate verify"
 CHANGED = "moved by a refresh meanwhile"
-SEARCH_TIME = 60.0  # seconds; then what was not looked at keeps the generations
+SEARCH_TIME = 60.0  # longest search in seconds; one that is not complete keeps the generations
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a generation, or would: `freed` is in bytes, 0 for one that is kept.
+    """What happened to a generation, or would: `freed` is in bytes, 0 for one that is kept.
 
-    `failed` says that it should have been removed and was not.
+    `failed` says that it should have been removed but was not.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Collection:
-    """What `collect` did, or would do, by name; `notes` are what it could not look at."""
+    """What `collect` did, or would do, by name; `notes` say what it could not examine."""
 
     directory: Path
     dry_run: bool
@@ -61,11 +62,11 @@ class Collection:
 
     @property
     def freed(self) -> int:
-        """Bytes of all generations that were removed."""
+        """Bytes that the removal of generations freed."""
         return sum(o.freed for o in self.outcomes)
 
     def require_removed(self) -> None:
-        """MirrorError when a generation could not be removed."""
+        """Raise MirrorError if a generation could not be removed."""
         for outcome in self.outcomes:
             if outcome.failed:
                 raise MirrorError(
@@ -83,10 +84,10 @@ def collect(
 ) -> Collection:
     """Remove every generation in `driver_dir` that is neither in force nor in use.
 
-    Generations that were set aside as damaged and what a former run left go the same way; nothing
-    else is touched. `nested` says that all containers are in this PID namespace though it is not
+    This includes generations that were set aside as damaged and leftovers of earlier runs; nothing
+    else is touched. `nested` says that all containers are in this PID namespace although it is not
     the machine's first. The search for uses takes `seconds` at most. MirrorError when the directory
-    is not there or nothing is in force.
+    does not exist or no generation is in force.
     """
     directory = Path(driver_dir).resolve()
     given = os.path.abspath(driver_dir)  # noqa: PTH100 - a link in it is a name of its own
@@ -113,7 +114,7 @@ def collect(
             if candidates:
                 paths = {str(directory), given}
                 seen = _look(directory, paths, fd, candidates, nested=nested, seconds=seconds)
-                # From before the search until here the generations' locks kept the hook away.
+                # Since before the search the generations' locks have kept the hook from using them.
                 stack.enter_context(locked(directory))
                 in_force = _in_force(directory)
             for name, lock in candidates.items():
@@ -146,14 +147,15 @@ def _is_at(path: Path, fd: int) -> bool:
 def _in_force(directory: Path) -> str:
     current = directory / CURRENT
     generation = Path(os.path.realpath(current))  # Path.resolve raises for a loop of links
-    # Without it all generations would go: somebody removed the link, or restores a backup.
+    # Without `current` all generations would be removed: the link may have been deleted, or a
+    # backup is being restored.
     if generation.parent != directory or not generation.is_dir():
         raise MirrorError(f"{current}: no generation is in force", hint="run tidegate refresh")
     return generation.name
 
 
 def _lock(directory: int, name: str, stack: contextlib.ExitStack) -> int | None:
-    """Lock a generation until the end, against the hook; None when it is being mounted."""
+    """Lock a generation against the hook until `stack` closes; None if it is being mounted."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, dir_fd=directory)
     stack.callback(os.close, fd)
@@ -187,14 +189,14 @@ def _suffixes() -> Iterator[str]:
 def blocks(directory: Path) -> int:
     """Return the bytes on disk that removing a directory frees.
 
-    A file counts when all of its hard links are in there. Extents that a file shares with another
-    (reflinks) count in full, so on btrfs and XFS it may be less.
+    A file counts if all of its hard links are in the directory. Extents that a file shares with
+    another (reflinks) count in full, so on btrfs and XFS less may be freed.
     """
     total = 0
     links: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(directory):
         total += os.lstat(parent).st_blocks
-        # Links to directories are among the directories that os.walk gives, and take no block.
+        # os.walk lists links to directories as directories; they occupy no block.
         for name in names:
             status = os.lstat(os.path.join(parent, name))  # noqa: PTH118 - strings throughout
             key = (status.st_dev, status.st_ino)
@@ -209,7 +211,7 @@ def blocks(directory: Path) -> int:
 
 @dataclass
 class _Seen:
-    """Why generations are kept, by name, who uses them, and what could not be looked at."""
+    """Why generations are kept and what uses them, by name; `notes` say what was not examined."""
 
     kept: dict[str, str] = field(default_factory=dict)
     uses: dict[str, list[Use]] = field(default_factory=dict)
@@ -272,7 +274,7 @@ def _look(
 
 
 def _directories(directory: Path, names: dict[str, int]) -> dict[tuple[int, int], str]:
-    """Return every directory in the generations, as NAME/PATH by (st_dev, st_ino)."""
+    """Return every directory in the generations as NAME/PATH, by (st_dev, st_ino)."""
     found = {}
     for name in names:
         for parent, _, _ in os.walk(directory / name):

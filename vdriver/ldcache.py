@@ -1,7 +1,7 @@
-"""The loader's cache, /etc/ld.so.cache, read without running ldconfig.
+"""Reads the loader's cache, /etc/ld.so.cache, without running ldconfig.
 
-Knows the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), the older one
-(`ld.so-1.7.0`), and both in one file. Knows nothing about directories or libraries.
+Supported are the format that glibc has written since 2.2 (`glibc-ld.so.cache1.1`), the older one
+(`ld.so-1.7.0`), and both in one file. This module knows nothing about directories or libraries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ OLD_HEADER = 16  # magic and a count
 OLD_ENTRY = struct.Struct("<iII")  # flags, key, value
 NEW_MAGIC = b"glibc-ld.so.cache1.1"
 NEW_HEADER = struct.Struct("<20sIIB3xI12x")  # magic, count, bytes of strings, byte order, extension
-NEW_ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, (once: OS version), hwcap
+NEW_ENTRY = struct.Struct("<iIIIQ")  # flags, key, value, unused (formerly OS version), hwcap
 
 # sysdeps/generic/ldconfig.h: the low byte is the kind of library, the next the architecture.
 FLAG_ELF_LIBC6 = 0x0003
@@ -27,19 +27,19 @@ MACHINE_FLAGS = {
 }
 BIG_ENDIAN = 3
 
-# A distribution with everything installed has some ten thousand entries, and 2 MiB of names.
-# Offsets are checked one by one.
+# Bounds of a file and of one name, in bytes. A distribution with everything installed has about
+# ten thousand entries and 2 MiB of names. Offsets are checked one by one.
 MAX_BYTES = 16 << 20
 MAX_STRING = 4096
 
 
 class CacheError(ValueError):
-    """The bytes are no cache that we can read; the text says why."""
+    """The bytes are not a cache that can be read; the text says why."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """One line of `ldconfig -p`."""
+    """One entry of the cache, as `ldconfig -p` prints it on one line."""
 
     soname: str
     path: str
@@ -48,9 +48,9 @@ class CacheEntry:
 
 
 def parse_cache(data: bytes) -> tuple[CacheEntry, ...]:
-    """Return the cache's entries in its order; CacheError when `data` is not such a cache.
+    """Return the cache's entries in file order; CacheError when `data` is not a cache.
 
-    Where a file has both formats the newer one counts, as for the loader.
+    If a file has both formats, the newer one is used, as the loader does.
     """
     if len(data) > MAX_BYTES:
         raise CacheError("larger than any loader's cache")
@@ -76,7 +76,7 @@ Row = tuple[int, int, int, int]
 
 
 def _new_entries(data: bytes, base: int) -> tuple[Iterator[Row], int]:
-    """Return flags, key, value and hwcap of each entry, and what key and value count from."""
+    """Return each entry's flags, key, value and hwcap, and the base of the keys and values."""
     if len(data) < base + NEW_HEADER.size:
         raise CacheError("truncated")
     _, count, _, order, _ = NEW_HEADER.unpack_from(data, base)
@@ -95,7 +95,7 @@ def _entries(data: bytes, rows: Iterator[Row], base: int) -> tuple[CacheEntry, .
     total = 0
     for flags, key, value, hwcap in rows:
         soname, path = _string(data, base + key), _string(data, base + value)
-        # Entries may share their names: a long one that all of them share would fill the memory.
+        # Entries may share names, so one long name that all of them share would fill the memory.
         total += len(soname) + len(path)
         if total > MAX_BYTES:
             raise CacheError("names are out of all proportion")

@@ -1,4 +1,4 @@
-"""A generation's manifest.json as values. The contract is manifest.schema.json."""
+"""Reads and checks a generation's manifest.json. The format is defined in manifest.schema.json."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vdriver.errors import MirrorError
 SCHEMA = 2
 SCHEMA_FILE = Path(__file__).with_name("manifest.schema.json")
 NAME = "manifest.json"
-CURRENT = "current"  # the link beside the generations that leads to the one in force
+CURRENT = "current"  # name of the link, next to the generations, to the one in force
 
 
 @dataclass(frozen=True)
 class File:
-    """One file or link of a generation; what does not apply to its role is None."""
+    """One file or link of a generation; fields that do not apply to its role are None."""
 
     path: str
     role: str
@@ -52,7 +52,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Place:
-    """Files that programs look for in fixed directories; what `looks` means is in the schema."""
+    """Files that programs look for in fixed directories; `looks` is explained in the schema."""
 
     name: str
     source: str
@@ -64,7 +64,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Bind:
-    """A directory of the host that a container gets under the same path, where it exists."""
+    """A directory of the host that a container gets under the same path, if it exists."""
 
     path: str
     capability: str
@@ -72,7 +72,7 @@ class Bind:
 
 @dataclass(frozen=True)
 class Watched:
-    """A file whose change makes the generation stale; its role is `driver` or `control`."""
+    """A file that makes the generation stale when it changes; role is `driver` or `control`."""
 
     path: str
     role: str
@@ -82,7 +82,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a generation says about itself."""
+    """The description of a generation, as stored in its manifest.json."""
 
     generation: str
     version: str
@@ -112,7 +112,7 @@ class Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """Read the manifest at `path`, or in the generation `path`; MirrorError when it is none."""
+    """Read the manifest at `path`, or in the generation `path`; MirrorError if that fails."""
     file = Path(path)
     if file.is_dir():
         file /= NAME
@@ -130,7 +130,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Return the manifest in `data`; ValueError, KeyError, TypeError or MirrorError otherwise."""
+    """Return the manifest in `data`; ValueError, KeyError, TypeError or MirrorError if invalid."""
     doc = json.loads(data)
     if doc["schema"] != SCHEMA:
         raise ValueError(f"schema {doc['schema']!r}, this program reads {SCHEMA}")
@@ -151,7 +151,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def validate(document: dict[str, Any]) -> None:
-    """Hold `document` against the schema; MirrorError names the place that does not fit."""
+    """Validate `document` against the schema; MirrorError names the place that does not match."""
     import jsonschema
 
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
@@ -166,7 +166,7 @@ def validate(document: dict[str, Any]) -> None:
 
 
 def _present(value: Any) -> dict[str, Any]:
-    """Return a dataclass's fields as JSON, those that are None left out."""
+    """Return a dataclass's fields as JSON, without those that are None."""
     return {
         k: list(v) if isinstance(v, tuple) else v for k, v in vars(value).items() if v is not None
     }

@@ -1,15 +1,15 @@
-"""Materialises a plan as a generation, so that nothing short of completion is ever in force.
+"""Writes a planned generation such that only complete generations are ever in force.
 
-A generation is written under a temporary name, made durable, renamed to what its content is called,
-and only then does `current` move to it, by rename too. Ending this process anywhere leaves the
-former generation in force; what it left behind goes with the next run. One run at a time has the
-output directory's lock.
+A generation is written under a temporary name, made durable and renamed to the name that its
+content gives it. Only then is `current` switched to it, by rename as well. If this process is
+killed at any point, the previous generation stays in force; the next run removes what was left
+behind. The lock of the output directory allows one run at a time.
 
-File content is shared where the file system can: with the former generation, by a reflink of the
-driver's file, or by a hard link to it. A hard link is made only to a file that nobody but root may
-write, and it is content that counts: whoever rewrites the driver's file in place - package managers
-do not, they rename - changes the mirror with it: `tidegate verify` says so, and so does the next
-refresh, which makes another generation.
+File content is shared if the file system allows it: with the previous generation, by a reflink of
+the driver's file, or by a hard link to it. A hard link is made only to a file that no user but root
+may write. Such a link shares the content: a program that rewrites the driver's file in place
+changes the mirror as well. Package managers do not do that, they rename. `tidegate verify` reports
+it, and so does the next refresh, which makes another generation.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Applied:
-    """The generation now in force, the one before it, and whether anything was written.
+    """The generation now in force, the previous one, and whether anything was written.
 
-    `how` counts files by the way their content came: shared (with the former generation, or within
-    this one), reflinked, hard-linked, copied. `aside` is where a damaged generation was moved to.
+    `how` counts files by how their content was obtained: shared (with the previous generation, or
+    within this one), reflinked, hard-linked, copied. `aside` is where a damaged generation was
+    moved.
     """
 
     manifest: Manifest
@@ -62,10 +63,10 @@ class Applied:
 
 @contextlib.contextmanager
 def exclusive(output: str | Path) -> Iterator[Path]:
-    """Make the generations' directory if it is not there, and be the only run that writes to it.
+    """Create the generations' directory if it does not exist, and lock it against other runs.
 
-    Nobody but its owner may look into it: whoever may open a directory may lock it, and would hold
-    up refreshes and starting containers. MirrorError explains what the system refuses inside.
+    Only the owner may open the directory: any process that can open it can lock it, which would
+    block refreshes and starting containers. An OSError in the body becomes a MirrorError.
     """
     directory = Path(output)
     try:
@@ -87,10 +88,11 @@ def apply_mirror(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> Applied:
-    """Make the plan's generation and put it in force; when it already is, change nothing.
+    """Make the plan's generation and put it in force; change nothing if it already is.
 
     To be called within `exclusive`. With `repair` the content of the generation in force is read,
-    and what somebody changed is set aside. `progress` is told bytes done and bytes in all.
+    and a generation that was changed is set aside. `progress` is called with the bytes done and
+    the total.
     """
     _remove_stale(directory)
     previous = current_manifest(directory)
@@ -126,7 +128,7 @@ def _full(e: OSError, plan: MirrorPlan, directory: Path) -> MirrorError:
 
 
 def _explain(e: OSError, directory: Path) -> MirrorError:
-    """Say what stands against writing the mirror, and what mends that."""
+    """Return an error that says why the mirror cannot be written and what to do about it."""
     message = f"{e.filename or directory}: {e.strerror or e}"
     if e.errno == errno.EROFS:
         hint = "mount it writable, or name another directory with --output"
@@ -140,7 +142,7 @@ def _explain(e: OSError, directory: Path) -> MirrorError:
 
 
 def current_manifest(output: str | Path) -> Manifest | None:
-    """Return the manifest of the generation in force, None when there is none that is readable."""
+    """Return the manifest of the generation in force, None if there is none or it is unreadable."""
     try:
         manifest = manifests.read_manifest(Path(output) / CURRENT)
     except MirrorError:
@@ -150,11 +152,11 @@ def current_manifest(output: str | Path) -> Manifest | None:
 
 
 def is_fresh(plan: MirrorPlan, output: str | Path, manifest: Manifest) -> bool:
-    """Say whether `manifest` is what `plan` would make, and its files are all still there.
+    """Return whether `manifest` is what `plan` would make, and all its files are still there.
 
-    Decided by names, sizes, times and build ids: a mirrored file keeps its source's time, and the
-    control libraries and the two drivers are in `watch`. Content is read only when one of them
-    differs.
+    Names, sizes, times and build ids decide that: a mirrored file keeps its source's time, and the
+    control libraries and the driver's libcuda and libnvidia-ml are in `watch`. Content is read only
+    when one of them differs.
     """
     if manifest != _manifest(plan, manifest.generation, manifest.files):
         return False
@@ -192,14 +194,14 @@ def _same(operation: Copy | Link, file: File, made: Path) -> bool:
 
 
 def _usable(operation: Copy, status: os.stat_result) -> bool:
-    """Say whether containers' users may read or run a file, and nobody but root or us write it."""
+    """Return whether all users may read or run a file, and only root or this user may write it."""
     wanted = 0o555 if operation.role == "program" else 0o444
     ours = status.st_uid in (0, os.geteuid())
     return ours and status.st_mode & 0o7022 == 0 and status.st_mode & wanted == wanted
 
 
 def _directories(plan: MirrorPlan | Manifest) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Return each directory of a set, and the names that have to be in it."""
+    """Yield each directory of a set, and the names that have to be in it."""
     for s in plan.sets:
         yield s.lib64, tuple(sorted((*s.names64, ORIGIN)))
         if s.lib32 is not None and s.names32 is not None:
@@ -232,7 +234,7 @@ class _Writer:
         self.done = 0
         self.how: Counter[str] = Counter()
         self.aside: Path | None = None
-        self.written: dict[str, tuple[Path, str]] = {}  # by host file: where it is, and its hash
+        self.written: dict[str, tuple[Path, str]] = {}  # by host file: its copy and its SHA-256
         self.previous: dict[tuple[str | None, int | None, str | None, str], tuple[Path, File]] = {}
         if previous is not None:
             base = output / previous.generation
@@ -243,11 +245,11 @@ class _Writer:
             }
 
     def materialise(self) -> tuple[Manifest, bool]:
-        """Write it; the flag says whether it is new, false where an intact one was there."""
+        """Write the generation; the flag is false if an intact one was there already."""
         plan, output = self.plan, self.output
         import shutil
 
-        work = output / f"{TEMPORARY}{os.getpid()}"  # ours alone: the lock is held
+        work = output / f"{TEMPORARY}{os.getpid()}"  # used by this run only: the lock is held
         work.mkdir(mode=0o700)
         try:
             directories = _parents(plan)
@@ -283,10 +285,11 @@ class _Writer:
         return manifest, written
 
     def _copy(self, operation: Copy, work: Path) -> File:
-        """Put one file's content there, with its time, and return its entry.
+        """Write one file's content and time, and return its entry.
 
-        The hash is of what is there. A source that changed since it was found fails the run: a
-        package is being upgraded, and half of each version would be worse than either.
+        The entry has the hash of what was written. A source that has changed since the search fails
+        the run: a package is being upgraded, and a mixture of both versions would be worse than
+        either.
         """
         target = work / operation.path
         host = operation.host
@@ -303,7 +306,7 @@ class _Writer:
         return _copy_entry(operation, sha256)
 
     def _keep(self, operation: Copy, target: Path) -> str | None:
-        """Share the file with the former generation, if it is what it was there; its hash."""
+        """Share the file with the previous generation if it is unchanged; return its SHA-256."""
         source = None if operation.role == "control" else operation.below_root
         key = (source, operation.size, operation.build_id, operation.role)
         if source is None or key not in self.previous:
@@ -355,14 +358,14 @@ class _Writer:
         return sha256
 
     def _hard_link(self, operation: Copy, status: os.stat_result, target: Path) -> bool:
-        """Take the driver's own file, where that is as good as a copy."""
+        """Link to the driver's own file if that is as good as a copy; return whether it did."""
         if not self.hard_links or operation.role == "control":
             return False
         if status.st_uid != 0 or not _usable(operation, status):
             return False
         link = target.with_name(f"{TEMPORARY}{target.name}")
         try:
-            # By name, as linkat(2) by descriptor wants a privilege; the inode says what it was.
+            # By name, since linkat(2) by descriptor needs a privilege; the inode is compared below.
             os.link(operation.host, link, follow_symlinks=False)
         except OSError:
             return False  # another file system, or one without links
@@ -380,7 +383,7 @@ class _Writer:
         return True
 
     def _fill_sets(self, work: Path) -> None:
-        """Make the directories of the narrower sets, of links to what is in lib64 and lib32."""
+        """Make the directories of the narrower sets, from links to the files in lib64 and lib32."""
         import shutil
 
         origin = tuple(f"{ORIGIN}/{n}" for n in _names(work / LIB64 / ORIGIN))
@@ -408,7 +411,7 @@ class _Writer:
 
 
 def _parents(plan: MirrorPlan) -> tuple[str, ...]:
-    """Return every directory of a generation, each after the one that it is in."""
+    """Return every directory of a generation, each after its parent."""
     leaves = {o.path.rpartition("/")[0] for o in plan.operations}
     for s in plan.sets:
         leaves |= {s.lib64, f"{s.lib64}/{ORIGIN}", *((s.lib32,) if s.lib32 else ())}
@@ -429,9 +432,9 @@ def _changed(operation: Copy) -> MirrorError:
 
 
 def _adopt(work: Path, final: Path, plan: MirrorPlan) -> None:
-    """Keep the intact generation that is there already, and give it the new times and manifest.
+    """Keep the intact generation that exists already, and give it the new times and manifest.
 
-    Containers may have it mounted.
+    It is not replaced because containers may have it mounted.
     """
     import shutil
 
@@ -444,13 +447,13 @@ def _adopt(work: Path, final: Path, plan: MirrorPlan) -> None:
 
 
 def _free_name(final: Path) -> Path:
-    """Return a name for a damaged generation: a container that has it mounted keeps it."""
+    """Return a free name for a damaged generation, which containers may still have mounted."""
     names = (Path(f"{final}{DAMAGED}-{n}") for n in itertools.count())
     return next(p for p in names if not os.path.lexists(p))
 
 
 def _exchange(work: Path, final: Path) -> Path:
-    """Put `work` in a damaged generation's place in one step; return where that is then."""
+    """Put `work` in a damaged generation's place in one step; return the latter's new path."""
     import ctypes
 
     aside = _free_name(final)
@@ -458,7 +461,8 @@ def _exchange(work: Path, final: Path) -> Path:
     libc = ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(aside), os.fsencode(final)
     if libc.renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) != 0:
-        # A file system without it: for a moment nothing has the name, and no container starts.
+        # The file system lacks RENAME_EXCHANGE: for a moment the name does not exist, and no
+        # container can start.
         beside = _free_name(final)
         final.rename(beside)
         aside.rename(final)
@@ -467,7 +471,7 @@ def _exchange(work: Path, final: Path) -> Path:
 
 
 def _intact(final: Path, manifest: Manifest) -> bool:
-    """Say whether a generation is exactly what its manifest says: as `tidegate verify` does."""
+    """Return whether a generation matches its manifest exactly, as `tidegate verify` checks it."""
     if final.is_symlink() or not final.is_dir():
         return False
     return next(check_content(final, manifest), None) is None
@@ -552,7 +556,7 @@ def _link_entry(operation: Link) -> File:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[int]:
-    """Hold the lock of the generations' directory; gives its descriptor."""
+    """Hold the lock of the generations' directory, and yield the directory's descriptor."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -562,9 +566,9 @@ def locked(directory: Path) -> Iterator[int]:
 
 
 def _remove_stale(output: Path) -> None:
-    """Remove what an interrupted run left; the lock says that no other run is using it.
+    """Remove what an interrupted run left; the lock excludes that another run is using it.
 
-    What cannot be removed (a hard link to a file that was made immutable) stays, and harms nobody.
+    What cannot be removed (a hard link to a file that was made immutable) stays and does no harm.
     """
     for name in os.listdir(output):  # noqa: PTH208 - names, not paths
         if not name.startswith(TEMPORARY):

@@ -1,15 +1,16 @@
-"""Finds who has a directory of the driver's mirror mounted or open, on the whole machine.
+"""Finds the processes of the machine that have a directory of the driver's mirror mounted or open.
 
-Mount namespaces are listed by the kernel (since 6.12); before that they are those of the threads
-in /proc, those that an open descriptor keeps, and those that are pinned by a mount. Each is entered
-and its mounts read there, because /proc/PID/mountinfo leaves out what a chroot hides from that
-process. What a mount on / hides from those who enter is read from outside, through every process
-whose root is elsewhere. A directory that a process has open, or is in, counts as well: that is how
-a mount without a namespace shows (open_tree, umount --lazy).
+Linux 6.12 and newer list the mount namespaces. On older kernels they are those of the threads in
+/proc, those that an open descriptor keeps alive, and those that a mount pins. Each namespace is
+entered and its mounts are read there, because /proc/PID/mountinfo leaves out what a chroot hides
+from that process. A mount on / hides mounts from a process that enters; these are read from
+outside, through every process that has its root elsewhere. A directory that a process has open, or
+has as its working directory, counts as well: a mount without a namespace (open_tree,
+umount --lazy) shows only in that way.
 
-What is not seen: a mount that is hidden below another one on / where no process has its root; a
-directory whose only descriptor is under way in a socket; a layer of an overlay that was named by a
-relative path, or by one of another name of the driver's directory that is mounted no more.
+The search does not see: a mount hidden below another one on / where no process has its root; a
+directory that is open only through a descriptor in flight in a socket; an overlay's layer that was
+named by a relative path, or through another mount of the driver's directory that no longer exists.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ ESCAPE = re.compile(rb"\\([0-7]{3})")
 NAMESPACE = re.compile(r"mnt:\[(\d+)\]")
 LAYERS = re.compile(r"(?:lowerdir|datadir|upperdir|workdir)\+?=(.*)", re.DOTALL)
 GONE = (FileNotFoundError, ProcessLookupError)
-ROUNDS = 5
-FAULTS = 20  # that many are told
-ANSWER = 64 << 20  # bytes; what the search may have to say
-MOUNTS = 2_000_000  # ids that are remembered, some 200 MB
+ROUNDS = 5  # passes over all tasks before the namespaces count as changing all the time
+FAULTS = 20  # the most faults, and the most notes, that are reported
+ANSWER = 64 << 20  # bytes; the most that is read from the child
+MOUNTS = 2_000_000  # the most mount ids that are remembered, about 200 MB
 BIG_TABLE = 1024  # descriptors; a smaller table is read again rather than compared
 
 
 class Mount(NamedTuple):
-    """A line of mountinfo, unescaped: `device` is major:minor, `root` a path in its file system."""
+    """A line of mountinfo, unescaped: `device` is major:minor, `root` a path in the file system."""
 
     ident: int
     device: str
@@ -65,14 +66,14 @@ class Mount(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a directory is: the device, and the path in that file system, as mountinfo says it."""
+    """Where a directory is: the device, and the path in that file system, as in mountinfo."""
 
     device: str
     path: str
 
 
 class Identity(NamedTuple):
-    """What a file is: `mount` is the id of its mount, None before Linux 5.8."""
+    """The identity of a file: `mount` is the id of its mount, None before Linux 5.8."""
 
     device: int
     inode: int
@@ -81,9 +82,9 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Use:
-    """A mount namespace that has a generation mounted, and the processes in it, lowest first.
+    """A mount namespace that has a generation mounted, and the processes in it, lowest pid first.
 
-    `inode` is 0 where it is a process that has a directory of it open.
+    `inode` is 0 for a process that has a directory of the generation open.
     """
 
     inode: int
@@ -91,7 +92,7 @@ class Use:
     command: str
 
     def describe(self) -> str:
-        """Say who, as an operator would."""
+        """Return the first process in words, for an operator."""
         if not self.pids:
             return "one without a process, kept by a mount or a descriptor"
         return f"pid {self.pids[0]} ({self.command})"
@@ -101,8 +102,9 @@ class Use:
 class Sought:
     """What to look for.
 
-    `driver` is where the driver directory is and `paths` what it is called; `places` are the
-    generations by name, and `directories` what is in them, as NAME/PATH by (st_dev, st_ino).
+    `driver` is the location of the driver directory and `paths` are its names; `places` are the
+    generations by name, and `directories` are the directories in them, as NAME/PATH by
+    (st_dev, st_ino).
     """
 
     driver: Location
@@ -113,9 +115,9 @@ class Sought:
 
 @dataclass
 class Found:
-    """Who uses what, by generation: `mounted` by namespace, `opened` by process.
+    """The uses of each generation: `mounted` by namespace, `opened` by process.
 
-    `faults` make these lists incomplete; `notes` are what else was not looked at.
+    `faults` are why these lists may be incomplete; `notes` say what else was not examined.
     """
 
     mounted: dict[str, list[Use]] = field(default_factory=dict)
@@ -130,7 +132,8 @@ class Found:
 def parse_mountinfo(data: bytes, faults: list[str] | None = None) -> list[Mount]:
     """Return the mounts in the content of a mountinfo file, proc_pid_mountinfo(5).
 
-    A line that is none is left out, and told to `faults`; ValueError without such a list.
+    A line that cannot be parsed is left out and added to `faults`; without it, ValueError is
+    raised.
     """
     mounts = []
     for line in data.split(b"\n"):  # a carriage return may be part of a name
@@ -155,7 +158,7 @@ def _parse_line(line: bytes) -> Mount:
         _unescape(fields[3]),
         _unescape(fields[4]),
         _unescape(fields[end + 1]),
-        # A comma in a value is escaped, those between options are not.
+        # Commas in a value are escaped, commas between options are not.
         tuple(_unescape(o) for o in b" ".join(fields[end + 3 :]).split(b",")),
     )
 
@@ -165,13 +168,13 @@ def _unescape(text: bytes) -> str:
 
 
 def show(text: str) -> str:
-    """Return text that somebody else chose, without what a terminal would obey."""
+    """Return text from another process, without characters that control a terminal."""
     safe = os.fsencode(text).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else "?" for c in safe)
 
 
 def locate(mount: Mount, path: str) -> Location:
-    """Return where `path`, which is on `mount`, is in the file system itself."""
+    """Return the location in the file system of `path`, which is on `mount`."""
     below = posixpath.relpath(path, mount.point)
     return Location(mount.device, posixpath.normpath(posixpath.join(mount.root, below)))
 
@@ -189,11 +192,11 @@ def layers(options: tuple[str, ...]) -> list[str]:
 
 
 def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
-    """Return the generations whose directory, or something in it, is the root of one of `mounts`.
+    """Return the generations that `mounts` use: the root of a mount is the directory or in it.
 
-    An overlay is on another device, and shows its layers as they were named to it. One below the
-    driver directory that names a generation keeps that one; any other (`current`, which leads
-    elsewhere by now, or the directory as a whole) keeps all.
+    An overlay is on another device and shows its layers by the names that it was given. A layer
+    below the driver directory that names a generation keeps that generation; any other layer there
+    (`current`, which may lead elsewhere by now, or the directory as a whole) keeps all.
     """
     used: set[str] = set()
     driver = sought.driver
@@ -208,7 +211,7 @@ def names_in_use(mounts: list[Mount], sought: Sought) -> set[str]:
                 for path in {*sought.paths, *aliases}:
                     if f"{layer}/".startswith(f"{path}/"):
                         used |= _named(layer[len(path) + 1 :].partition("/")[0], sought.places)
-        root = f"{mount.root}/"  # of a deleted one it is PATH//deleted, which lies below PATH
+        root = f"{mount.root}/"  # for a deleted directory PATH//deleted, which is below PATH
         for name, (device, path) in sought.places.items():
             if mount.device == device and root.startswith(f"{path}/"):
                 used.add(name)
@@ -222,15 +225,15 @@ def _join(point: str, below: str) -> str:
 def _named(entry: str, places: dict[str, Location]) -> set[str]:
     if not re.fullmatch(r"[0-9A-Za-z.]+-[0-9a-f]{12}(\..+)?|\.tmp-.+", entry):
         return set(places)
-    # It may have been renamed since: set aside as damaged, or a removal was interrupted.
+    # It may have been renamed since: set aside as damaged, or by a removal that was interrupted.
     return {n for n in places if n == entry or n.startswith(f"{entry}.") or f"-{entry}" in n}
 
 
-# The search, in a child: it enters namespaces and does not come back
+# The search runs in a child process, because it enters namespaces and cannot come back
 
 
 def search(sought: Sought, *, seconds: float) -> Found:
-    """Look into every mount namespace, and at what processes have open, for `seconds` at most."""
+    """Search every mount namespace, and what processes have open, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     reader, writer = os.pipe2(os.O_CLOEXEC)
     child = os.fork()
@@ -246,13 +249,13 @@ def search(sought: Sought, *, seconds: float) -> Found:
                 except Exception as e:
                     look.fail(e)
                     raise
-        except BaseException:  # noqa: BLE001 - the parent's handlers and buffers are not ours
+        except BaseException:  # noqa: BLE001 - the parent's handlers must not run here
             os._exit(1)
         os._exit(0)
     os.close(writer)
     try:
-        # A file system in user space may never answer; the child is stopped a little later than
-        # it would stop by itself.
+        # A file system in user space may never answer, so the child is killed a little later than
+        # it would stop on its own.
         data = _read_all(reader, deadline + 1)
     finally:
         os.close(reader)
@@ -275,7 +278,7 @@ def _read_all(fd: int, deadline: float) -> bytes:
 
 
 def _merge(data: bytes) -> Found:
-    """Put the child's lines together; what it was at when it ended is a fault, or a note."""
+    """Merge the child's lines; if it ended early, its last position becomes a fault or a note."""
     found = Found()
     at, complete, ended = "", False, False
     for line in data.splitlines():
@@ -303,10 +306,10 @@ class _LateError(Exception):
 
 
 class _Search:
-    """The child.
+    """The search in the child process.
 
-    `read` are the namespaces that were read, each with a descriptor that keeps it: an inode's
-    number is given again to the next namespace once this one has ended.
+    `read` are the namespaces that were read, each with a descriptor that keeps it alive: the kernel
+    reuses an inode number as soon as its namespace has ended.
     """
 
     def __init__(self, sought: Sought, deadline: float, parent: int, out: Any) -> None:
@@ -344,8 +347,8 @@ class _Search:
                 self._fault(f"mount namespaces change all the time, last that of {self.last}")
             self._check_hidden(listed=listed)
             if listed:
-                # Namespaces are complete without the descriptors, so the time that looking at
-                # these takes, which any user can prolong, keeps nothing.
+                # The list of namespaces is complete without the descriptors. Any user can prolong
+                # the search of those, so running out of time there keeps no generation.
                 self._tell()
         except _LateError:
             self._fault(f"the search took too long, it was at {self.last}")
@@ -362,7 +365,7 @@ class _Search:
                 self._tell()
         self._say(end=True)
 
-    # What it says
+    # Output to the parent
 
     def _say(self, **document: Any) -> None:
         self.out.write(json.dumps(document) + "\n")
@@ -372,7 +375,7 @@ class _Search:
         self._say(at=what)
 
     def fail(self, error: Exception) -> None:
-        """Say what ended the search."""
+        """Report what ended the search."""
         self._say(faults=[f"the search failed: {error!r}"])
 
     def _tell(self) -> None:
@@ -406,7 +409,7 @@ class _Search:
     # Namespaces
 
     def _read_listed(self) -> bool:
-        """Read the namespaces that the kernel lists; False where it does not list them all."""
+        """Read the namespaces that the kernel lists; False if it does not list them all."""
         try:
             status = self._file("self/status", 1 << 16)
             effective = int(re.findall(rb"^CapEff:\s*(\w+)", status, re.MULTILINE)[0], 16)
@@ -434,7 +437,7 @@ class _Search:
         return True
 
     def _enter(self, fd: int, inode: int, what: str) -> list[Mount]:
-        """Read a namespace, and keep its descriptor; gives its mounts."""
+        """Read a namespace and keep its descriptor; return its mounts."""
         self.read[inode] = fd
         self.last = what
         self._at(what)
@@ -466,7 +469,8 @@ class _Search:
     def _enter_at(self, path: str, inode: int, what: str) -> None:
         """Read the namespace that a link below /proc leads to.
 
-        Another one by now is unread: its process is looked at again in the next round.
+        If the link leads to another one by now, nothing is read: the next round looks at the
+        process again.
         """
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
@@ -483,7 +487,7 @@ class _Search:
             pinned = _inode(mount.root) if mount.type == "nsfs" else None
             if pinned is None or pinned in self.read:
                 continue
-            # By the path that it has here.
+            # Its path holds in the namespace that was just read, which is entered again.
             where = f"mount namespace {pinned} at {show(mount.point)} of {what}"
             self._at(where)
             try:
@@ -500,7 +504,7 @@ class _Search:
     def _tasks(self) -> Iterator[tuple[int, int]]:
         for pid in sorted(int(n) for n in os.listdir(self.proc) if n.isdigit()):  # noqa: PTH208
             if pid != os.getpid():
-                # By thread: one may have a namespace of its own, and the first may have ended.
+                # By thread: any may have a namespace of its own, and the first may have ended.
                 for task in self._names(f"{pid}/task"):
                     self._check()
                     yield pid, int(task)
@@ -531,9 +535,10 @@ class _Search:
                 self._look_at_descriptors(pid, task, scanned.setdefault(pid, []), holders=True)
 
     def _look_at_root(self, path: str, pid: int, inode: int, *, follow: bool) -> None:
-        """Read the mounts that a process sees, where its root is not among those that were read.
+        """Read the mounts that a process sees, if its root is not on a mount that was read.
 
-        A namespace that is younger than the list has only what others had (`follow` is false).
+        A namespace that is younger than the kernel's list has only mounts that others had; then
+        `follow` is false, and no further round is needed.
         """
         try:
             root = self._identity(f"{path}/root")
@@ -549,17 +554,18 @@ class _Search:
         except GONE:
             return
         except OSError as e:
-            # EINVAL is the kernel's answer for a process that has ended and was not waited for.
+            # The kernel returns EINVAL for a process that has ended and was not waited for.
             if self._state(pid) != "Z":
                 self._fault(f"root of {self._who(pid)}: {e.strerror}")
             return
         self._note_mounts(inode, mounts)
 
     def _check_hidden(self, *, listed: bool) -> None:
-        """Say which threads are in a namespace that was not read.
+        """Report the threads that are in a namespace that was not read.
 
-        mountinfo needs no right that the link to the namespace needs, and a mount's id is unique
-        on the machine: who has one that was read is in a namespace that was read.
+        Reading mountinfo does not need the privilege that the link to the namespace needs, and
+        mount ids are unique on the machine: a thread that has a mount that was read is in a
+        namespace that was read.
         """
         for task in self.hidden:
             try:
@@ -570,7 +576,7 @@ class _Search:
                 if self._state(task) != "Z":
                     self._fault(f"mounts of {self._who(task)}: {e.strerror}")
                 continue
-            if listed:  # but what a mount on / hides may be theirs
+            if listed:  # all namespaces were read, except what a mount on / hides
                 self._note_mounts(0, mounts)
             elif not any(m.ident in self.idents for m in mounts):
                 self._fault(f"mount namespace of {self._who(task)}: not permitted")
@@ -584,9 +590,9 @@ class _Search:
     def _look_at_descriptors(
         self, pid: int, task: int, scanned: list[int], *, holders: bool
     ) -> None:
-        """Look at a thread's descriptors, unless its table is one that was looked at.
+        """Examine a thread's descriptors, unless it shares a table that was examined.
 
-        With `holders` namespaces that a descriptor keeps are read.
+        With `holders`, namespaces that a descriptor keeps alive are read.
         """
         if any(_share_files(other, task) for other in scanned):
             return
@@ -630,11 +636,12 @@ class _Search:
                     self.quiet = False
                     what = f"mount namespace {inode}, {kind} {path} of {self._who(pid)}"
                     self._enter_at(f"{pid}/fd/{path}", inode, what)
-            # A file system that does not answer is asked nothing: that needs the name of one of
-            # the directories. A mount without a namespace calls its root "/".
+            # Only a path that ends in the name of a sought directory is examined further, so file
+            # systems that do not answer are not asked. The root of a mount without a namespace is
+            # shown as "/".
             elif text[:1] == "/" and posixpath.basename(text) in self.basenames:
                 self._note_open(pid, _identity(at, path))
-        except OSError:  # closed meanwhile, or that of another
+        except OSError:  # closed meanwhile, or another user's
             return
 
     def _note_open(self, pid: int, identity: Identity) -> None:
@@ -678,14 +685,14 @@ class _Search:
         return chr(text.rpartition(b") ")[2][0])
 
     def _command(self, pid: int) -> str:
-        """A process's name; it chose that itself."""
+        """Return a process's name, which the process chose itself."""
         try:
             return show(os.fsdecode(self._file(f"{pid}/comm").removesuffix(b"\n")))
         except OSError:
             return "ended"
 
     def _who(self, pid: int) -> str:
-        """Name a process so that an administrator can act."""
+        """Return a process's pid, name and user, so that an administrator can act."""
         try:
             uid = f", uid {os.stat(str(pid), dir_fd=self.proc).st_uid}"
         except OSError:
@@ -693,13 +700,13 @@ class _Search:
         return f"pid {pid} ({self._command(pid)}{uid})"
 
 
-# Kernel calls that Python has not
+# System calls that Python does not have
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _next_namespace(fd: int, request: int) -> int | None:
-    """Open the mount namespace beside that of `fd`; None at the end of the list."""
+    """Open the mount namespace after or before that of `fd`; None at the end of the list."""
     try:
         following: int = fcntl.ioctl(fd, request, bytearray(16))
     except FileNotFoundError:
@@ -708,13 +715,13 @@ def _next_namespace(fd: int, request: int) -> int | None:
 
 
 def _setns(fd: int, kind: int) -> None:
-    if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns is Python 3.12's
+    if libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):  # os.setns exists since Python 3.12
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def _identity(directory: int, path: str) -> Identity:
-    """Say what a link leads to, from what the kernel has in memory: nobody else is asked."""
+    """Return what a link leads to, from the kernel's memory: no file server is asked."""
     buffer = ctypes.create_string_buffer(256)
     if libc.statx(
         directory, os.fsencode(path), AT_STATX_DONT_SYNC, STATX_INO | STATX_MNT_ID, buffer
@@ -728,7 +735,7 @@ def _identity(directory: int, path: str) -> Identity:
 
 
 def _share_files(one: int, other: int) -> bool:
-    """Whether two threads have one table of descriptors; False where the kernel does not say."""
+    """Return whether two threads share a descriptor table; False if the kernel does not tell."""
     number = SYS_KCMP.get(os.uname().machine)
     return number is not None and libc.syscall(number, one, other, KCMP_FILES, 0, 0) == 0
 
@@ -739,9 +746,9 @@ def _inode(text: str) -> int | None:
 
 
 def _open_pinned(point: str, identity: tuple[int, int]) -> int:
-    """Give a descriptor of the namespace mounted at `point`; OSError when something else is.
+    """Return a descriptor of the namespace mounted at `point`; OSError if another file is there.
 
-    The namespace may be a hostile container's, so nothing is opened before it is known what it is.
+    The path may be in a hostile container, so the file is identified before it is opened.
     """
     fd = os.open(point, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     status = os.fstat(fd)

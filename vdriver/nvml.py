@@ -1,7 +1,8 @@
-"""NVML, asked through one library whose path is given: the only module that imports pynvml.
+"""Queries NVML through a library at a given path; the only module that imports pynvml.
 
-Returns our own values; nobody else knows NVML's names. Whatever goes wrong is an NvmlError. What a
-GPU or a driver does not tell (memory of a unified-memory GPU, of a process behind MPS) is None.
+The results are types of this module; no other module knows NVML's names. Every failure is an
+NvmlError. What a GPU or a driver does not report (the memory of a unified-memory GPU, or of a
+process behind MPS) is None.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ T = TypeVar("T")
 _SWITCH = "switch"
 
 _lock = threading.Lock()
-_open: tuple[str, int] | None = None  # the library in use, and how many have it open
+_open: tuple[str, int] | None = None  # the library in use, and the number of its users
 _kept: dict[str, ctypes.CDLL] = {}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: where NVML lists it, and what it says about itself."""
+    """One GPU: its index in NVML's list, and its properties; memory is in bytes."""
 
     index: int
     uuid: str
@@ -43,17 +44,17 @@ class Gpu:
 class Ancestor(IntEnum):
     """Where the PCIe paths of two GPUs meet, the nearest first; nvidia-smi has the same names."""
 
-    SAME = 0  # a board of two
+    SAME = 0  # both on one board
     PIX = 10  # one PCIe switch
-    PXB = 20  # several, and no host bridge
+    PXB = 20  # several PCIe switches, but no host bridge
     PHB = 30  # a host bridge
     NODE = 40  # several host bridges of one NUMA node
-    SYS = 50  # what connects NUMA nodes
+    SYS = 50  # the interconnect between NUMA nodes
 
 
 @dataclass(frozen=True)
 class Route:
-    """How two GPUs reach each other: active NVLinks, and where PCIe meets, None if unknown."""
+    """How two GPUs are connected: active NVLinks, and where PCIe meets, None if unknown."""
 
     nvlinks: int
     ancestor: Ancestor | None
@@ -61,18 +62,18 @@ class Route:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where the GPUs of a node are, by UUID; what nobody tells is left out."""
+    """Where the GPUs of a node are, by UUID; unknown values are left out."""
 
     nodes: Mapping[str, int] = field(default_factory=dict)
     routes: Mapping[frozenset[str], Route] = field(default_factory=dict)
-    addresses: Mapping[str, str] = field(default_factory=dict)  # on the PCI bus
+    addresses: Mapping[str, str] = field(default_factory=dict)  # PCI addresses
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """What one process of this host uses of one GPU's memory, in bytes.
+    """The memory of one GPU that one process of this host uses, in bytes.
 
-    `computes` is false for one that NVML lists with a context for graphics only.
+    `computes` is false for a process that NVML lists with only a graphics context.
     """
 
     pid: int
@@ -82,7 +83,10 @@ class ProcessMemory:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """One sample of a process of this host: percent of a GPU's time, microseconds since 1970."""
+    """One sample of a process of this host: percent of a GPU's time.
+
+    `time_us` is microseconds since 1970.
+    """
 
     pid: int
     time_us: int
@@ -90,7 +94,7 @@ class ProcessUse:
 
 
 class DeviceUse(NamedTuple):
-    """One sample of a GPU: in what percent of the time since the sample before some kernel ran.
+    """One sample of a GPU: percent of the time since the previous sample in which a kernel ran.
 
     `time_us` is microseconds since 1970.
     """
@@ -100,11 +104,12 @@ class DeviceUse(NamedTuple):
 
 
 class Nvml:
-    """NVML from the library at `path`, between `with` and its end.
+    """NVML from the library at `path`; a context manager that opens and closes it.
 
-    The library is loaded by that path, never by a search: on a node with tidegate the name
-    libnvidia-ml.so.1 may stand for the control library. pynvml holds one library for the whole
-    process, so several may have the same path open, and a second path waits until they are done.
+    The library is loaded by that path, never by a search: on a node with Tidegate the name
+    libnvidia-ml.so.1 may lead to the control library. pynvml keeps one library for the whole
+    process, so several instances may have the same path open, while a second path is an NvmlError
+    until they are closed.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -152,7 +157,7 @@ class Nvml:
         return tuple(one for one in found if isinstance(one, Gpu))
 
     def survey(self) -> tuple[Gpu | NvmlError, ...]:
-        """Return the GPUs in NVML's order, in the place of one that does not answer the reason."""
+        """Return the GPUs in NVML's order; one that does not answer is replaced by the reason."""
         found: list[Gpu | NvmlError] = []
         for i in range(int(_call("nvmlDeviceGetCount", self._nvml.nvmlDeviceGetCount))):
             try:
@@ -162,15 +167,15 @@ class Nvml:
         return tuple(found)
 
     def simulated(self, uuid: str) -> tuple[Any, Any] | None:
-        """Return the library and its handle of a simulated GPU; None of a real one."""
+        """Return the library and the handle of a simulated GPU; None for a real one."""
         library = self._nvml.nvmlLib
         return (library, self._get(uuid)) if hasattr(library, "nvmlSimgpuSwitch") else None
 
     def topology(self, uuids: Sequence[str]) -> Topology:
         """Return how near these GPUs are to each other, as far as driver and kernel tell.
 
-        An old driver lacks functions, and in a virtual machine some do not answer: that is then
-        not known, and no error.
+        An old driver lacks functions, and in a virtual machine some of them fail. The values are
+        then unknown; that is not an error.
         """
         handles = {uuid: self._get(uuid) for uuid in uuids}
         addresses = {uuid: self._address(handle) for uuid, handle in handles.items()}
@@ -185,7 +190,7 @@ class Nvml:
                 ends[a].count(address)
                 for a, address in ((one, addresses[other]), (other, addresses[one]))
             )
-            # What reaches a switch reaches whoever is at the switches with as many links.
+            # Through the switches a GPU reaches any other, with as many links as both have there.
             switched = min(ends[one].count(_SWITCH), ends[other].count(_SWITCH))
             level = self._told("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
             ancestor = Ancestor(level) if level in list(Ancestor) else None
@@ -197,16 +202,16 @@ class Nvml:
         )
 
     def driver_version(self) -> str:
-        """Return the version of the driver that answers."""
+        """Return the version of the driver that answers the queries."""
         return str(_call("nvmlSystemGetDriverVersion", self._nvml.nvmlSystemGetDriverVersion))
 
     def cuda_version(self) -> str | None:
-        """Return the newest CUDA that the driver has, like 13.0; None where it does not say."""
+        """Return the newest CUDA version of the driver, like 13.0; None if it does not say."""
         number = self._told("nvmlSystemGetCudaDriverVersion_v2")
         return None if not number else f"{number // 1000}.{number % 1000 // 10}"
 
     def memory_used(self, uuid: str) -> int | None:
-        """Return the bytes in use on a GPU, by anybody, the driver's own included."""
+        """Return the bytes in use on a GPU by all processes and by the driver itself."""
         memory = _optional(self._nvml, lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._get(uuid)))
         return None if memory is None else int(memory.used)
 
@@ -236,18 +241,18 @@ class Nvml:
         samples = _optional(
             nvml,
             lambda: nvml.nvmlDeviceGetProcessUtilization(handle, since_us),
-            # Nobody worked. pynvml takes an answer without samples, a success, for an error.
+            # No process worked. pynvml takes a success without samples for an error.
             also=(nvml.NVML_ERROR_NOT_FOUND, nvml.NVML_SUCCESS),
         )
         return tuple(
             ProcessUse(int(sample.pid), int(sample.timeStamp), int(sample.smUtil))
             for sample in samples or ()
-            # The driver fills the room it was given with entries of nobody.
+            # The driver fills the rest of the buffer with entries that have the pid 0.
             if sample.pid and sample.timeStamp > since_us
         )
 
     def busy(self, uuid: str, since_us: int) -> tuple[DeviceUse, ...]:
-        """Return samples of a GPU, newer than `since_us`, in their order; there may be none."""
+        """Return samples of a GPU, newer than `since_us`, by time; there may be none."""
         nvml = self._nvml
         handle = self._get(uuid)
         told = _optional(
@@ -282,16 +287,16 @@ class Nvml:
         return None if info is None else _pci_address(info)
 
     def _node(self, handle: Any, address: str | None) -> int | None:
-        """Return the NUMA node that is nearest to a GPU, None if nobody tells.
+        """Return the NUMA node nearest to a GPU, None if neither NVML nor the kernel knows.
 
-        nvmlDeviceGetNumaNodeId tells another thing: which node a GPU's own memory is.
+        nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory.
         """
-        words = self._told("nvmlDeviceGetMemoryAffinity", handle, 16, 0)  # of the node
+        words = self._told("nvmlDeviceGetMemoryAffinity", handle, 16, 0)  # scope 0: the node
         mask = sum(int(word) << 64 * i for i, word in enumerate(words or ()))
         if mask.bit_count() == 1:
             return mask.bit_length() - 1
         try:
-            # -1 where the firmware does not say, as on many machines with one node.
+            # The file has -1 if the firmware does not say, as on many machines with one node.
             node = int(Path(f"/sys/bus/pci/devices/{address}/numa_node").read_text())
         except (OSError, ValueError):
             return None
@@ -300,7 +305,7 @@ class Nvml:
     def _link_ends(self, handle: Any, gpus: AbstractSet[str]) -> list[str | None]:
         """Return what is at the end of each active NVLink: a PCI address or _SWITCH.
 
-        A link to a GPU that is not among `gpus` is None: it leads out of this node.
+        The end of a link to a GPU that is not among `gpus` is None: it leads out of this node.
         """
         nvml = self._nvml
         ends: list[str | None] = []
@@ -314,7 +319,7 @@ class Nvml:
                 ends.append(address)
             elif kind in (
                 nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH,
-                # A virtual machine does not see the switches that its GPUs' links lead to.
+                # A virtual machine does not see the switches at the end of its GPUs' links.
                 nvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN,
                 None,
             ):
@@ -324,31 +329,31 @@ class Nvml:
         return ends
 
     def _told(self, name: str, *arguments: object) -> Any:
-        """Return what a function says, None for whatever reason it does not."""
+        """Return the result of an NVML function, None if it fails for any reason."""
         try:
             return getattr(self._nvml, name)(*arguments)
         except (AttributeError, self._nvml.NVMLError):
             return None
 
     def _get(self, uuid: str) -> Any:
-        # Looking a UUID up may fail because of another GPU, that fell off the bus.
+        # Looking up a UUID may fail because another GPU fell off the bus.
         if uuid in self._handles:
             return self._handles[uuid]
-        # A str on every version of pynvml's own decorators; older ones take bytes only.
+        # A str works in every pynvml that has decorators for it; older ones take only bytes.
         return _call(f"GPU {uuid}", lambda: self._nvml.nvmlDeviceGetHandleByUUID(uuid))
 
 
 def _select(pynvml: Any, path: str) -> None:
-    """Make pynvml use the library at `path`, whatever it has used before."""
+    """Make pynvml use the library at `path`, whatever it used before."""
     try:
-        # Kept: a library that was unloaded and loaded again would lose what its threads hold.
+        # Kept loaded: a library that is unloaded and loaded again would lose what its threads hold.
         library = _kept.setdefault(path, ctypes.CDLL(path))
     except OSError as e:
         raise NvmlError(
             f"NVML cannot be loaded: {e}", hint="run tidegate refresh, or reinstall the driver"
         ) from e
     pynvml.nvmlLib = library
-    # The addresses of the former library's functions.
+    # The cache has the addresses of the previous library's functions.
     pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001
 
 
@@ -364,16 +369,17 @@ def _call(what: str, function: Callable[[], T]) -> T:
 def _optional(
     nvml: Any, function: Callable[[], T], *, also: tuple[int, ...] = (), again: int = 3
 ) -> T | None:
-    """Return what `function` returns, None where this GPU or driver does not tell.
+    """Return the result of `function`, None if this GPU or driver does not report it.
 
-    `also` are further errors that mean that there is nothing to tell. pynvml asks how much there is
-    and then for so much: when there is more by then it is called `again`.
+    `also` are further error codes that mean that there is nothing to report. pynvml asks for the
+    size and then for the data: if there is more data by then, the call is repeated up to `again`
+    times.
     """
     absent = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, *also)
     try:
         return function()
     except nvml.NVMLLibraryMismatchError:
-        # pynvml found no form of the function that it knows how to read.
+        # pynvml found no version of the function that it can use.
         return None
     except nvml.NVMLError as e:
         if e.value in absent:
@@ -384,7 +390,7 @@ def _optional(
 
 
 def _available(nvml: Any, value: int | None) -> int | None:
-    """Return a number that NVML filled in, None for its "not available" in either width."""
+    """Return a number from NVML, None for its "not available" value in either width."""
     if value is None or value in (
         nvml.NVML_VALUE_NOT_AVAILABLE_ulonglong.value,
         nvml.NVML_VALUE_NOT_AVAILABLE_uint.value,
@@ -410,7 +416,7 @@ def _remedy(nvml: Any, error: Any) -> str:
 
 
 def _pci_address(info: Any) -> str:
-    """Return a PCI address as the kernel writes it."""
+    """Return a PCI address in the kernel's notation."""
     return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
 
 

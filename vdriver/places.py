@@ -1,6 +1,6 @@
-"""The driver's files that belong into fixed directories: configuration, modules, firmware.
+"""Finds the driver's files that belong in fixed directories: configuration, modules, firmware.
 
-All of them are optional. Knows the rules of libraries.toml; what is found is a DataFile each.
+All of them are optional. The rules come from libraries.toml; each file found is a DataFile.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vdriver.tables import PlaceRule, fits
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 ALTERNATIVE = re.compile(r"/nvidia/([^/]+)$")
-TABLE = "libraries.toml"  # where a file comes from that the host lacks
-MAX_TEXT = 1 << 20  # the largest that is known has 7 KiB
+TABLE = "libraries.toml"  # the source of a file that the host lacks
+MAX_TEXT = 1 << 20  # bytes; the largest known file has 7 KiB
 
 
 def find_data(
@@ -30,9 +30,9 @@ def find_data(
     directories: Sequence[str],
     libraries: Collection[str],
 ) -> tuple[DataFile, ...]:
-    """Return the files of each place, the first of each name; what cannot be used is skipped.
+    """Return the files of each place, the first of each name; unusable files are skipped.
 
-    `libraries` are the names of those that the driver has, as far as their `.so`.
+    `libraries` are the names of the driver's libraries, each without `.so` and what follows.
     """
     found: dict[tuple[str, str], DataFile] = {}
     words = {"version": version, "triplet": TRIPLETS[machine]}
@@ -56,7 +56,7 @@ def find_data(
 
 
 def alternatives_of(directories: Sequence[str]) -> tuple[str, ...]:
-    """Return what Debian calls the drivers in these directories: `current`, `tesla-470`."""
+    """Return Debian's names of the drivers in these directories, like `current`, `tesla-470`."""
     return tuple(dict.fromkeys(m[1] for d in directories if (m := ALTERNATIVE.search(d))))
 
 
@@ -85,7 +85,7 @@ def _file(reader: Reader, place: str, path: str, machine: str) -> DataFile | Non
             return None
         real, library = read
         if library.bits != 64 or library.machine != machine:
-            return None  # the other class has its own directories, and no places
+            return None  # libraries of the other class have their own directories, not places
     else:
         regular = reader.regular(path)
         if regular is None:
@@ -104,9 +104,9 @@ def _file(reader: Reader, place: str, path: str, machine: str) -> DataFile | Non
 
 
 def portable(name: str, text: bytes) -> bytes | None:
-    """Return a text that names libraries by their sonames; None where it does so already.
+    """Return a text that names libraries by their sonames; None if it already does.
 
-    On NixOS and in some clouds these files name libraries by paths that no container has.
+    On NixOS and in some clouds these files name libraries by paths that do not exist in containers.
     """
     try:
         if name.endswith(".icd"):
@@ -116,7 +116,7 @@ def portable(name: str, text: bytes) -> bytes | None:
         document = json.loads(text)
         changed_document = _relative(document)
     except (ValueError, RecursionError):
-        return None  # not what we know; it goes as it is
+        return None  # an unknown format; the file is mirrored unchanged
     if changed_document == document:
         return None
     return json.dumps(changed_document, indent=4).encode() + b"\n"

@@ -1,6 +1,7 @@
-"""From a driver and the control libraries to the list of what a generation holds.
+"""Plans a generation: makes the list of its files from a driver and the control libraries.
 
-Pure: takes what was found, reads nothing. Every operation says in words what it does.
+The functions are pure: they take what was found and read nothing. Every operation can describe
+itself in words.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ BIN = "bin"
 DATA = "data"
 SETS = "sets"
 
-SONAME = re.compile(r"(lib.+\.so)\.[0-9.]+")  # what a development link leaves the number from
-# There is no control library of 32 bit, and these without one would be a way around every quota.
+SONAME = re.compile(r"(lib.+\.so)\.[0-9.]+")  # the group is the name of a development link
+# 32-bit libraries that are left out: there is no 32-bit control library, and without one they
+# would bypass every quota.
 UNGOVERNED = ("libcuda", "libnvidia-ml")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A file whose content goes into the generation; `content` where that is not the source's."""
+    """A file that goes into the generation; `content` is set if it differs from the source's."""
 
     path: str
     host: str
@@ -46,11 +48,11 @@ class Copy:
 
     @property
     def mode(self) -> int:
-        """The permission bits that a copy gets, whatever the source has."""
+        """The permission bits of the copy, independent of the source's."""
         return 0o755 if self.role == "program" else 0o644
 
     def describe(self) -> str:
-        """Say the operation as an operator would."""
+        """Return the operation in words, for an operator."""
         how = (
             "mirror" if self.content is None else "write" if self.below_root is None else "rewrite"
         )
@@ -66,7 +68,7 @@ class Link:
     capability: str
 
     def describe(self) -> str:
-        """Say the operation as an operator would."""
+        """Return the operation in words, for an operator."""
         return f"link {self.path} -> {self.target}"
 
 
@@ -75,7 +77,7 @@ Operation = Copy | Link
 
 @dataclass(frozen=True)
 class MirrorPlan:
-    """All of a generation before it has a name: what to write, and what it is for."""
+    """The content of a generation before it has a name: what to write, and what it is for."""
 
     driver: Driver
     control: ControlLibraries
@@ -88,19 +90,19 @@ class MirrorPlan:
     notes: tuple[str, ...]
 
     def describe(self) -> tuple[str, ...]:
-        """Return one line for each operation, in the order in which they are made."""
+        """Return one line for each operation, in the order of execution."""
         return tuple(o.describe() for o in self.operations)
 
     @property
     def size(self) -> int:
-        """Bytes of all content."""
+        """Size of all content in bytes."""
         return sum(o.size for o in self.operations if isinstance(o, Copy))
 
 
 def plan_mirror(
     driver: Driver, control: ControlLibraries, tables: Tables | None = None
 ) -> MirrorPlan:
-    """Return the generation for `driver`, with `control` answering libcuda's and NVML's names."""
+    """Return the generation for `driver`, with `control` under the names of libcuda and NVML."""
     tables = tables or read_tables()
     for library in (control.cuda, control.nvml):
         if (library.bits, library.machine) != (64, driver.machine):
@@ -142,9 +144,9 @@ def plan_mirror(
 
 @dataclass
 class _Builder:
-    """Operations by path. The first to claim a path has it, so the control library's names hold.
+    """Operations by path. The first to claim a path gets it, so the control libraries keep theirs.
 
-    `names` says which library each name in lib64 and lib32 stands for.
+    `names` maps each name in lib64 and lib32 to the library that it belongs to.
     """
 
     operations: dict[str, Operation] = field(default_factory=dict)
@@ -158,7 +160,7 @@ class _Builder:
         return first == operation
 
     def add_name(self, directory: str, name: str, operation: Operation, library: Library) -> bool:
-        if name == ORIGIN:  # a directory's
+        if name == ORIGIN:  # the name of a directory
             self.left_out.append(f"{operation.describe()}: not a name for a library")
             return False
         if not self.add(operation):
@@ -190,7 +192,7 @@ def _answer(  # noqa: PLR0917 - private, and called twice
     version: str,
     name: str,
 ) -> None:
-    """Put the control library under every name of a driver's library, and that one aside."""
+    """Add the control library under every name of a driver's library, and that one as origin."""
     soname = f"{name}.so.1"
     copy = Copy(
         f"{LIB64}/{soname}",
@@ -215,8 +217,8 @@ def _answer(  # noqa: PLR0917 - private, and called twice
 def _libraries(
     builder: _Builder, directory: str, files: Iterable[DriverFile], version: str
 ) -> None:
-    # What carries the driver's version goes first: a companion with a version of its own (an
-    # older branch's leftover) does not take a name from it.
+    # Libraries with the driver's version go first, so that a companion with a version of its own
+    # (a leftover of an older branch) does not take a name from them.
     ending = f".so.{version}"
     for file in sorted(files, key=lambda f: (not f.name.endswith(ending), f.name)):
         copy = _copy(f"{directory}/{file.name}", file, "library")
@@ -267,7 +269,7 @@ def _sets(
     places: Sequence[Place],
     tables: Tables,
 ) -> tuple[CapabilitySet, ...]:
-    """Return what a container gets for each combination of the capabilities that there are."""
+    """Return what a container gets for each combination of the capabilities on offer."""
     files = (driver.cuda, driver.nvml, *driver.libraries, *driver.libraries32)
     offered = {f.capability for f in files}
     offered |= {p.capability for p in programs} | {p.capability for p in places}
@@ -276,7 +278,7 @@ def _sets(
     for capabilities in tables.combinations(offered):
         names64 = _chosen(builder.names[LIB64], capabilities, tables)
         names32 = _chosen(builder.names[LIB32], capabilities, tables)
-        # Where a capability brings no library, as display does not, the directory is the same.
+        # A capability that adds no library, like display, does not need a directory of its own.
         same = made.get((names64, names32))
         if same is None:
             below = f"{SETS}/{'+'.join(capabilities)}"
@@ -296,7 +298,7 @@ def _sets(
 def _chosen(
     names: Mapping[str, Library], capabilities: Sequence[str], tables: Tables
 ) -> tuple[str, ...]:
-    """Return the names of libraries with these capabilities, and of those that they need."""
+    """Return the names of the libraries with these capabilities, and of those that they need."""
     todo = [n for n in names if tables.capability(n) in capabilities]
     chosen: set[str] = set()
     while todo:
@@ -308,7 +310,7 @@ def _chosen(
 
 
 def _missing(driver: Driver) -> list[str]:
-    """Say which of the driver's own libraries are needed by another and not installed."""
+    """Return a note for each library of the driver that another one needs and is not installed."""
     notes = []
     ending = f".so.{driver.version}"
     for files in ((driver.cuda, driver.nvml, *driver.libraries), driver.libraries32):
@@ -323,7 +325,7 @@ def _missing(driver: Driver) -> list[str]:
 
 
 def _unknown(driver: Driver, tables: Tables) -> list[str]:
-    """Name the libraries whose capability is a guess."""
+    """Return a note for each library that is not in the tables: its capability is a guess."""
     names = dict.fromkeys(
         f.name for f in (*driver.libraries, *driver.libraries32) if not tables.knows(f.name)
     )

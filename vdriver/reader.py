@@ -1,4 +1,4 @@
-"""Reads a driver's optional files below a root: what is wrong with one leaves it out."""
+"""Reads a driver's optional files below a root; a file with a fault is left out."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Read = Callable[[str], Library]
 
 @dataclass
 class Reader:
-    """One tree, a way to read libraries, and the list of what was left out."""
+    """One tree, a function that reads libraries, and the list of files left out."""
 
     tree: Tree
     read: Read
     skipped: list[Skipped] = field(default_factory=list)
 
     def skip(self, path: str, reason: str) -> None:
-        """Remember why the file at `path` is left out."""
+        """Record why the file at `path` is left out."""
         self.skipped.append(Skipped(path, reason))
 
     def regular(self, path: str) -> str | None:
-        """Return where the regular file at `path` really is; None, and a reason, for others."""
+        """Return the resolved path of a regular file; for others record why, and return None."""
         real = self.tree.regular(path)
         if real is None:
             nowhere = self.tree.resolve(path) is None
@@ -34,7 +34,7 @@ class Reader:
         return real
 
     def library(self, path: str) -> tuple[str, Library] | None:
-        """Return where the library at `path` really is, and what it is; None, and a reason."""
+        """Return a library's resolved path and facts; on a fault record why, and return None."""
         real = self.regular(path)
         if real is None:
             return None

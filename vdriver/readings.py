@@ -1,8 +1,8 @@
-"""What was read from ELF files, kept from one run to the next.
+"""Caches what was read from ELF files, from one run to the next.
 
-A driver changes once a month, and a refresh asks for its forty libraries at every boot. What a
-file said before still holds while its place, size and times are the same. A stored file is
-believed as far as its directory is: only root may be able to write there.
+A driver changes once a month, but a refresh needs its forty libraries at every boot. An entry is
+valid while its file's inode, size and times are the same. The cache file is as trustworthy as its
+directory: only root may be able to write there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any
 from vdriver.elf import Library, read_library
 from vdriver.errors import LibraryError
 
-MAX_BYTES = 16 << 20  # forty libraries take 25 KiB
+MAX_BYTES = 16 << 20  # largest cache file; forty libraries take 25 KiB
 
-# A file that changes twice within a tick of the kernel's clock (10 ms at most) keeps its times, so
-# that what was read right after a change is not kept.
+# Age in nanoseconds from which a file's times are trusted. A file that changes twice within a tick
+# of the kernel's clock (10 ms at most) keeps its times, so a reading right after a change is not
+# cached.
 SETTLED_NS = 100_000_000
 
-# One more when a field of Library comes to mean another thing, or other files are refused.
+# Incremented when a field of Library changes its meaning, or when other files are refused.
 MEANING = 2
 
-# Other fields make what is stored void.
+# A cache with another version is void; the version covers the names and types of all fields.
 VERSION = zlib.crc32(
     repr((MEANING, [(f.name, f.type) for f in dataclasses.fields(Library)])).encode()
 )
@@ -40,10 +41,10 @@ Answer = Library | LibraryError
 
 
 class Readings:
-    """Answers `read` as `read_library` does, from memory where the file did not change.
+    """A cached `read_library`: `read` answers from memory if the file did not change.
 
-    `file` keeps the answers between runs; None keeps them for this one. A file that is absent,
-    damaged, too large or of another version of this program counts as empty.
+    `file` keeps the answers between runs; with None they last for this run only. A cache file that
+    is absent, damaged, too large or of another version of this program counts as empty.
     """
 
     def __init__(self, file: str | Path | None) -> None:
@@ -57,7 +58,7 @@ class Readings:
         self._stored = dict(self._known)
 
     def read(self, path: str | Path) -> Library:
-        """Return what `read_library(path)` returns, or raise what it raises: LibraryError."""
+        """Return what `read_library(path)` returns, or raise the LibraryError that it raises."""
         name = str(path)
         stamp = _stamp(name)
         kept = self._known.get(name)
@@ -67,13 +68,13 @@ class Readings:
             answer = _ask(name)
             if stamp is None or not _is_settled(stamp):
                 return _tell(answer)
-            # The stamp from before: if the file changes meanwhile, the next one differs.
+            # The stamp is from before the reading: if the file changes meanwhile, the next differs.
             kept = self._known[name] = stamp, answer
         self._asked[name] = kept
         return _tell(kept[1])
 
     def save(self) -> None:
-        """Keep the answers that this run asked for, if they are not stored yet; OSError."""
+        """Store the answers that this run used, unless they are stored already; raises OSError."""
         if self._file is None or self._same():
             return
         document = {"version": VERSION, "readings": {n: _pack(*a) for n, a in self._asked.items()}}
@@ -81,12 +82,12 @@ class Readings:
         self._stored = dict(self._asked)
 
     def _same(self) -> bool:
-        # Errors compare by identity: those of this run that are stored are the stored ones.
+        # Errors compare by identity: an error that came from the file is the same object in both.
         return self._asked == self._stored
 
 
 def _stamp(path: str) -> Stamp | None:
-    """Return what changes when a regular file does; None for anything else, and for no file."""
+    """Return values that change when a regular file does; None if `path` is not such a file."""
     try:
         s = os.lstat(path)
     except (OSError, ValueError):
@@ -105,8 +106,8 @@ def _ask(path: str) -> Answer:
         return read_library(path)
     except LibraryError as e:
         if e.__cause__ is not None:
-            raise  # what the system refused today it may grant tomorrow
-        return LibraryError(e.message, hint=e.hint)  # without the frames that hold this object
+            raise  # not cached: what the system refuses now it may permit later
+        return LibraryError(e.message, hint=e.hint)  # a new one, without references to frames
 
 
 def _tell(answer: Answer) -> Library:
@@ -122,7 +123,7 @@ def _pack(stamp: Stamp, answer: Answer) -> list[Any]:
 
 
 def _load(file: Path) -> dict[str, tuple[Stamp, Answer]]:
-    """Return what is stored in a file; any of several errors when it is not as it was written."""
+    """Return the content of a cache file; raises one of several errors if it is damaged."""
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as stored:
         status = os.fstat(fd)
@@ -156,7 +157,7 @@ def _parse(path: str, fields: dict[str, Any]) -> Answer:
 
 
 def _fits(value: Any, kind: str) -> bool:
-    """Say whether a value is of one of the four types that Library's fields have."""
+    """Return whether a value has the type `kind`, one of the four that Library's fields have."""
     if kind == "tuple[str, ...]":
         return isinstance(value, tuple) and all(isinstance(v, str) for v in value)
     if kind == "int":
@@ -165,7 +166,7 @@ def _fits(value: Any, kind: str) -> bool:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Put a file in another one's place; after a power failure the old or the new one is there."""
+    """Replace a file atomically; after a power failure either the old or the new one is there."""
     fd, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)  # mode 0600
     try:
         with os.fdopen(fd, "wb") as new:

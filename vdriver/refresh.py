@@ -1,6 +1,6 @@
-"""From the host's driver to the generation in force, as one call.
+"""Mirrors the host's driver into a generation and puts it in force.
 
-The story of `tidegate refresh`: find, plan, apply. Says what changed, prints nothing.
+This is `tidegate refresh`: find, plan, apply. It returns what changed and prints nothing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from vdriver.mirror import Progress, apply_mirror, current_manifest, exclusive, 
 from vdriver.plan import DATA, Copy, MirrorPlan, plan_mirror
 from vdriver.readings import Readings
 
-DRIVERS = ("origin", "library", "program", "data")  # roles of files that a driver's packages bring
-READINGS = "readings.json"  # beside the generations: what the driver's files said when last read
+DRIVERS = ("origin", "library", "program", "data")  # roles of files from the driver's packages
+READINGS = "readings.json"  # next to the generations: cache of what the driver's files contain
 
 
 @dataclass(frozen=True)
 class RefreshResult:
     """What a refresh did, or would do.
 
-    `manifest` is the generation in force afterwards; after a dry run that is the one from before,
-    if any, and `changed` says whether a real run would make another. `how` counts the files by the
-    way their content came, `aside` is where a damaged generation was moved to. `rewritten` names
-    files of the driver whose content changed and whose build id did not, as no package does it.
+    `manifest` is the generation in force afterwards; after a dry run that is the previous one, if
+    any, and `changed` says whether a real run would make another. `how` counts the files by how
+    their content was obtained, and `aside` is where a damaged generation was moved. `rewritten`
+    names files of the driver that have new content but the same build id, which no package causes.
     """
 
     plan: MirrorPlan
@@ -60,13 +60,13 @@ def refresh(
     hard_links: bool = True,
     progress: Progress | None = None,
 ) -> RefreshResult:
-    """Put the mirror of the driver below `root` in force in `output`.
+    """Put a mirror of the driver below `root` in force in `output`.
 
     `control` is the directory of the two control libraries; `sockets` gives containers the
-    directories of the driver's services. With `dry_run` nothing is written; with `repair` the
-    content of what is in force is not taken on trust; with `accept_loss` a driver may lack what its
-    mirror has. Without `hard_links` no file is shared with the host. `progress` is told bytes done
-    and bytes in all.
+    directories with the sockets of the driver's services. With `dry_run` nothing is written. With
+    `repair` the content of the generation in force is read and checked. With `accept_loss` the
+    driver may lack files that its mirror has. Without `hard_links` no file is shared with the host.
+    `progress` is called with the bytes done and the total.
     """
 
     def look() -> MirrorPlan:
@@ -84,13 +84,13 @@ def refresh(
         plan = look()
         before = after = current_manifest(output)
         changed = before is None or not is_fresh(plan, output, before)
-        # What the content would be is known after a copy only, so nothing counts as replaced.
+        # The new content is known only after a copy, so no file counts as replaced.
         old = dict.fromkeys((f.path for f in before.files) if before else (), "")
         new = dict.fromkeys((o.path for o in plan.operations), "")
     else:
         if not Path(output).exists():
-            look()  # where there is no driver to mirror, no directory is made
-        # Looked at with the lock held: of two runs the later one has seen the later driver.
+            look()  # without a driver to mirror, no directory is created
+        # The lock is held during the search, so the later of two runs has seen the later driver.
         with exclusive(output) as directory:
             plan = look()
             applied = apply_mirror(
@@ -99,7 +99,7 @@ def refresh(
             before, after, changed = applied.previous, applied.manifest, applied.changed
             old, new = _content(before), _content(after)
             how, aside = applied.how, applied.aside
-            with contextlib.suppress(OSError):  # the next run reads all files again, no more
+            with contextlib.suppress(OSError):  # then the next run only has to read all files again
                 readings.save()
     return RefreshResult(
         plan=plan,
@@ -120,9 +120,9 @@ def refresh(
 def _require_whole(plan: MirrorPlan, previous: Manifest | None) -> None:
     """Refuse a driver that is half replaced: containers would start with half of it until a reboot.
 
-    A package manager replaces one package after the other. While the version is the same as that
-    of the generation in force, a library that is gone, and a changed file beside libraries of
-    another version, say that it is at work.
+    A package manager replaces one package after the other. If the version is still that of the
+    generation in force, two signs show that an upgrade is under way: a library is gone, or a file
+    has changed while libraries of another version are next to it.
     """
     driver = plan.driver
     if previous is None or previous.version != driver.version:

@@ -1,7 +1,7 @@
-"""`libraries.toml`, read once: which capability a driver file serves, and where drivers are.
+"""Reads `libraries.toml` once: which capability a driver file serves, and where drivers are.
 
-tools/driver_tables.py holds the document against libraries.schema.json. Here only what is missing,
-or of another type than it is used as, is an error: jsonschema takes 60 ms to import.
+tools/driver_tables.py validates the document against libraries.schema.json. At run time only a
+missing key or a value of the wrong type is an error: importing jsonschema takes 60 ms.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vdriver.errors import DriverError
 
 FILE = Path(__file__).with_name("libraries.toml")
 UNKNOWN = "compute"
-COMPAT32 = "compat32"  # a capability that names a class of libraries, not a use
+COMPAT32 = "compat32"  # the capability that names a class of libraries, not a use
 
 
 @dataclass(frozen=True)
 class PlaceRule:
-    """Files that belong into fixed directories: where a host has them, and where they go."""
+    """Files that belong in fixed directories: where a host has them, and where they go."""
 
     name: str
     capability: str
@@ -38,7 +38,7 @@ class PlaceRule:
 
 @dataclass(frozen=True)
 class Wsl:
-    """Where Windows' driver shows in WSL 2."""
+    """Where the Windows driver appears in WSL 2."""
 
     marker: str
     directory: str
@@ -50,7 +50,7 @@ class Wsl:
 
 @dataclass(frozen=True)
 class Refused:
-    """A system with a driver of another kind, known by a file."""
+    """A system with a driver that Tidegate does not support, recognised by a file."""
 
     marker: str
     name: str
@@ -59,7 +59,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tables:
-    """What is known about driver files before looking at any."""
+    """The content of `libraries.toml`: what is known about driver files in general."""
 
     libraries: Mapping[str, str]
     programs: Mapping[str, str]
@@ -76,23 +76,23 @@ class Tables:
     refused: tuple[Refused, ...]
 
     def knows(self, file_name: str) -> bool:
-        """Say whether a library of this name has its capability from the data."""
+        """Return whether the table names a capability for a library of this name."""
         return stem(file_name) in self.libraries
 
     def capability(self, file_name: str) -> str:
-        """Return the capability of a library by its file name; `compute` for an unknown one."""
+        """Return the capability of a library by its file name; `compute` if it is unknown."""
         return self.libraries.get(stem(file_name), UNKNOWN)
 
     def is_companion(self, file_name: str) -> bool:
-        """Say whether a file of this name belongs to a driver whose version it does not carry."""
+        """Return whether this is the name of a driver file that has a version of its own."""
         return any(fits(file_name, p) for p in self.companions)
 
     def is_optional(self, file_name: str) -> bool:
-        """Say whether a library of this name may be missing from a whole driver."""
+        """Return whether a library of this name may be missing from a complete driver."""
         return stem(file_name) in {stem(p) for p in self.companions}
 
     def closed(self, capabilities: Iterable[str]) -> tuple[str, ...]:
-        """Return these capabilities with those that they imply and those of every container."""
+        """Return `capabilities` with those that they imply and those that every container has."""
         todo, done = [*self.base, *capabilities], set[str]()
         while todo:
             capability = todo.pop()
@@ -102,7 +102,7 @@ class Tables:
         return tuple(sorted(done))
 
     def combinations(self, offered: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-        """Return every set of capabilities that a container may get, smallest first."""
+        """Return every set of capabilities that a container may get, the smallest first."""
         optional = sorted(set(offered) - set(self.base))
         sets = {
             self.closed(chosen)
@@ -113,26 +113,26 @@ class Tables:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Say whether a file name fits a shell pattern.
+    """Return whether a file name matches a shell pattern.
 
-    Few do, and what stands before the star tells: a regular expression takes longer to make than
-    a whole directory to go through.
+    Few names match, and the text before the star decides most cases. Compiling a regular
+    expression takes longer than going through a whole directory.
     """
     head, star, _ = pattern.partition("*")
     return name.startswith(head) and fnmatchcase(name, pattern) if star else name == pattern
 
 
 def stem(file_name: str) -> str:
-    """Return what stands before `.so` in a library's file name."""
+    """Return the part of a library's file name before `.so`."""
     return file_name.partition(".so")[0]
 
 
 @functools.cache
 def read_tables(path: Path = FILE) -> Tables:
-    """Read the data file; DriverError says in one line what is wrong with it, and where."""
+    """Read the file; DriverError says in one line what is wrong with it, and where."""
     try:
         return parse_tables(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as e:  # ValueError: no UTF-8, or no TOML
+    except (OSError, ValueError) as e:  # ValueError: not UTF-8, or not TOML
         reason = e.strerror if isinstance(e, OSError) else str(e)
         raise _fault(reason or "cannot be read") from e
 
@@ -140,7 +140,7 @@ def read_tables(path: Path = FILE) -> Tables:
 def parse_tables(data: Mapping[str, Any]) -> Tables:
     """Return the tables in a document like `libraries.toml`.
 
-    DriverError names the first key that is missing or has a value of another type.
+    DriverError names the first key that is missing or has a value of the wrong type.
     """
     document = _Table("", data)
     libraries: dict[str, str] = {}
@@ -195,7 +195,7 @@ def _place(place: _Table) -> PlaceRule:
 
 
 class _Table:
-    """A table of the document; what it lacks, or holds of another type, is a DriverError."""
+    """A table of the document; a missing key or a value of the wrong type is a DriverError."""
 
     def __init__(self, name: str, content: Mapping[str, Any]) -> None:
         self.name = name  # as the file writes it: [wsl], [[place]] number 3

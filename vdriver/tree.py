@@ -1,8 +1,8 @@
-"""A filesystem below a root, read with every symbolic link kept inside of it.
+"""Reads a file system tree below a root, with every symbolic link kept inside the tree.
 
-An absolute link restarts at the root and `..` stops there, as for a process whose root it is, so
-that a driver in a container's or an image's tree reads like the host's own. Meant for trees that
-nobody is changing meanwhile: paths are resolved here and opened later by name.
+An absolute link restarts at the root and `..` stops there, as for a process that is chrooted to
+it, so a driver in the tree of a container or an image reads like the host's own. The tree must not
+change meanwhile: paths are resolved here and opened later by name.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ MAX_LINKS = 40  # the kernel's own limit, include/linux/namei.h MAXSYMLINKS
 
 @dataclass(frozen=True)
 class Tree:
-    """The tree at `root`; paths given to its methods are absolute below that root."""
+    """The tree at `root`; its methods take paths that are absolute below that root."""
 
     root: str
-    # What is known of a path below the root: a link's text, or None for anything else. All look at
-    # the same few directories.
+    # Cache by path below the root: a link's target, or None for anything else. Most lookups are
+    # in the same few directories.
     _links: dict[str, str | None] = field(default_factory=dict, compare=False, repr=False)
 
     def resolve(self, path: str) -> str | None:
-        """Return where `path` really is, below the root and without links; None if nowhere.
+        """Return `path` with all links resolved, as a path below the root; None if that fails.
 
-        Loops, missing components and directories that cannot be searched are all "nowhere".
+        It fails for loops, missing components and directories that cannot be searched.
         """
         todo = [p for p in reversed(PurePosixPath(path).parts) if p.strip("/")]
         done: list[str] = []
@@ -54,7 +54,7 @@ class Tree:
         return "/" + "/".join(done)
 
     def _link(self, path: str) -> str | None:
-        """Return a link's text, None for what is no link; OSError for what is not there."""
+        """Return a link's target, None if `path` is not a link; OSError if it does not exist."""
         if path not in self._links:
             host = self.host(path)
             is_link = stat.S_ISLNK(os.lstat(host).st_mode)
@@ -68,8 +68,8 @@ class Tree:
     def names(self, directory: str) -> tuple[str, ...]:
         """Return the sorted names in `directory`, none if it is not a directory.
 
-        Names that cannot be printed are left out: no driver has one, and a line of ours that had
-        a line feed or an escape in it would not be ours.
+        Names that cannot be printed are left out: no driver has one, and a line feed or an escape
+        in a name could forge lines in our output.
         """
         real = self.resolve(directory)
         try:

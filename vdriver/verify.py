@@ -1,8 +1,8 @@
-"""Holds a generation against its manifest, and loads its libraries as a container's loader would.
+"""Compares a generation with its manifest and loads its libraries as in a container.
 
-Two questions, and no repair: is the content what the manifest says, and does every library load
-with the mirror alone, nothing of it answered by another driver on this host. Nothing is loaded
-from a generation whose content is at fault, as loading runs a library's constructors.
+Two questions are answered, and nothing is repaired: is the content what the manifest says, and does
+every library load from the mirror alone, without a library of another driver on this host? Nothing
+is loaded from a generation with wrong content, because loading runs a library's constructors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LOADER32 = Path("/lib/ld-linux.so.2")
 LOAD_TIMEOUT = 60.0  # seconds for one library; the largest of 550.163.01 takes 0.2
 WORKERS = 4
 
-# The X server's own modules: the symbols that they lack are in the program that loads them. Some
-# of those are data (serverClient, TimerSet), which RTLD_LAZY asks for too.
+# Capability of the X server's modules: the symbols that they lack are in the program that loads
+# them. Some of those are data (serverClient, TimerSet), which RTLD_LAZY resolves at once as well.
 MODULES = "display"
 
-# CDLL opens with RTLD_NOW and RTLD_LOCAL. os._exit: destructors are not what is asked about, and a
-# library that prints does not disturb the answer.
+# CDLL opens with RTLD_NOW and RTLD_LOCAL. Standard output is replaced so that a library that prints
+# does not disturb the answer; os._exit skips destructors, which are not part of the question.
 LOAD = """
 import ctypes, json, os, sys
 answer = os.dup(1)
@@ -67,10 +67,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What became of one library.
+    """The result for one library.
 
-    `detail` is the reason for anything but `loaded`. `not loaded` is no fault of the mirror's:
-    this host lacks what an image may have. `mapped` is what of the generation came along.
+    `detail` is the reason for any outcome but `loaded`. `not loaded` is not a fault of the mirror:
+    this host lacks what an image may have. `mapped` lists the generation's files that were mapped.
     """
 
     path: str
@@ -81,7 +81,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Report:
-    """All that was looked at; it is in order when there are no faults."""
+    """The result for a generation, which is in order when there are no faults."""
 
     path: Path
     manifest: Manifest
@@ -90,12 +90,12 @@ class Report:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Those of the content first, then the libraries that failed."""
+        """The faults of the content first, then the libraries that failed."""
         failed = (Fault(x.path, x.detail) for x in self.libraries if x.outcome == "failed")
         return (*self.content, *failed)
 
     def require_intact(self) -> None:
-        """MirrorError with the first fault and the number of all, when there is any."""
+        """Raise MirrorError with the first fault and the number of others, if there are any."""
         if not self.faults:
             return
         first, more = self.faults[0], len(self.faults) - 1
@@ -110,9 +110,9 @@ class Report:
 
 
 def find_generation(driver_dir: str | Path, name: str | None = None) -> Path:
-    """Return the directory of a generation, of the one in force when none is named.
+    """Return the directory of a generation, by default of the one in force.
 
-    `name` is a name in `driver_dir`, or a path when it has a slash. MirrorError when it is none.
+    `name` is a name in `driver_dir`, or a path if it has a slash. MirrorError if it does not exist.
     """
     if name is None:
         current = Path(driver_dir, CURRENT)
@@ -132,11 +132,11 @@ def verify(
     read: bool = True,
     progress: Progress | None = None,
 ) -> Report:
-    """Look at all of a generation, and load its libraries unless told not to.
+    """Check a generation's content and, with `load`, load its libraries.
 
-    Without `read` files are looked at, and not into: a gigabyte less to read.
-    `progress` is called with the number of libraries that are done and that of all. MirrorError
-    when the manifest cannot be read, or `tidegate gc` is removing the generation.
+    Without `read` the content of files is not read, which saves reading a gigabyte.
+    `progress` is called with the number of libraries done and the total. MirrorError when the
+    manifest cannot be read, or `tidegate gc` is removing the generation.
     """
     path = Path(generation).resolve()
     with _held(path):
@@ -151,7 +151,7 @@ def verify(
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Keep `tidegate gc` from removing the generation meanwhile, as a starting container does."""
+    """Keep `tidegate gc` from removing the generation, as a starting container does."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as e:
@@ -173,9 +173,10 @@ def _held(path: Path) -> Iterator[None]:
 def load_libraries(
     generation: Path, manifest: Manifest, progress: Progress | None = None
 ) -> tuple[Loaded, ...]:
-    """Load every library of lib64 and lib32 in a process of its own, and say what became of each.
+    """Load every library of lib64 and lib32 in a process of its own, and return the results.
 
-    Sorted by path. MirrorError when the loader cannot be given the generation's path.
+    They are sorted by path, lib64 first. MirrorError if the loader cannot take the generation's
+    path.
     """
     if re.search(r"[:;$]", str(generation)):
         raise MirrorError(
@@ -205,21 +206,21 @@ def load_libraries(
 
 @dataclass(frozen=True)
 class _Libraries:
-    """The libraries of lib64 or lib32: those to load by path, and all names that they answer."""
+    """The libraries of lib64 or lib32: the files to load, and all names that resolve to one."""
 
     generation: Path
     manifest: Manifest
     base: str
-    files: dict[str, Library]  # by path; what is loaded by itself
-    answers: dict[str, Library]  # by name, origin/ included
-    sonames: dict[str, str | None] = field(default_factory=dict)  # of files elsewhere, by path
+    files: dict[str, Library]  # by path; each of them is loaded on its own
+    answers: dict[str, Library]  # by name, including those in origin/
+    sonames: dict[str, str | None] = field(default_factory=dict)  # of other files, by path
 
     @property
     def directory(self) -> Path:
         return self.generation / self.base
 
     def is_driver(self, name: str) -> bool:
-        """Say whether a file name is one of the driver's, in this mirror or forgotten by it."""
+        """Return whether a file name is one of the driver's, in this mirror or missing from it."""
         stem = name.partition(".so")[0]
         return (
             name in self.answers
@@ -229,7 +230,7 @@ class _Libraries:
         )
 
     def is_stranger(self, path: str) -> bool:
-        """Say whether a mapped file is a driver's library from outside of the generation."""
+        """Return whether a mapped file is a driver's library from outside the generation."""
         if path.startswith(f"{self.generation}/"):
             return False
         name = path.rpartition("/")[2]
@@ -239,12 +240,12 @@ class _Libraries:
         if path not in self.sonames:
             try:
                 self.sonames[path] = read_library(path).soname
-            except LibraryError:  # no library, or gone
+            except LibraryError:  # not a library, or gone
                 self.sonames[path] = None
         return self.sonames[path] in self.answers
 
     def missing(self, path: str) -> str | None:
-        """Return a library of the driver's that is needed and not in the mirror, None for none."""
+        """Return a library of the driver that `path` needs and the mirror lacks, None if none."""
         todo, seen = [self.files[path]], set[str]()
         while todo:
             for name in todo.pop().needed:
@@ -309,7 +310,7 @@ def _is_module(path: str, libraries: _Libraries) -> bool:
 
 
 def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
-    """Load a library in a process that knows nothing but the mirror; give error, mapped files."""
+    """Load a library in a process with only the mirror's path; return error and mapped files."""
     try:
         done = subprocess.run(
             [
@@ -341,7 +342,7 @@ def _dlopen(libraries: _Libraries, path: str) -> tuple[str | None, list[str]]:
 
 
 def _host_lacks(error: str, libraries: _Libraries) -> str | None:
-    """Say what an image has to have and this host does not; None when the mirror is to blame."""
+    """Return what an image must have and this host lacks; None if the mirror is at fault."""
     if match := MISSING.match(error):
         if read_tables().is_optional(match[1]):
             return f"needs {match[1]}, which is not installed with this driver"
@@ -362,7 +363,7 @@ def _load32(path: str, libraries: _Libraries) -> Loaded:
 
 
 def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
-    """Have a loader say where it would find all that a library needs, symbols included."""
+    """Ask a loader where it would find all that a library needs, symbols included."""
     try:
         done = subprocess.run(
             [
@@ -371,7 +372,7 @@ def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
                 str(libraries.directory),
                 str(libraries.generation / path),
             ],
-            # As `ldd -r` asks, and not by --list, which ends at the first name that is not found.
+            # As `ldd -r` does; not with --list, which stops at the first name that is not found.
             env={
                 "LC_ALL": "C",
                 "LD_TRACE_LOADED_OBJECTS": "1",
@@ -414,7 +415,7 @@ def list_needed(loader: Path, path: str, libraries: _Libraries) -> Loaded:
 
 
 def _require_origins(outcomes: list[Loaded], manifest: Manifest) -> Iterator[Loaded]:
-    """Yield the outcomes, a control library that left the driver's own out as a failure."""
+    """Yield the outcomes; a control library that did not load the driver's library has failed."""
     control = {f.path: f for f in manifest.files if f.role == "control"}
     for outcome in outcomes:
         stem = outcome.path.partition(".so")[0].rpartition("/")[2]

@@ -1,8 +1,9 @@
-"""Windows' driver as WSL 2 shows it.
+"""Finds the Windows driver as WSL 2 shows it.
 
-Its libraries carry no version, and there is no kernel module of NVIDIA's: the version is that of
-the newest driver store, whose INF file names it as Windows does ("32.0.15.6094" is 560.94: the
-last five digits). The libraries open the store by its path, so a container gets it there.
+Its libraries have no version in their names, and there is no NVIDIA kernel module. The version is
+that of the newest driver store; its INF file gives it as Windows does ("32.0.15.6094" is 560.94:
+the last five digits). The libraries open the store by its path, so a container gets the store at
+the same path.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DRIVER_VERSION = re.compile(r"^\s*DriverVer\s*=[^,\n]*,\s*([0-9.]+)", re.MULTILI
 
 
 def find_wsl(reader: Reader, tables: Tables) -> Driver | None:
-    """Return the driver of WSL below the root, None where this is no WSL."""
+    """Return the WSL driver below the root, None if this is not WSL."""
     tree, wsl = reader.tree, tables.wsl
     if tree.regular(wsl.marker) is None:
         return None
@@ -63,7 +64,7 @@ def find_wsl(reader: Reader, tables: Tables) -> Driver | None:
 
 
 def _store(tree: Tree, tables: Tables) -> tuple[str, str]:
-    """Return the newest driver store's path and version."""
+    """Return the path and version of the newest driver store."""
     found = []
     for name in tree.names(tables.wsl.stores):
         if not fits(name, tables.wsl.store):
@@ -83,7 +84,7 @@ def _store(tree: Tree, tables: Tables) -> tuple[str, str]:
 
 
 def windows_version(text: bytes) -> str | None:
-    """Return NVIDIA's number for the DriverVer of an INF file, None if there is none."""
+    """Return the NVIDIA version for the DriverVer of an INF file, None if it has none."""
     encoding = "utf-16" if text[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"
     match = DRIVER_VERSION.search(text.decode(encoding, "replace"))
     digits = "".join(match[1].split(".")[-2:]) if match else ""

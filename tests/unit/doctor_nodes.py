@@ -1,6 +1,7 @@
-"""Nodes for `tidegate doctor`: trees of files laid out like hosts, what their commands say, and a governor that answers.
+"""Build nodes for `tidegate doctor`: trees of files laid out like hosts, canned command output and a fake governor.
 
-`Host.right()` lays one on which everything is right that needs no root; a test spoils one thing.
+`Host.right()` lays out a host on which every check that needs no root passes. A test then breaks
+one thing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ GPU = {
 
 
 class Host:
-    """A host below `root`. `commands` are answers by a program's name; what is not there is not run."""
+    """A host below `root`. `commands` maps a program's name to its output; other programs cannot be run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -52,7 +53,7 @@ class Host:
         self.ran: list[tuple[str, ...]] = []
 
     def put(self, path: str, content: str = "", mode: int = 0o644) -> Path:
-        """Write a file, with the directories that it is in."""
+        """Write a file and create its parent directories."""
         file = self.root / path.lstrip("/")
         file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         file.write_text(content)
@@ -64,7 +65,7 @@ class Host:
         return self.put(path, json.dumps(document))
 
     def program(self, path: str, answer: str | None = None) -> Path:
-        """Install a program, which prints `answer` to whatever it is asked."""
+        """Install a program that prints `answer` whatever its arguments are."""
         if answer is not None:
             self.commands[Path(path).name] = answer
         return self.put(path, "#!/bin/sh\n", 0o755)
@@ -74,7 +75,7 @@ class Host:
         (self.root / path.lstrip("/")).unlink()
 
     def run(self, command: Sequence[str]) -> str:
-        """Answer as the program would."""
+        """Return the program's canned output."""
         self.ran.append(tuple(command))
         name = Path(command[0]).name
         if name not in self.commands:
@@ -82,13 +83,13 @@ class Host:
         return self.commands[name]
 
     def node(self, **changes: Any) -> Node:
-        """Open it, as doctor does; with `changes` of the configuration."""
+        """Open the host as doctor does, with `changes` applied to the configuration."""
         node = open_node(str(self.root))
         config = Config(**{**vars(node.config), **changes}) if changes else node.config
         return replace(node, config=config, runner=self.run)
 
     def look(self, check: str, **changes: Any) -> list[str]:
-        """What one check says: "state: found", and " -> remedy" where there is one."""
+        """Return what one check reports: "state: found", followed by " -> remedy" if it has one."""
         return [words(examined) for examined in examine(self.node(**changes), [check])]
 
     def put_driver(self) -> None:
@@ -106,17 +107,18 @@ class Host:
         )
 
     def put_mirror(self) -> Path:
-        """Make a mirror of that driver, and put it in force."""
+        """Make a mirror of that driver and put it in force."""
         control = put_control_with_origin(self.root / "usr/lib/tidegate/x86_64-linux-gnu")
         directory = self.root / "var/lib/tidegate/driver"
         directory.mkdir(parents=True)
         generation = put_generation(directory, V, small_driver(V), control)
-        os.utime(self.put("nowhere"), ns=(0, 0))  # what it watches, as it was
+        # A file that the generation watches, with the time stamp that the manifest has.
+        os.utime(self.put("nowhere"), ns=(0, 0))
         return generation
 
     @classmethod
     def right(cls, root: Path) -> Host:
-        """Lay a host on which everything is right but the device nodes, which take root to make."""
+        """Lay out a host on which only the device nodes are missing: creating those needs root."""
         host = cls(root)
         host.put("proc/sys/kernel/osrelease", "6.1.0-28-amd64\n")
         host.put("proc/cpuinfo", FLAGS)
@@ -137,14 +139,14 @@ class Host:
 
 
 def words(examined: Examined) -> str:
-    """A finding in one line."""
+    """Format a finding as one line."""
     finding = examined.finding
     return f"{finding.state}: {finding.found}" + (f" -> {finding.remedy}" if finding.remedy else "")
 
 
 @contextmanager
 def governor(host: Host, **answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Have something answer at the governor's socket: `ping`, `gpus` and `list`, as the protocol says."""
+    """Serve `ping`, `gpus` and `list` at the governor's socket, as the protocol defines them."""
     told: dict[str, Any] = {
         "ping": {"pid": 4711, "version": VERSION},
         "gpus": {"placement": "spread", "gpus": [dict(GPU)], "left_out": []},
@@ -160,7 +162,7 @@ def governor(host: Host, **answers: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
     directory = host.root / "run/tidegate"
     directory.mkdir(parents=True, exist_ok=True)
-    # A socket's path has 107 bytes, and a test's directory may be longer.
+    # The path of a socket has at most 107 bytes. A test's directory may be longer.
     before = Path.cwd()
     os.chdir(directory)
     try:

@@ -1,7 +1,7 @@
-"""A governor as a process of its own, on the simulated GPU's real libraries: `with Node(...) as node`.
+"""Run a governor as a process of its own on the simulated GPU's real libraries: `with Node(...) as node`.
 
-A container is a process that does nothing, admitted as the hook does it. `Tenant` registers as a process of it, and writes
-into its ledger what a control library would.
+A container is an idle process that is admitted as the hook would admit it. `Tenant` registers as
+one of its processes and writes into its ledger what a control library would write.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
 
 @pytest.fixture(scope="module")
 def gpus(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> tuple[Path, Path]:
-    """Two simulated GPUs, and the mirror of their driver."""
+    """Create two simulated GPUs and the mirror of their driver."""
     base = tmp_path_factory.mktemp("g")
     for command in (
         ["simgpu", "create", "--dir", str(base / "gpu"), "--devices", "2"],
@@ -58,11 +58,11 @@ def gpus(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> tuple[Pat
 
 
 class Node:
-    """A governor, its configuration's files, and its log."""
+    """A governor with its configuration files and its log."""
 
     def __init__(self, directory: Path, gpus: tuple[Path, Path], build: Path) -> None:
         self.directory = directory
-        # Paths of sockets are short.
+        # The path of a socket must be short.
         self._short = tempfile.TemporaryDirectory(prefix="tg")
         self.config = Config(runtime_dir=f"{self._short.name}/run")
         self.file = directory / "config.yaml"
@@ -93,11 +93,11 @@ class Node:
         self._short.cleanup()
 
     def write(self, **settings: Any) -> None:
-        """Write config.yaml: what a node needs, and these options."""
+        """Write config.yaml with what a node needs and these options."""
         self.file.write_text(yaml.safe_dump({**self.settings, **settings}))
 
     def start(self, *program: str) -> None:
-        """Start the governor, or a program that becomes one, and wait until it answers."""
+        """Start the governor, or a program that becomes it, and wait until it answers."""
         environment = {"SIMGPU_DIR": str(self._gpu), "LD_LIBRARY_PATH": str(self._build / "simgpu")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -123,7 +123,7 @@ class Node:
         return ask(self.config, op, **fields)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The log's events of that name."""
+        """Return the events with this name from the log."""
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if line[:1] == "{"]
         return [line for line in lines if line["event"] == name]
 
@@ -154,7 +154,7 @@ class Node:
 
 
 class Tenant:
-    """A process of a container: this one, as the governor sees it."""
+    """A process of a container. It is this process, which the governor takes for one of the container's."""
 
     def __init__(self, directory: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -174,7 +174,7 @@ class Tenant:
         self.ledger.close()
 
     def write(self, **values: int) -> None:
-        """Write into the books of the first GPU, and wake the arbiter."""
+        """Write into the first GPU's part of the ledger and wake the arbiter."""
         for name, value in values.items():
             base = layout.ledger_device(self.slot, 0)
             pages.write(self.ledger, base, "ledger_device", name, value)
@@ -183,7 +183,7 @@ class Tenant:
 
 @contextlib.contextmanager
 def grant(directory: Path) -> Iterator[mmap.mmap]:
-    """A container's grant page, as it sees it."""
+    """Map a container's grant page as the container sees it."""
     with (directory / "grant").open("rb") as file:
         page = mmap.mmap(file.fileno(), layout.GRANT_FILE_SIZE, prot=mmap.PROT_READ)
     try:
@@ -193,6 +193,6 @@ def grant(directory: Path) -> Iterator[mmap.mmap]:
 
 
 def setting(directory: Path, name: str) -> int:
-    """What a container's grant page says of the node's settings."""
+    """Read one of the node's settings from a container's grant page."""
     with grant(directory) as page:
         return pages.read(page, 0, "grant_header", name)

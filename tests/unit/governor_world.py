@@ -1,5 +1,8 @@
-"""A server with the real arbiter and a GPU of 16 GiB that nobody has, containers that are sleeping processes, and what
-a client of one of its sockets gets."""
+"""Run a server with the real arbiter and an idle GPU of 16 GiB.
+
+Containers are sleeping processes. The tests look at what a client of one of the server's sockets
+gets.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def spawn(*command: str) -> subprocess.Popen[str]:
 
 
 class World:
-    """A server with the real arbiter, and its metrics at a socket."""
+    """A server with the real arbiter, which serves its metrics at a socket."""
 
     def __init__(self, directory: Path, library: Path) -> None:
         self.config = Config(
@@ -95,7 +98,7 @@ class World:
         return child
 
     async def raw(self, data: bytes, *, path: Path | None = None) -> bytes:
-        """What comes back until the connection ends."""
+        """Send `data` and return all that comes back until the connection ends."""
         reader, writer = await asyncio.open_unix_connection(str(path or self.path))
         with contextlib.suppress(ConnectionError):
             writer.write(data)
@@ -136,9 +139,9 @@ Result = TypeVar("Result")
 
 
 class Served:
-    """A world and its page at a loopback port, on a thread, for a test that waits for a browser.
+    """A world with its page at a loopback port, run on a thread for a test that waits for a browser.
 
-    Its history is what the test says: time passes by `step`.
+    The test sets the page's history: time passes only by calls of `step`.
     """
 
     def __init__(self, directory: Path, library: Path) -> None:
@@ -184,7 +187,7 @@ class Served:
         return f"http://127.0.0.1:{self.port}/"
 
     def start(self, *, anew: bool = False) -> None:
-        """Serve the page, at the port that it had; `anew`, as a governor that was restarted."""
+        """Serve the page at the same port as before; with `anew`, as a restarted governor would."""
         if anew:
             self.history, self._steps, self._had = History(0), 0, {}
         listener = socket.create_server(("127.0.0.1", self.port))
@@ -205,8 +208,7 @@ class Served:
         self.run(end())
 
     def step(self, *had: tuple[Container, float, float], times: int = 1, refused: int = 0) -> None:
-        """Let steps pass in each of which these containers use so much of the GPU, and of that have
-        so much lent, in percent."""
+        """Advance by steps in each of which these containers use, and are lent, so many percent of the GPU."""
 
         async def look() -> None:
             for _ in range(times):

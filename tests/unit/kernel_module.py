@@ -1,9 +1,10 @@
-"""A stand-in for NVIDIA's kernel module: objects, control calls and the trace, as its ioctls answer.
+"""A stand-in for NVIDIA's kernel module: objects, control calls and the trace, as its ioctls behave.
 
-What it does was read in the published source (580.142, src/nvidia/src/kernel/rmapi): a call on a client counts through
-the open file that the client was allocated by (`rmclientValidate_IMPL`, strict), GET_ACCESS_RIGHTS asks any client from
-one's own, parameters have to have their exact size, handles of clients are a counter. Open files are told apart by
-descriptor here, as each is one. No time passes in it.
+Its behaviour was taken from the published source (580.142, src/nvidia/src/kernel/rmapi). A call on
+a client is valid only through the open file that allocated the client (`rmclientValidate_IMPL`,
+strict). GET_ACCESS_RIGHTS can ask about any client from the caller's own. Parameters must have
+their exact size. Client handles come from a counter. Here, open files are told apart by descriptor,
+because each descriptor is a file of its own. No time passes on its own.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ class Object:
     parent: int
     kind: int
     timeslice_us: int = 2048
-    off: int = 0  # switched off so many times more than on, as the driver counts
+    off: int = 0  # number of switch-offs not yet undone, as the driver counts
     data: bytearray = field(default_factory=bytearray)
 
 
 class KernelModule:
-    """Has clients by handle, each with the descriptor it came by and its objects."""
+    """A kernel module with clients by handle; each has the descriptor it was allocated by and its objects."""
 
     def __init__(self, branch: int = 580) -> None:
         self.branch = branch
         self.clients: dict[int, tuple[int, dict[int, Object]]] = {}
-        self.asked: list[tuple[str, int]] = []  # control calls by name, and what was answered
-        self.refuse: dict[str, int] = {}  # an answer by the call's name
+        self.asked: list[tuple[str, int]] = []  # names of control calls and their answers
+        self.refuse: dict[str, int] = {}  # answer to give, by the name of the call
         self.files: dict[int, mmap.mmap] = {}  # memory by handle
         self.now_ns = 1_795_000_000_000_000_000
         self._next = itertools.count(calls.FIRST_CLIENT + 1)
@@ -47,17 +48,17 @@ class KernelModule:
         self._put = self._sequence = 0
         self._enabled = False
 
-    # ---- what a test does ----
+    # ---- called by a test ----
 
     def process(self, fd: int, *, n_contexts: int = 1, first: int = calls.FIRST_OBJECT) -> int:
-        """A process that uses CUDA came by this descriptor; return its client."""
+        """Create the client of a process that uses CUDA, allocated by this descriptor, and return it."""
         client = next(self._next)
         handles = itertools.count(first + 1)
         objects = {client: Object(0, 0x41)}
         objects[device := next(handles)] = Object(client, 0x80)
         objects[next(handles)] = Object(device, 0x2080)
         for _ in range(n_contexts):
-            for engine, n_channels in ((0xCBC0, 8), (0xC8B5, 4)):  # computes; copies
+            for engine, n_channels in ((0xCBC0, 8), (0xC8B5, 4)):  # compute; copy
                 objects[group := next(handles)] = Object(device, 0xA06C)
                 for _ in range(n_channels):
                     objects[channel := next(handles)] = Object(group, 0xC86F)
@@ -68,7 +69,7 @@ class KernelModule:
     def turn(
         self, pid: int, context: int, ns: int, *, begins: bool = True, ends: bool = True
     ) -> None:
-        """A context is on the GPU for so long, and the trace is written."""
+        """Run a context on the GPU for this long and write the trace."""
         if begins:
             self._write(calls.TAG_BEGIN.value, pid, context)
         self.now_ns += ns
@@ -76,7 +77,7 @@ class KernelModule:
             self._write(calls.TAG_END.value, pid, context)
 
     def lose(self, n: int) -> None:
-        """The GPU dropped records."""
+        """Drop records, as the GPU does."""
         self._sequence += n
 
     def objects(self, client: int, kind: int) -> dict[int, Object]:
@@ -114,7 +115,7 @@ class KernelModule:
         return None
 
     def _map(self, data: bytearray) -> None:
-        """What is mapped by the given descriptor from now on is this memory, as the real module has it."""
+        """Map new memory at the given descriptor, as the real module does."""
         fd, size = struct.unpack_from("<i", data, 48)[0], calls.MAP.get(data, "length")
         memory = os.memfd_create("memory")
         os.ftruncate(memory, size)
@@ -192,7 +193,7 @@ class KernelModule:
             client, channel = (struct.unpack_from("<I", p, at + 4 * i)[0] for at in (24, 280))
             found = self._find(client, channel)
             if found is None or found.kind & 0xFF != 0x6F:
-                return INVALID_ARGUMENT  # those before it are switched
+                return INVALID_ARGUMENT  # the channels before it are switched
             found.off = found.off + 1 if off else max(0, found.off - 1)
         return OK
 

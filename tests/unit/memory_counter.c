@@ -1,7 +1,7 @@
 /*
- * A driver whose blocks of 2 MiB are numbers in a file that all processes share: it takes no time,
- * so that races are about the books, and it sees what no process can see, the sum at each moment.
- * What it lacks the simulated driver has.
+ * A driver whose blocks of 2 MiB are counters in a file that all processes share. It takes no time,
+ * so races are about the books alone. It knows the sum over all processes at each moment, which no
+ * process can see. The simulated driver has the functions that are missing here.
  */
 #include <fcntl.h>
 #include <stdatomic.h>

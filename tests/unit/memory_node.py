@@ -1,8 +1,8 @@
-"""A container without a container: processes under the control library on a simulated GPU, and the test for a governor.
+"""Run processes with the control library on a simulated GPU, without a container; the test acts as the governor.
 
-`Node` makes the pages and answers at the socket; `Agent` is a process that sees them at /run/tidegate, in a mount
-namespace of its own, and does what the test tells it. Looks at the GPU are the test's: nothing happens by itself
-unless `looking` is entered.
+`Node` makes the pages and answers at the socket. `Agent` is a process that sees them at
+/run/tidegate, in a mount namespace of its own, and does what the test tells it to. Reconciliation
+with the GPU is up to the test: nothing happens unless it calls `look` or enters `looking`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def launch(ns, stream=0):
     address = ctypes.cast(ctypes.pointer(value), ctypes.c_void_p)
     driver.call('cuLaunchKernel', f, 1, 1, 1, 1, 1, 1, 0, stream, (ctypes.c_void_p * 1)(address), None)
 """
-"""A program that defines launch(ns, stream), a kernel that works for so long."""
+"""A program that defines launch(ns, stream), which launches a kernel that runs for `ns`."""
 
 
 ANSWER_S = 120.0
@@ -102,7 +102,7 @@ class Agent:
         self.process = process
 
     def send(self, program: str) -> None:
-        """Begin `program`."""
+        """Send `program` without waiting for its result."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(program) + "\n")
         self.process.stdin.flush()
@@ -110,7 +110,7 @@ class Agent:
     def answer(self) -> object:
         """Return what the program evaluated to, or raise the driver's error."""
         assert self.process.stdout is not None
-        # A process that waits for ever fails its test, and no more.
+        # A process that never answers fails only its own test.
         timer = threading.Timer(ANSWER_S, self.process.kill)
         timer.start()
         try:
@@ -133,7 +133,7 @@ class Agent:
         return value
 
     def refuses(self, program: str) -> bool:
-        """Whether the program ends for want of memory."""
+        """Return whether the program fails because memory is short."""
         try:
             self.run(program)
         except CudaError as error:
@@ -143,29 +143,29 @@ class Agent:
         return False
 
     def field(self, name: str, device: int = 0) -> int:
-        """A field of this process's part of the ledger."""
+        """Read a field of this process's part of the ledger."""
         assert self.slot is not None
         base = layout.ledger_device(self.slot, device)
         return pages.read(self.node.ledger, base, "ledger_device", name)
 
     @property
     def charged(self) -> int:
-        """What calls took, of what NVML attributes to the process."""
+        """Bytes that the process's calls are charged, out of the memory that NVML attributes to the process."""
         return self.field("memory") - self.field("unseen")
 
     @property
     def seen(self) -> int:
-        """What the GPU says that the process holds."""
+        """Bytes that the process holds according to the GPU."""
         return self.node.seen().get(self.process.pid, 0)
 
     def free(self) -> tuple[int, int]:
-        """What cuMemGetInfo answers."""
+        """Return what cuMemGetInfo answers: free and total bytes."""
         value = self.run("memory_info()")
         assert isinstance(value, list)
         return value[0], value[1]
 
     def kill(self) -> None:
-        """End it at once; its slot is cleared, as at its pidfd."""
+        """Kill the process and clear its slot, as the governor does when the pidfd becomes readable."""
         self.process.kill()
         self.process.wait()
         assert self.process.stdin is not None
@@ -195,7 +195,7 @@ def info(pool, attribute):
 
 
 class Node:
-    """One container on one simulated GPU, with a quota of `limit` bytes."""
+    """A container with a quota of `limit` bytes on each of its simulated GPUs."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class Node:
         self.limit = limit
         self.environment = {"SIMGPU_DIR": str(work / "gpus"), "PYTHONPATH": str(ROOT)}
         self.agents: list[Agent] = []
-        self._slots: dict[int, int] = {}  # slot: pid
+        self._slots: dict[int, int] = {}  # slot to pid
         lib = work / "lib"
         (lib / "origin").mkdir(parents=True)
         self.library = shutil.copy(build / "libcontrol" / "libcuda.so.1", lib)
@@ -231,7 +231,7 @@ class Node:
         os.ftruncate(self._ledger_fd, layout.LEDGER_SIZE)
         self.ledger = mmap.mmap(self._ledger_fd, layout.LEDGER_SIZE)
         pages.init_ledger(self.ledger)
-        # Bound by a short name: a socket's path has 107 bytes at most.
+        # The socket is bound by a short name: a socket's path has at most 107 bytes.
         directory = os.open(self.runtime, os.O_PATH)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"/proc/self/fd/{directory}/governor.sock")
@@ -239,8 +239,8 @@ class Node:
         self._listener.listen(64)
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
-        self.returned: list[int] = []  # who came to another governor
-        self.given_fd: int | None = None  # what they are given instead of their ledger
+        self.returned: list[int] = []  # pids that connected to another governor
+        self.given_fd: int | None = None  # ledger that they get in place of their own
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         self._closing = threading.Event()
@@ -270,7 +270,7 @@ class Node:
         return page
 
     def go_away(self) -> None:
-        """From here on the governor is not there."""
+        """Make the governor appear gone from here on."""
         self._closing.set()
         self._beating.join()
         pages.write(self.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - 5 * SECOND)
@@ -304,7 +304,7 @@ class Node:
             socket.send_fds(connection, [struct.pack("I", slot)], [self._ledger_fd])
 
     def _answer_again(self, connection: socket.socket) -> None:
-        """Answer a process that has a slot already, as another governor does."""
+        """Answer a process that has a slot already, as a restarted governor does."""
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid = struct.unpack("3i", peer)[0]
         with self._lock:
@@ -315,14 +315,14 @@ class Node:
         self.returned.append(pid)
 
     def hang_up(self) -> None:
-        """End the connections, as a governor that is killed does; the next one is there at once."""
+        """Close the connections, as a killed governor does. Its successor is there at once."""
         with self._lock:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
 
     def poked(self) -> int:
-        """How many bytes processes have sent on their connections since they were asked last."""
+        """Return how many bytes processes have sent on their connections since the last call."""
         count = 0
         with self._lock:
             for connection in self._connections:
@@ -331,9 +331,9 @@ class Node:
         return count
 
     def agent(self, *, context: bool = True, alone: bool = False) -> Agent:
-        """A new process: initialised, and with a context unless it shall have none.
+        """Start a new process, initialised, and with a context unless `context` is false.
 
-        One that is `alone` finds no governor, and has no slot.
+        With `alone`, the process finds no governor and has no slot.
         """
         process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + HELPERS + AGENT, self.library, str(self.runtime)],
@@ -366,7 +366,7 @@ class Node:
                 del self._slots[slot]
 
     def seen(self, device: int = 0) -> dict[int, int]:
-        """What a GPU says of each process."""
+        """Return the bytes that a GPU reports for each process."""
         status = simgpu.status(self.gpus[device])
         return {process.pid: process.memory for process in status.processes}
 
@@ -375,16 +375,16 @@ class Node:
         pages.write(self.grant, layout.grant_device(device), "grant_device", field, value)
 
     def read(self, field: str, device: int = 0) -> int:
-        """A field of a GPU's part of the grant page."""
+        """Read a field of a GPU's part of the grant page."""
         return pages.read(self.grant, layout.grant_device(device), "grant_device", field)
 
     def look(self) -> int:
-        """Do what the governor does four times a second. Returns the overhead of the first GPU."""
+        """Do what the governor does four times a second, and return the overhead of the first GPU."""
         for device in range(len(self.gpus)):
             began = time.monotonic_ns()
             with self._lock:
                 slots = dict(self._slots)
-            # What is charged or given back while the GPU is looked at is taken for the driver's.
+            # What is charged or given back while the GPU is read is attributed to the driver.
             before = {slot: self._charged(slot, device) for slot in slots}
             status = simgpu.status(self.gpus[device])
             seen = {process.pid: process.memory for process in status.processes}
@@ -412,12 +412,12 @@ class Node:
 
     @contextlib.contextmanager
     def looking(self, interval: float = 0.005) -> Iterator[None]:
-        """A governor that looks all the time."""
+        """Reconcile all the time, as a governor would."""
         with repeating(self.look, interval):
             yield
 
     def used(self, device: int = 0) -> int:
-        """What the processes are charged, and what the driver took, as `account_used` has it."""
+        """Bytes that the processes are charged plus the driver's overhead, computed as `account_used` does."""
         reconciled = self.read("reconciled_ns", device)
         total = self.read("memory_overhead", device)
         for slot in range(pages.read(self.ledger, 0, "ledger_header", "n_slots")):
@@ -432,7 +432,7 @@ class Node:
         return pages.read(self.ledger, 0, "ledger_header", "memory_peak", 0)
 
     def close(self) -> None:
-        """End every process and the socket."""
+        """Kill every process and close the socket."""
         self._closing.set()
         self._beating.join()
         for agent in list(self.agents):
@@ -449,7 +449,7 @@ class Node:
 
 @contextlib.contextmanager
 def repeating(work: Callable[[], object], interval: float = 0.005) -> Iterator[None]:
-    """Do `work` again and again meanwhile, in a thread of its own."""
+    """Repeat `work` in a thread of its own while the block runs."""
     stop = threading.Event()
 
     def run() -> None:
@@ -466,9 +466,10 @@ def repeating(work: Callable[[], object], interval: float = 0.005) -> Iterator[N
 
 
 def compile_shim(source: Path, library: Path) -> None:
-    """Build a library that answers what it can, with the simulated driver beside it for the rest.
+    """Build a library that answers what it can and passes the rest to the simulated driver next to it.
 
-    The linker records the soname of what it links, so it is shown an empty library of the name that is meant.
+    The linker records the soname of the library that it links, so it is given an empty library with
+    the intended soname.
     """
     empty = library.parent / "empty" / "libsimgpu.so"
     empty.parent.mkdir()
@@ -480,7 +481,7 @@ def compile_shim(source: Path, library: Path) -> None:
 
 
 def need_namespaces() -> None:
-    """End the test where a process may not have a mount namespace of its own."""
+    """Skip the test where a process cannot have a mount namespace of its own."""
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE, "-", "/tmp"], capture_output=True, text=True, check=False
     )

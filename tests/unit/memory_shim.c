@@ -1,7 +1,8 @@
 /*
- * What the simulated driver lacks of the driver's memory API, put in front of it: the forms of the
- * first CUDA versions, and functions that need hardware or another process. What they take is the
- * simulated GPU's where it has the means, and nothing otherwise; the tests look at the books.
+ * The parts of the driver's memory API that the simulated driver lacks, placed in front of it: the
+ * forms of the first CUDA versions, and functions that need hardware or another process. They take
+ * memory of the simulated GPU where it has a way to do so, and none otherwise. The tests look at
+ * the books.
  *
  * Built as libcuda-origin.so.1 and linked against the simulated driver.
  */
@@ -21,7 +22,7 @@ typedef struct {
 } alloc_node;
 _Static_assert(sizeof(alloc_node) == 120, "CUDA_MEM_ALLOC_NODE_PARAMS");
 
-/* Ours would lead to the control library again, which stands in front. */
+/* The next definition: the first one is in the control library, which is in front of this file. */
 #define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
 
 int cuMemAlloc_v2(address *at, size_t size);
@@ -199,7 +200,7 @@ int cuGreenCtxDestroy(int *green)
     return NEXT(cuDevicePrimaryCtxRelease_v2)(device);
 }
 
-/* ---- memory of others ---- */
+/* ---- memory of other processes ---- */
 
 int cuImportExternalMemory(void **memory, const void *descriptor)
 {
@@ -372,8 +373,7 @@ int cuGraphInstantiateWithParams(void **exec, void *graph, void *params)
 
 /* ---- descriptors and multicast objects ---- */
 
-/* The real driver's descriptors are files that can be waited for; those of the simulated one are
- * not. */
+/* The real driver's descriptors can be waited for. Those of the simulated driver cannot. */
 int cuMemExportToShareableHandle(void *shareable, address handle, int type,
                                  unsigned long long flags)
 {

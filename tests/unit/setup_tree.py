@@ -1,4 +1,4 @@
-"""A node's root as a tree of files, `tidegate setup` in it as it is typed, and what the tree is afterwards."""
+"""Build a node's root as a tree of files, run `tidegate setup` in it, and take snapshots of the tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from governor import cli
 
 
 def put(root: Path, path: str, content: str | bytes, mode: int = 0o644) -> Path:
-    """Make a file, with the bytes that are given: no newline is translated."""
+    """Write a file with exactly these bytes: newlines are not translated."""
     file = root / path.lstrip("/")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -26,7 +26,7 @@ def put_programs(root: Path, directory: str = "/usr/bin") -> None:
 
 
 def put_process(root: Path, pid: int, *words: str) -> None:
-    """Lay a process of this tree's as /proc has it."""
+    """Create the /proc entry of a process whose root is this tree."""
     put(root, f"/proc/{pid}/cmdline", "".join(f"{word}\0" for word in words))
     (root / f"proc/{pid}/root").symlink_to(root)
 
@@ -39,7 +39,7 @@ def put_service(
     age_s: float = 100,
     command: str = "podman --log-level=info system service",
 ) -> None:
-    """Lay a service of Podman's API: the fields that are read, at the places where they are."""
+    """Create the /proc entry of Podman's API service, with the fields that are read."""
     put_process(root, pid, *command.split())
     since_boot = int((time.clock_gettime(time.CLOCK_BOOTTIME) - age_s) * os.sysconf("SC_CLK_TCK"))
     put(root, f"/proc/{pid}/stat", f"{pid} (pod (man)) S " + "0 " * 18 + f"{since_boot} 0 0\n")
@@ -50,7 +50,7 @@ def put_service(
 def put_monitor(
     root: Path, pid: int, name: str, directories: tuple[str, ...], annotations: dict[str, str]
 ) -> None:
-    """Lay a container's monitor, whose command to restart it has these hooks directories."""
+    """Create the /proc entry of a container's monitor with these hooks directories in its restart command."""
     bundle = f"/var/lib/containers/storage/overlay-containers/{name}/userdata"
     put(root, f"{bundle}/config.json", json.dumps({"annotations": annotations}))
     hooks = [word for directory in directories for word in ("--hooks-dir", directory)]
@@ -63,7 +63,7 @@ def put_monitor(
 
 
 def put_crio_programs(root: Path, directory: str = "/usr/bin") -> None:
-    """Put what CRI-O starts containers with where it is in this layout: on its path, or in /usr/libexec/crio."""
+    """Install the programs by which CRI-O starts containers: on its path, or in /usr/libexec/crio."""
     for name in ("conmon", "crun"):
         put(root, f"{directory}/{name}", "#!/bin/sh\n", 0o755)
 
@@ -77,7 +77,7 @@ def text(root: Path, path: str) -> str:
 
 
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
-    """Every path with its type and mode, and what is in it."""
+    """Return every path with its type and mode, and its content."""
     found = {}
     for directory, names, files in os.walk(root):
         for name in names + files:

@@ -1,4 +1,4 @@
-"""The commands of the documents: what stands in their blocks of shell, word by word."""
+"""Extract the commands of the documents from their shell blocks, split into words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a shell would run it, without redirections and variables before it."""
+    """A command as a shell would run it, without redirections and without leading assignments."""
 
     page: str
     line: int
@@ -35,19 +35,19 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Return the pages whose commands somebody may type: all of them."""
+    """Return the pages whose commands a reader may type: all of them."""
     return markdown.pages()
 
 
 def script_of(fence: markdown.Fence) -> str:
-    """Return what is typed: of a console's block the lines behind the prompt."""
+    """Return what is typed. In a console block these are the lines after a prompt."""
     if fence.language != "console":
         return fence.text
     return "\n".join(line[2:] for line in fence.text.splitlines() if line.startswith("$ "))
 
 
 def blocks() -> Iterator[tuple[str, markdown.Fence]]:
-    """Yield each block of shell, with the page that it is on."""
+    """Yield each shell block with the page that it is on."""
     for page in pages():
         for fence in markdown.fences(page.read_text(encoding="utf-8")):
             if fence.language in SHELL:
@@ -63,7 +63,7 @@ def commands() -> Iterator[Command]:
 
 
 def _lines(script: str) -> Iterator[tuple[int, str]]:
-    """Yield logical lines with their offset: continued ones joined, here-documents left out."""
+    """Yield logical lines with their offset. Continued lines are joined and here-documents left out."""
     until, joined, start = "", "", 0
     for offset, written in enumerate(script.splitlines()):
         if until:
@@ -113,7 +113,7 @@ def _simple(words: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def inline() -> Iterator[Command]:
-    """Yield the commands of ours that stand in the text, between backticks; some are cut short."""
+    """Yield Tidegate's own commands that the text quotes between backticks. Some are cut short."""
     for page in pages():
         name = page.relative_to(ROOT).as_posix()
         for line in markdown.prose(page.read_text(encoding="utf-8")):
@@ -124,4 +124,4 @@ def inline() -> Iterator[Command]:
                         for words in split(code):
                             yield Command(name, line.number, words)
                     except ValueError:
-                        continue  # a quotation that is cut off
+                        continue  # an unfinished quotation

@@ -48,16 +48,16 @@ def halves(arbiter: Arbiter) -> tuple[int, int]:
 
 @dataclass
 class Job:
-    """A container in the model: it always wants the GPU unless it sleeps."""
+    """A container in the model. It always wants the GPU except while it sleeps."""
 
     guarantee: int
     limit: int
-    unit: int = 200_000  # ns of GPU time of one piece of work
+    unit: int = 200_000  # GPU time of one unit of work, in ns
     awake: list[tuple[int, int]] = field(default_factory=list)
-    measures: float = 1.0  # what the GPU's clock says that its work took
-    processes: int = 1  # that work in each grant
+    measures: float = 1.0  # GPU time that the clock measures, as a factor of the real time
+    processes: int = 1  # number that work in each grant
     done: int = 0
-    trace: list[tuple[int, int]] = field(default_factory=list)  # end of a grant, work done in it
+    trace: list[tuple[int, int]] = field(default_factory=list)  # (end of a grant, work done in it)
 
     def wants(self, now: int) -> bool:
         return not self.awake or any(a <= now < b for a, b in self.awake)
@@ -75,11 +75,10 @@ def play(
     honest: bool = True,
     **changes: int,
 ) -> list:
-    """
-    Run jobs on a model of a GPU for `until` ns of virtual time and return the arbiter's statistics.
+    """Run jobs on a model of a GPU for `until` ns of virtual time and return the arbiter's statistics.
 
-    A holder works from `handover` after the start of its grant in whole units until the unit that would
-    begin past its deadline, then gives the grant back.
+    A holder starts to work `handover` ns after the start of its grant. It works in whole units
+    until the unit that would begin past its deadline, then gives the grant back.
     """
     with Arbiter(library, config(**changes)) as arbiter:
         tenants = [arbiter.add(j.guarantee * WHOLE // 100, j.limit * WHOLE // 100, 0) for j in jobs]
@@ -154,7 +153,7 @@ def test_one_second_windows_are_near_the_quota(library):
 
 
 MPS = arbiter_config(Config(), "mps")
-# Containers whose work runs at the same time for a moment, at the ends of grants.
+# The work of containers overlaps for a moment at the ends of grants.
 BESIDE = {"handover": 0} | {
     name: getattr(MPS, name)
     for name in ("quantum_ns", "most_ns", "switch_ns", "overhead_ns", "beside_ns")
@@ -226,7 +225,7 @@ def test_who_says_too_much_harms_himself_alone(library):
 
 
 def test_long_work_is_charged_and_paid_back(library):
-    """Units of 20 ms beside units of 0.2 ms: an overrun is debt, the shares hold."""
+    """With units of 20 ms beside units of 0.2 ms, an overrun becomes debt and the shares hold."""
     jobs = [Job(30, 30, unit=20 * MS), Job(50, 50)]
     play(library, jobs, 30 * S)
     assert jobs[0].share(S, 30 * S) == pytest.approx(30, abs=1.0)
@@ -247,7 +246,7 @@ def test_a_whole_gpu_alone_is_open_and_never_drained(library):
 
 
 def test_idle_time_is_lent_and_taken_back(library):
-    """An owner that wakes gets its share at once; until then its neighbour had all of it."""
+    """An owner that wakes gets its share at once. Until then its neighbour had the whole GPU."""
     owner = Job(50, 50, awake=[(5 * S, 10 * S)])
     other = Job(30, 100)
     play(library, [owner, other], 12 * S)
@@ -274,7 +273,7 @@ def test_sleeping_earns_no_credit(library):
 
 
 def test_a_report_of_no_use_is_believed_within_bounds_only(library):
-    """A container that reports no GPU time at all gains what a hand-over may cost, no more."""
+    """A container that reports no GPU time at all gains at most what a hand-over may cost."""
     jobs = [Job(30, 30), Job(30, 30)]
     play(library, jobs, 20 * S, honest=False)
     assert all(j.share(S, 20 * S) < 36 for j in jobs)
@@ -282,7 +281,7 @@ def test_a_report_of_no_use_is_believed_within_bounds_only(library):
 
 @pytest.mark.parametrize(("last", "taken"), [(-2, 10), (0, 10), (5, 15), (9, 19), (11, 20)])
 def test_a_holder_that_does_not_give_back_is_passed_over(library, last, taken):
-    """10 ms after anything was seen of him, and 20 behind the grant's end."""
+    """The GPU goes on 10 ms after the holder's last sign of life, and 20 ms after the deadline at the latest."""
     with Arbiter(library, config()) as arbiter:
         stuck, other = halves(arbiter)
         arbiter.want(stuck, 0, want=True)
@@ -299,7 +298,10 @@ def test_a_holder_that_does_not_give_back_is_passed_over(library, last, taken):
 
 
 def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
-    """One unit of 300 ms: who is overdue and says so holds on, until he falls silent or a second is over."""
+    """An overdue holder that reports running work keeps the GPU until it falls silent or a second is over.
+
+    Here the work is one unit of 300 ms.
+    """
     with Arbiter(library, config()) as arbiter:
         long, other = (
             arbiter.add(WHOLE // 10, WHOLE // 10, 0),
@@ -315,7 +317,7 @@ def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
         arbiter.released(deadline + 300 * MS)
         assert arbiter.step(deadline + 300 * MS).holder == other
         arbiter.released(deadline + 304 * MS)
-        # 300 ms at 10 % are 3 s.
+        # 300 ms at 10 % take 3 s.
         assert arbiter.step(deadline + 304 * MS).holder == other
         arbiter.want(other, deadline + 305 * MS, want=False)
         arbiter.released(deadline + 305 * MS, used=False)
@@ -323,7 +325,10 @@ def test_a_holder_whose_work_runs_is_waited_for_and_charged(library):
 
 
 def test_a_hand_over_is_what_was_held_and_not_charged(library):
-    """5 ms are held, the GPU's clock says 4.7: known before the next grant. What nobody used is one, too."""
+    """The grant is held for 5 ms and the GPU's clock says 4.7: the difference is known before the next grant.
+
+    A grant that was not used counts as hand-over as well.
+    """
     with Arbiter(library, config()) as arbiter:
         one, other = halves(arbiter)
         arbiter.want(one, 0, want=True)
@@ -334,7 +339,7 @@ def test_a_hand_over_is_what_was_held_and_not_charged(library):
         arbiter.busy(one, 5 * MS - 300_000)
         assert arbiter.step(5 * MS).holder == other
         assert arbiter.stats(one).held_ns == 5 * MS
-        assert arbiter.stats(one).handover_ns == 0  # it is not settled
+        assert arbiter.stats(one).handover_ns == 0  # not settled yet
         assert arbiter.stats(other).since_ns == 5 * MS
         arbiter.released(6 * MS, used=False)
         assert arbiter.stats(other).handover_ns == MS
@@ -381,12 +386,12 @@ def test_lent_time_is_given_back_after_20_ms_whatever_runs(library):
         arbiter.want(other, 0, want=True)
         arbiter.step(0)
         arbiter.want(owner, MS, want=True)
-        arbiter.step(MS)  # the open grant ends
+        arbiter.step(MS)  # ends the open grant
         arbiter.released(2 * MS)
         assert arbiter.step(2 * MS).holder == owner
         arbiter.released(6 * MS)
         view = arbiter.step(6 * MS)
-        assert view.holder == other  # lent: of its own it has 1 %
+        assert view.holder == other  # lent: its own guarantee is 1 %
         for at in range(0, 20, 5):
             arbiter.alive(view.deadline_ns + at * MS)
             assert arbiter.step(view.deadline_ns + at * MS).holder == other
@@ -394,7 +399,7 @@ def test_lent_time_is_given_back_after_20_ms_whatever_runs(library):
 
 
 def test_who_held_on_and_did_little_is_not_waited_for_again(library):
-    """Its stream waited for somebody, not for the GPU."""
+    """Its stream waited for another container, not for the GPU."""
     with Arbiter(library, config()) as arbiter:
         idle, other = halves(arbiter)
         for tenant in (idle, other):
@@ -453,9 +458,9 @@ def test_a_cap_that_is_set_while_somebody_is_alone_counts_from_then_on(library):
         ((), 1),
         ((0,), 1),
         ((7,), 8),
-        ((7, 0, 5), 8),  # a new container's page says 0
+        ((7, 0, 5), 8),  # the page of a new container has 0
         ((2**31 + 5,), 2**31 + 6),
-        ((2**32 - 3, 2), 3),  # it wrapped around: 2 is later
+        ((2**32 - 3, 2), 3),  # wrapped around, so 2 is later
         ((2, 2**32 - 3), 3),
         ((2**31 + 5, 0, 2**31 + 9), 2**31 + 10),
     ],
@@ -467,7 +472,7 @@ def test_grants_are_numbered_on_from_an_arbiter_before(library, told, first) -> 
             arbiter.begin(epoch)
         arbiter.want(a, 0, want=True)
         assert arbiter.step(0).epoch == first
-        arbiter.begin(first + 100)  # another container is taken over: this grant keeps its number
+        arbiter.begin(first + 100)  # a container taken over: this grant keeps its number
         assert arbiter.step(MS // 10).epoch == first
         arbiter.released(MS)
         arbiter.want(a, MS, want=False)
@@ -477,7 +482,7 @@ def test_grants_are_numbered_on_from_an_arbiter_before(library, told, first) -> 
 
 def test_what_was_done_before_the_first_grant_is_not_charged(library) -> None:
     def owed_after(before_ns: int) -> int:
-        """When a container that worked for 1 ms of its first grant may go on."""
+        """Return what a container is charged that worked for 1 ms of its first grant."""
         with Arbiter(library, config()) as arbiter:
             a, b = halves(arbiter)
             arbiter.busy(a, before_ns)
@@ -512,14 +517,14 @@ class Looper:
     quota: int
     unit: int
     pause: int = 0
-    keeps: bool = False  # it holds the GPU over its pauses
+    keeps: bool = False  # whether it holds the GPU during its pauses
     done: int = 0
-    left: int = 0  # of the unit that runs
-    ready: int = 0  # when it wants to begin the next
+    left: int = 0  # GPU time left of the unit that runs, in ns
+    ready: int = 0  # when it wants to begin the next unit
 
 
 def play_loopers(library, jobs: list[Looper], until: int, *, switch: int = 130_000) -> int:
-    """Run programs with pauses on a model of a GPU, in steps of 20 us; return the grants."""
+    """Run programs with pauses on a model of a GPU in steps of 20 us; return the number of grants."""
     step = 20_000
     with Arbiter(library, config()) as arbiter:
         tenants = [arbiter.add(j.quota * WHOLE // 100, j.quota * WHOLE // 100, 0) for j in jobs]
@@ -555,10 +560,10 @@ def play_loopers(library, jobs: list[Looper], until: int, *, switch: int = 130_0
 
 
 def test_pauses_cost_a_program_none_of_its_share(library):
-    """
-    1 ms of work and 0.5 ms of pause in turn beside one without pauses, half of the GPU each.
+    """A program that works 1 ms and pauses 0.5 ms shares a GPU with one without pauses, 50 % each.
 
-    Alone it could have 67 %; each pause that others use costs two hand-overs, which both pay.
+    Alone, it could have 67 %. Each pause that the other program uses costs two hand-overs, for
+    which both pay.
     """
     pausing, hog = Looper(50, MS, MS // 2), Looper(50, MS // 5)
     play_loopers(library, [pausing, hog], 5 * S)
@@ -575,7 +580,10 @@ def test_a_small_share_with_pauses_is_delivered_in_full(library):
 
 
 def play_stopped(library, other_limit: int, until: int, back: int) -> tuple[list[int], list[int]]:
-    """Two containers of half a GPU; one is stopped and goes on to want. Return when each had it."""
+    """Run two containers with half a GPU each, of which one is stopped while it wants the GPU.
+
+    Return the times at which each had the GPU.
+    """
     stopped_from = 100 * MS
     with Arbiter(library, config()) as arbiter:
         stopped = arbiter.add(WHOLE // 2, WHOLE // 2, 0)
@@ -607,7 +615,7 @@ def play_stopped(library, other_limit: int, until: int, back: int) -> tuple[list
 
 @pytest.mark.parametrize("other_limit", [WHOLE // 2, WHOLE])
 def test_a_stopped_container_costs_its_neighbour_20_ms_at_most(library, other_limit):
-    """It says that it wants the GPU for as long as it is stopped, and gets its share when it is back."""
+    """A stopped container still says that it wants the GPU. It gets its share when it continues."""
     stopped, other = play_stopped(library, other_limit, 2 * S, S)
     pauses = [b - a for a, b in itertools.pairwise(other)]
     assert max(pauses) <= 20 * MS
@@ -617,7 +625,7 @@ def test_a_stopped_container_costs_its_neighbour_20_ms_at_most(library, other_li
 
 
 def test_a_container_that_shows_nothing_has_the_gpu_if_nobody_else_wants_it(library):
-    """Its processor may be taken for long, and its launch come late."""
+    """The host may have descheduled it for a long time, so that its launch comes late."""
     with Arbiter(library, config()) as arbiter:
         late, other = halves(arbiter)
         arbiter.want(late, MS, want=True)
@@ -641,7 +649,7 @@ def test_a_container_that_shows_nothing_has_the_gpu_if_nobody_else_wants_it(libr
 
 
 def test_grants_of_an_mps_gpu_are_short_and_right_over_a_tenth_of_a_second(library):
-    """No contexts change: a hand-over is 20 us here, where `timeslice` has 150."""
+    """Contexts do not change: a hand-over takes 20 us here, compared with 150 with `timeslice`."""
     settings = arbiter_config(Config(), "mps")
     values = {name: getattr(settings, name) for name, _ in settings._fields_}
     assert (values["quantum_ns"], values["most_ns"], values["switch_ns"]) == (MS, MS, 0)

@@ -1,8 +1,8 @@
-"""Containers that lie to the arbiter, on a virtual clock: what they say costs the others nothing of their shares.
+"""Containers that lie to the arbiter, on a virtual clock: their reports cost the others none of their shares.
 
-A ledger is written by its container, and the arbiter reads it every few microseconds. So whoever
-runs there may say at any time that it wants the GPU, that it works, that it is done, and for how
-long it worked, whatever is true.
+A ledger is written by its container, and the arbiter reads it every few microseconds. So a
+container can claim at any time that it wants the GPU, that it works, that it is done and for how
+long it worked, whether or not that is true.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from governor.arbiter import NOBODY, WHOLE, Arbiter, load_library
 from tests.unit.test_arbiter import MS, S, config
 
 TICK = 20_000
-UNIT = 200_000  # of the others' work
+UNIT = 200_000  # unit of the other containers' work
 SWITCH = 130_000
 LONG = 3 * S
-UNUSED = 5 * MS  # after so long a grant in which nobody began anything is taken back: runner.c
+# After this long, runner.c takes back a grant in which no work began.
+UNUSED = 5 * MS
 
 
 @pytest.fixture(scope="session")
@@ -30,13 +31,13 @@ def library(build_dir: Path):
 
 @dataclass
 class Now:
-    """What a liar goes by."""
+    """What a liar bases its next lie on."""
 
     arbiter: Arbiter
     tenant: int
     now: int
     holds: bool
-    began: int  # when the grant under way began
+    began: int  # start of the current grant
 
 
 Lie = Callable[[Now], None]
@@ -49,7 +50,7 @@ def wants_and_does_nothing(at: Now) -> None:
 
 
 def has_changed_its_mind(at: Now) -> None:
-    """It wants nothing any more as soon as it has the GPU."""
+    """Stop wanting the GPU as soon as it is granted."""
     at.arbiter.want(at.tenant, at.now, want=not at.holds)
     if at.holds and at.now >= at.began + UNUSED:
         at.arbiter.released(at.now, used=False)
@@ -62,14 +63,14 @@ def is_done_at_once(at: Now) -> None:
 
 
 def works_for_half_a_hand_over(at: Now) -> None:
-    """It holds the GPU for as long as a hand-over may cost, and says that it did nothing."""
+    """Hold the GPU for as long as a hand-over may cost, and report no work."""
     at.arbiter.want(at.tenant, at.now, want=True)
     if at.holds and at.now >= at.began + 400_000:
         at.arbiter.released(at.now)
 
 
 def calls_and_does_not_come(at: Now) -> None:
-    """It wants the GPU for a moment, again and again, and never when it could have it."""
+    """Want the GPU for moments, again and again, but never when it could be granted."""
     at.arbiter.want(at.tenant, at.now, want=not at.holds and bool(at.now // TICK % 2))
     if at.holds and at.now >= at.began + UNUSED:
         at.arbiter.released(at.now, used=False)
@@ -85,7 +86,7 @@ LIES: tuple[Lie, ...] = (
 
 
 def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list[float]:
-    """Return what the others get in 3 s, percent of the GPU, beside a liar with such a quota."""
+    """Return the shares, in percent of the GPU, that the others get in 3 s beside a liar with this quota."""
     with Arbiter(library, config()) as arbiter:
         others = [arbiter.add(q * WHOLE // 100, q * WHOLE // 100, 0) for q in quotas]
         liar = arbiter.add(quota * WHOLE // 100, limit * WHOLE // 100, 0)
@@ -123,10 +124,10 @@ def shares(library, quotas: list[int], lie: Lie, quota: int, limit: int) -> list
     [([45, 45], 10, 10), ([50], 40, 40), ([45, 45], 10, 100), ([30], 10, 10)],
 )
 def test_a_liar_takes_nobodys_share(library, lie, quotas, quota, limit):
-    """
-    Hand-overs come off everybody where all is promised; a liar's word is worth a quarter of its own share at most.
+    """A lie takes at most a quarter of the liar's own share. Where all is promised, all pay for hand-overs.
 
-    Before, four of these left the others less than 1 % of the GPU, and the fifth 36 of 45 %.
+    Before, four of these lies left the others less than 1 % of the GPU, and the fifth left 36 of 45
+    %.
     """
     got = shares(library, quotas, lie, quota, limit)
     for share, promised in zip(got, quotas, strict=True):
@@ -134,7 +135,7 @@ def test_a_liar_takes_nobodys_share(library, lie, quotas, quota, limit):
 
 
 def test_who_lies_about_lent_time_gets_no_more_of_it_than_others(library):
-    """Two that may use what is idle, with the same share of their own."""
+    """Both containers may use idle time, and both have the same guarantee."""
     with Arbiter(library, config()) as arbiter:
         honest, liar = (arbiter.add(WHOLE // 10, WHOLE, 0) for _ in range(2))
         held = {honest: 0, liar: 0}

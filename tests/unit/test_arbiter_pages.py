@@ -1,4 +1,4 @@
-"""Ledgers full of nonsense, and of lies, beside containers that compute: briefly; tests/fuzz has it at length."""
+"""Run ledgers full of nonsense and lies beside containers that compute; tests/fuzz does so at length."""
 
 from pathlib import Path
 

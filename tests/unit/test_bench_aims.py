@@ -1,4 +1,4 @@
-"""The table of aims: the newest result of a real GPU counts, and a missed aim is said."""
+"""The table of aims: the newest result of a real GPU counts, and a missed aim is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The burner's forms of work, run on the simulated GPU: each stamps the end of each unit, in order."""
+"""The burner's forms of work on the simulated GPU: each form stamps the end of each unit, in order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory, build_dir: Path) -> Iterat
 
 
 def burn(machine: Simulated, job: str, *options: str) -> tuple[list[int], dict[str, Any]]:
-    """When units ended, and what the burner said at its end."""
+    """Return when the units ended, and the burner's final report."""
     out = machine.work / f"{job}.bin"
     done = subprocess.run(
         [*machine.command(job, inside=False), "--out", str(out), *options],
@@ -48,9 +48,9 @@ def burn(machine: Simulated, job: str, *options: str) -> tuple[list[int], dict[s
         ("cooperative", 500, 500),
         ("graph", 500, 500),
         ("sweep", 500, 500),
-        # A stamp in each 64th of a unit.
+        # There is a stamp for each 64th of a unit.
         ("persistent", 20_000, 312),
-        # These wait for the host: a unit is as long as that makes it.
+        # These forms wait for the host, which determines how long a unit takes.
         ("sync", 500, None),
         ("tiny", 500, None),
         ("copy", 500, None),
@@ -64,12 +64,12 @@ def test_each_form_stamps_its_units(
     assert ends == sorted(ends)
     if stamp_us is not None:
         took = statistics.median(after - before for before, after in itertools.pairwise(ends))
-        # A busy machine makes the burner believe that less work takes as long.
+        # On a busy machine, the burner calibrates a unit to less work.
         assert 0.3 * stamp_us < took / 1000 < 1.3 * stamp_us
 
 
 def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
-    """Of a persistent kernel the iterations are those of one stretch."""
+    """For a persistent kernel, the iterations are those of one stretch."""
     ends, told = burn(
         machine, "burner-20000-persistent", "--seconds", "0.2", "--iterations", "250000"
     )
@@ -79,7 +79,7 @@ def test_the_same_work_is_done_when_told_how_much(machine: Simulated) -> None:
 
 
 def test_bursts_are_as_long_as_the_duty_says(machine: Simulated) -> None:
-    """Half of the time; the GPU's clock is this machine's, so the clocks agree."""
+    """The duty is half of the time. The GPU's clock is this machine's clock, so they agree."""
     ends, told = burn(
         machine, "burner-500-burn", "--seconds", "4", "--bursts", "5", "--duty", "50",
         "--iterations", "500000",

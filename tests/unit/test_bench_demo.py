@@ -1,4 +1,4 @@
-"""The demo says when other programs are in its way."""
+"""The demo warns when other programs take the processors that it needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_what_others_keep_busy_is_told(tmp_path: Path) -> None:
 
     def later() -> None:
         time.sleep(0.1)
-        # Three quarters of the time since went to somebody; waiting for a disk is idle.
+        # Since then, three quarters of the time was used. Waiting for a disk counts as idle.
         stat.write_text("cpu  160 5 60 820 55 0 0 0 0 0\n")
 
     thread = threading.Thread(target=later)

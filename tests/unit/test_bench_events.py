@@ -1,4 +1,4 @@
-"""What a change, a kill and a stop did is told from stamps: figures from data whose answer is known."""
+"""The effect of a change, a kill and a stop is computed from stamps: figures from data with a known answer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MS = 1_000_000
 
 
 def steps(*stretches: tuple[int, float]) -> list[int]:
-    """Work in steps of 10 ms: (how many steps, percent of the GPU) each."""
+    """Return work in steps of 10 ms from stretches of (number of steps, percent of the GPU)."""
     return [round(share * 100) for n, share in stretches for _ in range(n)]
 
 
 def test_a_change_is_settled_when_a_whole_window_is_within_three_points() -> None:
-    # The new share holds from 50 ms after the change on; the 100 ms behind it then need 90 ms more:
-    # nine steps at 60 and one at 30 are 57.
+    # The new share holds from 50 ms after the change. The window of 100 ms then needs 90 ms more:
+    # nine steps at 60 and one at 30 average 57.
     work = steps((100, 30), (5, 30), (200, 60))
     assert settled_after(work, 1000 * MS, 60, 3000 * MS) == 140 * MS
 
@@ -44,9 +44,9 @@ def test_a_container_that_was_there_already_is_settled_at_once() -> None:
 
 
 def test_who_passes_through_the_new_share_has_not_settled() -> None:
-    """A look that only asks for the first good window would say 140 ms."""
+    """Looking only for the first good window would give 140 ms."""
     work = steps((100, 30), (5, 30), (30, 60), (20, 90), (200, 60))
-    # The windows are good again when nine of ten steps are at 60 and one at 90: 63.
+    # The windows are good again when nine of ten steps are at 60 and one is at 90: 63 on average.
     assert settled_after(work, 1000 * MS, 60, 4000 * MS) == (5 + 30 + 20 + 9) * 10 * MS
     assert settled_after(work, 1000 * MS, 60, 4000 * MS, 0) == 140 * MS
 
@@ -96,8 +96,8 @@ def test_later_windows_that_are_off_are_counted() -> None:
     arm = settling_arm(steps((100, 30), (80, 60), (10, 80), (10, 60)), (1000, 60, 2000))
     told = settle_times(arm)
     assert told["ms"] == [90.0]
-    # Settled at step 109; of the windows to step 200 those that have two or more of the ten
-    # steps at 80 are off by 4 and more: 17, which end at steps 182 to 198.
+    # It settles at step 109. Of the windows up to step 200, those with two or more of their ten
+    # steps at 80 are off by 4 or more: 17 windows, which end at steps 182 to 198.
     assert told["outside_percent"] == round(100 * 17 / 92, 2)
 
 
@@ -108,7 +108,7 @@ def test_a_wait_is_what_a_pause_has_behind_the_event_less_a_unit() -> None:
     ends = keep_ends([*before, *after], at)
     assert ends[:5] == [-2000, 1000, 1000, 12_000, 1000]
     assert stall_of({"ends_us": ends}, MS) == (11.0, 11.0, True)
-    # Of a pause that began before the event, what went before is no wait for it.
+    # If a pause began before the event, only the part after the event counts as a wait.
     ends = keep_ends([*(one for one in before if one.time < at - MS), *after], at)
     assert stall_of({"ends_us": ends}, MS) == (11.0, 13.0, True)
 
@@ -158,7 +158,7 @@ def test_an_arm_of_kills_has_its_longest_stall() -> None:
 
 
 def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
-    """The GPU's clock is 7 s ahead; the neighbour's last unit, not the host, says when it ended."""
+    """The GPU's clock is 7 s ahead. The neighbour's last unit says when it ended, not the host."""
     ahead, begin = 7_000 * MS, 8_000 * MS
     placed = place_events(
         [
@@ -190,7 +190,7 @@ def test_events_are_placed_on_the_clock_of_the_gpu() -> None:
 
 
 def arm_of(name: str, seconds: int = 2) -> dict[str, Any]:
-    """An arm as quota.json has it, in which everybody got what he was guaranteed, to the point."""
+    """Return an arm as quota.json has it, in which each container got exactly its guarantee."""
     arm = ARMS[name]
     tenants = [
         {

@@ -1,4 +1,4 @@
-"""What bench.gangs makes of what nvidia-smi prints and of its own samples, and how it is kept."""
+"""How bench.gangs reads nvidia-smi's output and its own samples, and how a result is kept."""
 
 import json
 
@@ -58,7 +58,7 @@ def answer(**more):
 
 
 def parts():
-    """A share of 40 %, from 1 s on none for 1 s, 20 % for 0.2 s, and 40 again."""
+    """Return the parts of a run: a share of 40 %, none for 1 s from 1 s on, 20 % for 0.2 s, then 40 % again."""
     work = [4000] * 100 + [0] * 100 + [2000] * 20 + [4000] * 180
     event = {"killed_ns": 1_000_000_000, "returned_ns": 2_000_000_000, "until_ns": 4_000_000_000}
     tenant = {
@@ -106,7 +106,7 @@ def parts():
 def test_a_share_is_back_when_it_is_near_again():
     told = gang_figures.summarise(parts())["restart"]["arms"]["train"]
     back, hog = told["tenants"]
-    # 100 ms near 40 %: the 20 % of 200 ms have to be out of it but for two steps.
+    # 100 ms have to be near 40 %, so all but two steps of the 200 ms at 20 % have left the window.
     assert back["back_ms"] == [280.0]
     assert (back["second_s"], back["away_s"], back["charged"]) == ([40.0], [0.0], None)
     assert (hog["delivered"], hog["charged"], hog["error_1s"]) == (60.0, 60.0, 0.0)

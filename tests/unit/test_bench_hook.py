@@ -1,4 +1,4 @@
-"""What a start costs, kept as a result: the figures are those of the starts."""
+"""The cost of a container's start as a kept result: its figures follow from the measured starts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_the_page_has_what_a_start_costs_with_each_engine() -> None:
     summary = start_times.summarise({"docker": {**ways, "governed": [120.0, 130.0, 119.0]}})
     assert summary["docker"]["native_ms"] == 100.0
     assert (summary["docker"]["ungoverned_adds_ms"], summary["docker"]["ungoverned_error_ms"]) == (1.0, 0.0)  # fmt: skip
-    # 20, 28 and 21 more: the median, and 1.25 standard deviations over the root of three.
+    # The starts add 20, 28 and 21 ms. The figures are the median, and 1.25 standard deviations over
+    # the square root of three.
     assert (summary["docker"]["governed_adds_ms"], summary["docker"]["governed_error_ms"]) == (21.0, 3.1)  # fmt: skip
     kept = {
         "suite": "starts", "command": "x", "date": "2026-01-02", "commit": "0" * 40, "summary": summary,

@@ -1,4 +1,4 @@
-"""What a call costs: the figures from the samples, and a run over the driver that does nothing."""
+"""The cost of a call: the figures from the samples, and a run on a driver that does nothing."""
 
 import json
 import os
@@ -18,7 +18,7 @@ STUB = b"tidegate stub 0."
 
 @pytest.fixture
 def room(tmp_path):
-    """A room, where this machine lets us have a mount namespace."""
+    """A room, on machines where this process can have a mount namespace."""
     with Room(tmp_path / "room", [STUB]) as made:
         done = subprocess.run(made.command("true"), capture_output=True, text=True, check=False)
         if done.returncode:
@@ -93,7 +93,7 @@ def test_a_process_in_a_room_reads_the_page_and_writes_the_ledger(room, build_di
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    # Two batches to warm up. Those that went by a pass are told five times a second.
+    # There are two warm-up batches. Launches that went by a pass are reported five times a second.
     assert 0 < room.counter("launches") <= 7 * 3
 
 

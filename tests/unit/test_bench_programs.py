@@ -1,4 +1,4 @@
-"""What bench.programs takes for a difference between a program's two runs, and what not."""
+"""Which differences between a program's two runs bench.programs reports, and which not."""
 
 import copy
 import json
@@ -121,9 +121,9 @@ def test_the_answer_is_told_from_what_else_is_printed():
     [
         (1, 1.0009, True),
         (1, 1.0011, False),
-        (0.0, 5e-7, True),  # below what is a number worth comparing
+        (0.0, 5e-7, True),  # too small to be worth a comparison
         (0.0, 5e-6, False),
-        ([1000.0, 0.0], [1000.0, 0.9], True),  # small beside the largest
+        ([1000.0, 0.0], [1000.0, 0.9], True),  # small next to the largest number
         ("1", 1, False),
         (float("nan"), float("nan"), False),
     ],

@@ -68,7 +68,7 @@ def test_a_run_that_is_shorter_than_a_window_has_no_error() -> None:
 
 
 def test_the_ideal_uses_the_gpu_whenever_somebody_has_work() -> None:
-    # One has work for 2 s, the other for the second of them and one more: 3 s in all.
+    # One container has work for 2 s, the other for the second of these and one more: 3 s in all.
     busy = [[[0, 2000 * MS]], [[1000 * MS, 3000 * MS]]]
     one = [10_000] * 100 + [5000] * 100 + [0] * 100
     two = [0] * 100 + [5000] * 100 + [10_000] * 100
@@ -107,7 +107,7 @@ def test_no_arm_promises_more_than_there_is(name: str) -> None:
 
 
 def test_all_suites_run_with_one_configuration() -> None:
-    """What a suite shows is worth nothing if it needs a quantum of its own."""
+    """A suite shows nothing if it needs a quantum of its own."""
     assert {json.dumps(dict(ARMS[arm].settings)) for arms in SUITES.values() for arm in arms} == {
         "{}"
     }
@@ -150,7 +150,8 @@ def test_a_tenant_says_what_it_runs() -> None:
 
 
 def test_processor_time_is_of_a_process_and_its_threads() -> None:
-    # More than is waited for: the kernel tells it in whole ticks, of the program's and of its own time apart.
+    # Longer than the test waits for: the kernel accounts in whole ticks, separately for user and
+    # system time.
     code = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\ninput()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -163,7 +164,7 @@ def test_processor_time_is_of_a_process_and_its_threads() -> None:
 
 
 def told_arm(**tenant: Any) -> dict[str, Any]:
-    """An arm as quota.json has it, of one container that works all of a second."""
+    """Return an arm as quota.json has it, with one container that works for all of a second."""
     one = {**asdict(Tenant(40)), "work_us": [4000] * 100, "busy_ns": [], **tenant}
     return {
         "processors": {"governor": 0.05, "helpers": 0.1},
@@ -254,7 +255,7 @@ def test_waits_are_what_is_between_units_beyond_their_own_time() -> None:
     stamps = [Stamp(*one) for one in times]
     found = waits(stamps, profile, 0, now)
     assert found == {"n": 2, "p50_us": 10_000, "p99_us": 20_000, "most_us": 20_000}
-    # What begins or ends outside of the time that is looked at does not count.
+    # Waits that begin or end outside of the window do not count.
     assert waits(stamps, profile, 6 * MS, now)["n"] == 2
     assert waits(stamps, profile, 7 * MS, now)["n"] == 1
     assert waits(stamps, profile, 0, 0) == {"n": 0, "p50_us": 0, "p99_us": 0, "most_us": 0}

@@ -1,4 +1,4 @@
-"""The pictures of quotas: drawn from the arbiter, and kept as it decides."""
+"""The pictures of quotas: drawn from the arbiter's decisions, and kept up to date with them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from governor.arbiter import load_library
 
 
 def test_the_pictures_that_are_kept_are_what_the_arbiter_decides(build_dir):
-    """Fix by running python -m bench.quota_pictures, and by looking at the pictures."""
+    """Fix by running python -m bench.quota_pictures and looking at the pictures."""
     for path, drawn in pictures(build_dir).items():
         assert path.read_text() == drawn, path.name
 

@@ -26,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def container(name, compute, share, *, seconds=5, exit_status=0):
-    """A container delivered `share` percent, in units of 1 ms."""
+    """Return a container that delivered `share` percent, in units of 1 ms."""
     every = NS_PER_MS * 100 // share
     stamps = [Stamp(i * every, 0) for i in range(seconds * 10 * share + 1)]
     profile = Profile({0: float(NS_PER_MS)}, 1.0, len(stamps) - 1)

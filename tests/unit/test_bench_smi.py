@@ -1,4 +1,4 @@
-"""What bench.smi makes of nvidia-smi's output: a view that is right, and each way in which it is not."""
+"""How bench.smi judges nvidia-smi's output: a correct view, and each way in which it can be wrong."""
 
 from __future__ import annotations
 

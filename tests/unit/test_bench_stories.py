@@ -1,4 +1,4 @@
-"""What stories measure is told from stamps, and a table says what was expected."""
+"""The measurements of stories are computed from stamps, and a table says what was expected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S = 1_000_000_000
 
 @pytest.fixture
 def program(tmp_path: Path):
-    """A program that has ended, with these stamps."""
+    """Make a program that has ended and left these stamps."""
 
     def make(*stamps_ns: int, clock_ns: int = 0) -> Program:
         data = b"".join(struct.pack("<QQ", stamp, 0) for stamp in stamps_ns)
@@ -40,7 +40,7 @@ def program(tmp_path: Path):
 
 
 def test_a_share_is_the_work_that_was_finished_in_a_span(program) -> None:
-    # 100 units of 5 ms, one each 10 ms, from 2.0 s on.
+    # 100 units of 5 ms, one every 10 ms, from 2.0 s on.
     half = program(*(2 * S + i * S // 100 for i in range(100)))
     assert share(half, 5000, 2.0, 3.0) == pytest.approx(50)
     assert share(half, 5000, 2.0, 4.0) == pytest.approx(25)
@@ -52,7 +52,8 @@ def test_stamps_are_of_this_machine_s_clock_whatever_the_gpu_s_says(program) -> 
 
 
 def test_an_answer_takes_what_lies_between_two_less_the_pause(program) -> None:
-    # Answers at 30 ms each, of which 20 are a pause; the first two only show how long one takes.
+    # Answers are 30 ms apart, of which 20 ms are a pause. The first two only show how long one
+    # takes.
     requests = program(
         0, 90_000_000, 170_000_000, *(170_000_000 + i * 30_000_000 for i in range(1, 9))
     )

@@ -18,7 +18,7 @@ from vdriver.refresh import refresh
 def test_without_the_simulated_gpus_directory_it_is_asked_for(
     tmp_path, build_dir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """NVML alone would say that a kernel module is to be loaded, of which there is none."""
+    """NVML alone would say that a kernel module has to be loaded, but there is none."""
     output = tmp_path / "driver"
     refresh("/", output, build_dir / "libcontrol", driver_directories=[build_dir / "simgpu"])
     monkeypatch.delenv("SIMGPU_DIR", raising=False)
@@ -73,7 +73,8 @@ def test_a_user_who_may_not_read_the_mirror_is_told_in_one_line(
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     root = Path(__file__).resolve().parents[2]
-    # The checkout may be below a directory of root's; the interpreter finds it before it is another user.
+    # The checkout may be below a directory that only root can enter: import everything before the
+    # process changes its user.
     script = (
         "import os, sys; sys.path.insert(0, sys.argv.pop(1))\n"
         "import governor.cli, governor.verbs.cdi, governor.verbs.verify, vdriver.verify, governor.daemon\n"

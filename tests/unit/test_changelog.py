@@ -1,4 +1,4 @@
-"""CHANGELOG.md is for operators: the version that is, what there is to do first, and links that lead somewhere."""
+"""CHANGELOG.md is for operators: the current version, what to do first, and links that resolve."""
 
 from __future__ import annotations
 

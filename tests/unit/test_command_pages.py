@@ -1,6 +1,7 @@
-"""Manual pages and completions: they say what the programs parse, and the programs that read them are content.
+"""Manual pages and completions agree with what the programs parse, and the programs that read them accept them.
 
-The shells are real ones. Pages and completions are written by tools/man_pages.py and tools/completions.py.
+The shells are real. tools/man_pages.py and tools/completions.py write the pages and the
+completions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PAGES = (
 
 @pytest.mark.parametrize("made", [man_pages.files, completions.files])
 def test_they_are_as_they_would_be_written_now(made: Callable[[], dict[Path, str]]) -> None:
-    """Fix by `python tools/man_pages.py` and `python tools/completions.py`."""
+    """Fix by running `python tools/man_pages.py` and `python tools/completions.py`."""
     for path, text in made().items():
         assert path.read_text() == text, path
     there = {path for top in (MAN, COMPLETIONS) for path in top.rglob("*") if path.is_file()}
@@ -52,7 +53,7 @@ def test_nothing_of_this_checkout_is_in_them() -> None:
 
 
 def test_the_table_has_what_the_hook_and_the_wrapper_accept() -> None:
-    """They parse by hand; fix tools/command_table.py."""
+    """The hook and the wrapper have no argparse parser; fix tools/command_table.py."""
     with_value = {flag for o in command_table.HOOK.options if o.value for flag in o.flags}
     flags = {flag for o in command_table.HOOK.options if not o.value for flag in o.flags}
     [stages] = [o.choices for o in command_table.HOOK.options if not o.flags]
@@ -82,7 +83,7 @@ def test_the_table_has_what_the_command_and_the_governor_accept() -> None:
 
 
 def rendered(page: str) -> str:
-    """What a person reads, without emphasis, every word in one piece."""
+    """Return the page as a person reads it, without emphasis and with no word split over lines."""
     done = subprocess.run(
         ["man", "-P", "cat", "--no-hyphenation", "--no-justification", "-l", str(MAN / page)],
         env={**os.environ, "MANWIDTH": "400", "LC_ALL": "C.UTF-8"}, capture_output=True, text=True, check=True,
@@ -107,7 +108,7 @@ def test_neither_man_nor_mandoc_finds_anything_in_a_page(
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path: Path, require: Callable[..., None]) -> None:
-    """What the test above would say."""
+    """This shows that the test above can fail."""
     require("man", "mandoc")
     page = tmp_path / "tidegate.1"
     page.write_text((MAN / "tidegate.1").read_text().replace(".TP\n", ".TQ P\n.XX\n", 1))
@@ -180,14 +181,14 @@ mark() {{ print -n '\\0' }}; zle -N mark; bindkey '^X' mark
 
 @pytest.fixture(scope="module")
 def zsh_dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where zsh keeps what it found in the files of functions: it takes 0.5 s to read them all."""
+    """Path of zsh's cache of completion functions: reading all of them takes 0.5 s."""
     return tmp_path_factory.mktemp("zsh") / "dump"
 
 
 @pytest.fixture
 def directory(tmp_path: Path, zsh_dump: Path) -> Path:
-    """Where there are files, a directory, and a `tidegate` that knows two containers."""
-    (tmp_path / ".zshenv").write_text("skip_global_compinit=1\n")  # Ubuntu's own look at them
+    """Directory with files, a subdirectory, and a `tidegate` that knows two containers."""
+    (tmp_path / ".zshenv").write_text("skip_global_compinit=1\n")  # skip Ubuntu's own compinit
     (tmp_path / ".zshrc").write_text(ZSHRC.format(functions=COMPLETIONS / "zsh", dump=zsh_dump))
     for name in ("node.yaml", "a b.yaml"):
         (tmp_path / name).touch()
@@ -225,7 +226,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 
 def bash(line: str, directory: Path) -> set[str]:
-    """What bash offers, by its own function."""
+    """Return what bash offers, by calling the completion function."""
     program = line.split(maxsplit=1)[0]
     script = BASH.format(
         script=COMPLETIONS / "bash" / program, function="_" + program.replace("-", "_")
@@ -239,7 +240,7 @@ def bash(line: str, directory: Path) -> set[str]:
 
 
 def fish(line: str, directory: Path) -> set[str]:
-    """What fish offers, by itself."""
+    """Return what fish itself offers."""
     program = line.split(maxsplit=1)[0]
     done = subprocess.run(
         ["fish", "--no-config", "-c", f"source {COMPLETIONS}/fish/{program}.fish; complete -C $argv[1]", line],
@@ -250,9 +251,9 @@ def fish(line: str, directory: Path) -> set[str]:
 
 
 def zsh(line: str, directory: Path) -> set[str]:
-    """What zsh lists in a terminal, by itself: one word a line."""
+    """Return what zsh itself lists in a terminal, one word a line."""
     master, slave = pty.openpty()
-    termios.tcsetwinsize(slave, (200, 30))  # narrow: one a line
+    termios.tcsetwinsize(slave, (200, 30))  # narrow, so one word a line
     process = subprocess.Popen(
         ["zsh", "-i"], cwd=directory, env={**environment(directory), "ZDOTDIR": str(directory)},
         stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
@@ -278,7 +279,7 @@ def zsh(line: str, directory: Path) -> set[str]:
         process.wait()
         os.close(master)
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", shown)
-    # Columns, for names with blanks, and words, for what has its meaning beside it.
+    # Columns, for names with blanks, and words, for candidates with a description next to them.
     return {
         word.strip().rstrip("/")
         for line in plain.splitlines()
@@ -294,7 +295,7 @@ SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
 def complete(
     request: pytest.FixtureRequest, directory: Path, require: Callable[..., None]
 ) -> Callable[[str], set[str]]:
-    """`complete(line)` asks a shell what may stand at the end of a line."""
+    """`complete(line)` asks a shell for the possible continuations of a line."""
     require(request.param)
     return lambda line: SHELLS[request.param](line, directory)
 
@@ -343,7 +344,7 @@ def test_containers_are_offered_and_violations_are_none(
 def test_no_shell_makes_anything_of_a_containers_id(
     complete: Callable[[str], set[str]], directory: Path, name: str
 ) -> None:
-    """An id may be any text without a slash."""
+    """The id of a container may be any text without a slash."""
     command = directory / "bin/tidegate"
     table = f"CONTAINER  GPU  STATE\n{name}  0  ok\n77bb-x_1.+  0  ok\n"
     (directory / "table").write_text(table)
@@ -356,7 +357,7 @@ def test_no_shell_makes_anything_of_a_containers_id(
 
 
 def test_an_option_and_its_value_in_one_word(directory: Path) -> None:
-    """Bash takes these for three words."""
+    """Bash splits this into three words."""
     assert "sub" in bash("tidegate ps --runtime-dir=", directory)
     assert bash("tidegate ps --runtime-dir=su", directory) == {"sub"}
     assert bash("tidegate top --interval=", directory) == set()

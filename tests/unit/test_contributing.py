@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md leads to what is there: files, tests by their names, commands of make."""
+"""CONTRIBUTING.md names only things that exist: files, tests, and targets of make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CODE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.MUL
 
 
 def exists(name: str) -> bool:
-    """Return whether a path of the repository is there, which may have wildcards."""
+    """Return whether a path of the repository exists. The path may have wildcards."""
     return any(ROOT.glob(name.rstrip("/")))
 
 

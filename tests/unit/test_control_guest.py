@@ -1,7 +1,7 @@
-"""The control library as a guest: what an ordinary program does to it, and it to the program.
+"""The control library inside an application: what an ordinary program does to the library, and the reverse.
 
-Each test has an agent, a process with the built library over the simulated GPU, and plays the
-governor's part by hand: see memory_node.py.
+Each test has an agent, which is a process with the built library on the simulated GPU. The test
+itself acts as the governor: see memory_node.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.unit.memory_node import (
 
 SECOND = 1_000_000_000
 LIMIT = 4 * GIB
-STREAM = 576 << 10  # what a stream is taken to take of a GPU
+STREAM = 576 << 10  # bytes that a stream is assumed to take
 
 
 @contextlib.contextmanager
@@ -57,8 +57,8 @@ def node(build_dir: Path, tmp_path: Path) -> Iterator[Node]:
 def grant(node: Node, deadline_ns: int, epoch: int) -> None:
     """Open a grant, or close it with a deadline of 0.
 
-    As the governor does: a new number with the old deadline would be a grant that is over, and that
-    the process gives back.
+    The stores are in the governor's order. A new epoch with the old deadline would be a grant that
+    is over already, and the process would give it back.
     """
     node.write("deadline_ns", 0)
     node.write("epoch", epoch)
@@ -67,7 +67,7 @@ def grant(node: Node, deadline_ns: int, epoch: int) -> None:
 
 
 def until(agent: Agent, program: str, seconds: float = 20) -> None:
-    """Wait until an expression of the agent's is true."""
+    """Wait until an expression evaluates to true in the agent."""
     end = time.monotonic() + seconds
     while not agent.run(program):
         assert time.monotonic() < end, program
@@ -75,7 +75,7 @@ def until(agent: Agent, program: str, seconds: float = 20) -> None:
 
 
 def until_field(agent: Agent, field: str, value: int) -> None:
-    """Wait until a number of the process's ledger is that."""
+    """Wait until a field of the process's ledger has this value."""
     end = time.monotonic() + 20
     while agent.field(field) != value:
         assert time.monotonic() < end, (field, agent.field(field))
@@ -86,7 +86,7 @@ NOT_READY = 600
 
 
 def held(node: Node) -> Agent:
-    """A process with work in stream `s` of its primary context that waits for a grant."""
+    """Return a process with work in stream `s` of its primary context that waits for a grant."""
     agent = node.agent(context=False)
     agent.run("driver.call('cuCtxSetCurrent', out('cuDevicePrimaryCtxRetain', 0))")
     node.look()
@@ -151,7 +151,7 @@ def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(nod
         agent.answer()
         agent.run("driver.call('cuCtxSynchronize')")
         until_field(agent, "launches", 20 + 300 * (i + 1))
-    # Those of 4 ms, and what may be on its way besides.
+    # The launches of 4 ms, and what may be in flight besides.
     assert 20 < max(let) <= (4_000_000 + 1_000_000) / 60_000
 
 
@@ -159,7 +159,10 @@ def test_launches_at_sight_stay_within_a_grant_that_ends_and_are_all_counted(nod
 def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
     node: Node, unit_ms: int, units: int, queued_ms: int
 ) -> None:
-    """Known units of 2 ms: 20 ms are queued. Units of 50 ms that nobody has measured: four."""
+    """Units known to take 2 ms are queued for up to 20 ms.
+
+    Of units of 50 ms that were not measured yet, four are.
+    """
     for field, value in (("lookahead_ns", 200_000), ("holds", 0)):
         pages.write(node.grant, 0, "grant_header", field, value)
     agent = node.agent()
@@ -172,7 +175,7 @@ def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
     node.write("contended", 1)
     grant(node, time.monotonic_ns(), 2)
     until_field(agent, "want", 1)
-    # A machine that is busy launches less, never more.
+    # A busy machine launches less, never more.
     launched_ms = agent.field("launches") * unit_ms
     assert launched_ms <= (time.monotonic() - began) * 1000 + queued_ms
     until_field(agent, "released_epoch", 2)
@@ -182,7 +185,7 @@ def test_who_comes_waits_for_little_of_what_was_queued_while_somebody_was_alone(
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_launch_waits_for_no_stream_that_waits_for_the_program(node: Node, *, ends: bool) -> None:
-    """A stream waits for a word that the program writes when it has launched all it wants to."""
+    """The stream waits for a word that the program writes only after all its launches."""
     for field, value in (("lookahead_ns", 200_000), ("holds", 0)):
         pages.write(node.grant, 0, "grant_header", field, value)
     agent = node.agent()
@@ -212,7 +215,7 @@ def test_time_between_the_launches_of_a_program_that_is_alone_is_no_work(node: N
         "for i in range(40):\n"
         "    launch(1_000_000, s); driver.call('cuStreamSynchronize', s); time.sleep(0.03)"
     )
-    assert agent.field("busy_ns") - before <= 60_000_000  # of 1.2 s
+    assert agent.field("busy_ns") - before <= 60_000_000  # out of 1.2 s
 
 
 def test_the_work_of_a_stream_that_ended_is_followed_no_more(node: Node) -> None:
@@ -271,7 +274,7 @@ still = list(os.read(r, 10))
 
 
 def test_the_library_stays_when_a_program_closes_it(build_dir: Path) -> None:
-    """Its helper runs on, and what it answered to look-ups is still called."""
+    """Its helper keeps running, and the program still calls the functions that look-ups returned."""
     for name in ("libcuda.so.1", "libnvidia-ml.so.1"):
         flags = subprocess.run(
             ["readelf", "-d", str(build_dir / "libcontrol" / name)],
@@ -318,7 +321,7 @@ def test_a_process_comes_back_to_another_governor(node: Node, governed: Agent) -
     for times in range(1, 4):
         node.hang_up()
         wait_until(lambda n=times: node.returned == [governed.process.pid] * n)
-        wait_until(lambda: node.poked() > 0)  # it says that there is news, on the new connection
+        wait_until(lambda: node.poked() > 0)  # it announces news on the new connection
         grant(node, 0, times + 1)
         governed.send("launch(1000)")
         governed.answer()
@@ -326,10 +329,10 @@ def test_a_process_comes_back_to_another_governor(node: Node, governed: Agent) -
         wait_until(lambda: node.poked() > 0)
         grant(node, 2**64 - 1, times + 100)
         governed.run("driver.call('cuCtxSynchronize')")
-        assert governed.run(SOCKETS) == before  # under the same number, and no other is left
+        assert governed.run(SOCKETS) == before  # under the same number; no other is left
     assert governed.run("[os.get_inheritable(i) for i in " + SOCKETS + "]") == [False]
     time.sleep(0.5)
-    assert len(node.returned) == 3  # and not for nothing
+    assert len(node.returned) == 3  # no needless reconnects
 
 
 def test_a_process_that_another_governor_does_not_know_goes_on_alone(
@@ -339,7 +342,7 @@ def test_a_process_that_another_governor_does_not_know_goes_on_alone(
     before = governed.charged
     node.hang_up()
     wait_until(lambda: node.returned)
-    grant(node, 0, 2)  # for others: it has nobody who would grant it anything
+    grant(node, 0, 2)  # for other processes: no governor would grant this process anything
     for _ in range(20):
         governed.run("launch(1000); driver.call('cuCtxSynchronize')")
     assert governed.run("out('cuMemAlloc_v2', 2 << 20)")
@@ -370,20 +373,21 @@ for thread in threads:
 
 
 def move_and_check(node: Node, agent: Agent, ledger: mmap.mmap, slot: int, before: int) -> None:
-    """Wait until a process under load has its books in a ledger, and check them."""
+    """Wait until a process under load has moved its books to a ledger, and check them."""
 
     def field(name: str) -> int:
         return pages.read(ledger, layout.ledger_device(slot, 0), "ledger_device", name)
 
-    wait_until(lambda: field("launches") > 0)  # and not by `state`, which the governor writes
+    wait_until(lambda: field("launches") > 0)  # not by `state`, which the governor writes
     agent.run("kept = out('cuMemAlloc_v2', 6 << 20); seen = made")
     until(agent, "made > seen + 20")
     agent.run("ended = True\nfor thread in threads: thread.join()")
     assert agent.run("failed") == []
-    time.sleep(0.3)  # the last of what was counted late
+    time.sleep(0.3)  # for the last of what is counted late
     assert field("memory") - field("unseen") == before + 6 * MIB
     assert (field("moving"), field("taking"), field("contexts")) == (0, 0, 1)
-    # It is governed: nothing runs before it is granted, and it says that it waits.
+    # The process is governed: nothing runs before it is granted, and the process says that it
+    # waits.
     grant(node, 0, 500)
     agent.send("launch(1000); driver.call('cuCtxSynchronize')")
     wait_until(lambda: field("want") > 0)
@@ -456,7 +460,7 @@ for i in theirs:
     governed.run("os.set_blocking(r, False)")
     assert governed.run("[os.fstat(i).st_ino == os.fstat(w).st_ino for i in theirs]") == [True]
     assert governed.run("os.write(theirs[0], b'x')") == 1
-    assert governed.run("os.read(r, 10).decode()") == "x"  # and nobody else wrote
+    assert governed.run("os.read(r, 10).decode()") == "x"  # and nothing else was written
 
 
 def test_a_child_of_a_process_that_came_back_is_another_process(
@@ -487,7 +491,7 @@ if child == 0:
 def test_a_process_that_starts_while_the_governor_is_replaced_waits_for_it(node: Node) -> None:
     socket_path = node.runtime / "governor.sock"
     socket_path.rename(node.runtime / "elsewhere")
-    # The heartbeat stands still from here on, and is of a moment ago.
+    # The heartbeat stops here, at a recent time.
     node._closing.set()
     node._beating.join()
     pages.write(node.grant, 0, "grant_header", "heartbeat_ns", time.monotonic_ns() - SECOND)
@@ -521,7 +525,7 @@ def test_a_process_that_starts_long_after_keeps_books_of_its_own_at_once(node: N
 
 
 def test_the_end_of_a_program_waits_for_no_grant(node: Node, tmp_path: Path) -> None:
-    """What was loaded after the library ends after it, and may wait for what was held."""
+    """A library that was loaded later ends later, and may wait for held work."""
     late = tmp_path / "late.so"
     source = ROOT / "tests/guest/late.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", late, source], check=True)
@@ -595,7 +599,7 @@ def test_a_primary_context_that_cannot_be_destroyed_keeps_its_work_held(node: No
 def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
     node: Node, where: str
 ) -> None:
-    """Work of which the model knows nothing yet runs in a stream, or in the legacy one, while another captures."""
+    """The stream `other`, or the legacy stream, runs work that the model does not know yet while `s` captures."""
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 200_000)
     pages.write(node.grant, 0, "grant_header", "idle_release_ns", 500_000)
     agent = node.agent()
@@ -611,7 +615,8 @@ def test_who_captures_elsewhere_gives_the_gpu_back_when_his_work_is_done(
     )
     node.write("contended", 1)
     node.write("start_ns", time.monotonic_ns())
-    # The GPU may be kept until then; the work of 60 ms has ended by then on a busy machine, too.
+    # The deadline allows the agent to keep the GPU until then. The work of 60 ms ends earlier even
+    # on a busy machine.
     deadline = time.monotonic_ns() + 2 * SECOND
     grant(node, deadline, 3)
     agent.run(f"launch(60_000_000, {where})")
@@ -638,11 +643,11 @@ def test_a_capture_goes_on_when_a_stream_that_joined_it_ends(node: Node) -> None
     )
     grant(node, 0, 2)
     for _ in range(3):
-        agent.run("launch(1000, one)")  # it would wait for a grant
+        agent.run("launch(1000, one)")  # without the capture, it would wait for a grant
     assert agent.field("want") == 0
     agent.run("graph = ctypes.c_void_p()")
     agent.run("driver.call('cuStreamEndCapture', one, ctypes.byref(graph))")
-    agent.send("launch(1000, one)")  # now it does
+    agent.send("launch(1000, one)")  # now it waits
     end = time.monotonic() + 20
     while not agent.field("want"):
         assert time.monotonic() < end, "it went without a grant"
@@ -686,11 +691,11 @@ def launch_meet(ns, n, stream=0):
     parameters = (ctypes.c_void_p * 4)(*[ctypes.addressof(v) for v in values])
     driver.call('cuLaunchKernel', meet, 1, 1, 1, 1, 1, 1, 0, stream, parameters, None)
 """
-"""A program that defines launch_meet(ns, n): a kernel that spins until words[1] is n."""
+"""A program that defines launch_meet(ns, n), which launches a kernel that spins until words[1] is n."""
 
 
 def give_back_ms(node: Node, agent: Agent, epoch: int) -> float:
-    """How long after the end of a grant of 4 ms, in which others wait, an agent gives it back."""
+    """Return how long after the end of a contended grant of 4 ms an agent gives it back."""
     until_field(agent, "active_epoch", epoch)
     deadline = node.read("deadline_ns")
     until_field(agent, "released_epoch", epoch)
@@ -698,7 +703,7 @@ def give_back_ms(node: Node, agent: Agent, epoch: int) -> float:
 
 
 def wake(node: Node) -> None:
-    """Wake who waits for a grant."""
+    """Wake every process that waits for a grant."""
     page = ctypes.c_char.from_buffer(node.grant)
     signal = layout.grant_device(0) + layout.offsets(layout.GRANT_DEVICE)["signal"]
     address = ctypes.c_void_p(ctypes.addressof(page) + signal)
@@ -706,7 +711,7 @@ def wake(node: Node) -> None:
 
 
 def grant_contended(node: Node, agent: Agent, epoch: int, ns: int = 4_000_000) -> None:
-    """Open a short grant, and wake who waits for it; once more where he woke too late for it."""
+    """Open a short, contended grant and wake the waiting process. Repeat if it woke too late to take the grant."""
     node.write("contended", 1)
     for _ in range(100):
         node.write("start_ns", time.monotonic_ns())
@@ -721,14 +726,14 @@ def grant_contended(node: Node, agent: Agent, epoch: int, ns: int = 4_000_000) -
 
 
 def quick_agent(node: Node) -> Agent:
-    """An agent that gives back early, with little left, and soon when it is idle."""
+    """Return an agent that gives a grant back early, with little work left, and soon after it becomes idle."""
     for field, value in (("lookahead_ns", 200_000), ("idle_release_ns", 500_000)):
         pages.write(node.grant, 0, "grant_header", field, value)
     return node.agent()
 
 
 def hold_up_ms(node: Node, agent: Agent, work: str, epoch: int) -> float:
-    """How long after its grant of 4 ms, in which others wait, an agent gives back that launches `work`."""
+    """Return how long after a contended grant of 4 ms an agent that launches `work` gives it back."""
     agent.send(work)
     until_field(agent, "want", 1)
     grant_contended(node, agent, epoch)
@@ -738,7 +743,10 @@ def hold_up_ms(node: Node, agent: Agent, work: str, epoch: int) -> float:
 
 @pytest.mark.parametrize("measured", [True, False])
 def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measured: bool) -> None:
-    """After 20 ms the first time, after 100 if the work is new, and soon when it is known to wait."""
+    """The agent gives back after 20 ms the first time, or 100 ms if the work is new.
+
+    Once the work is known to wait, it gives back soon.
+    """
     agent = quick_agent(node)
     agent.run(LAUNCH)
     agent.run(MEET)
@@ -756,15 +764,15 @@ def test_who_spins_for_another_container_gives_the_gpu_back(node: Node, *, measu
         took.append(hold_up_ms(node, agent, f"launch_meet(1_000_000, {i + 2}, s)", 2 * i + 4))
         grant(node, 0, 2 * i + 5)
         agent.run(f"words[1] = {i + 2}; driver.call('cuStreamSynchronize', s)")
-        time.sleep(0.2)  # until it has looked what came of it
+        time.sleep(0.2)  # until the helper has seen the outcome
     first = 20 if measured else 100
     assert first - 5 < took[0] < first + 400
-    assert min(took[1:]) < 2  # a machine that is busy answers late, but not always
+    assert min(took[1:]) < 2  # a busy machine answers late, but not every time
     assert agent.run("words[0]") == 5
 
 
 def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
-    """What did not end when others had the GPU does not wait for them: then it is waited for."""
+    """Work that does not end while others have the GPU does not wait for them, so it is waited for afterwards."""
     agent = quick_agent(node)
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
@@ -781,11 +789,11 @@ def test_work_that_is_longer_than_usual_is_given_up_once(node: Node) -> None:
         agent.run("for i in range(20): launch(1_000_000, s); driver.call('cuStreamSynchronize', s)")
         grant(node, 0, 2 * i + 5)
     assert took[0] < 250
-    assert max(took[1:]) > 280  # a machine that is busy may look too late to know
+    assert max(took[1:]) > 280  # a busy machine may look too late to know
 
 
 def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
-    """What takes as long as it always does is not taken for stuck."""
+    """Work that takes as long as it always does is not mistaken for stuck work."""
     agent = quick_agent(node)
     agent.run(LAUNCH)
     grant(node, time.monotonic_ns() + 3600 * SECOND, 2)
@@ -796,7 +804,10 @@ def test_long_work_that_is_known_is_waited_for(node: Node) -> None:
 
 
 def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(node: Node) -> None:
-    """It was given up as if it waited for them, and never measured: units of 50 ms so had 56 of 30 %."""
+    """The work was given up as if it waited for other containers, and was never measured.
+
+    A container with 30 % and units of 50 ms got 56 % this way.
+    """
     agent = quick_agent(node)
     agent.run(LAUNCH)
     agent.run(MEET)
@@ -809,13 +820,13 @@ def test_new_work_that_ended_by_chance_when_others_had_the_gpu_is_waited_for(nod
         took.append(hold_up_ms(node, agent, "launch(140_000_000, s)", 2 * i + 4))
         grant(node, 0, 2 * i + 5)
         agent.run("driver.call('cuStreamSynchronize', s)")
-        time.sleep(0.2)  # until it has looked what came of it
+        time.sleep(0.2)  # until the helper has seen the outcome
     assert took[0] < 130
     assert max(took[1:]) > 130
 
 
 def test_short_work_after_pauses_is_charged_for_what_it_takes(node: Node) -> None:
-    """Between two markers the GPU had nothing to do for most of the time."""
+    """Between two markers, the GPU is idle most of the time."""
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("s = out('cuStreamCreate', 1)")
@@ -826,13 +837,13 @@ def test_short_work_after_pauses_is_charged_for_what_it_takes(node: Node) -> Non
         "for i in range(60):\n"
         "    launch(100_000, s); driver.call('cuStreamSynchronize', s); time.sleep(0.003)"
     )
-    assert 4_000_000 < agent.field("busy_ns") - before < 20_000_000  # 6 ms of 200
+    assert 4_000_000 < agent.field("busy_ns") - before < 20_000_000  # 6 of 200 ms
 
 
 def test_who_waits_for_the_next_grant_keeps_this_one_no_longer_than_his_work_runs(
     node: Node,
 ) -> None:
-    """Of units of 300 ms one fits into a grant of 400 ms."""
+    """One unit of 300 ms fits into a grant of 400 ms."""
     agent = quick_agent(node)
     for field, value in (("holds", 0), ("inflight_ns", SECOND), ("idle_release_ns", SECOND)):
         pages.write(node.grant, 0, "grant_header", field, value)
@@ -851,7 +862,7 @@ def test_who_waits_for_the_next_grant_keeps_this_one_no_longer_than_his_work_run
         grant(node, time.monotonic_ns() + 3600 * SECOND, 10 * epoch)
         agent.answer()
         agent.run("driver.call('cuStreamSynchronize', s)")
-    assert max(early_ms) > 50  # a machine that is busy answers late, but not always
+    assert max(early_ms) > 50  # a busy machine answers late, but not every time
 
 
 STRATEGY_MPS = 1
@@ -860,17 +871,20 @@ STRATEGY_MPS = 1
 def charged_after(
     agent: Agent, before: int, least: int = 10_000_000, other: str = "launch_meet(1000, 1, s)"
 ) -> int:
-    """What units are charged for, once they are: at a marker, which somebody has to look at."""
+    """Return what units are charged, as soon as they are: a marker has to be looked at first."""
     end = time.monotonic() + 20
     while agent.field("busy_ns") - before < least:
         assert time.monotonic() < end, "it is not charged"
-        # Another kernel, whose length says nothing of the unit's.
+        # Use another kernel, whose duration says nothing about the unit's.
         agent.run(f"{other}; driver.call('cuStreamSynchronize', s)")
     return agent.field("busy_ns") - before
 
 
 def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> None:
-    """With mps both run at the same time; from when on the next is charged his grant says."""
+    """With MPS, both containers' work runs at the same time.
+
+    The next holder's grant says from when on it is charged.
+    """
     agent = node.agent()
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 20_000_000)
     node.write("strategy", STRATEGY_MPS)
@@ -890,7 +904,8 @@ def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> Non
         agent.run(f"launch({takes}, s); driver.call('cuStreamSynchronize', s)")
         return charged_after(agent, before) / 1e6
 
-    # (another's work ends so long after now, takes so long): a kernel of 40 ms, as far as is known
+    # The keys are (time until the other container's work ends, duration of this kernel), in ns. The
+    # model knows the kernel as one of 40 ms.
     charged_ms: dict[tuple[int | None, int], list[float]] = {
         (None, 60_000_000): [],
         (20_000_000, 60_000_000): [],
@@ -902,10 +917,12 @@ def test_the_end_of_another_s_work_is_not_charged_to_the_next(node: Node) -> Non
         charged_ms[start, takes].append(charge_ms(start, takes, epoch))
     none, some, much, more = charged_ms.values()
     assert min(none) > 59
-    # A machine that is busy launches late, but not always.
+    # A busy machine launches late, but not every time.
     assert 39 < min(some) < 55
-    assert 39 < min(much) < 55  # never more than the holder before may have left, and be late by
-    assert 59 < min(more) < 95  # he can have been in it for 40 ms at most
+    # The charge is reduced by at most the time that the previous holder may have left, plus its
+    # delay.
+    assert 39 < min(much) < 55
+    assert 59 < min(more) < 95  # the previous holder's work can have overlapped for 40 ms at most
 
 
 def test_work_that_is_new_is_not_taken_for_nothing_where_another_s_may_be_in_it(
@@ -928,7 +945,7 @@ def test_work_that_is_new_is_not_taken_for_nothing_where_another_s_may_be_in_it(
 
 
 def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: Node) -> None:
-    """It looks idle: before the first launch an event is recorded, and the driver is slow at that."""
+    """The agent looks idle: it records an event before the first launch, and the driver takes long to do so."""
     pages.write(node.grant, 0, "grant_header", "holds", 0)
     agent = quick_agent(node)
     agent.run(LAUNCH)
@@ -955,7 +972,7 @@ def test_a_grant_is_not_given_back_while_a_launch_is_on_its_way(node: Node) -> N
 
 
 def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: Node) -> None:
-    """How long work takes is learned from the first launch on."""
+    """The library learns how long work takes from the first launch on."""
     node.write("compute", 250_000)
     node.write("compute_limit", 250_000)
     for field, value in (("inflight_ns", 4_000_000), ("holds", 0), ("lookahead_ns", 200_000)):
@@ -977,7 +994,7 @@ def test_who_never_had_a_grant_keeps_to_his_share_without_a_governor(node: Node)
 
 
 def mps_agent(node: Node) -> Agent:
-    """An agent with mps that has the GPU, and gives it back with up to 60 ms left."""
+    """Return an agent on an MPS GPU that holds a grant, and gives back with up to 60 ms of work left."""
     agent = quick_agent(node)
     pages.write(node.grant, 0, "grant_header", "lookahead_ns", 60_000_000)
     node.write("strategy", STRATEGY_MPS)
@@ -989,7 +1006,7 @@ def mps_agent(node: Node) -> Agent:
 
 
 def charged_beside_another(node: Node) -> float:
-    """What is charged of 200 ms that a unit of 50 ms takes beside another's work, in ms."""
+    """Return the charge, in ms, of a unit of 50 ms that takes 200 ms beside another container's work."""
     agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(50_000_000, 1, s); driver.call('cuCtxSynchronize')")
     before = charged_after(agent, 0, 195_000_000, "launch(1000, s)")
@@ -1014,9 +1031,10 @@ def charged_beside_another(node: Node) -> float:
 def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(
     build_dir: Path, tmp_path: Path
 ) -> None:
-    """Kernels of two containers that run at the same time take longer, each of them.
+    """Kernels of two containers that run at the same time both take longer.
 
-    Once in a while a process waits for the end, and is charged all; not four times in a row.
+    Once in a while a process asks the others to wait for the end of its work, and is then charged
+    for all of it. It does not do so four times in a row.
     """
     charged = []
     for n in range(4):
@@ -1031,12 +1049,12 @@ def test_with_mps_what_ends_beside_another_s_work_is_charged_as_it_was_meant(
 def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_interval(
     node: Node,
 ) -> None:
-    """That it ends late beside others' work says nothing: once in a while they wait for its end."""
+    """A late end beside other containers' work proves nothing, so once in a while the others wait for the end."""
     agent = mps_agent(node)
     agent.run("for i in range(4): launch_meet(20_000_000, 1, s); driver.call('cuCtxSynchronize')")
     before = charged_after(agent, 0, 78_000_000, "launch(1000, s)")
     epoch, grown = 3, 0.0
-    for n in range(60, 241, 60):  # how often it is asked depends on the time that the machine takes
+    for n in range(60, 241, 60):  # how often it asks depends on the machine's speed
         node.write("contended", 1)
         for _ in range(60):
             grant(node, 0, epoch)
@@ -1051,7 +1069,7 @@ def test_with_mps_work_that_has_grown_is_found_where_all_of_a_grant_is_one_inter
         grant(node, time.monotonic_ns() + 3600 * SECOND, epoch)
         epoch += 2
         charged = charged_after(agent, before, n * 20_000_000 + 40_000_000, "launch(1000, s)")
-        grown = charged / 1e6 - n * 20  # what it were charged if it was never asked
+        grown = charged / 1e6 - n * 20  # beyond the charge that it would have if it never asked
         if grown > 300:
             break
     assert grown > 300, grown

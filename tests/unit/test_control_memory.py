@@ -1,7 +1,7 @@
-"""What each call that takes device memory is charged, what its end refunds, and what is refused.
+"""What each call that takes device memory is charged, what is refunded at the end, and what is refused.
 
-The measure is the simulated GPU's own account of the process, as NVML's is on hardware: what calls took and what the
-GPU says that the process holds, less its contexts, are the same number.
+The reference is the simulated GPU's own account of the process, as NVML's is on hardware. The
+charge of the calls equals the memory that the GPU attributes to the process, less its contexts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def agent(node: Node) -> Agent:
 
 
 def exact(agent: Agent, charged: int, *, contexts: int = 1) -> None:
-    """The process is charged so much, and holds so much."""
+    """Check that the process is charged this much, and holds this much plus its contexts."""
     assert agent.charged == charged
     assert agent.seen == charged + contexts * CONTEXT
 
@@ -116,7 +116,7 @@ def test_managed_memory_is_charged_although_no_process_holds_it(agent, node) -> 
     agent.run("block = driver.get('cuMemAllocManaged', 100 << 20, 1)")
     exact(agent, 0)
     assert agent.field("memory") == agent.field("unseen") == 100 * MIB
-    assert node.look() == CONTEXT  # it does not hide what the driver took
+    assert node.look() == CONTEXT  # the charge does not hide the driver's overhead
     agent.run("driver.call('cuMemFree_v2', block)")
     assert agent.field("memory") == agent.field("unseen") == 0
 
@@ -204,7 +204,7 @@ def test_what_a_pool_holds_is_charged(agent, node) -> None:
     agent.run("driver.call('cuMemFreeAsync', more, stream)")
     exact(agent, 160 * MIB)
     agent.run("driver.call('cuStreamSynchronize', stream)")
-    agent.free()  # asks the pool
+    agent.free()  # asks the pool for its size
     exact(agent, 64 * MIB)
     agent.run("for block in [first, *small]: driver.call('cuMemFree_v2', block)")
     agent.run("driver.call('cuCtxSynchronize')")
@@ -263,7 +263,8 @@ def test_a_trim_is_refunded_and_a_destroyed_pool_is_left_to_nvml(agent, node) ->
     node.look()
     used = node.used()
     agent.run("driver.call('cuMemPoolDestroy', pool)")
-    assert agent.charged == 0  # it lives on until the block is freed, and cannot be asked
+    # The pool lives on until the block is freed, but can no longer be asked.
+    assert agent.charged == 0
     assert node.used() == used
     node.look()
     assert node.used() == used
@@ -435,7 +436,7 @@ def descriptor(
 )
 def test_arrays_are_charged_by_their_shape(agent, shape, charged) -> None:
     agent.run(f"array = driver.get('cuArray3DCreate_v2', {descriptor(*shape)})")
-    if charged is None:  # a small one shares a slab with others
+    if charged is None:  # a small array shares a slab with others
         assert 0 < agent.charged <= 2 * MIB
     else:
         exact(agent, charged)
@@ -456,7 +457,7 @@ def test_mipmapped_arrays_are_charged_with_their_levels(agent) -> None:
 def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) -> None:
     assert node.used() == CONTEXT
     agent.run("others = [driver.get('cuCtxCreate_v2', 0, 0) for _ in range(2)]")
-    assert node.used() == 3 * CONTEXT  # before anybody has looked
+    assert node.used() == 3 * CONTEXT  # before the first reconciliation
     assert agent.field("contexts") == 3
     node.look()
     assert node.used() == 3 * CONTEXT
@@ -472,7 +473,7 @@ def test_every_context_counts_and_is_refused_where_it_does_not_fit(agent, node) 
     assert agent.field("contexts") == 3
     agent.run("driver.call('cuCtxDestroy_v2', others.pop())")
     node.look()
-    assert node.used() == 2 * CONTEXT  # the rest was allocated in it
+    assert node.used() == 2 * CONTEXT  # the remaining memory was allocated in this context
     assert agent.field("contexts") == 2
 
 
@@ -586,7 +587,7 @@ def test_without_a_context_the_driver_answers(node) -> None:
 
 
 def test_a_refusal_waits_for_the_look_that_is_due(agent, node) -> None:
-    """What a context gave back is free as soon as it is gone, not only a quarter of a second later."""
+    """Memory that a context gave back is usable as soon as it is gone, not a quarter of a second later."""
     agent.run("other = driver.get('cuCtxCreate_v2', 0, 0)")
     node.look()
     agent.run(f"driver.allocate({left(node) // (2 * MIB) * 2 * MIB})")
@@ -620,7 +621,7 @@ def test_every_gpu_has_books_of_its_own(build_dir, tmp_path) -> None:
         agent.run("driver.call('cuCtxSetCurrent', here); near = driver.stream()")
         agent.run("driver.call('cuCtxSetCurrent', there); far = driver.stream()")
         agent.run("driver.call('cuCtxSetCurrent', here)")
-        agent.run("block = driver.get('cuMemAllocAsync', 5, far)")  # the stream's GPU
+        agent.run("block = driver.get('cuMemAllocAsync', 5, far)")  # on the stream's GPU
         agent.run("handle = driver.get('cuMemCreate', 64 << 20, prop(identity=1), 0)")
         agent.run("pool = driver.get('cuMemPoolCreate', pool_props(identity=1))")
         agent.run("other = driver.get('cuMemAllocFromPoolAsync', 5, pool, far)")
@@ -652,12 +653,12 @@ def test_errno_is_the_applications(agent) -> None:
         assert agent.number("ctypes.get_errno()") == 77
 
 
-# ---- what NVML shows of nobody, and what the governor took for too much ----
+# ---- what NVML attributes to no process, and overhead that the governor overestimated ----
 
 
 @contextlib.contextmanager
 def hiding(node, agent) -> Iterator[None]:
-    """A governor whose NVML attributes nothing more to the process from here on."""
+    """Act as a governor whose NVML attributes no more memory to the process from here on."""
     known = node.look()
     base = node.read("unattributed")
 
@@ -700,7 +701,7 @@ def test_variables_of_a_module_that_nvml_shows_of_nobody_are_charged_until_it_en
 
 @pytest.mark.parametrize("nobodys", [0, 128 * MIB])
 def test_what_may_be_a_neighbours_is_charged_when_somebody_can_tell(node, nobodys) -> None:
-    """While a neighbour starts, the GPU's memory moves and nobody can tell whose it is."""
+    """While a neighbour starts, the GPU's used memory changes and cannot be attributed to either process."""
     agent = node.agent()
     agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
     before = agent.field("memory")
@@ -731,7 +732,7 @@ def test_what_may_be_a_neighbours_is_charged_when_somebody_can_tell(node, nobody
 
 
 def test_what_was_there_before_anybody_looked_is_no_load_s(node) -> None:
-    """A driver's own memory, 600 MiB on an H200, is first told of while a neighbour starts."""
+    """The driver's own memory, 600 MiB on an H200, is first reported while a neighbour starts."""
     agent = node.agent()
     agent.run(f"rest = driver.allocate({left(node) - 100 * MIB})")
     before = agent.field("memory")
@@ -754,7 +755,7 @@ def test_what_was_there_before_anybody_looked_is_no_load_s(node) -> None:
 
 
 def test_a_container_that_moves_memory_meanwhile_is_charged_what_is_missing(node) -> None:
-    """Or it could hide what its modules take behind what it does itself."""
+    """Otherwise it could hide the memory of its modules behind its own allocations and frees."""
     agent, other = node.agent(), node.agent()
     known = node.read("memory_overhead")
 
@@ -801,7 +802,8 @@ def test_what_the_governor_is_about_to_forget_is_waited_for(node) -> None:
     node.write("memory_overhead", found)
     agent.answer()
     agent.run("driver.call('cuMemFree_v2', block)")
-    # Where the last look has it as well, or the wait was in vain, it is refused.
+    # The allocation is refused if the last look has the overhead as well, or if the wait was in
+    # vain.
     for value in ("memory_overhead", "overhead_last"):
         node.write(value, found + 200 * MIB)
     assert agent.refuses(f"driver.allocate({room})")
@@ -841,7 +843,8 @@ def launch(kernel):
             agent.run(f"launch(kernels[{i}])")
             assert agent.field("unseen") == agent.field("memory") == (i + 1) * 128 * MIB
         agent.run(f"launch(kernels[0]); rest = driver.allocate({left(node) - 100 * MIB})")
-        for _ in range(2):  # it is loaded now, which cannot be undone; it does not run for that
+        # The library is loaded by now, which cannot be undone. The kernel still does not run.
+        for _ in range(2):
             assert agent.refuses("launch(kernels[2])")
             assert agent.field("unseen") == 384 * MIB
         agent.run("[driver.call('cuLibraryUnload', library) for library in libraries] and None")
@@ -869,7 +872,10 @@ def test_a_library_is_charged_in_each_context_until_that_ends(node) -> None:
 
 
 def test_what_is_freed_during_a_load_hides_nothing(node) -> None:
-    """Late looks on a busy machine may miss a load or two. Where what is freed is not counted, 14 of 20 and more are missed."""
+    """On a busy machine, late looks may miss a load or two.
+
+    If frees were not counted, 14 or more of 20 would be missed.
+    """
     agent = node.agent()
     found = []
     with hiding(node, agent):
@@ -909,7 +915,10 @@ def test_a_managed_block_that_was_freed_makes_no_room_for_hidden_memory(node) ->
 
 
 def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> None:
-    """What is free in a pool may do for a small block, or the pool grows by a unit for it: nobody can say before."""
+    """A small block may fit into what is free in a pool, or the pool grows by a unit.
+
+    This is not known beforehand.
+    """
     agent = node.agent()
     agent.run("stream = driver.stream(); block = out('cuMemAllocAsync', 20 << 20, stream)")
     node.look()
@@ -923,10 +932,10 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     assert pages.read(node.ledger, 0, "ledger_header", "trust_ns", 0) == 0
 
     def refuses_while_another_has_it() -> bool:
-        trust(time.monotonic_ns() + 90_000_000)  # or had it, and is dead
+        trust(time.monotonic_ns() + 90_000_000)  # or another process had it and is dead
         return agent.refuses(small)
 
-    # A busy machine may take longer to ask than it is had.
+    # On a busy machine, asking may take longer than the other process has it.
     assert any(refuses_while_another_has_it() for _ in range(10))
     time.sleep(0.1)
     agent.run(small)
@@ -934,7 +943,7 @@ def test_one_block_of_a_container_at_a_time_is_taken_without_a_claim(node) -> No
     agent.run(small)
 
 
-BEYOND = 10 * MIB  # what the driver takes by itself, in the tests below
+BEYOND = 10 * MIB  # what the driver takes on its own, in the tests below
 
 
 def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_for_it(node) -> None:
@@ -946,7 +955,7 @@ def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_fo
     assert node.used() > LIMIT
     agent.run("blocks = [out('cuMemAllocAsync', 1 << 20, stream) for i in range(12)]")
     held = agent.field("memory")
-    # Room for two, in one place for neither.
+    # Three blocks of 1 MiB are free, but there is no contiguous room for 2 MiB.
     agent.run("for i in (10, 7, 4): driver.call('cuMemFreeAsync', blocks.pop(i), stream)")
     agent.run("driver.call('cuStreamSynchronize', stream)")
     assert agent.refuses("out('cuMemAllocAsync', 2 << 20, stream)")
@@ -958,7 +967,7 @@ def test_what_a_pool_has_free_may_be_used_beyond_the_quota_unless_a_pool_grew_fo
 
 
 def test_pools_outgrow_the_quota_by_one_unit_however_long_their_streams_are_busy(node) -> None:
-    """What is taken back goes when the stream comes to it."""
+    """A refused block is freed only when its stream gets to the free."""
     agent = node.agent()
     agent.run(LAUNCH)
     agent.run("stream = driver.stream(); busy = driver.stream()")
@@ -1026,7 +1035,7 @@ def test_the_end_of_a_context_leaves_other_calls_under_way(build_dir: Path, tmp_
         agent.run("a = driver.get('cuCtxCreate_v2', 0, 0); block = driver.allocate(512 << 20)")
         agent.run("driver.call('cuCtxDestroy_v2', a)")
         agent.run("b = driver.get('cuCtxCreate_v2', 0, 0); block = driver.allocate(4 << 20)")
-        # Another thread's.
+        # Charged by another thread.
         base = layout.ledger_device(agent.slot, 0)
         pages.write(node.ledger, base, "ledger_device", "moving", 64 * MIB)
         agent.run("driver.call('cuCtxDetach', b)")

@@ -1,4 +1,4 @@
-"""The older forms and the rarer functions, over a shim that adds them to the simulated driver."""
+"""The older forms of the memory functions and the rarer ones, on a shim that adds them to the simulated driver."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def raw(layout: str, *values: int) -> str:
 
 
 def filled(node: Node, leave: int) -> str:
-    """A program that takes all but `leave` bytes."""
+    """Return a program that takes all but `leave` bytes."""
     return f"driver.allocate({(node.limit - node.used() - leave) // (2 * MIB) * 2 * MIB})"
 
 
@@ -143,7 +143,7 @@ def test_a_block_of_another_processs_pool_is_charged_until_it_is_freed(agent, no
     agent.run("pool = driver.get('cuMemPoolImportFromShareableHandle', None, 1, 0)")
     for free in (
         "driver.call('cuMemFree_v2', block)",
-        # The simulated driver takes only its own pools' blocks here.
+        # The simulated driver accepts only blocks of its own pools here.
         "driver.try_call('cuMemFreeAsync', block, 0) and driver.call('cuMemFree_v2', block)",
     ):
         agent.run(
@@ -168,7 +168,7 @@ def test_memory_that_is_mapped_into_an_array_lives_until_the_array_ends(agent) -
     agent.run(
         f"import struct; entry = ctypes.create_string_buffer(struct.pack({pack!r}, 0, array, 0, bytes(32), 1, handle, 0, 1, 0))"
     )
-    assert agent.number("len(entry.raw)") == 97  # 96, and an end
+    assert agent.number("len(entry.raw)") == 97  # 96 and a terminator
     agent.run("driver.call('cuMemMapArrayAsync', entry, 1, 0)")
     agent.run("driver.call('cuMemMapArrayAsync', entry, 1, 0)")
     agent.run("driver.call('cuMemRelease', handle)")
@@ -207,7 +207,7 @@ def test_a_library_takes_its_memory_with_its_first_kernel(agent, node) -> None:
         for _ in range(2):
             assert agent.refuses("driver.get('cuKernelGetFunction', kernel)")
         agent.run("driver.call('cuLibraryUnload', library)")
-        # A little too much is debt, like all that the driver takes by itself.
+        # A small excess becomes debt, like all memory that the driver takes on its own.
         agent.run(f"library = {load.format(200 * MIB)}; kernel = {kernel}")
         agent.run("driver.get('cuKernelGetFunction', kernel)")
         assert node.used() == LIMIT + 72 * MIB
@@ -430,7 +430,8 @@ def test_a_descriptor_that_cannot_be_watched_keeps_its_memory_charged(agent, how
     agent.run("handle = create(); fd = exported(handle); release(handle)")
     charged = agent.field("memory")
     assert charged == (200 if how == "ours are closed" else 100) * MIB
-    if how == "ours are closed":  # what was made before is not known any more, what comes is
+    # Memory from before is not known any more; memory from after is.
+    if how == "ours are closed":
         agent.run("os.close(fd)")
         until_charged(agent, 100 * MIB)
 

@@ -1,7 +1,8 @@
-"""Programs that take and give memory at random, and many that race for the last of it.
+"""Programs that allocate and free memory at random, and many that race for the last of it.
 
-The model is a few lines: what a process should be charged follows from what it holds. The GPU has as much memory as the
-quota, so an allocation that the driver itself has to refuse shows that the books let too much pass.
+The model is a few lines: what a process should be charged follows from what it holds. The GPU has
+as much memory as the quota, so an allocation that the driver itself has to refuse shows that the
+books let too much pass.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ at = driver.get('cuMemAddressReserve', 64 << 30, 0, 0, 0)
 
 
 class Model:
-    """One process: its agent, and what it should be charged."""
+    """A process: its agent, and what it should be charged."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -57,15 +58,15 @@ class Model:
         self.large: dict[int, int] = {}
         self.managed: dict[int, int] = {}
         self.asynchronous: list[int] = []
-        self.handles: dict[int, list[int]] = {}  # handle: size, references, mappings
-        self.mappings: dict[int, tuple[int, int]] = {}  # address: handle, size
-        self.imports: dict[int, list[int]] = {}  # size 0 until it is mapped
-        self.sizes: dict[int, int] = {}  # what the exporters of imports made
+        self.handles: dict[int, list[int]] = {}  # handle to size, references, mappings
+        self.mappings: dict[int, tuple[int, int]] = {}  # address to handle, size
+        self.imports: dict[int, list[int]] = {}  # size is 0 until it is mapped
+        self.sizes: dict[int, int] = {}  # sizes that the exporters created
         self.next = self.agent.number("at")
 
     @property
     def held(self) -> int:
-        """What the GPU should say."""
+        """Bytes that the GPU should report."""
         slabs = {address // UNIT for address in self.small}
         physical = sum(size for size, references, mappings in self.handles.values())
         return len(slabs) * UNIT + sum(self.large.values()) + physical + self.pooled
@@ -81,7 +82,7 @@ class Model:
         )
 
     def check(self) -> None:
-        """The books, the model and the GPU agree."""
+        """Check that the books, the model and the GPU agree."""
         self.agent.free()
         assert self.agent.field("unseen") == self.unseen
         assert self.agent.charged == self.held
@@ -91,7 +92,7 @@ class Model:
         return self.node.used() + size <= self.node.limit
 
     def take(self, program: str, size: int) -> int | None:
-        """Allocate: it succeeds if, and only if, there is room."""
+        """Allocate; this must succeed if and only if there is room."""
         room = self.fits(size)
         try:
             value = self.agent.number(program)
@@ -114,7 +115,7 @@ def round_up(size: int, unit: int = UNIT) -> int:
 
 
 def perform(models: list[Model], who: int, what: str, size: int, which: int) -> None:
-    """One step of a program; steps that have nothing to work on do nothing."""
+    """Run one step of a program. A step that has nothing to work on does nothing."""
     model = models[who % len(models)]
     agent = model.agent
 
@@ -330,7 +331,7 @@ def start_race(node: Node, n: int, rounds: int, *, kinds: str = "0123") -> list[
 
 
 def finish_race(node: Node, agents: list[Agent]) -> int:
-    """Wait for the end, at which nothing is left. Returns how many calls were refused."""
+    """Wait for the end, check that nothing is left, and return how many calls were refused."""
     refused = 0
     for agent in agents:
         counts = agent.answer()
@@ -348,7 +349,7 @@ def finish_race(node: Node, agents: list[Agent]) -> int:
 def test_eight_processes_of_eight_threads_never_pass_the_quota(node) -> None:
     agents = start_race(node, 8, 200, kinds="023")
     refused = finish_race(node, agents)
-    # Nothing was left for the driver to refuse: every refusal was one of the books.
+    # The driver had nothing to refuse: every refusal came from the books.
     assert refused == sum(agent.field("refused") for agent in agents) > 0
 
 
@@ -395,7 +396,10 @@ def test_the_sum_is_within_the_quota_at_every_moment(build_dir, tmp_path) -> Non
 def test_pools_that_race_for_their_units_are_charged_for_what_they_hold(
     build_dir, tmp_path
 ) -> None:
-    """A pool may grow where what is free in it was thought to do; the block goes back then, and the GPU has the room."""
+    """A pool may grow although its free memory seemed to suffice.
+
+    The block then goes back, and the GPU has the room.
+    """
     node = Node(build_dir, tmp_path, LIMIT, memory=2 * LIMIT)
     try:
         agents = start_race(node, 4, 200)
@@ -409,7 +413,7 @@ def test_processes_that_are_killed_in_a_race_leave_all_to_the_others(node) -> No
     agents = start_race(node, 4, 100_000)
     for agent in agents:
         end = time.monotonic() + 20
-        while agent.field("blocks") < 3:  # it is in the middle of it
+        while agent.field("blocks") < 3:  # in the middle of the race
             assert time.monotonic() < end
         agent.kill()
     node.look()

@@ -1,7 +1,7 @@
-"""The stand-in for NVML over the simulated driver, with a grant made by hand.
+"""The NVML stand-in on the simulated driver, with a grant that the test writes.
 
 The path of a container's grant is fixed, so each program runs in a mount namespace of its own where
-/run/tidegate is a directory of the test.  GPU 0 is the container's, GPU 1 is somebody else's.
+/run/tidegate is a directory of the test. GPU 0 is the container's; GPU 1 is not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_INSTANCE = 0xFFFFFFFF
 SUCCESS, UNINITIALIZED, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND = 0, 1, 2, 3, 6
 INSUFFICIENT_SIZE, FUNCTION_NOT_FOUND, VERSION_MISMATCH = 7, 13, 25
 
-# What a program finds in scope: the library, its structures by pynvml, and the two GPUs.
+# What a program has in scope: the library, its structures by pynvml, and the two GPUs.
 PRELUDE = """
 import ctypes, json, os, sys, threading, time
 from ctypes import byref, c_uint, c_ulonglong, c_int, sizeof
@@ -70,7 +70,7 @@ input()
 
 
 class Container:
-    """A grant by hand, the stand-in with the simulated driver behind it, and programs inside."""
+    """A grant that the test writes, the stand-in with the simulated driver behind it, and programs inside."""
 
     def __init__(self, directory: Path, build: Path) -> None:
         self.directory = directory
@@ -88,7 +88,7 @@ class Container:
         self.page: mmap.mmap
 
     def make_grant(self, *, size: int = layout.GRANT_FILE_SIZE, uuid: bytes | None = None) -> None:
-        """Write a grant of 3 GiB on GPU 0, of which 1 GiB is used; 40 % of the cap."""
+        """Write a grant of 3 GiB on GPU 0, of which 1 GiB is used, with a utilisation of 40 % of the cap."""
         with (self.run_directory / "grant").open("w+b") as file:
             file.truncate(size)
             self.page = mmap.mmap(file.fileno(), size)
@@ -101,7 +101,7 @@ class Container:
         pages.init_grant(self.page, settings={}, devices=[device])
 
     def list_processes(self, *processes: dict[str, int], time_us: int = NOW_US) -> None:
-        """Fill the usage part; numbers of a GPU are those of GPU 0."""
+        """Fill the usage part. Values that exist per GPU are those of GPU 0."""
         wide = {field.name for field in layout.USAGE_ENTRY.fields if field.n > 1}
         pages.write_usage(
             self.page,
@@ -119,11 +119,11 @@ class Container:
         )
 
     def run(self, program: str) -> Any:
-        """Run a program inside, after nvmlInit; return what it prints as JSON."""
+        """Run a program inside after nvmlInit, and return the JSON that it prints."""
         return self.run_raw(f"start()\n{program}")
 
     def run_raw(self, program: str) -> Any:
-        """Run a program inside as it is."""
+        """Run a program inside without nvmlInit, and return the JSON that it prints."""
         done = subprocess.run(
             self.command(program), env=self.environment(),
             capture_output=True, text=True, timeout=60, check=False,
@@ -173,7 +173,7 @@ def container(bare: Container) -> Container:
 
 @pytest.fixture
 def neighbour(container: Container) -> Iterator[Callable[[int], int]]:
-    """Start a process of nobody's with a context on a GPU; return its pid."""
+    """Start a process outside of any container with a context on a GPU, and return its pid."""
     started = []
 
     def start(device: int) -> int:
@@ -248,7 +248,7 @@ def test_every_form_of_the_list_has_the_processes_of_the_container_alone(
     neighbour(0)
     fields = "'pid', 'usedGpuMemory'"
     assert container.run(
-        # An entry of the first form is shorter: the array is filled to its own stride.
+        # An entry of the first form is shorter, so the array is filled with its own stride.
         "class c_nvmlProcessInfo_v1_t(ctypes.Structure):\n"
         "    _fields_ = [('pid', c_uint), ('usedGpuMemory', c_ulonglong)]\n"
         f"entry = globals().get({entry!r}) or getattr(pynvml, {entry!r})\n"
@@ -380,7 +380,7 @@ def test_samples_are_the_last_look(container: Container) -> None:
     ) == [
         [SUCCESS, 1, 1, 0, 0],
         [SUCCESS, 1, 1, NOW_US, 40],
-        [NOT_SUPPORTED, -1, 1, 0, 0],  # the simulated GPU does not tell of its memory
+        [NOT_SUPPORTED, -1, 1, 0, 0],  # the simulated GPU does not report memory utilisation
         SUCCESS,
         NOT_FOUND,
         INVALID_ARGUMENT,
@@ -531,7 +531,7 @@ int nvmlDeviceGetMemoryInfo(void *d, unsigned long long m[3]) { m[0] = m[1] = m[
 
 
 def fake_driver(container: Container) -> None:
-    """Put an old driver behind the stand-in, whose first device is an instance of MIG."""
+    """Put an old driver behind the stand-in. Its first device is a MIG instance."""
     uuid = f'-DUUID="{simgpu.device_uuid(1, 0)}"'
     command = ["gcc", "-shared", "-fPIC", "-w", "-x", "c", "-", uuid, "-o", str(container.origin)]
     subprocess.run(command, input=FAKE, text=True, check=True)
@@ -572,7 +572,7 @@ def test_threads_that_ask_first_at_the_same_time_agree(container: Container) -> 
 
 
 def test_a_reader_sees_one_set_of_entries(container: Container) -> None:
-    """Every set has one number everywhere: a list with two of them was read half-way."""
+    """All entries of a set have the same number, so a list with two numbers was read half-way."""
     end = threading.Event()
 
     def write() -> None:

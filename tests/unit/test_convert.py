@@ -1,4 +1,4 @@
-"""`tidegate convert`: what others' pods become, what is said of the rest, and that nothing else changes."""
+"""`tidegate convert`: what other vendors' pods become, what is reported of the rest, and that all else stays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS = {"several": Options(gpu_mib=81920)}
 
 @pytest.mark.parametrize("case", CASES)
 def test_manifests_become_what_is_expected(case: str) -> None:
-    """To write them anew: python -m tests.unit.test_convert."""
+    """To rewrite the expected files: python -m tests.unit.test_convert."""
     result = convert((HERE / f"{case}.yaml").read_text(), OPTIONS.get(case))
     assert result.text == (HERE / f"{case}-expected.yaml").read_text()
     assert [str(note) for note in result.notes] == (HERE / f"{case}.notes").read_text().splitlines()
@@ -74,7 +74,7 @@ spec:
 
 
 def requests_of(text: str, **options: int) -> tuple[dict, list[str]]:
-    """The claim that a pod gets, and the notes."""
+    """Return the claim that a pod gets, and the notes."""
     result = convert(text, Options(**options))
     template = next(one for one in result.items if one["kind"] == "ResourceClaimTemplate")
     return template["spec"]["spec"]["devices"], [str(note) for note in result.notes]
@@ -90,7 +90,7 @@ def requests_of(text: str, **options: int) -> tuple[dict, list[str]]:
     ],
 )
 def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
-    """A node offers less than a GPU is sold with: a claim for all 80 GiB of it would wait for ever."""
+    """A node offers less memory than a GPU is sold with. A claim for all 80 GiB would wait for ever."""
     devices, _ = requests_of(POD.format(annotations="", limits=limits), gpu_mib=81920)
     assert "memory" not in devices["requests"][0]["exactly"]["capacity"]["requests"]
     percent = "nvidia.com/gpu: 1, nvidia.com/gpumem-percentage: 50"
@@ -99,7 +99,7 @@ def test_all_the_memory_is_asked_for_by_not_naming_it(limits: str) -> None:
 
 
 def test_mps_is_for_one_gpu_and_is_said_to_be_lost_for_more() -> None:
-    """The governor refuses a container with two GPUs by mps, so such a claim would start nothing."""
+    """The governor refuses a container with two GPUs under MPS, so such a claim would start nothing."""
     mps = {"annotations": "nvidia.com/vgpu-mode: mps"}
     devices, notes = requests_of(POD.format(limits="nvidia.com/gpu: 2", **mps))
     assert "config" not in devices
@@ -127,7 +127,7 @@ def test_memory_that_is_written_with_a_unit_is_no_claim_for_exbibytes() -> None:
 
 
 def test_a_pod_that_wants_a_node_by_a_label_of_nvidias_is_said_to() -> None:
-    """Who puts that label goes with what is moved from, and the pod would wait for ever."""
+    """The component that sets the label is part of what is migrated from, so the pod would wait for ever."""
     pod = yaml.safe_load(POD.format(annotations="", limits="nvidia.com/gpu: 1"))
     pod["spec"]["nodeSelector"] = {"nvidia.com/gpu.product": "A100", "zone": "a"}
     match = [{"key": key, "operator": "Exists"} for key in ("nvidia.com/mig.capable", "disk")]
@@ -257,7 +257,7 @@ PLAIN = "kind: Pod\nmetadata: {name: a}\nspec:\n  containers:\n  - name: x\n    
     [
         ("        memory: 1Gi\n        memory: 2Gi\n", "memory in line 10"),
         ("        nvidia.com/gpu: 2\n", "nvidia.com/gpu in line 9"),
-        # By which nothing asks any more: nothing is changed, and it is said all the same.
+        # This one leaves no request for a GPU: nothing is changed, but it is still reported.
         ("spec: {nodeName: b}\n", "spec in line 9"),
     ],
 )
@@ -299,7 +299,7 @@ def test_comments_alone_come_back() -> None:
 
 
 def test_workloads_of_one_name_are_named_in_no_more_time_for_each() -> None:
-    """Of 200,000, which is a file of 32 MiB, the last would otherwise be asked for 200,000 times."""
+    """Otherwise the last of 200,000 workloads, in a file of 32 MiB, would take 200,000 attempts."""
     taken = Taken(["x", "x-3"])
     names = [taken.take("x") for _ in range(200_000)]
     assert names[:3] == ["x-2", "x-4", "x-5"]
@@ -320,7 +320,7 @@ def test_it_needs_neither_grpc_nor_a_client() -> None:
     assert done.stdout.endswith("set()\n")
 
 
-# Whatever comes
+# Arbitrary input
 
 keys = st.sampled_from(
     [
@@ -381,7 +381,7 @@ pods = st.fixed_dictionaries(
 
 
 def _places(value: object, path: tuple = ()) -> Iterator[tuple]:
-    """Give the path of every value in a document, the document itself left out."""
+    """Yield the path of every value in a document, except the document itself."""
     pairs = {dict: dict.items, list: enumerate}.get(type(value), lambda _: ())
     for key, one in pairs(value):
         yield (*path, key)
@@ -390,7 +390,7 @@ def _places(value: object, path: tuple = ()) -> Iterator[tuple]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_value_of_a_foreign_type_anywhere_makes_no_manifest_fail(case: str) -> None:
-    """apiVersion, kind, metadata, a limit, a variable: whatever is read may be of any type."""
+    """Any value that is read may have any type: apiVersion, kind, metadata, a limit, a variable."""
     for document in yaml.safe_load_all((HERE / f"{case}.yaml").read_text()):
         for path in _places(document):
             for foreign in (["Pod"], {"a": 1}, 7, None):
@@ -454,7 +454,7 @@ def test_one_value_becomes_another_in_the_text(one, other, flow: bool) -> None: 
 
 
 def _without(after: list, before: list) -> str | None:
-    """Take what a conversion may touch out of both, and compare the rest."""
+    """Compare both without the parts that a conversion may touch; return the difference."""
 
     def strip(value):
         if isinstance(value, list):
@@ -492,7 +492,7 @@ if __name__ == "__main__":
 
 
 def test_comments_stay_where_they_were() -> None:
-    """Above the file, between the items of a list of which one goes, and behind values that stay."""
+    """The comments are above the file, between list items of which one is removed, and behind values that stay."""
     text = (
         "# licence\n\n"
         "# the pod\n"

@@ -1,4 +1,7 @@
-"""The documents hold together: links, anchors, and what they list of the code. docs/README.md lists them all."""
+"""The documents are consistent: their links, their anchors, and what they list of the code.
+
+docs/README.md lists all of them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def test_links_lead_to_files_and_headings(page):
             assert link.anchor in markdown.anchors(target.read_text()), (
                 f"{page}:{link.line}: {link.target}"
             )
-    site.carried(page, text, set(PAGES))  # the site has no page for a directory without a README.md
+    site.carried(page, text, set(PAGES))  # fails for a directory without a README.md
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -47,7 +50,7 @@ def test_a_page_begins_with_its_title_and_skips_no_level(page):
 
 
 def test_the_index_lists_every_page():
-    """Fix by adding a line to docs/README.md; the site takes its contents from there."""
+    """Fix by adding a line to docs/README.md, from which the site takes its contents."""
     listed = site.contents((ROOT / site.INDEX).read_text(), set(PAGES))
     names = re.findall(r"^([\w/.-]+)$", listed, re.MULTILINE)
     assert len(names) == len(set(names))
@@ -83,7 +86,7 @@ def test_each_finding_of_doctor_has_a_paragraph():
 
 
 def test_lines_that_troubleshooting_quotes_are_lines_of_ours():
-    """What a message has of its own is quoted, so that a reader finds it; it has to be there letter by letter."""
+    """The fixed part of a message is quoted so that a reader can search for it, so it must match exactly."""
     text = (DOCS / "troubleshooting.md").read_text()
     table = text.partition("| the line says |")[2].partition("\n\n")[0]
     quoted = [
@@ -97,7 +100,7 @@ def test_lines_that_troubleshooting_quotes_are_lines_of_ours():
         for package in ("oci_hook", "governor", "vdriver")
         for path in (ROOT / package).rglob("*.py")
     )
-    # Literals over several lines are one, and what stands in for a name may be anything.
+    # Join literals that span several lines. A placeholder may stand for any text.
     sources = re.sub(r'"\s*\n\s*f?"', "", sources)
     said = {"exit code: 75", "device node /dev/nvidia0"}  # a runtime's words; a name filled in
     assert "device node {" in sources
@@ -112,7 +115,7 @@ def test_lines_that_troubleshooting_quotes_are_lines_of_ours():
     ],
 )
 def test_errors_and_their_statuses_are_in_the_reference(module, heading):
-    """The hook's are held by test_hook_shape.py."""
+    """The hook's errors are checked by test_hook_shape.py."""
     page = (DOCS / "reference/errors.md").read_text().partition(heading)[2].partition("\n## ")[0]
     rows = {
         code: int(status)
@@ -123,7 +126,7 @@ def test_errors_and_their_statuses_are_in_the_reference(module, heading):
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, Exception)
     }
-    declared.pop("vdriver", None)  # the base class, which nobody raises
+    declared.pop("vdriver", None)  # the base class, which is never raised
     assert rows == declared
 
 

@@ -1,8 +1,9 @@
-"""Every command of the documents: parsed by what would parse it, or in a table that says who runs it.
+"""Every command of the documents is parsed by its own parser, or is in a table that says where it is run.
 
-A block of shell is typed by somebody. So each of its commands is one of ours, and its real parser takes it; or
-it is a program of the system's, and `SYSTEM` says where it is run or why nowhere. A program that is in
-neither fails the test. docs/tutorial.md is typed as a whole by tests/container/test_tutorial.py.
+A reader types the shell blocks. So each of their commands is either one of ours, and its real
+parser accepts it, or it is a system program, and `SYSTEM` says where it is run or why it is not. A
+program that is in neither fails the test. tests/container/test_tutorial.py types docs/tutorial.md
+as a whole.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ SYSTEM = {
     ),
     **dict.fromkeys(("pip", "venv"), PACKAGES),
 }
-READERS = {"train.py"}  # programs of the reader's
+READERS = {"train.py"}  # programs of the reader
 OURS = {"tidegate", "tidegate-governor", "tidegate-hook"}
 SCRIPTS = {"tests/gpu/run", "tools/", "examples/", "build/meson/"}
 
@@ -81,15 +82,15 @@ VARIABLES = set(
     re.findall(r"\b([A-Za-z_]+)\b\s*\??:?=|\$\(([A-Za-z_]+)\)", (ROOT / "Makefile").read_text())
 )
 UNITS = {path.name for path in (ROOT / "packaging/systemd").iterdir()}
-UNITS |= {"docker", "containerd", "crio", "podman", "prometheus", "kubelet"}  # other people's
+UNITS |= {"docker", "containerd", "crio", "podman", "prometheus", "kubelet"}  # others' units
 
 
 class ParsedError(Exception):
-    """The command line was taken, and nothing was done."""
+    """The command line was accepted. Nothing was done."""
 
 
 def ours(command: Command) -> list[str] | None:
-    """Return the arguments behind one of our programs or behind python -m, None for another's."""
+    """Return the arguments of one of our programs or of python -m, or None for another program."""
     name = command.program.rpartition("/")[2]
     where = command.program.removesuffix(name)
     if name in OURS and where in {"", ".venv/bin/", "/usr/bin/", "/opt/tidegate/bin/"}:
@@ -100,7 +101,7 @@ def ours(command: Command) -> list[str] | None:
 
 
 def without_brackets(words: list[str]) -> list[str]:
-    """Return a synopsis as a command with all its options; what only stands for more is left out."""
+    """Return a synopsis as a command with all its options. Placeholders for more arguments are dropped."""
     return [
         word.strip("[]") if word[0] == "[" or word[-1] == "]" else word
         for word in words
@@ -109,7 +110,7 @@ def without_brackets(words: list[str]) -> list[str]:
 
 
 def parse_by(monkeypatch: pytest.MonkeyPatch, module: str, arguments: list[str]) -> None:
-    """Run a module up to where it has parsed its command line."""
+    """Run a module until it has parsed its command line."""
     real = argparse.ArgumentParser.parse_args
 
     def parse(self, *args, **kwargs):
@@ -172,7 +173,7 @@ def test_a_command_of_ours_is_taken_by_its_own_parser(command, monkeypatch):
 
 
 def test_every_other_command_is_in_the_table():
-    """Fix by adding the program to SYSTEM, with who runs it or why nobody can."""
+    """Fix by adding the program to SYSTEM, with where it is run or why it cannot be."""
     strange = []
     for _, command in ALL:
         program = command.program
@@ -229,7 +230,10 @@ def test_paths_of_the_repository_that_are_named_exist():
 
 
 def test_commands_in_the_text_name_verbs_and_options_that_exist():
-    """Those are cut short at times, so only what they name is looked at. What was run once stands in docs/benchmarks.md."""
+    """Commands in the text may be cut short, so only the names are checked.
+
+    docs/benchmarks.md is left out, because it has commands that were run once.
+    """
     verbs = {
         verb: choice
         for action in cli.parser()._actions
@@ -251,7 +255,7 @@ def test_commands_in_the_text_name_verbs_and_options_that_exist():
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return a verb's options, and those of what it can do."""
+    """Return the actions of a verb and of its subcommands."""
     found = list(parser._actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""`tidegate doctor` as it is typed: what it prints, how it ends, that it changes nothing and never breaks."""
+"""`tidegate doctor` as a user runs it: what it prints, how it exits, that it changes nothing and never fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.doctor_nodes import Host, governor, words
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "governor/doctor/doctor.schema.json").read_text())
 PAGE = ROOT / "docs/reference/doctor.md"
-NODES = "driver.nodes"  # take root to make
+NODES = "driver.nodes"  # the nodes can only be made by root
 
 
 def states(host: Host) -> dict[str, list[str]]:
@@ -50,7 +50,7 @@ def test_on_an_empty_disk_every_check_has_something_to_say(tmp_path: Path, check
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_where_directories_stand_for_files_no_check_breaks(tmp_path: Path, check: str) -> None:
-    """As a disk may have them after somebody mounted a volume on a file that was not there."""
+    """A host can have these after a volume was mounted on a file that did not exist."""
     host = Host.right(tmp_path / "n")
     for path in [
         *(p for p in host.root.rglob("*") if p.is_file() and "var/lib/tidegate" not in str(p)),
@@ -108,7 +108,7 @@ def test_nothing_is_run_and_nothing_is_changed_below_a_root(
 ) -> None:
     host = Host.right(tmp_path / "n")
     for program in ("podman", "containerd", "nvidia-smi", "dockerd", "docker"):
-        # Below the root as in ours: one that ran would leave something.
+        # Below the root as on this machine: a program that ran would leave a file.
         host.put(f"usr/bin/{program}", f"#!/bin/sh\ntouch {tmp_path}/ran\n", 0o755)
 
     def snapshot() -> dict[str, tuple[int, int, int]]:
@@ -208,7 +208,7 @@ def test_commands_are_given_up_and_get_nothing_of_the_callers_environment(
 
 
 def test_in_a_pod_the_nodes_engines_are_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not in the container's own tree, and nothing is said of each."""
+    """The engines are not in the container's own tree, so doctor does not report on each of them."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     ids = [name for name in CHECKS if name.startswith(OF_NODE)]
     assert {"engine.any", "containerd.version", "hooks.in-force", "nvidia.cdi"} <= set(ids)

@@ -1,4 +1,4 @@
-"""What `tidegate doctor` says of CRI-O: whether it starts with its files, and what is behind its handler."""
+"""What `tidegate doctor` reports of CRI-O: whether it starts with its files, and what its handler runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STARTS = "ok: CRI-O finds all that /etc/crio/crio.conf and /etc/crio/crio.conf.d
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """A node with CRI-O's own packages, set up."""
+    """A node with CRI-O's own packages, set up for Tidegate."""
     host = Host(tmp_path / "root")
     for name in ("conmon", "crun", "runc"):
         host.program(f"{LIBEXEC}/{name}")
@@ -100,7 +100,7 @@ def test_a_runtime_that_is_not_found_is_wrong(host: Host) -> None:
 
 def test_another_runtime_than_the_default_handler_s_is_a_warning(host: Host) -> None:
     host.remove(SETTINGS)
-    assert host.look("crio.handler")[1].startswith("ok: ")  # it looks there by itself
+    assert host.look("crio.handler")[1].startswith("ok: ")  # the wrapper looks there on its own
     host.program("usr/bin/runc")
     assert host.look("crio.handler")[1] == (
         "warning: CRI-O's handler tidegate: the wrapper executes /usr/bin/runc, and the default handler "
@@ -134,7 +134,7 @@ def test_a_handler_that_is_not_the_wrapper_is_wrong(host: Host) -> None:
 def test_a_hook_of_a_stage_that_cri_o_does_not_know_is_wrong(
     host: Host, program: str, remedy: str
 ) -> None:
-    """In the directories that CRI-O's own files name, and in no others."""
+    """Only the directories that CRI-O's own files name are checked."""
     for path in ("/opt/hooks.d/x.json", f"{HOOKS_DIR}/x.json"):
         host.json(path, {"hook": {"path": program}, "stages": ["poststop", "precreate"]})
     host.put(f"{CONF_D}/60.conf", '[crio.runtime]\nhooks_dir = ["/opt/hooks.d/"]\n')

@@ -1,4 +1,4 @@
-"""What `tidegate doctor` says of NVIDIA's driver. Device nodes take root: tests/container/test_doctor.py."""
+"""What `tidegate doctor` reports of NVIDIA's driver. Device nodes need root: tests/container/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_libraries_of_another_version_than_the_module_are_wrong(host: Host) -> N
         path.rename(path.with_name(path.name.replace(V, "580.95.05")))
     [found] = host.look("driver.libraries")
     assert found.startswith(f"wrong: the kernel module is {V}, but the libraries are 580.95.05 in ")
-    # What a mirror in force has goes on serving.
+    # A mirror in force keeps serving the driver that it has.
     host.put_mirror()
     [found] = host.look("driver.libraries")
     assert found.startswith(f"warning: the kernel module is {V}, ")

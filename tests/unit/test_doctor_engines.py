@@ -1,4 +1,4 @@
-"""What `tidegate doctor` says of engines, hooks in force, CDI, and what NVIDIA has on the node."""
+"""What `tidegate doctor` reports of engines, hooks in force, CDI, and NVIDIA's parts on the node."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_checkouts_wrapper_that_enters_a_hook_which_is_not_there_is_wrong(host
         )
     ]
     right = [f"ok: Docker's runtime tidegate, {own}/tidegate-runtime"]
-    # Settings in another place are for who put them there.
+    # An operator that keeps the settings in another place has to check them.
     elsewhere = {**runtime, "runtimeArgs": ["--tidegate-config", "/etc/other"]}
     set_docker(host, {"runtimes": {"tidegate": elsewhere}})
     assert host.look("docker.runtime") == right
@@ -212,7 +212,7 @@ def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin:
     handler = HANDLER.format(plugin=plugin)
     host.put(CONFIG, main.format(imports="") + handler)
     assert host.look("containerd.handler") == RIGHT
-    # In a file that the main one imports, by a relative pattern or an absolute one.
+    # The handler is in a file that the main one imports, by a relative or an absolute pattern.
     for imports in (
         'imports = ["conf.d/*.toml"]',
         'imports = ["/etc/containerd/conf.d/tide*.toml"]',
@@ -220,7 +220,7 @@ def test_containerd_that_has_the_handler_is_right(host: Host, main: str, plugin:
         host.put(CONFIG, main.format(imports=imports))
         host.put("etc/containerd/conf.d/tidegate.toml", handler)
         assert host.look("containerd.handler") == RIGHT
-    # What containerd itself says counts before what we read.
+    # The configuration that containerd itself dumps takes precedence over the files.
     host.program("usr/bin/containerd", main.format(imports=""))
     assert state(host.look("containerd.handler")) == ["note"]
 
@@ -259,12 +259,11 @@ def test_a_handler_that_does_not_reach_the_hook_is_wrong(
 
 
 def test_a_default_handler_that_an_import_took_away_is_wrong(host: Host) -> None:
-    """As containerd 1.6.20 dumps a drop-in with our handler alone."""
+    """containerd 1.6.20 dumps this if a drop-in has only Tidegate's handler."""
     text = V2.format(imports="") + HANDLER.format(plugin="io.containerd.grpc.v1.cri")
     host.put(CONFIG, text)
-    assert (
-        host.look("containerd.handler") == RIGHT
-    )  # a file alone does not say what the defaults are
+    # The file alone does not say what the defaults are.
+    assert host.look("containerd.handler") == RIGHT
     host.program("usr/bin/containerd", text)
     assert host.look("containerd.handler")[0].startswith(
         f"wrong: /{CONFIG}: the default handler runc is not among tidegate: containers that name no"
@@ -306,7 +305,7 @@ def test_a_runtime_of_our_name_that_is_not_ours_is_wrong(host: Host) -> None:
 
 
 def test_a_containerd_without_cri_has_no_handlers(host: Host) -> None:
-    """As Docker's own package installs it."""
+    """Docker's own package installs containerd like this."""
     host.put(CONFIG, 'disabled_plugins = ["cri"]\n')
     assert host.look("containerd.handler")[0].startswith(
         "note: /etc/containerd/config.toml disables CRI"
@@ -323,7 +322,7 @@ def test_a_containerd_without_cri_has_no_handlers(host: Host) -> None:
         (("tidegate.gpu/*",), True),
         (("tidegate.gpu/memory",), True),
         (("*/*",), True),
-        (("*",), False),  # path.Match: a star ends at a slash
+        (("*",), False),  # as in path.Match, a star ends at a slash
         (("tidegate.gpu*",), False),
         (("other/*",), False),
         ((), False),
@@ -430,7 +429,7 @@ def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
         '[engine]\nhooks_dir = ["/etc/tidegate/hooks.d", {append = true}]\n',
     )
     assert state(host.look("podman.hooks")) == ["ok"]
-    # What is added to stays so for the files behind.
+    # `append` stays in force for the files that follow.
     host.put("etc/containers/containers.conf.d/b.conf", '[engine]\nhooks_dir = ["/opt/more"]\n')
     assert state(host.look("podman.hooks")) == ["ok"]
     host.put(
@@ -446,7 +445,7 @@ def test_podman_that_looks_elsewhere_for_hooks_is_wrong(host: Host) -> None:
 
 
 def test_podman_is_asked_where_it_looks_for_hooks(host: Host) -> None:
-    """As where a file sets hooks_dir that this version does not read, or an older one does."""
+    """A file may set hooks_dir although this version of Podman does not read that file, or reads it differently."""
     host.json(LOCAL, hook_file())
     host.put("etc/containers/containers.conf", '[engine]\nhooks_dir = ["/opt/hooks"]\n')
     host.program(
@@ -490,7 +489,7 @@ def test_a_service_of_podmans_that_started_before_the_hooks_is_wrong(host: Host)
     assert host.look("podman.service") == right
     conf = "etc/containers/containers.conf.d/50-tidegate.conf"
     host.put(conf, f'[engine]\nhooks_dir = ["{OWN}"]\n')
-    assert host.look("podman.service") == right  # no hook of ours is there
+    assert host.look("podman.service") == right  # Tidegate has no hook there
     host.json(LOCAL, hook_file())
     assert host.look("podman.service") == [
         (
@@ -598,7 +597,8 @@ def test_nvidias_runtime_as_a_default_is_warned_of(host: Host) -> None:
     assert state(host.look("nvidia.default-runtime")) == ["warning", "warning"]
 
 
-# As `nvidia-ctk runtime configure --runtime=containerd --set-as-default` writes it since toolkit 1.18.
+# What `nvidia-ctk runtime configure --runtime=containerd --set-as-default` writes since toolkit
+# 1.18.
 NVIDIA_DROP_IN = """\
 version = 3
 
@@ -688,12 +688,12 @@ def test_one_engine_that_is_set_up_is_enough(host: Host) -> None:
     assert host.look("engine.any") == [
         "ok: Tidegate is set up for Docker, whoever reads oci-hooks(5), whoever is asked for a CDI device"
     ]
-    host.put("etc/docker/daemon.json", "{")  # docker.runtime says so
+    host.put("etc/docker/daemon.json", "{")  # reported by docker.runtime
     assert state(host.look("engine.any")) == ["ok"]
 
 
 def test_what_cdi_generate_writes_is_right(host: Host) -> None:
-    simulated = Device(0, "GPU-a", "Tidegate Simulated GPU", 16 << 30)  # which has no device node
+    simulated = Device(0, "GPU-a", "Tidegate Simulated GPU", 16 << 30)  # it has no device node
     host.json("run/cdi/tidegate.json", make_spec([simulated]))
     assert host.look("cdi.fresh") == [
         f"ok: /run/cdi/tidegate.json: {HOOK}",

@@ -1,4 +1,4 @@
-"""What `tidegate doctor` says of the mirror, of the governor and of its database."""
+"""What `tidegate doctor` reports of the mirror, of the governor and of its database."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_a_mirror_of_another_version_than_the_module_is_wrong(host: Host) -> Non
 
 
 def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: Host) -> None:
-    """Where its root is not mounted, files are looked for on the node, and what is not seen is not missed."""
+    """If the container's root is not mounted, the files are looked for on the node.
+
+    Unseen files are not reported.
+    """
     host.put_driver()
     generation = host.put_mirror()
     path = generation / "manifest.json"
@@ -72,7 +75,7 @@ def test_a_mirror_that_a_pod_made_names_files_as_that_container_saw_them(host: H
     path.write_text(json.dumps(document))
     assert look_at_mirror(driver_dir)[1] is None
     os.utime(library, ns=(1, 1))
-    # This machine has no kernel module that says a version, so a changed file is an error.
+    # No kernel module on this machine reports a version, so a changed file is an error.
     with pytest.raises(MirrorError, match=f"{library} has changed since"):
         look_at_mirror(driver_dir)
     library.unlink()
@@ -86,7 +89,7 @@ def test_a_driver_that_has_changed_since_is_a_warning(host: Host) -> None:
     [found] = host.look("mirror.in-force")
     assert found.startswith("warning: generation ")
     assert found.endswith("nowhere has changed since it was made -> tidegate refresh")
-    # Where no module says a version, the files are all that can be held against it.
+    # Without a module that reports a version, only the files can be compared.
     host.remove("proc/driver/nvidia/version")
     [found] = host.look("mirror.in-force")
     assert found.startswith("wrong: mirror ")
@@ -112,7 +115,7 @@ def test_a_generation_that_somebody_changed_is_wrong(host: Host, damage: str) ->
 
 
 def test_content_is_not_read(host: Host) -> None:
-    """What has the same size is `tidegate verify`'s: a driver has a gigabyte."""
+    """Comparing the content of files of equal size is up to `tidegate verify`: a driver has a gigabyte."""
     host.put_driver()
     generation = host.put_mirror()
     library = generation / f"lib64/libnvcuvid.so.{V}"
@@ -121,7 +124,7 @@ def test_content_is_not_read(host: Host) -> None:
 
 
 class Room:
-    """A file system with so much room; nothing but `statvfs` is not the real one's."""
+    """A file system with this much room. Only its `statvfs` is fake."""
 
     def __init__(self, free: int, *, inodes: int = 1 << 20, read_only: bool = False) -> None:
         self.f_bavail, self.f_frsize = free // 4096, 4096
@@ -171,7 +174,7 @@ def test_drop_ins_are_read_as_the_governor_does(host: Host) -> None:
         " -> mv /etc/tidegate/config.d/30-c.yml /etc/tidegate/config.d/30-c.yaml"
     )
     host.remove("etc/tidegate/config.d/30-c.yml")
-    # A link leads to where it would lead on that node.
+    # A link is followed as it would be on that node.
     host.put("etc/ours.yaml", "placement: topology\n")
     (host.root / "etc/tidegate/config.d/40-d.yaml").symlink_to("/etc/ours.yaml")
     assert host.node().config.placement == "topology"

@@ -1,4 +1,4 @@
-"""What `tidegate doctor` says of Tidegate's own files, and of who could change them."""
+"""What `tidegate doctor` reports of Tidegate's own files, and of which users could change them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_interpreter_of_line_one_is_asked_what_it_has(host: Host) -> None:
         "ok: /usr/bin/python3 is Python 3.11.2, and has what the hook needs"
     ]
     [command] = host.ran
-    # Nothing of the environment's, and nothing written: not even a cache of bytecode.
+    # The environment is ignored, and nothing is written, not even a bytecode cache.
     assert command[:3] == ("/usr/bin/python3", "-ISEB", "-c")
     assert command[-1] == f"{host.root}/usr"
 
@@ -218,7 +218,7 @@ def test_a_configuration_that_others_could_change_is_wrong(host: Host) -> None:
 def test_what_is_mounted_read_only_is_nobodys_to_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a ConfigMap in a pod, whose directory has the mode 0777. The mount is a stand-in."""
+    """An example is a ConfigMap in a pod, whose directory has mode 0777. The mount here is faked."""
     host = Host(tmp_path / "root")
     host.put("etc/tidegate/config.yaml", "")
     (host.root / "etc/tidegate").chmod(0o777)

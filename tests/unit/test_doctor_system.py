@@ -1,4 +1,4 @@
-"""What `tidegate doctor` says of kernel, control groups and security modules."""
+"""What `tidegate doctor` reports of the kernel, control groups and security modules."""
 
 from __future__ import annotations
 
@@ -140,14 +140,13 @@ def test_files_without_a_label_are_warned_of_where_selinux_enforces(host: Host) 
 
 
 def look_here(check: str, **changes: Any) -> list[str]:
-    """What a check says of this machine."""
+    """Return what a check reports of this machine."""
     return [words(found) for found in examine(Node(config=Config(**changes)), [check])]
 
 
 def test_the_kernel_that_runs_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert look_here("kernel.calls")[0].startswith(
-        "ok: Linux "
-    )  # or no test of the hook would pass
+    # Otherwise no test of the hook would pass.
+    assert look_here("kernel.calls")[0].startswith("ok: Linux ")
     monkeypatch.setattr(system, "_refused", lambda: [("openat2", errno.EPERM)])
     assert "openat2 refused: Operation not permitted" in look_here("kernel.calls")[0]
     assert look_here("kernel.calls")[0].startswith("wrong: ")
@@ -171,7 +170,7 @@ def test_what_freezes_may_not_be_read_only_to_the_governor(monkeypatch: pytest.M
     assert look_here("cgroup.freezer", on_violation="throttle") == [
         f"ok: on_violation is throttle, by {freezer}"
     ]
-    # A unit's sandbox mounts it over.
+    # A unit's sandbox mounts over it.
     with_table(table.format(freezer, "rw") + table.format(freezer, "ro,relatime"))
     assert look_here("cgroup.freezer", on_violation="throttle") == [
         (

@@ -1,6 +1,7 @@
-"""What reaches the hook, the wrapper runtime and the governor as text: a corpus, documents made from it, and real processes.
+"""Text that reaches the hook, the wrapper runtime and the governor: a corpus, mutations of it, real processes.
 
-tests/fuzz/documents.py says what each kind of document is, tests/fuzz/test_documents.py goes on for as long as it is told.
+tests/fuzz/documents.py describes each kind of document. tests/fuzz/test_documents.py runs for as
+long as it is told to.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ _, status, usage = os.wait4(child, 0)
 os.write(int(sys.argv[1]), b"%d" % (usage.ru_maxrss << 10))
 sys.exit(os.waitstatus_to_exitcode(status))
 """
-"""Runs a program under a limit, and tells its peak: a process has that of the one which started it, so it must be a small one."""
+"""Run a program under a memory limit and report its peak.
+
+A process starts with the peak of the process that spawned it, so this has to be a small one.
+"""
 MOST = 256 * MIB
-"""What a hook may take at most, whatever it is given: small objects are 50 times as large in Python as in JSON."""
+"""Most bytes that a hook may take for any input: small objects are 50 times as large in Python as in JSON."""
 NOBODY = 4194304
-"""The highest number that a process could have; none has it here."""
+"""The highest possible pid. No process here has it."""
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "edit"])
@@ -43,7 +47,8 @@ def test_parser_and_schema_judge_the_corpus_alike(kind: str) -> None:
     wrong = []
     for entry in entries:
         taken = hold(kind, entry.data)
-        # A schema cannot see all that a parser refuses, but nothing is taken that it rejects.
+        # A schema cannot express all that a parser refuses. But the parser accepts nothing that the
+        # schema rejects.
         if taken != entry.good:
             wrong.append((entry.why, refusal(kind, entry.data), is_valid(kind, entry.data)))
     assert wrong == []
@@ -62,7 +67,10 @@ def test_parser_and_schema_judge_what_is_made_from_it_alike(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
-    """Where JSON gives up, and just before: there what judges the document has less of the stack left than what read it."""
+    """The depths span the one at which the JSON parser gives up.
+
+    Just below it, the code that judges the document has less of the stack left than the parser had.
+    """
     taken = set()
     for depth in range(800, 1050):
         lists = "[" * depth + "]" * depth
@@ -79,13 +87,13 @@ def test_no_depth_is_too_deep_for_a_line(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["config", "state"])
 def test_every_document_of_the_corpus_can_be_edited_or_is_refused_with_a_line(kind: str) -> None:
-    """The wrapper runtime and `precreate` take config.json as the hook does."""
+    """The wrapper runtime and `precreate` read config.json as the hook does."""
     for entry in corpus(kind):
         hold("edit", entry.data)
 
 
 class Run:
-    """How a process of ours ended that was given a document."""
+    """The outcome of one of our processes that was given a document."""
 
     def __init__(self, name: str, arguments: list[str], data: bytes) -> None:
         with (
@@ -110,7 +118,7 @@ class Run:
             self.peak = int(told)
 
     def must_be_polite(self) -> None:
-        """A status of the list, and one line that says why; neither a trace nor a fault of ours."""
+        """Check for a documented status and one line with the reason, without a traceback or an internal error."""
         said = self.stderr.decode()
         assert self.status in (0, 64, 65, 66, 69, 71, 72, 75, 77), (self.status, said)
         assert said.count("\n") == (1 if self.status else 0), said
@@ -128,7 +136,7 @@ def options(tmp_path: Path) -> list[str]:
 
 
 def sample(kind: str, step: int) -> Iterator[bytes]:
-    """Some of the corpus: a process takes 50 ms."""
+    """Yield some of the corpus only: a process takes 50 ms."""
     for entry in corpus(kind)[::step]:
         yield entry.data
 
@@ -136,7 +144,7 @@ def sample(kind: str, step: int) -> Iterator[bytes]:
 def test_a_hook_that_is_given_any_state_ends_with_a_status_and_one_line(
     tmp_path: Path, options: list[str]
 ) -> None:
-    """Of a process that there is not: what is right in itself is refused for that."""
+    """The process does not exist, so even a valid state is refused."""
     (tmp_path / "config.json").write_text(json.dumps(bases("config")[0]))
     for document in sample("state", 3):
         data = document.replace(b'"bundle": "/b"', f'"bundle": "{tmp_path}"'.encode()).replace(

@@ -1,4 +1,4 @@
-"""The table of driver calls, and what is done with it on a stand-in for the kernel module (kernel_module.py)."""
+"""The table of driver calls, and its use on a stand-in for the kernel module (kernel_module.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.unit.kernel_module import GPU_ID, UUID, KernelModule
 from tools.check_driver_calls import assertions, branch_of, differences, layouts
 
 ROOT = Path(__file__).resolve().parents[2]
-# What Debian has of NVIDIA's source: version, and the SHA-256 of the package's .orig.tar.xz.
+# Debian's copies of NVIDIA's source: the version, and the SHA-256 of the package's .orig.tar.xz.
 SOURCES = {
     "535.261.03": "14f64f53694d4a580ea68a561db02c2a8847790087a86f50fd2f40eac3eebb8f",
     "555.58.02": "fc821323e924edbc636fa61b66edf5918abb8517c53e18c4bd883fa495b05da8",
@@ -79,7 +79,7 @@ def test_a_list_that_is_too_long_is_refused():
 
 
 def test_a_difference_to_the_source_is_found(tmp_path):
-    """A source that has nothing: each name is missing, and an altered number is an assertion that fails."""
+    """The source here is empty: each name is missing, and a changed number fails an assertion."""
     need("gcc")
     headers = tmp_path / "src/common/sdk/nvidia/inc"
     for name in {
@@ -204,7 +204,7 @@ def test_a_client_that_cannot_be_made_leaves_no_descriptor(device):
 
 @pytest.fixture
 def other(device):
-    """A process that has the control device open, as descriptor 9."""
+    """A process that has the control device open as descriptor 9."""
     process = subprocess.Popen(
         ["sh", "-c", 'exec 9<>"$1"; echo ready; exec sleep 60', "sh", device],
         stdout=subprocess.PIPE,
@@ -221,7 +221,7 @@ def other(device):
 
 @pytest.fixture
 def found_by(monkeypatch, device):
-    """An ordinary file stands for the device node, so descriptors are told by it, and one stands for its duplicate."""
+    """Use an ordinary file as the device node, find descriptors by it, and give their duplicates a fixed number."""
     monkeypatch.setattr(
         "governor.hardware.discovery.control_descriptors",
         lambda pid, *_: [
@@ -260,7 +260,8 @@ def test_groups_are_found_from_outside_without_a_line_in_the_kernels_log(
     assert holding.descriptor == 9
     assert [(len(group.channels), group.gpu_id) for group in holding.groups] == [(8, GPU_ID)] * 2
     assert {g.handle for g in holding.groups} < set(module.objects(client, calls.GROUP.value))
-    # Handles that do not exist are asked for through our own client alone; through others only what exists.
+    # Handles that do not exist are looked up only through our own client, through other clients
+    # only existing handles.
     assert {status for name, status in module.asked if name == calls.GET_HANDLE_INFO.name} == {0}
 
 
@@ -272,7 +273,7 @@ def test_a_client_of_another_process_is_left_alone(module, device, other, found_
             find_holdings(driver, other.pid, other.pidfd, live_clients(driver), device=device) == []
         )
     with pytest.raises(OSError, match="Bad file"):
-        os.fstat(600)  # and its descriptor is given back
+        os.fstat(600)  # its descriptor is closed
 
 
 def test_a_client_without_channels_is_none(module, device, other, found_by):
@@ -396,12 +397,12 @@ def test_time_on_the_gpu_is_added_up_by_process(trace, module):
     assert dict(residency.ns) == {100: 2_500_000, 200: 1_000_000}
     module.now_ns += 100
     residency.settle(module.now_ns)
-    residency.settle(module.now_ns - 50)  # a clock that was read earlier takes nothing back
+    residency.settle(module.now_ns - 50)  # an earlier clock reading takes nothing back
     assert residency.ns[100] == 2_500_100
 
 
 def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
-    """No other context follows, so none of its ends is written, and no begin when it is on again."""
+    """No other context follows, so neither its end is recorded nor its begin when it is on again."""
     residency = Residency()
     residency.add([Switch(True, 1, 7, 100, 0)])
     residency.switched([1], 150, on=False)
@@ -409,7 +410,7 @@ def test_who_is_off_is_not_on_the_gpu_whether_its_end_is_recorded_or_not():
     residency.settle(450)
     assert residency.take() == ({1: 100}, {})
     residency.switched([1, 2], 500, on=False)
-    residency.add([Switch(False, 1, 7, 480, 1)])  # this time it is, and is read late
+    residency.add([Switch(False, 1, 7, 480, 1)])  # this time the end is recorded, and read late
     residency.switched([1], 600, on=True)
     residency.settle(700)
     assert residency.take() == ({1: 30}, {})
@@ -422,7 +423,7 @@ def test_who_is_on_again_by_itself_is_charged():
     residency.add([Switch(True, 1, 7, 300, 1)])
     residency.settle(350)
     assert residency.take() == ({1: 100}, {1: 50})
-    residency.switched([1], 400, on=False)  # and off again, which is the end of it
+    residency.switched([1], 400, on=False)  # switched off again, which ends its turn
     residency.settle(500)
     assert residency.take() == ({1: 50}, {1: 50})
 
@@ -438,8 +439,8 @@ def test_turns_that_end_with_the_work_and_with_the_slice_are_told_apart():
         )
         at += length
     early, full = residency.take_turns(at)
-    assert early == {1: 2}  # the last one's end is known when it is there again
-    assert full == [Full(2, at - 500, at - 1550)]  # behind the one that was longer no other waited
+    assert early == {1: 2}  # the last turn's end is judged when it is on again
+    assert full == [Full(2, at - 500, at - 1550)]  # after the longer turn, no other context waited
     residency.add([Switch(True, 2, 2, at, next(n))])
     assert residency.take_turns(at) == ({2: 1}, [])
 

@@ -1,4 +1,4 @@
-"""`tidegate events`: the lines of hook and governor, out of a journal, a syslog's files, and files of their own."""
+"""`tidegate events`: lines of hook and governor from a journal, from a syslog's files, and from their own files."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_entries_of_the_journal_are_read() -> None:
     event = parse_journal(entry(json.dumps(fields)))
     assert event is not None
     assert (event.time, event.source, event.name) == ("2026-11-22T09:13:51.250Z", "hook", "failed")
-    # A message that is not all to be printed comes as numbers.
+    # The journal gives a message with unprintable characters as an array of numbers.
     assert parse_journal(entry(list(json.dumps(fields).encode()))) == event
     event = parse_journal(
         entry(json.dumps(REFUSED), "python3", _SYSTEMD_UNIT="tidegate-governor.service")
@@ -178,7 +178,7 @@ def test_entries_of_the_journal_are_read() -> None:
 
 
 def test_who_is_not_root_is_named_in_the_journal() -> None:
-    """Anybody may write there under any tag; what he says of containers is his word."""
+    """Any user may write to the journal under any tag, so the user's claims about containers are marked as such."""
     for tag in ("tidegate-hook", "tidegate-governor"):
         forged = parse_journal(entry(json.dumps({**FAILED, "stage": "runtime"}), tag, _UID="1000"))
         assert forged is not None
@@ -227,7 +227,7 @@ def test_other_entries_are_left_out(line: str) -> None:
 
 def test_the_journal_is_asked_for_whole_messages_of_ours() -> None:
     command = journal_command("today", follow=True)
-    assert "--all" in command  # without it a message of more than 4096 bytes is null
+    assert "--all" in command  # without it, a message of more than 4096 bytes is null
     assert command[command.index("--lines=all") + 1 :] == [
         "SYSLOG_IDENTIFIER=tidegate-hook", "+",
         "SYSLOG_IDENTIFIER=tidegate-governor", "+", "_SYSTEMD_UNIT=tidegate-governor.service",

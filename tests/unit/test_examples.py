@@ -1,4 +1,4 @@
-"""Random tests: the same examples in every run of `make test`, new ones in a search."""
+"""Random tests use the same examples in every run of `make test`, and new ones in a search."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from tests.conftest import ROOT, SEARCH, TESTS
 
-# What conftest does for a run by pytest, and then one test whose examples are printed.
+# Does what conftest does for a run by pytest, then runs one test and prints its examples.
 RUN = """
 import sys
 from hypothesis import given, settings, strategies as st
@@ -33,7 +33,7 @@ for values in drawn:
 
 
 def drawn(profile: str, *modules: str) -> str:
-    """The examples of a test in a process that has these modules loaded."""
+    """Return the examples of a test in a process that has these modules loaded."""
     return subprocess.run(
         [sys.executable, "-c", RUN, profile, *modules],
         cwd=ROOT,
@@ -44,7 +44,7 @@ def drawn(profile: str, *modules: str) -> str:
 
 
 def test_a_test_has_the_same_examples_whatever_else_is_loaded() -> None:
-    """Hypothesis takes constants from the project's modules, which are others in each worker."""
+    """Hypothesis takes constants from the project's loaded modules, and these differ between workers."""
     alone = drawn("fixed")
     assert len(alone.splitlines()) == settings.get_profile("fixed").max_examples
     assert drawn("fixed", "governor.books", "kube.convert", "vdriver.discover") == alone
@@ -67,7 +67,7 @@ def _settings() -> Iterator[tuple[Path, ast.Call]]:
 
 
 def test_no_test_s_own_settings_say_otherwise_than_the_profile() -> None:
-    """A number of examples grows with the search; what remains is said by the profile alone."""
+    """Numbers of examples must grow with a search. Everything else is set by the profile alone."""
     wrong, found = [], 0
     for path, call in _settings():
         found += 1

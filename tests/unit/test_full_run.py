@@ -1,4 +1,4 @@
-"""tools/test-full runs every part, whatever fails before it, and says at the end how each ended."""
+"""tools/test-full runs every part even if an earlier one fails, and reports at the end how each ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ PARTS = ["check", "test", "slow", "alone", "cluster", "bookworm", "trixie", "nob
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout in which everything that the script calls is a stand-in: it notes its words, and fails if `fails` has them."""
+    """A checkout in which all that the script calls is a stand-in.
+
+    A stand-in logs its arguments, and fails if the file `fails` has them.
+    """
     stand_in = (
         "#!/bin/sh\n"
         f'said="$(basename "$0") $*"; echo "$said" >>{tmp_path}/calls; echo "said: $said"\n'
@@ -47,7 +50,7 @@ def run(checkout, *parts, **environment):
 
 
 def rows(checkout):
-    """The table, as the part, its state and its result."""
+    """Return the summary's rows: the part, its state and its result."""
     lines = (checkout / "build/test-full/summary").read_text().splitlines()
     found = [re.fullmatch(r"(\w+) +(ok|FAILED|not run) +\d+ s  (.*)", line) for line in lines]
     assert all(found), lines
@@ -92,7 +95,7 @@ def test_a_part_that_fails_does_not_end_the_run(checkout):
         ("trixie", "FAILED"),
         ("noble", "ok"),
     ]
-    # Without what a part needs its tests do not begin.
+    # If the preparation of a part fails, its tests do not start.
     assert "--hypothesis-profile" not in (checkout / "calls").read_text()
 
 

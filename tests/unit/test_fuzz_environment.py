@@ -1,4 +1,4 @@
-"""tools/fuzz-environment with a pip that does what the test says: what is a failure, and when it is made anew."""
+"""tools/fuzz-environment with a fake pip: which results are failures, and when the environment is made anew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ esac
 
 
 class Checkout:
-    """A directory with the script, a lock and a .venv."""
+    """A directory with the script, a lock file and a .venv."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -39,7 +39,7 @@ class Checkout:
         python.chmod(0o755)
 
     def run(self, *, fail: str = "", before: str = "") -> subprocess.CompletedProcess[str]:
-        """`fail` is what pip ends with, `before` runs in what the script asks Python."""
+        """Run the script. `fail` is pip's error, and `before` runs in the Python that the script queries."""
         machine = 'platform.machine = lambda: "x86_64"; platform.libc_ver = lambda: ("glibc", "2")'
         site = f'sysconfig.get_path = lambda _: "{self.directory}"'
         environment = {
@@ -72,7 +72,7 @@ def test_it_is_made_once(checkout: Checkout) -> None:
     "fail",
     [
         "THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE",
-        "No matching distribution found for atheris==3",  # also where nobody can be asked
+        "No matching distribution found for atheris==3",  # also if the index cannot be reached
     ],
 )
 def test_an_installation_that_fails_is_a_failure(checkout: Checkout, fail: str) -> None:
@@ -96,7 +96,7 @@ def test_where_atheris_has_no_wheel_its_tests_are_skipped(checkout: Checkout, ot
     done = checkout.run(before=other)
     assert done.returncode == 0
     assert "Atheris has no wheel for this Python" in done.stderr
-    assert not checkout.made.parent.exists()  # of the Python before
+    assert not checkout.made.parent.exists()  # made for the previous Python
     assert checkout.installs() == 1
 
 

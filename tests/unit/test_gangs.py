@@ -1,8 +1,9 @@
 """Containers with several GPUs on a virtual clock: granted together, in their shares, and never waiting for each other.
 
-The model is of programs as they meet the gate. A rank is a container on one GPU. It starts a piece of work while it
-has a grant into which half of the piece fits, or a fresh one; what was started ends, whatever becomes of the grant. A
-collective's piece spins until its counterparts on the container's other GPUs were started.
+The model is of programs as they meet the gate. A rank is a container on one GPU. It starts a piece
+of work while it has a grant that is fresh or into which half of the piece fits. A piece that was
+started runs to its end, whatever becomes of the grant. A collective's piece spins until its
+counterparts on the container's other GPUs were started.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ def library(build_dir: Path):
 
 @dataclass
 class Program:
-    """A container: on each of its GPUs `work` ns, then, on several, a collective of `meet` ns, again and again."""
+    """A container that repeats `work` ns on each of its GPUs and, on several, a collective of `meet` ns."""
 
     gpus: tuple[int, ...]
     quota: int
-    limit: int = 0  # percent; 0: the quota
+    limit: int = 0  # percent; 0 means the quota
     work: int = 400_000
     meet: int = 100_000
-    pause: int = 0  # between two iterations
-    ordered: bool = False  # one thread launches on one GPU after the other
+    pause: int = 0  # between two iterations, ns
+    ordered: bool = False  # whether one thread launches on one GPU after the other
 
 
 @dataclass
@@ -46,17 +47,17 @@ class Rank:
     program: Program
     gpu: int
     tenant: int
-    n: int = 0  # pieces started: the odd ones of several GPUs are collectives
-    left: int = 0  # ns of the piece that runs; -1: it spins
+    n: int = 0  # pieces started; with several GPUs, the odd ones are collectives
+    left: int = 0  # ns left of the piece that runs; -1 while it spins
     began: int = 0
-    ready: int = 0  # when the next may be launched
+    ready: int = 0  # when the next piece may be launched
     done: int = 0  # GPU time used
-    longest: int = 0  # that it spun
+    longest: int = 0  # longest spin of a piece, ns
     draw: int = 1
     peers: list[Rank] = field(default_factory=list)
 
     def length(self) -> int:
-        """Of the next piece: between half and one and a half of what the program's are on average."""
+        """Return the length of the next piece: 0.5 to 1.5 times the program's average."""
         self.draw = (self.draw * 1103515245 + 12345) % 2**31
         part = 500 + (self.draw >> 16) % 1001
         return max(TICK, self.program.work * part // 1000 // TICK * TICK)
@@ -66,7 +67,7 @@ class Rank:
 
 
 class Node:
-    """GPUs with an arbiter each, the gangs, and programs."""
+    """GPUs with an arbiter each, the gangs, and the programs."""
 
     def __init__(
         self, library, stack: ExitStack, programs: list[Program], *, together: bool
@@ -111,7 +112,7 @@ class Node:
         return self.now < view.deadline_ns and (fresh or self.now + piece // 2 <= view.deadline_ns)
 
     def run(self) -> None:
-        """What happens on the GPUs in a tick."""
+        """Advance the work on the GPUs by one tick."""
         for rank in self.ranks:
             if self.may_launch(rank) and self.fits(rank):
                 epoch = self.views[rank.gpu].epoch
@@ -134,7 +135,7 @@ class Node:
                     rank.ready = self.now + TICK + rank.program.pause
 
     def step(self, gpu: int) -> None:
-        """What the runner does."""
+        """Do the runner's work for a GPU."""
         arbiter, view = self.arbiters[gpu], self.views[gpu]
         for rank in self.on[gpu]:
             arbiter.want(rank.tenant, self.now, want=self.may_launch(rank) and not self.fits(rank))
@@ -172,7 +173,7 @@ class Node:
             self.now += TICK
 
     def share(self, program: Program) -> list[float]:
-        """Percent of each of its GPUs that a program had."""
+        """Return the percentage of each of its GPUs that a program had."""
         return [100 * r.done / self.now for r in self.ranks if r.program is program]
 
     def rounds(self, program: Program) -> int:
@@ -180,7 +181,7 @@ class Node:
 
     @property
     def longest(self) -> int:
-        """How long a collective's piece has spun, ns; those that spin still count."""
+        """Longest time for which a collective's piece spun, in ns, including pieces that still spin."""
         spinning = [self.now - r.began for r in self.ranks if r.left == -1]
         return max([r.longest for r in self.ranks] + spinning)
 
@@ -204,14 +205,14 @@ def test_two_with_collectives_over_the_same_gpus_wait_for_nobody(library):
 
 
 def test_granted_one_by_one_they_wait_for_each_other(library):
-    """What the gangs are for."""
+    """This is the problem that gangs solve."""
     pair = [Program((0, 1), 45), Program((0, 1), 45)]
     with played(library, pair, 2 * S, together=False) as node:
         assert node.longest > 100 * MS
 
 
 def test_one_thread_that_launches_on_all_gpus_in_turn(library):
-    """Half of a collective may begin at the very end of a turn: the other half follows it at once."""
+    """Half of a collective may begin at the very end of a turn. The other half follows at once."""
     pair = [Program((0, 1), 45, ordered=True), Program((0, 1), 45, work=700_000, ordered=True)]
     with played(library, pair, S) as node:
         assert node.longest < 3 * MS
@@ -220,7 +221,7 @@ def test_one_thread_that_launches_on_all_gpus_in_turn(library):
 
 
 def test_three_that_share_a_gpu_with_each_other_make_no_circle(library):
-    """0 and 1, 1 and 2, 2 and 0: any two of them have one GPU in common."""
+    """With GPUs 0 and 1, 1 and 2, 2 and 0, any two of the containers have one GPU in common."""
     three = [Program(gpus, 30) for gpus in ((0, 1), (1, 2), (0, 2))]
     with played(library, three, S) as node:
         assert node.longest < 3 * MS
@@ -239,7 +240,7 @@ def test_containers_with_one_gpu_get_their_share_beside_gangs(library):
 
 
 def test_a_gang_that_uses_one_of_its_gpus_leaves_the_other(library):
-    """The third has the second GPU for itself, a second after the gang used it last."""
+    """The third container has the second GPU to itself one second after the gang last used it."""
     programs = [Program((0, 1), 50, 100, meet=0), Program((0,), 50), Program((1,), 10, 100)]
     with ExitStack() as stack:
         node = Node(library, stack, programs, together=True)
@@ -250,7 +251,7 @@ def test_a_gang_that_uses_one_of_its_gpus_leaves_the_other(library):
 
 
 def test_a_gang_that_pauses_does_not_keep_its_gpus(library):
-    """Its pauses are others' time, and when it is back it goes first."""
+    """Other containers use its pauses, and it goes first when it returns."""
     programs = [Program((0, 1), 50, pause=6 * MS), Program((0,), 40, 100), Program((1,), 40, 100)]
     with played(library, programs, S) as node:
         assert node.longest < 5 * MS
@@ -261,21 +262,21 @@ def test_a_gang_that_pauses_does_not_keep_its_gpus(library):
 
 
 def test_two_that_become_gangs_at_the_same_time_do_not_stay_crossed(library):
-    """Each holds the GPU that it has used alone until then, when both begin to use the other's."""
+    """Each container holds the GPU that it used alone until both begin to use the other's."""
     pair = [Program((0, 1), 45, 100), Program((0, 1), 45, 100)]
     with ExitStack() as stack:
         node = Node(library, stack, pair, together=True)
-        away = [node.ranks[1], node.ranks[2]]  # the first is on 0 alone, the second on 1
+        away = [node.ranks[1], node.ranks[2]]  # the first is on GPU 0 alone, the second on 1
         for rank in away:
             rank.ready = 300 * MS
             rank.left = 0
         node.play(S)
-        assert node.longest < 310 * MS  # who meets somebody that sleeps waits for him
+        assert node.longest < 310 * MS  # a program that meets a sleeping one waits for it
         assert min(node.rounds(program) for program in pair) > 400
 
 
 def test_half_of_a_collective_without_its_other_half_is_not_waited_for(library):
-    """Its program never launches the rest; the other one goes on, and nobody is granted what is over."""
+    """Its program never launches the rest. The other container continues, and no turn that is over is granted."""
     pair = [Program((0, 1), 45), Program((0, 1), 45)]
     with ExitStack() as stack:
         node = Node(library, stack, pair, together=True)
@@ -320,9 +321,10 @@ PROGRAMS = st.builds(
 )  # fmt: skip
 @given(programs=st.lists(PROGRAMS, min_size=2, max_size=4))
 def test_any_mix_gets_its_shares_and_waits_for_nobody_for_long(library, programs):
-    """
-    Whatever there is on three GPUs: nobody spins for longer than his own cap makes him wait, nobody has more than
-    his quota, and who always wants his GPUs gets nearly all of it.
+    """No mix of programs on three GPUs makes a rank spin for longer than its own cap makes it wait.
+
+    None gets more than its quota, and a program that always wants its GPUs gets nearly all of its
+    quota.
     """
     for gpu in range(3):
         here = [p for p in programs if gpu in p.gpus]
@@ -330,21 +332,22 @@ def test_any_mix_gets_its_shares_and_waits_for_nobody_for_long(library, programs
         for p in here:
             p.quota = 85 * p.quota // total
     with played(library, programs, 400 * MS) as node:
-        # A period of the smallest quota, of a turn that overran.
+        # One period of the smallest quota, for a turn that overran.
         assert node.longest < 120 * MS, programs
         for p in programs:
             shares = node.share(p)
             if p.ordered and p.meet and len(p.gpus) > 1:
-                continue  # what spins after its grant uses the GPU, too
-            # What a mix has beyond its quota is a time, however long it runs: 52 ms is the most that a search found
-            # (13 points of 0.4 s, 5 of 1 s, 0.6 of 8 s). 15 points of this run are 60 ms.
+                continue  # a rank that spins after its grant uses the GPU as well
+            # The excess over the quota is an amount of time, independent of the length of the run.
+            # A search found at most 52 ms (13 points of 0.4 s, 5 of 1 s, 0.6 of 8 s). 15 points of
+            # this run are 60 ms.
             assert max(shares) < p.quota + 15, (programs, shares)
             if not p.pause:
                 assert max(shares) > 0.75 * p.quota - 3, (programs, shares)
 
 
 def test_a_turn_begins_where_grants_end_beside_work_of_any_length(library):
-    """A turn that cut grants short waited for their work on one GPU after the other: 4 ms, 8 % less done."""
+    """Turns that cut grants short waited for their work on one GPU after the other: 4 ms, and 8 % less done."""
     gang = Program((0, 1), 30)
     hogs = [Program((0,), 60, work=2 * MS), Program((1,), 60, work=3 * MS // 2)]
     with played(library, [gang, *hogs], 2 * S) as node:

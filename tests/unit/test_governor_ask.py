@@ -1,4 +1,4 @@
-"""What the command line says where the governor cannot be asked."""
+"""What the command line reports if the governor cannot be asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Admission: quotas completed, GPUs chosen, and refusals that name what is short and by how much."""
+"""Admission: completed quotas, chosen GPUs, and refusals that name what is short and by how much."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_quota_is_completed(annotations: dict[str, object], quota: Quota) -> N
 def test_the_configuration_completes_a_quota() -> None:
     config = Config(defaults=Defaults(memory=3 * GIB, compute=20, compute_limit=60))
     assert complete_quota(ask(), config) == Quota(3 * GIB, 20, 60)
-    # A cap of the container's own below the default guarantee lowers the guarantee.
+    # A container's own cap below the default guarantee lowers the guarantee.
     assert complete_quota(ask(compute_limit=5), config) == Quota(3 * GIB, 5, 5)
 
 
@@ -60,7 +60,7 @@ def test_a_missing_memory_is_refused() -> None:
 
 
 def test_a_device_without_annotations_is_refused_by_what_may_have_become_of_them() -> None:
-    """containerd's default handler gives the hook no annotation, though the user wrote them."""
+    """containerd's default handler passes no annotations to the hook, even if the user wrote them."""
     with pytest.raises(RefusedError, match=r"has a device of .*, and no annotation") as e:
         complete_quota(ask(), Config(), annotated=False)
     assert "tidegate setup containerd, then runtimeClassName: tidegate" in e.value.hint
@@ -139,7 +139,7 @@ def test_who_leaves_makes_room_and_a_refusal_takes_none() -> None:
     for _ in range(3):
         with pytest.raises(RefusedError):
             books.admit("b", ask(memory="1Gi"))
-    books.leave("b")  # was never there
+    books.leave("b")  # was never admitted
     books.leave("a")
     books.leave("a")
     assert chosen(books, "b", memory=FREE, compute=100) == [0]
@@ -196,7 +196,7 @@ def test_count_takes_so_many_or_none() -> None:
         books.admit("b", ask(memory="2Gi", count=4))
     quota, devices = books.admit("b", ask(memory=FREE, compute=100, count=2))
     assert {device.index for device in devices} == {0, 2}
-    assert quota.memory == FREE  # of each
+    assert quota.memory == FREE  # on each GPU
     books.leave("b")
     assert chosen(books, "c", memory=FREE, compute=100, count=2) == [0, 2]
 
@@ -214,7 +214,7 @@ def test_a_named_device_that_is_full_is_not_replaced_by_another() -> None:
         RefusedError, match=r"^GPU 0 has 0 MiB of memory left to grant, 1024 MiB were asked for \("
     ):
         books.admit("b", ask(memory="1Gi", devices="1,0"))
-    # Nothing of the refused one stays on GPU 1.
+    # The refused container leaves nothing booked on GPU 1.
     assert chosen(books, "c", memory=FREE, compute=100, devices=1) == [1]
 
 
@@ -305,7 +305,7 @@ def test_claims_and_strategies() -> None:
             )
         )
     books.set_closed(devices[1].uuid, "its MPS server starts")
-    books.admit_claim(claim("f", 1))  # it will be there when a container comes
+    books.admit_claim(claim("f", 1))  # the server will be there when a container comes
     with pytest.raises(RefusedError, match="GPU 1 of claim default/a takes no container now"):
         books.claimed(claim("a", 1), both[:1])
 
@@ -333,7 +333,7 @@ def test_a_closed_gpu_takes_nobody_and_keeps_who_is_there() -> None:
 
 
 def with_nodes(n: int) -> Books:
-    """Return books of GPUs whose nodes are numbered from behind."""
+    """Return books of GPUs whose device nodes are numbered in reverse."""
     devices = [replace(device, minor=n - 1 - device.index) for device in gpus(n)]
     return Books(devices, Config())
 

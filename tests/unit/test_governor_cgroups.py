@@ -1,4 +1,4 @@
-"""Which container a process is in, and who can be frozen: with files of a kernel that a test made up, and with the real ones."""
+"""Which container a process is in, and which ones can be frozen: with made-up kernel files, and with real ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SELF, SHIM, INIT = "self", 50, 100
 
 
 class Kernel:
-    """/proc and control groups as directories."""
+    """/proc and control groups as plain directories."""
 
     def __init__(self, directory: Path) -> None:
         self.proc = directory / "proc"
@@ -41,14 +41,14 @@ class Kernel:
         (path / "status").write_text(f"Name:\tx\nPPid:\t{parent}\nNSpid:\t{numbers}\n")
 
     def group(self, path: str, frozen: str = "0") -> Path:
-        """A group of version 2."""
+        """Make a group of version 2."""
         made = self.v2 / path.lstrip("/")
         made.mkdir(parents=True)
         (made / "cgroup.freeze").write_text(frozen)
         return made / "cgroup.freeze"
 
     def old_group(self, path: str, state: str = "THAWED") -> Path:
-        """A group of version 1's freezer."""
+        """Make a group of version 1's freezer."""
         made = self.freezer / path.lstrip("/")
         made.mkdir(parents=True)
         (made / "freezer.state").write_text(state)
@@ -97,12 +97,12 @@ def test_a_container_has_what_neither_the_governor_nor_its_parent_has(kernel: Ke
     [
         (["0::/pod/docker-abc.scope/init.scope"], {"": "/pod/docker-abc.scope"}),
         (["0::/pod/abc"], {"": "/pod/abc"}),
-        # Its own parts may have any name, the outermost is its runtime's.
+        # The container's own groups may have any name. The outermost match is the runtime's.
         (["0::/pod/abc/x/abc/y"], {"": "/pod/abc"}),
         (["0::/pod/abc.slice/y", "2:pids:/"], {"": "/pod/abc.slice/y"}),
-        # A group that its runtime did not make has not its name.
+        # A group that the runtime did not make does not have the container's name.
         (["0::/pod/abc/y", "2:pids:/session-7"], {"": "/pod/abc"}),
-        # The group of that name is others' as well.
+        # Another process is in the outermost group of that name as well.
         (["0::/abc/pod/abc/y"], {"": "/abc/pod/abc"}),
         (["0::/abc/y"], {"": "/abc/y"}),
     ],
@@ -242,7 +242,7 @@ def test_when_a_process_began_is_behind_its_name(kernel: Kernel) -> None:
     assert 0 < processes.started_ns(os.getpid()) < now
 
 
-# The real ones
+# With the real kernel
 
 INNER = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 
@@ -271,7 +271,7 @@ def test_a_process_in_a_namespace_inside_is_in_the_container_s() -> None:
         lack("needs root")
     unshare = ["unshare", "--pid", "--fork", "--kill-child"]
     with running(*unshare, *unshare, sys.executable, "-c", INNER) as outside:
-        first = children(outside.pid)[0]  # the second unshare: number 1 of the first namespace
+        first = children(outside.pid)[0]  # the second unshare: pid 1 of the first namespace
         innermost = children(first)[0]
         membership = cgroups.find_membership(first)
         assert membership.namespace
@@ -279,7 +279,7 @@ def test_a_process_in_a_namespace_inside_is_in_the_container_s() -> None:
         assert membership.has_namespaces(cgroups.pid_namespaces(innermost))
         assert not membership.has_namespaces(cgroups.pid_namespaces(outside.pid))
         assert not cgroups.find_membership(innermost).has_namespaces(cgroups.pid_namespaces(first))
-        assert cgroups.find_membership(outside.pid).namespace is None  # it shares ours
+        assert cgroups.find_membership(outside.pid).namespace is None  # it shares the test's own
 
 
 def test_who_joined_a_namespace_is_not_told_by_it() -> None:
@@ -314,7 +314,8 @@ def test_the_kernel_freezes_and_thaws(hierarchy: str) -> None:
             membership = cgroups.find_membership(process.pid)
             assert path in membership.cgroups.values()
             group = open_group(membership, process.pid, {}, mounts)
-            # In version 1 who is frozen does not even die: a test that fails would wait for ever.
+            # In version 1, a frozen process does not even die, so a failing test would wait for
+            # ever.
             with contextlib.closing(group), thawed_at_last(group):
                 group.freeze()
                 assert group.is_frozen()
@@ -351,7 +352,7 @@ def thawed_at_last(group: cgroups.Group) -> Iterator[None]:
 
 
 def is_killed(pid: int) -> bool:
-    """What the governor asks of who is frozen: in version 1 he cannot die before he is thawed."""
+    """Return the governor's answer. In version 1, a frozen process cannot die before it is thawed."""
     return audit._is_killed(cast("Container", SimpleNamespace(members=[SimpleNamespace(pid=pid)])))
 
 

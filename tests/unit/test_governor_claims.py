@@ -1,7 +1,7 @@
-"""Claims: booked once and not lost, whoever tells them how often, and shared by containers that come and go.
+"""Claims: booked once and not lost, however often they are told, and shared by containers that come and go.
 
-The governor's own parts with the arbiter's thread as a stub; a container is a process that does nothing. Real containers
-are in tests/container/test_claims.py.
+These are the governor's own parts with a stub for the arbiter's thread. A container is an idle
+process. Real containers are in tests/container/test_claims.py.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def told(
 
 
 def in_memory() -> Path:
-    """A directory that waits for no disk, where there is one; paths of sockets are short."""
+    """Make a directory that needs no disk, if possible. Its path is short enough for sockets."""
     memory = "/dev/shm"
     return Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else None))
 
@@ -83,7 +83,7 @@ def check_answer(kind: str, answer: dict[str, Any]) -> None:
 
 
 class World:
-    """Governors, one after the other, on the same directories; and containers that outlive them."""
+    """Successive governors on the same directories, and containers that outlive them."""
 
     def __init__(self, directory: Path) -> None:
         self.config = Config(runtime_dir=str(directory / "run"), state_dir=str(directory / "state"))
@@ -101,9 +101,9 @@ class World:
         await self.server.adopt()
 
     def kill(self) -> None:
-        """Let go of all as a kernel does of a process that is killed: nothing is written any more."""
+        """Drop everything as the kernel does when a process is killed: nothing more is written."""
         for container in self.server.containers.values():
-            container._state = State()  # what it would write is not written
+            container._state = State()  # discards what it would write
             container.close(keep=True)
         self.state.close()
 
@@ -124,7 +124,7 @@ class World:
     async def begin(
         self, name: str, *uses: dict[str, Any], **more: Any
     ) -> tuple[dict[str, Any], list[Pending]]:
-        """Ask for a container, and do not confirm it."""
+        """Request a container without confirming it."""
         self.children[name] = child = sleeper()
         request = {
             "id": name, "pid": child.pid, "bundle": f"/bundles/{name}", "annotations": {},
@@ -157,7 +157,7 @@ class World:
         ]
 
     def booked(self, gpu: int = 0) -> tuple[int, int]:
-        """Memory and time of a GPU that are in the books."""
+        """Return the memory and the time of a GPU that are booked."""
         one = self.server._books._gpus[gpu]
         return one.memory_used, one.compute_used
 
@@ -255,7 +255,7 @@ def test_another_content_counts_while_nobody_uses_the_claim() -> None:
             f" and cannot be changed to 4096 MiB and 10 % of {GPUS[0].uuid}; "
         )
         assert world.booked(2) == (4 * GIB, 80)
-        await world.end("one", wait=False)  # nobody has seen it yet
+        await world.end("one", wait=False)  # the governor has not noticed yet
         world.claim(told("a", share("x", compute=10)))
         assert [world.booked(gpu) for gpu in range(3)] == [(4 * GIB, 10), (0, 0), (0, 0)]
 
@@ -359,7 +359,7 @@ def test_no_odd_word_or_number_becomes_a_claim(field: str) -> None:
 
 
 def test_claims_are_as_many_as_there_is_room_for() -> None:
-    """Each takes memory and time, so that nobody fills the books or the file with claims of nothing."""
+    """Each claim takes memory and time, so empty claims cannot fill the books or the file."""
 
     async def scene(world: World) -> None:
         for number in range(FREE // GIB):
@@ -419,7 +419,7 @@ def test_containers_of_one_share_have_one_quota_and_one_directory() -> None:
         assert listed[0]["claims"] == [
             {"uid": "a", "namespace": "default", "name": "name-a", "shares": ["gpu/0"]}
         ]
-        # The first one's end ends nothing for the second.
+        # The end of the first container ends nothing for the second.
         await world.end("one")
         assert exists(two["directory"])
         assert container.identifier == "two"
@@ -438,7 +438,7 @@ def test_an_init_container_and_then_the_main_one() -> None:
         for name, shares in (("init", ("x",)), ("again", ("x",)), ("main", ("x", "y"))):
             await world.admit(name, use("a", *shares))
             assert world.ids() == [name]
-            await world.end(name, wait=False)  # the engine is faster than we hear of it
+            await world.end(name, wait=False)  # the engine is faster than the news of the end
         assert world.booked(0) == world.booked(1) == (4 * GIB, 70)
 
     run(scene)
@@ -525,7 +525,7 @@ def test_an_admission_that_is_not_confirmed_leaves_the_others_alone() -> None:
             world.server._confirm(first)
         _, third = await world.begin("three", use("a"))
         await world.restart()
-        assert world.ids() == ["two"]  # who was not confirmed does not come back
+        assert world.ids() == ["two"]  # an unconfirmed container does not come back
         assert third[0][1].identifier == "three"
         assert world.booked() == (4 * GIB, 70)
 
@@ -629,7 +629,7 @@ def test_a_claim_that_is_in_use_stays_booked_until_its_last_container_has_ended(
 
 
 def test_a_claim_that_has_to_wait_hears_what_has_its_gpu() -> None:
-    """A claim that was taken back names its container; what was started otherwise is named as that."""
+    """The refusal names the container of a claim that was taken back, and a container without a claim as such."""
 
     async def scene(world: World) -> None:
         world.claim(told("old", share(compute=40)))
@@ -798,7 +798,7 @@ STEPS = st.one_of(
     ]
 )
 def test_in_any_order_each_claim_is_booked_exactly_once(steps: list[tuple[Any, ...]]) -> None:
-    """Against a model that knows only what was promised: what was told, and what runs."""
+    """The model knows only what was promised, what was told, and what runs."""
 
     async def scene(world: World) -> None:
         promised: dict[str, tuple[int, int]] = {}  # GPU and percent
@@ -922,7 +922,7 @@ def test_metrics_say_whose_the_numbers_are() -> None:
 
 
 def test_names_of_pods_put_nothing_into_the_metrics() -> None:
-    """They are an engine's words; a series has its labels, and goes with its claim and its container."""
+    """An engine chooses these names. A series has labels with them, and goes with its claim and its container."""
     hostile = 'a"} 1\nforged{x="\\\r\x1b[2J\ud800' + "x" * 20000
 
     async def scene(world: World) -> None:

@@ -1,6 +1,7 @@
-"""A governor that is killed at any step of what it does with a claim: the next one has it booked once, and what it promised.
+"""A governor is killed at any step of work on a claim. The next one books the claim once and keeps the promises.
 
-A step is a call of a function of ours. The governor runs in a forked process, which kills itself at the n-th.
+A step is a call of one of the governor's functions. The governor runs in a forked process, which
+kills itself at the n-th.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CONTAINERS = ("one", "two")
 
 
 class Killed:
-    """Counts the calls of our functions, and ends this process at one of them."""
+    """A profiler that counts the calls of our functions, and kills this process at one of them."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -47,7 +48,7 @@ class Killed:
 
 
 class Scene:
-    """What a governor does until it is killed, on directories and with containers that outlive it."""
+    """Directories and containers that outlive a governor, on which governors run and are killed."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -55,7 +56,10 @@ class Scene:
         self.sleepers = {name: sleeper() for name in CONTAINERS}
 
     def run(self, act: Callable[[Governor], Awaitable[None]], at: int = 0) -> list[Any]:
-        """Return what was answered before the governor was killed, and `None` last if it was not."""
+        """Run a governor that may be killed at a step, and return what it said.
+
+        The last entry has the number of calls if it was not killed.
+        """
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -86,7 +90,7 @@ class Scene:
         governor.say({"calls": killed.calls})
 
     def end(self, name: str) -> None:
-        """End a container, whether a governor that was killed has seen it or not."""
+        """End a container, whether or not a killed governor has noticed."""
         self.sleepers[name].kill()
         self.sleepers[name].wait()
 
@@ -98,7 +102,7 @@ class Scene:
 
 
 class Governor:
-    """One that runs, with the words that it was heard to say."""
+    """A running governor that writes to a pipe what it says."""
 
     def __init__(
         self, world: World, sleepers: dict[str, subprocess.Popen[bytes]], write: int
@@ -207,7 +211,7 @@ async def look(governor: Governor) -> None:
 
 Act = Callable[[Governor], Awaitable[None]]
 CASES: dict[str, tuple[tuple[Act, ...], Act, Act]] = {
-    # What was before; during what it is killed; and what is asked again.
+    # What happened before, the act during which it is killed, and what is asked again afterwards.
     "tell": ((), tell, tell),
     "change": ((tell,), tell_other, tell_other),
     "take back": ((tell,), take_back, take_back),
@@ -220,7 +224,7 @@ CASES: dict[str, tuple[tuple[Act, ...], Act, Act]] = {
 
 
 def steps(count: int, most: int = 24) -> list[int]:
-    """At most so many of `count` steps, spread over all of them."""
+    """Return at most `most` of `count` steps, evenly spread."""
     return list(range(1, count + 1, max(1, -(-count // most))))
 
 
@@ -251,10 +255,10 @@ def one_case(scenes: Callable[[], Scene], name: str, choose: Callable[[int], lis
         (found, *_) = scene.run(look)
         promised = [word for word in said if "calls" not in word]
         check(name, found, promised, at)
-        # Whoever heard nothing asks again, and then all is as if nobody had been killed.
+        # A client that got no answer asks again. The result is then the same as without the kill.
         assert after(scene, again) == final, at
         scene.close()
-        scene.directory.mkdir()  # for the fixture
+        scene.directory.mkdir()  # so that the fixture can remove it
 
 
 def after(scene: Scene, again: Act) -> dict[str, Any]:
@@ -267,7 +271,7 @@ def after(scene: Scene, again: Act) -> dict[str, Any]:
 
 
 def check(name: str, found: dict[str, Any], promised: list[dict[str, Any]], at: int) -> None:
-    """What holds whenever it was killed: each claim booked once, by what is written, and no promise broken."""
+    """Check what must hold whenever it was killed: each claim is booked once, as written, and promises are kept."""
     assert found["claims"] == found["written"], at
     booked = list(found["claims"].values())
     assert found["booked"] == [4 * GIB * len(booked), sum(booked)], at

@@ -1,4 +1,4 @@
-"""The node's configuration: schema and dataclass say the same, and a wrong file is one line that names the option."""
+"""The node's configuration: schema and dataclass agree, and a wrong file yields one line that names the option."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_wrong_strategy_is_an_error_that_names_it(text: str, named: str) -> No
 
 
 def put(directory: Path, **texts: str) -> Path:
-    """Write config.yaml, where it is given, and drop-ins by their names; return where config.yaml is."""
+    """Write config.yaml, if given, and drop-ins by name; return the path of config.yaml."""
     (directory / "config.d").mkdir(exist_ok=True)
     for name, text in texts.items():
         path = directory / "config.yaml" if name == "main" else directory / "config.d" / name
@@ -289,7 +289,7 @@ def test_what_is_wrong_is_said_of_the_file_that_says_it(tmp_path: Path) -> None:
     assert line(caught.value) == (
         f"{tmp_path}/config.d/x.yaml: placemnt is no option; did you mean placement?"
     )
-    # Each file is right by itself.
+    # Each file alone is valid.
     put(
         tmp_path,
         **{"x.yaml": "gpus: {0: {strategy: mps}}\n", "y.yaml": "strategies: [timeslice]\n"},

@@ -1,4 +1,4 @@
-"""The history of the page: what a step says, what is forgotten, and how much it may take."""
+"""The history of the page: what a step has, what is forgotten, and how much memory it may take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def only(cut: Cut) -> dict[str, object]:
 
 
 def steps(history: History, *uses: Use, begin: int = 1) -> None:
-    """A look at the end of each step, at one container."""
+    """Look at one container at the end of each step."""
     for i, use in enumerate(uses, begin):
         history.look(i * STEP_NS, [("who", use)])
 
@@ -51,20 +51,20 @@ def test_a_step_has_what_came_since_the_look_before() -> None:
 
 
 def test_what_somebody_who_is_alone_has_beyond_his_guarantee_is_lent() -> None:
-    """Of a grant without an end the arbiter books nothing as lent."""
+    """The arbiter books nothing as lent for a grant without an end."""
     history = History(0)
     steps(history, replace(ALONE, charged_ns=5 * SECOND))
     assert only(history.cut(-1))["used"] == [100.0]
     assert only(history.cut(-1))["lent"] == [60.0]
     strict = History(0)
-    # Who may not have more is not lent any: he was owed it.
+    # A container that may not exceed its guarantee is not lent time: what it got was owed.
     steps(strict, replace(ALONE, limit=40, charged_ns=5 * SECOND // 2))
     assert only(strict.cut(-1))["used"] == [50.0]
     assert only(strict.cut(-1))["lent"] == [0.0]
 
 
 def test_no_more_is_lent_than_is_used() -> None:
-    """Time is booked as lent at the end of a grant, which may have begun steps ago."""
+    """Lent time is booked at the end of a grant, which may have begun steps ago."""
     history = History(0)
     steps(history, replace(ALONE, charged_ns=SECOND, lent_ns=4 * SECOND))
     assert (only(history.cut(-1))["used"], only(history.cut(-1))["lent"]) == ([20.0], [20.0])
@@ -76,7 +76,7 @@ def test_steps_that_were_missed_have_what_they_had_together() -> None:
     history.look(4 * STEP_NS + 1, [("who", replace(ALONE, charged_ns=6 * SECOND, refused=2))])
     series = only(history.cut(-1))
     assert series["used"] == [0.0, 39.99, 39.99, 39.99]
-    assert series["refused"] == [0, 0, 0, 2]  # they were not spread: there is no third of one
+    assert series["refused"] == [0, 0, 0, 2]  # not spread, because a third of one cannot be shown
     assert history.due_ns() == 5 * STEP_NS
 
 
@@ -165,7 +165,7 @@ def test_more_than_fit_make_the_ended_go_first() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """64 containers with names of 1,024 characters, on one GPU each: less than a MiB and a half."""
+    """64 containers with names of 1,024 characters, on one GPU each, take less than 1.5 MB."""
     history = History(0)
     uses = [(i, replace(ALONE, key=str(i), container=f"{i:04}" + "x" * 1020)) for i in range(64)]
     for step in range(2 * STEPS):

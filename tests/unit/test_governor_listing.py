@@ -1,6 +1,7 @@
 """What an operator sees of containers: `tidegate ps`, `top` and `inspect`, from a governor on the simulated GPU.
 
-The terminal of `top` is a real one (a pseudo-terminal); what engines call a container is read from files as they write them.
+`top` runs in a real terminal (a pseudo-terminal). The names that engines give containers are read
+from files in the engines' formats.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ OPEN, CLOSE = "\x1b[?1049h", "\x1b[?1049l"
 
 
 def check(verb: str, document: object) -> None:
-    """Hold a document against what is promised of the verb's --json."""
+    """Check a document against the schema of the verb's --json."""
     schema = {"$ref": f"#/$defs/{verb}", "$defs": OUTPUTS["$defs"]}
     jsonschema.Draft202012Validator(schema).validate(document)
 
@@ -61,7 +62,7 @@ def test_the_promise_is_a_schema() -> None:
 def node(
     tmp_path_factory: pytest.TempPathFactory, gpus: tuple[Path, Path], build_dir: Path
 ) -> Iterator[Node]:
-    """A node on which a pod's container and one of nobody's run."""
+    """A node that runs a pod's container and one without a pod."""
     with Node(tmp_path_factory.mktemp("n"), gpus, build_dir) as made:
         made.container("a" * 64, identity=POD)
         made.container(
@@ -78,7 +79,7 @@ def command(node: Node, *arguments: str) -> list[str]:
 
 
 def tidegate(node: Node, *arguments: str) -> str:
-    """What the command prints."""
+    """Return what the command prints."""
     done = subprocess.run(
         command(node, *arguments), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -108,7 +109,7 @@ def test_ps_shows_who_has_what(node: Node) -> None:
         "timeslice",
         "ok",
     ]
-    # A column begins where its head does.
+    # A column begins where its heading does.
     assert [one.index("ml/"), one.index("0/4096"), one.index("timeslice")] == [
         head.index("POD"), head.index("MEMORY"), head.index("STRATEGY")
     ]  # fmt: skip
@@ -126,7 +127,7 @@ def test_ps_as_json_keeps_what_is_promised(node: Node) -> None:
 
 
 def test_who_has_the_gpu_and_who_waits_is_seen(node: Node) -> None:
-    """By what the arbiter gave, and by what the process says of itself in its ledger."""
+    """This is known from the arbiter's grants, and from the process's own reports in its ledger."""
     directory = Path(node.config.runtime_dir, "containers", container_key("plain"))
 
     def device() -> dict[str, Any]:
@@ -137,7 +138,7 @@ def test_who_has_the_gpu_and_who_waits_is_seen(node: Node) -> None:
         tenant.write(want=1)
         wait_for(lambda: device()["waiting"] == 1, "a process that waits")
         began = time.monotonic()
-        # Calls that waited for half of the time, by the library's count.
+        # By the library's count, calls waited half of the time.
         while not 30 < (device()["waited"] or 0) < 70:
             assert time.monotonic() - began < 20
             tenant.write(wait_ns=int((time.monotonic() - began) * S / 2))
@@ -191,7 +192,7 @@ def test_violations_are_in_plain_sight(
         assert cli.main(["ps", "--runtime-dir", str(governor.directory)]) == 0
         out = capsys.readouterr().out
         assert "violation" not in out
-        assert out.splitlines()[1].split()[-1] == "starting"  # nobody has confirmed it
+        assert out.splitlines()[1].split()[-1] == "starting"  # it was not confirmed
 
 
 def test_foreign_text_reaches_no_terminal(
@@ -215,7 +216,7 @@ def test_foreign_text_reaches_no_terminal(
 def test_a_terminal_shows_a_name_as_far_as_it_can(
     governor: Governor, pidfd: int, encoding: str
 ) -> None:
-    """One container's name takes nobody's table away."""
+    """A container's name must not break the table for the other containers."""
     with Client(governor) as client:
         identity = {"name": "\u0101b"}
         assert client.ask({**ADMIT, "id": "w\u00e9b", "identity": identity}, pidfd)["ok"]
@@ -239,7 +240,7 @@ def test_a_terminal_shows_a_name_as_far_as_it_can(
 
 
 def test_a_character_of_two_columns_wraps_no_line() -> None:
-    """A screen has as many lines as it has room for, and what is wrong is the last of them."""
+    """The output has as many lines as the screen, and the last ones are the violations."""
     wide = {"key": "k", **row("\u5b57" * 3, "\u5b57" * MOST, "e\u0301\uff21\U0001f4a9")}
     wide["violations"] = [
         {"kind": "memory", "gpu": "GPU-0", "found": 1, "allowed": 1, "pid": 1, "began": 0, "ended": None}
@@ -253,7 +254,7 @@ def test_a_character_of_two_columns_wraps_no_line() -> None:
 def test_what_an_error_found_reaches_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file to be checked may come from anybody."""
+    """The file to be checked may come from an untrusted source."""
     evil = tmp_path / "evil.yaml"
     for text in ('"\\e]0;owned\\a\\e[2J\\u202e": 1\n', '"\\e[2J": 1\n"\\e[2J": 2\n'):
         evil.write_text(text)
@@ -266,7 +267,7 @@ def test_what_an_error_found_reaches_no_terminal(
 def test_a_file_that_is_wrong_keeps_nobody_from_looking(
     node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The governor goes on with what it had, and who mends the file has to see."""
+    """The governor keeps its old configuration, and an operator that repairs the file has to see containers."""
     bad = tmp_path / "config.yaml"
     bad.write_text("placemnt: pack\n")
     monkeypatch.setattr("governor.config.PATH", bad)
@@ -289,7 +290,7 @@ def row(identifier: str, name: str, pod: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("containers", "heads"),
     [
-        # By name; by pod, where two have one name; by id, where one has neither.
+        # By name; by pod, if two have the same name; by id, if one has neither.
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "side", "")], "NAME GPU"),
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "main", "ml/y")], "POD GPU"),
         ([row("a" * 64, "main", "ml/x"), row("b" * 64, "", "")], "CONTAINER GPU"),
@@ -305,7 +306,7 @@ def test_a_narrow_table_keeps_what_tells_containers_apart(
     assert "STRATEGY" not in narrow[0]
     assert "COMPUTE NOW/GUARANTEED/LIMIT" in narrow[0]
     assert heads.startswith("CONTAINER") or max(map(len, narrow)) <= 76
-    # No more than has to go.
+    # No more is dropped than necessary.
     assert table(containers, len(wide[0]))[0] == wide[0]
     assert table(containers, len(wide[0]) - 6)[0] == wide[0].replace("STRATEGY   ", "")
     assert table([], 20)[0].endswith("WAITING  STATE")
@@ -322,7 +323,7 @@ def test_a_rate_is_of_the_last_two_seconds() -> None:
     for tenth in range(11, 61):
         found = rates.look(tenth * S // 10, given=S // 2)
     assert found == {"given": 0.0}
-    # Nothing is said of a time that is too long ago.
+    # Too old a time says nothing about the rate.
     assert rates.look(6 * S + RATE_NS, given=S // 2 + RATE_NS) == {"given": 100.0}
     assert rates.look(7 * S + RATE_NS, given=0) == {"given": 0.0}  # a counter that goes back
     assert rates.look(8 * S + RATE_NS, given=2**62) == {"given": MOST_RATE}
@@ -361,7 +362,7 @@ def test_a_container_is_found_by_id_name_or_pod() -> None:
 
 
 def test_a_name_that_is_how_anothers_id_begins_leads_to_neither() -> None:
-    """Who may name his container is not to get the quota that an operator gives another."""
+    """A user that names a container must not get the quota that an operator gives to another container."""
     known = listed(("abc1", "", ""), ("ff", "abc", ""))
     with pytest.raises(RequestError, match="2 containers are named or begin with 'abc'"):
         find("abc", known)
@@ -389,7 +390,7 @@ def put(path: Path, document: object) -> Path:
 
 
 def docker(base: Path, **settings: object) -> str:
-    """A container's files as Docker has them, with another directory than /var/lib/docker; gives its bundle."""
+    """Write a container's files as Docker does, outside of /var/lib/docker, and return its bundle."""
     bundle = base / "io.containerd.runtime.v2.task/moby" / ID
     own = base / "data/containers" / ID
     mounts = [
@@ -435,13 +436,13 @@ def test_files_that_are_not_as_engines_write_them_give_no_name(tmp_path: Path) -
     for text in ("", "{", "[]", "[" * 100_000, '{"mounts": 1}', '{"mounts": [1, {}]}', '"\\ud800"'):
         Path(bundle, "config.json").write_text(text)
         assert find_name(ID, bundle, {}) == Name("docker")
-    # A user's own file in the place of Docker's.
+    # A user's own file is in place of Docker's.
     mine = tmp_path / "mine"
     put(mine / "config.v2.json", {"ID": ID, "Name": "/root"})
     mounts = [{"destination": "/etc/hosts", "source": str(mine / "hosts")}]
     put(Path(bundle, "config.json"), {"mounts": mounts})
     assert find_name(ID, bundle, {}) == Name("docker")
-    # Nobody waits for a FIFO, follows a link, or reads what is too large.
+    # A FIFO is not waited for, a link not followed, and a file that is too large not read.
     other = podman(tmp_path / "d")
     names = tmp_path / "d/overlay-containers/containers.json"
     for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.write_bytes(b"")):
@@ -545,7 +546,7 @@ def test_top_refuses_what_is_no_interval(
 
 
 def hear_all() -> None:
-    """Have signals end a program, whatever who runs the tests ignores or holds back."""
+    """Restore the default action of signals, whatever the test runner ignores or blocks."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -576,7 +577,7 @@ class Terminal:
         os.close(self.master)
 
     def read(self, seconds: float = 0.05) -> str:
-        """What has come until now."""
+        """Return all output so far."""
         while select.select([self.master], [], [], seconds)[0]:
             self.shown += os.read(self.master, 1 << 16).decode()
         return self.shown
@@ -585,7 +586,7 @@ class Terminal:
         os.write(self.master, keys)
 
     def end(self) -> int:
-        """Its exit status."""
+        """Wait for the end and return the exit status."""
         wait_for(lambda: self.read() is not None and self.process.poll() is not None, "its end")
         self.read()
         return self.process.returncode
@@ -602,7 +603,7 @@ def test_top_takes_the_terminal_and_gives_it_back(node: Node) -> None:
         wait_for(lambda: "ml/train-0" in terminal.read(), "a screen")
         assert terminal.shown.startswith(OPEN)
         assert not terminal.is_as_before()
-        terminal.type(b" ")  # at once, though a minute has not passed
+        terminal.type(b" ")  # redraws at once, though a minute has not passed
         wait_for(lambda: terminal.frames() >= 2, "another screen")
         termios.tcsetwinsize(terminal.slave, (30, 40))
         terminal.process.send_signal(signal.SIGWINCH)
@@ -659,7 +660,7 @@ def test_top_prints_lines_in_a_terminal_that_can_do_no_more(node: Node) -> None:
 def test_what_is_wrong_is_seen_on_a_small_screen(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What does not fit is left out at the end of the table: not what lasts of violations."""
+    """Rows that do not fit are left out at the end of the table. Lasting violations are always shown."""
     found = json.loads(tidegate(node, "ps", "--json")) * 20
     episode = Episode("memory", found[-1]["devices"][0]["uuid"], 1, 3 * GIB, GIB, began=time.time())
     found[-1] = {**found[-1], "violations": [episode.describe()]}

@@ -1,4 +1,4 @@
-"""Metrics as a scraper gets them: over HTTP, read by Prometheus's own parser, held against what the governor knows."""
+"""Metrics as a scraper gets them: over HTTP, read by Prometheus's own parser, compared with the governor's data."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Scene = Callable[[World], Awaitable[None]]
 def play(
     tmp_path: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Scene], None]:
-    monkeypatch.setattr("governor.metrics.SAME_S", -1.0)  # each scrape for itself
+    monkeypatch.setattr("governor.metrics.SAME_S", -1.0)  # no caching between scrapes
 
     def run(scene: Scene) -> None:
         async def whole() -> None:
@@ -141,7 +141,7 @@ def test_a_scrape_shows_what_the_governor_knows(play: Callable[[Scene], None]) -
         assert of(lost, "gpu_lost", **gpu) == 1
         assert of(lost, "gpu_memory_grantable_bytes", **gpu) == 0
         assert of(lost, "gpu_time_grantable_ratio", **gpu) == 0
-        # Each metric that is described is there, and no other.
+        # Every metric in the table is exported, and no other.
         shown = {
             name for metric in METRICS if metric not in CLAIM_METRICS for name in metric.samples
         }
@@ -180,7 +180,7 @@ def test_counters_of_a_container_stay_when_a_process_ends_and_go_with_the_contai
         await until(lambda: len(one.pids()) == 1)
         write(one, 1, launches=30)
         assert of(await world.scrape(), "container_launches_total", **own) == 130
-        write(one, 1, launches=2)  # its program writes what it likes
+        write(one, 1, launches=2)  # the program writes arbitrary values
         assert of(await world.scrape(), "container_launches_total", **own) == 130
         write(one, 1, launches=2**64 - 1)
         assert of(await world.scrape(), "container_launches_total", **own) == 2**62
@@ -196,7 +196,7 @@ def test_counters_of_a_container_stay_when_a_process_ends_and_go_with_the_contai
 def test_what_a_gpu_did_does_not_go_back_when_a_container_ends(
     play: Callable[[Scene], None],
 ) -> None:
-    """The only container wants the GPU for a while: it holds an open grant, and is gone."""
+    """The only container wants the GPU for a while: it holds an open grant, and ends."""
 
     async def scene(world: World) -> None:
         one = await world.admit("one", compute="100")
@@ -283,7 +283,7 @@ def test_formats_and_compression(play: Callable[[Scene], None]) -> None:
         (b"\r\n\r\n", b"400"),
         (b"GET /metrics\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/2.0\r\n\r\n", b"400"),
-        (b"GET /metrics HTTP/1.1\nHost:evil\r\n\r\n", b"400"),  # two lines to a proxy
+        (b"GET /metrics HTTP/1.1\nHost:evil\r\n\r\n", b"400"),  # a proxy takes it for two lines
         (b"\xff\x00 \xfe \xfd\r\n\r\n", b"400"),
         (b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 120 + b"\r\n", b"400"),
         (
@@ -318,7 +318,7 @@ def test_clients_that_say_nothing_are_sent_away_and_others_are_served_meanwhile(
             await asyncio.open_unix_connection(str(world.path)) for _ in range(MOST_CONNECTIONS - 1)
         ]
         for i, (_, writer) in enumerate(silent):
-            writer.write(b"GET" if i % 2 else b"")  # half of a request, or none
+            writer.write(b"GET" if i % 2 else b"")  # half of a request, or nothing
         await world.scrape()
         silent.append(await asyncio.open_unix_connection(str(world.path)))
         await asyncio.sleep(0.1)
@@ -342,7 +342,7 @@ def test_connections_without_end_are_few(play: Callable[[Scene], None]) -> None:
         before = descriptors()
         opened = [await asyncio.open_unix_connection(str(world.path)) for _ in range(200)]
         try:
-            async with asyncio.timeout(4):  # after five seconds they would be given up
+            async with asyncio.timeout(4):  # they would time out after five seconds
                 while descriptors() > before + 200 + 2 * MOST_CONNECTIONS:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
         finally:
@@ -360,7 +360,7 @@ def test_a_client_that_does_not_read_is_sent_away(
     async def scene(world: World) -> None:
         for i in range(30):
             await world.admit(f"{i}-" + "x" * 1000, memory="520Mi", compute="1")
-        # More than a socket holds: the governor may not wait for the reader.
+        # The answer exceeds a socket's buffer. The governor must not wait for the reader.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
             client.connect(str(world.path))
@@ -433,7 +433,7 @@ def test_a_port_that_is_free_again_is_served(
     async def scene(config: Config, taken: socket.socket, port: int) -> None:
         with contextlib.closing(Offer(lambda: listening(config))) as offer:
             task = asyncio.create_task(offer.serve(Endpoint(list)))
-            await asyncio.sleep(0.1)  # some ten tries
+            await asyncio.sleep(0.1)  # about ten tries
             taken.close()
             async with asyncio.timeout(10):
                 while True:
@@ -474,7 +474,7 @@ def test_a_port_that_the_sandbox_forbids_is_told_with_the_way_out(
 @pytest.mark.parametrize(
     ("listen", "means"),
     [
-        ("off", "off"),  # YAML says false
+        ("off", "off"),  # YAML reads it as false
         ("'off'", "off"),
         ("unix", "unix"),
         ("127.0.0.1:9464", "127.0.0.1:9464"),

@@ -1,7 +1,7 @@
-"""NVIDIA's MPS daemon as the governor keeps it: what its logs say, who may command it, and its end.
+"""NVIDIA's MPS daemon as the governor runs it: what its logs mean, which processes may command it, and its end.
 
-The lines are those of driver 550's programs. Where the driver packages of test_vdriver_debian.py have been downloaded, the
-daemon is NVIDIA's own: it needs no GPU until a client comes.
+The lines are those of driver 550's programs. Where the driver packages of test_vdriver_debian.py
+have been downloaded, the daemon is NVIDIA's own: it needs no GPU until a client comes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_what_a_line_of_the_logs_says(line: str, event: tuple[str, int | None]) 
     "line",
     [
         "", "[", CONTROL, CONTROL + "Accepting connection...", CONTROL + "NEW UI", CONTROL + "UI closed",
-        # A command is somebody's text, and may have line breaks.
+        # A client chooses the text of a command, which may have line breaks.
         "Client process 4711 encountered a fatal GPU error.",
         CONTROL + 'Unknown command "Client process 1 encountered a fatal GPU error."',
         "\x00\xff", "x" * 100_000,
@@ -137,7 +137,7 @@ def test_a_driver_without_the_programs_is_named() -> None:
 
 
 def daemons() -> list[Path]:
-    """NVIDIA's own, and the stand-in."""
+    """Return the paths of NVIDIA's own daemons."""
     return sorted((ROOT / "build/driver-cache").glob(f"*/root/usr/bin/{PROGRAM}"))
 
 
@@ -152,7 +152,7 @@ def tools(request: pytest.FixtureRequest, build_dir: Path) -> Tools:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A socket's path has 107 bytes."""
+    """A short path, because a socket's path has at most 107 bytes."""
     made = Path(tempfile.mkdtemp(prefix="tg"))
     yield made
     shutil.rmtree(made)
@@ -176,7 +176,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def command(path: Path, text: str) -> None:
-    """Give the daemon a command, as nvidia-cuda-mps-control does, with this process's own credentials."""
+    """Send the daemon a command as nvidia-cuda-mps-control does, with this process's own credentials."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as s:
         s.settimeout(5)
         s.connect(str(path))
@@ -203,7 +203,8 @@ def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: P
             made.link(container)
             place = container / DIRECTORY
             assert [path.name for path in place.iterdir()] == ["control"]
-            # Root's word does not count on the socket of clients: this is what containers hang on.
+            # On the clients' socket, root has no special rights. Containers reach the daemon
+            # through it.
             command(place / "control", "quit")
             await until(lambda: made.counts.commands == 1)
             assert made.state == "running"
@@ -214,13 +215,13 @@ def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: P
             await until(lambda: (place / "control").stat().st_ino != inode)
             command(place / "control", "get_server_list")
             await until(lambda: made.counts.commands == 2)
-            # A command that brings a line of its own makes nobody believe in a fault.
+            # A command that contains a line in the log's format is not taken for a fault.
             fault = SERVER + "Client process 1 encountered a fatal GPU error."
             command(place / "control", f"nothing\n{fault}")
             await until(lambda: made.counts.commands == 3)
             await asyncio.sleep(0.3)
             assert made.counts.faults == 0
-            # It goes on without us, and another governor finds it.
+            # The daemon runs on without its governor, and the next governor finds it.
             pid = made.describe()["pid"]
         made.leave()
         heir = Mps(DEVICE, tools, Config(runtime_dir=str(short)), lambda *_: None)
@@ -228,7 +229,7 @@ def test_a_daemon_is_started_commanded_killed_and_stopped(tools: Tools, short: P
             assert heir.describe()["pid"] == pid
             assert heir.counts.starts == 0
             await asyncio.sleep(0.3)
-            assert heir.counts.commands == 0  # what was said before is not told again
+            assert heir.counts.commands == 0  # earlier commands are not reported again
         heir.stop()
         with pytest.raises(ConnectionRefusedError):
             command(container / DIRECTORY / "control", "get_server_list")
@@ -286,7 +287,7 @@ def stand_in(build_dir: Path, short: Path) -> Mps:
 
 
 def test_a_daemon_is_watched_by_a_governor_with_thousands_of_descriptors(stand_in: Mps) -> None:
-    """Each process of a container is three; select() knows 1024."""
+    """Each process of a container takes three descriptors; select() handles 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
 
@@ -324,7 +325,7 @@ def test_a_container_whose_link_cannot_be_made_costs_nobody_the_daemon(
 
 
 def test_a_log_that_grows_faster_than_it_is_read_does_not_fill_the_disk(tmp_path: Path) -> None:
-    """/run is everybody's; a client's commands are written there as they come."""
+    """/run is shared with other programs, and every command of a client is logged there."""
     path = tmp_path / "control.log"
     path.touch()
     follower = Follower(path)

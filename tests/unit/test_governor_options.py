@@ -1,4 +1,4 @@
-"""What is mistyped on a command line is one line, which names what tells more."""
+"""A mistyped option on a command line yields one line, which names where to find out more."""
 
 from __future__ import annotations
 

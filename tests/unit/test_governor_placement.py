@@ -1,4 +1,4 @@
-"""Placement: which GPUs of a node a container gets, held against every other set that it could have got."""
+"""Placement: which GPUs of a node a container gets, compared with every other set that it could have got."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ask(**annotations: object) -> Request:
 
 
 def two_sockets() -> Topology:
-    """Eight GPUs: two sockets, two host bridges each, a switch with two GPUs on each; no NVLink."""
+    """Eight GPUs without NVLink: two sockets, two host bridges on each, and a switch with two GPUs on each of these."""
     names = uuids(8)
     routes = {
         frozenset((names[a], names[b])): Route(
@@ -48,7 +48,7 @@ def two_sockets() -> Topology:
 
 
 def linked(n: int, links: dict[tuple[int, int], int], ancestor: Ancestor = SYS) -> Topology:
-    """GPUs that are alike but for their NVLinks."""
+    """GPUs that differ only in their NVLinks."""
     names = uuids(n)
     return Topology(
         {},
@@ -60,7 +60,7 @@ def linked(n: int, links: dict[tuple[int, int], int], ancestor: Ancestor = SYS) 
 
 
 class Node:
-    """Books with a policy, in which containers are numbered."""
+    """Books with a policy. Containers are named by consecutive numbers."""
 
     def __init__(self, n: int, topology: Topology, policy: str = "topology") -> None:
         self.books = Books(gpus(n), Config(placement=policy), topology)
@@ -72,14 +72,14 @@ class Node:
         return [device.index for device in devices]
 
 
-# What is chosen, by example.
+# Examples of choices.
 
 
 def test_a_pair_below_one_switch_is_nearer_than_one_across_sockets() -> None:
     node = Node(8, two_sockets())
     node.start(compute=100, devices=0)
     node.start(compute=100, devices=3)
-    assert node.start(compute=100, count=2) == [4, 5]  # 1 and 2 are free, too, and one socket
+    assert node.start(compute=100, count=2) == [4, 5]  # 1 and 2 are free as well, and on one socket
 
 
 def test_four_are_taken_from_one_socket() -> None:
@@ -92,8 +92,8 @@ def test_one_gpu_is_taken_where_the_group_is_broken_already() -> None:
     node = Node(8, two_sockets())
     assert node.start(compute=60) == [0]
     assert node.start(compute=60) == [1]  # 0 has no room
-    assert node.start(compute=40) == [0]  # before one that nobody has
-    assert node.start(compute=60) == [2]  # the socket is broken, the other one is not
+    assert node.start(compute=40) == [0]  # before a GPU that is empty
+    assert node.start(compute=60) == [2]  # this socket is in use already, the other is not
     assert node.start(compute=60, count=4) == [4, 5, 6, 7]
 
 
@@ -122,7 +122,8 @@ def test_more_nvlinks_are_nearer_than_pcie() -> None:
 
 
 def test_a_cube_of_gpus_is_cut_between_its_quads() -> None:
-    # A DGX-1: two quads in which all are linked, and one link or two from each to its other half.
+    # A DGX-1 has two quads, each fully linked, and one or two links from each GPU to the other
+    # half.
     links = {
         (0, 1): 1, (0, 2): 1, (0, 3): 2, (1, 2): 2, (1, 3): 1, (2, 3): 1,
         (4, 5): 1, (4, 6): 1, (4, 7): 2, (5, 6): 2, (5, 7): 1, (6, 7): 1,
@@ -229,7 +230,7 @@ def test_the_manual_s_example(wanted: dict[str, object], chosen: tuple[list[int]
         assert node.start(**wanted) == expected
 
 
-# What refusals say.
+# Refusals.
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_a_refusal_says_what_is_short_where_and_what_would_fit(
     assert len(line) < 400
 
 
-# What holds always.
+# Invariants.
 
 ROUTES = st.builds(
     Route, st.integers(0, 3), st.one_of(st.none(), st.sampled_from([PIX, PXB, NODE, SYS]))
@@ -356,7 +357,7 @@ def questions(draw: st.DrawFn) -> tuple[list[Standing], int, Topology]:
 
 
 def way(topology: Topology, one: str, other: str) -> tuple[int, int, int]:
-    """How far two GPUs are from each other, in the words of the manual: a larger tuple is farther."""
+    """Return the distance of two GPUs in the manual's terms: a larger tuple is farther."""
     route = topology.routes.get(frozenset((one, other)), Route(0, None))
     nodes = [topology.nodes.get(one), topology.nodes.get(other)]
     numa = 1 if None in nodes else 0 if nodes[0] == nodes[1] else 2
@@ -364,7 +365,7 @@ def way(topology: Topology, one: str, other: str) -> tuple[int, int, int]:
 
 
 def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) -> tuple[object, ...]:
-    """What a set is judged by, in turn; the smaller is better. Written from the manual, not from the code."""
+    """Return the criteria for a set in their order; smaller is better. Based on the manual, not on the code."""
     names = uuids(len(found))
     inside = sorted((way(topology, names[a], names[b]) for a, b in combinations(chosen, 2)))[::-1]
     lost = [
@@ -376,7 +377,7 @@ def worth(chosen: tuple[int, ...], found: list[Standing], topology: Topology) ->
     every = sorted({way(topology, a, b) for a, b in combinations(names, 2)})
     return (
         inside,  # the farthest pair first
-        [counts[one] for one in every],  # pairs that are empty no longer, the nearest first
+        [counts[one] for one in every],  # empty pairs that are used up, the nearest first
         -sum(found[i].compute_used for i in chosen),
         -sum(found[i].memory_used for i in chosen),
         chosen,
@@ -396,7 +397,7 @@ def test_no_other_set_is_better(question: tuple[list[Standing], int, Topology]) 
 
 
 def test_no_other_set_is_better_among_sixteen_gpus() -> None:
-    # Two boards of eight, each a cube, and quads of one NUMA node; every third GPU is in use.
+    # Two boards of eight GPUs, each a cube, with quads of one NUMA node. Every third GPU is in use.
     names = uuids(EXACT)
     topology = Topology(
         {name: i // 4 for i, name in enumerate(names)},
@@ -501,7 +502,8 @@ def test_no_history_grants_beyond_a_gpu_and_a_refusal_changes_nothing(
                 else:
                     assert chosen == sorted(set(chosen))
                     assert len(chosen) == wanted.get("count", 1)
-                # What is left of each, before and after: exactly the quota less, on those alone.
+                # Compare what is left of each GPU before and after: exactly the quota less, on the
+                # chosen ones only.
                 for old, new in zip(before["gpus"], books.describe()["gpus"], strict=True):
                     part = int(new["index"] in chosen)
                     assert old["memory_left"] - new["memory_left"] == part * quota.memory

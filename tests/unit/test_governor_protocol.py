@@ -1,6 +1,7 @@
-"""The governor's socket: what is a request, what is answered, and that an unconfirmed admission is taken back.
+"""The governor's socket: valid requests, their answers, and that an unconfirmed admission is taken back.
 
-The server runs on a thread with the real arbiter library; a container is a `sleep` process by its pidfd.
+The server runs on a thread with the real arbiter library. A container is a `sleep` process with its
+pidfd.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Governor:
 
 
 class Client:
-    """A connection to it."""
+    """A connection to the governor."""
 
     def __init__(self, governor: Governor) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -128,7 +129,7 @@ class Client:
         self.socket.close()
 
     def raw(self, data: bytes, *fds: int) -> bytes:
-        """Send bytes and return the line that comes back; nothing when the connection is closed."""
+        """Send bytes and return the line that comes back, or nothing if the connection is closed."""
         try:
             sent = socket.send_fds(self.socket, [data], list(fds)) if fds else 0
             self.socket.sendall(data[sent:])
@@ -344,7 +345,7 @@ def test_an_admission_is_confirmed_and_outlives_its_connection(
 
 
 def test_an_admission_that_is_not_confirmed_is_taken_back(governor: Governor, pidfd: int) -> None:
-    for _ in range(3):  # each takes more than half: the one before it has to be gone
+    for _ in range(3):  # each takes more than half, so its predecessor has to be gone
         with Client(governor) as client:
             assert client.ask(ADMIT, pidfd)["ok"]
             assert governor.directories() == [container_key("one")]
@@ -367,7 +368,10 @@ def test_what_is_reserved_is_kept_for_one_container(governor: Governor, pidfd: i
 
 @pytest.mark.parametrize("governor", [(UUID, OTHER)], ids=["two GPUs"], indirect=True)
 def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pidfd: int) -> None:
-    """Both know its name, as two containers of a copied bundle do. The other gets what is the freest by then."""
+    """Both know the reservation's token, as two containers of a copied bundle do.
+
+    The loser gets the GPU that has the most room by then.
+    """
     third = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "30"}
     with Client(governor) as client:
         token = client.ask({**RESERVE, "annotations": third})["reservation"]
@@ -397,7 +401,7 @@ def test_of_two_that_race_for_one_reservation_one_has_it(governor: Governor, pid
 def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
     governor: Governor, pidfd: int
 ) -> None:
-    """A reservation says which GPUs; how much of them is asked for again, and counted again."""
+    """A reservation names GPUs. The quota on them is asked for and counted again."""
     with Client(governor) as client:
         small = {"tidegate.gpu/memory": "1Gi", "tidegate.gpu/compute": "10"}
         token = client.ask({**RESERVE, "annotations": small})["reservation"]
@@ -405,7 +409,7 @@ def test_who_redeems_another_s_reservation_has_its_own_quota_alone(
         large = {**ADMIT, "id": "two", "reservation": token}
         assert client.error(large, pidfd)[0] == "refused"
         assert listed(governor) == ["one"]
-        # What it was for has lost it, and gets what is left.
+        # The container that it was made for has lost it, and gets what is left.
         late = {**ADMIT, "id": "three", "annotations": small, "reservation": token}
         assert client.ask(late, pidfd)["memory"] == GIB
 
@@ -437,7 +441,7 @@ def test_a_reservation_that_nobody_confirms_expires(
     with Client(governor) as client:
         token = client.ask(RESERVE)["reservation"]
         wait_for(lambda: client.ask({"v": 1, "op": "gpus"})["gpus"][0]["compute_left"] == 100)
-        # Who comes late gets what there is.
+        # A container that comes late gets what is left.
         assert client.ask({**ADMIT, "reservation": token}, pidfd)["ok"]
 
 
@@ -449,7 +453,7 @@ def test_a_refused_reservation_leaves_nothing(governor: Governor) -> None:
 
 
 def test_release(governor: Governor, pidfd: int, sleeper: subprocess.Popen[bytes]) -> None:
-    """Of a container that runs there is none: another engine's, of the same id, could end it so."""
+    """A running container cannot be released: another engine with a container of the same id could end it."""
     with Client(governor) as client:
         assert client.ask(ADMIT, pidfd)["ok"]
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
@@ -480,7 +484,7 @@ def test_a_hook_that_is_entered_twice_finds_its_container_prepared(
 ) -> None:
     with Client(governor) as client, Client(governor) as other:
         answer = client.ask(ADMIT, pidfd)
-        assert other.error(ADMIT, pidfd)[0] == "refused"  # the first is still at it
+        assert other.error(ADMIT, pidfd)[0] == "refused"  # the first hook is still at work
         assert client.ask({"v": 1, "op": "confirm"})["ok"]
         assert other.ask(ADMIT, pidfd) == {**answer, "already": True}
     assert listed(governor) == ["one"]
@@ -529,7 +533,7 @@ def test_a_gpu_that_takes_no_more_leaves_nothing(governor: Governor, pidfd: int)
         tenants = [governor.runner.add(0, WHOLE, grant, 0, ledger) for _ in range(256)]
         try:
             with Client(governor) as client:
-                for _ in range(3):  # each asks for more than half: nothing may stay in the books
+                for _ in range(3):  # each asks for more than half, so nothing may stay in the books
                     code, message = client.error(ADMIT, pidfd)
                     assert (code, message) == ("governor", "256 containers share this GPU already")
             assert listed(governor) == []
@@ -556,7 +560,7 @@ def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: Governor) -> 
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
         pages.init_grant(grant, settings={}, devices=[{"uuid": bytes(16)}])
         pages.init_ledger(ledger)
-        time.sleep(0.05)  # it reads by now
+        time.sleep(0.05)  # the runner reads by now
         tenant = governor.runner.add(WHOLE, WHOLE, grant, 0, ledger)
         try:
             pages.write(ledger, 0, "ledger_header", "n_slots", 1)
@@ -576,7 +580,7 @@ def test_who_floods_his_socket_keeps_the_gpu_from_nobody(governor: Governor) -> 
 
 
 def test_what_a_page_granted_before_is_taken_back(governor: Governor) -> None:
-    """A page of a governor that is gone: the grant on it is nobody's any more."""
+    """A grant on the page of a previous governor does not belong to any container any more."""
     epoch = 2**31 + 17
     with mmap.mmap(-1, layout.GRANT_SIZE) as grant, mmap.mmap(-1, layout.LEDGER_SIZE) as ledger:
         base = layout.grant_device(0)
@@ -614,14 +618,14 @@ def test_a_directory_that_cannot_be_made_leaves_nothing(governor: Governor, pidf
 
 
 def test_what_is_open_for_a_container_is_closed_with_it(governor: Governor, pidfd: int) -> None:
-    """Not when Python looks for what refers to itself: a node that starts many would run out."""
+    """This must not wait for Python's cycle collector: a node that starts many containers would run out."""
 
     def begin_and_end() -> None:
         with Client(governor) as client:
             assert client.ask(ADMIT, pidfd)["ok"]
         wait_for(lambda: listed(governor) == [])
 
-    begin_and_end()  # what is opened once
+    begin_and_end()  # opens what is opened only once
     gc.disable()
     try:
         before = descriptors()
@@ -714,12 +718,12 @@ def test_memory_that_is_in_use_is_not_taken_away(governor: Governor, pidfd: int)
         assert (code, message) == (
             "refused", "the container uses 3072 MiB, 2048 MiB were asked for"
         )  # fmt: skip
-        # A number alone is bytes, which is not what was meant.
+        # A bare number means bytes, which was not the intention.
         answer = client.ask({**change, "memory": 100})["error"]
         assert answer["message"] == "the container uses 3072 MiB, 100 bytes were asked for"
         assert answer["hint"] == "write it like 3072Mi"
         assert client.ask({**change, "memory": 3 * GIB})["memory"] == 3 * GIB
-        # What the driver took has it over its quota: that may still grow.
+        # The driver took memory beyond the quota. The quota may still grow.
         container.used = lambda _: 5 * GIB  # type: ignore[method-assign]
         assert client.ask({**change, "memory": 4 * GIB})["memory"] == 4 * GIB
 
@@ -736,7 +740,7 @@ def test_the_command_names_a_container_by_its_beginning(
     def tidegate(*arguments: str) -> tuple[int, str]:
         status = cli.main(["set", *arguments, "--runtime-dir", str(governor.directory)])
         told = capsys.readouterr()
-        # The governor in this process writes its log to the same place.
+        # The governor in this process logs to the same place.
         return status, (told.err or told.out).splitlines()[-1]
 
     with Client(governor) as client, Client(governor) as other:
@@ -792,7 +796,7 @@ def test_the_gpus_are_told_with_what_is_left_of_them(governor: Governor, pidfd: 
 
 @pytest.mark.hypothesis
 def test_the_governor_answers_any_line_with_one(governor: Governor, pidfd: int) -> None:
-    """Whatever is asked, by whomever: an answer of its schema, and the next request is served."""
+    """Whatever is asked gets an answer that its schema accepts, and the next request is served."""
     ours = {"admit": "admitted", "reserve": "reserved"}
     lines = [entry.data for entry in corpus("request") if b"\n" not in entry.data]
 

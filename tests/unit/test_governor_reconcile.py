@@ -1,4 +1,4 @@
-"""The books against NVML: what is debt, what is shown, when it is looked, and whom a container can hurt.
+"""Reconciliation of the books with NVML: what is debt, what is shown, when NVML is read, what a container can harm.
 
 NVML is a stub with numbers to set; the processes are real, and register over the container's socket.
 """
@@ -50,7 +50,7 @@ S = 1_000_000_000
 UUID = "GPU-00000000-0000-0000-0000-000000000001"
 PATIENCE_S = 10.0
 
-# Registers like a process's first cuInit, says its slot, and waits.
+# Registers as a process's first cuInit does, prints its slot, and waits.
 PROCESS = """
 import socket, struct, sys
 s = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -63,7 +63,7 @@ sys.stdin.read()
 
 
 class StubRunner(Runner):
-    """The arbiter without its thread, and what the container held."""
+    """The arbiter without its thread, with a settable amount of held time."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -80,7 +80,7 @@ class StubRunner(Runner):
 
 
 class StubNvml:
-    """NVML: bytes by pid, samples, failures, and what happens during a look."""
+    """NVML: bytes by pid, samples, failures, and a callback during each look."""
 
     def __init__(self) -> None:
         self.used: dict[int, int | None] = {}
@@ -114,7 +114,7 @@ def spawn(*command: str) -> subprocess.Popen[str]:
 
 
 class World:
-    """A governor without its socket: containers, the stubs, and the loop that looks."""
+    """A governor without its socket: containers, the stubs, and the reconciliation loop."""
 
     def __init__(self, directory: Path, library: ctypes.CDLL) -> None:
         self.directory = directory
@@ -147,7 +147,7 @@ class World:
         return container
 
     async def answer(self, container: Container, *prefix: str) -> tuple[subprocess.Popen[str], Any]:
-        """Start a process of a container; return it, and the slot and descriptors that it got."""
+        """Start a process of a container; return it, with its slot and its number of descriptors."""
         child = spawn(
             *prefix, sys.executable, "-c", PROCESS, str(container.directory / "governor.sock")
         )
@@ -157,7 +157,7 @@ class World:
         return child, tuple(map(int, line.split()))
 
     async def join(self, container: Container, *prefix: str) -> tuple[subprocess.Popen[str], int]:
-        """Start a process that is taken; return it and its slot."""
+        """Start a process that is registered; return it and its slot."""
         child, (slot, descriptors) = await self.answer(container, *prefix)
         assert descriptors == 1
         return child, slot
@@ -210,7 +210,7 @@ Play = Callable[[Callable[[World], Awaitable[None]]], None]
 
 
 async def until(condition: Callable[[], object]) -> float:
-    """Wait until something is so; return how long that took, seconds."""
+    """Wait until a condition holds; return how long that took, in seconds."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < PATIENCE_S, "it did not come"
@@ -229,7 +229,7 @@ def read(container: Container, name: str) -> int:
 
 
 def look_once(container: Container, seen: dict[int, int] | None = None, **more: Any) -> None:
-    """Reconcile as the loop does, with nothing happening meanwhile."""
+    """Reconcile as the loop does while nothing else changes."""
     before = container.charges(0)
     look = None if seen is None else Look(time.monotonic_ns(), seen, **more)
     container.reconcile(0, before, look)
@@ -242,10 +242,10 @@ def look_once(container: Container, seen: dict[int, int] | None = None, **more: 
     ("seen", "memory", "unseen", "overhead", "used"),
     [
         (0, 0, 0, 0, 0),
-        (500, 0, 0, 500, 500),  # a context, before it is charged
+        (500, 0, 0, 500, 500),  # a context before it is charged
         (500, 400, 0, 100, 500),
         (500, 600, 0, 0, 600),  # charged before the driver took it
-        (500, 600, 100, 0, 600),  # managed memory, which NVML sees with nobody
+        (500, 600, 100, 0, 600),  # managed memory, which NVML attributes to no process
         (600, 600, 100, 100, 700),
         (0, 600, 600, 0, 600),
     ],
@@ -267,16 +267,16 @@ SECOND = 1_000_000_000
 
 
 def test_books_that_move_during_a_look_hide_no_debt() -> None:
-    """NVML saw 100 of a block that was charged before the look, after it, or in between."""
+    """NVML saw 100 bytes of a block that was charged before the look, after it, or in between."""
     context = Charge(provisional=500, provisional_ns=1)
     debt = Debt()
     assert debt.look(2, 500, context, context) == 500
-    # A block of 300 came and went while NVML was asked: it saw the context alone, or both.
+    # A block of 300 came and went while NVML was read. NVML saw the context alone, or both.
     came = Charge(memory=300, provisional=500, provisional_ns=1)
     went = Charge(memory=0, returned=300, provisional=500, provisional_ns=1)
     assert debt.look(SECOND, 500, came, went) == 500
     assert debt.look(2 * SECOND, 800, came, went) == 500
-    # Whatever came in between, the driver took at least this.
+    # Whatever came in between, the driver took at least this much.
     assert debt.look(3 * SECOND, 1000, came, went) == 700
 
 
@@ -332,7 +332,7 @@ def test_what_a_pool_is_found_without_during_a_look_was_missing_in_the_one_befor
 
 
 def test_books_that_change_while_they_are_read_are_uncertain_by_as_much() -> None:
-    """A pool is found without 200 between two numbers."""
+    """Between reads of two fields, a pool is found to have 200 bytes less."""
     guest = Guest()
     for name in ("memory", "pooled"):
         guest.write(name, 300)
@@ -363,7 +363,7 @@ def test_what_the_driver_gave_back_is_seen_beside_pools_once_they_were_asked() -
 
 
 def test_modules_that_come_and_go_add_nothing_up_beside_pools() -> None:
-    """They are told when they come and when they go; the driver keeps nothing of them."""
+    """Both their load and their unload are reported, and the driver keeps nothing of them."""
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.look(2, 800, holds, holds) == 500
@@ -378,12 +378,12 @@ def test_what_a_look_sees_before_it_is_told_counts_once() -> None:
     debt = Debt()
     holds = Charge(memory=300, pooled=300, told=500, provisional=500, provisional_ns=1)
     assert debt.look(2, 800, holds, holds) == 500
-    assert debt.look(3, 840, holds, holds) == 540  # it was just taken
+    assert debt.look(3, 840, holds, holds) == 540  # just taken
     told = replace(holds, told=540, provisional=40, provisional_ns=4)
     assert debt.look(5, 840, told, told) == 540
     assert debt.look(6, 840, told, told) == 540
     alone = replace(told, pooled=0)
-    assert debt.look(7, 800, alone, alone) == 500  # it was just given back
+    assert debt.look(7, 800, alone, alone) == 500  # just given back
     gave = replace(alone, told=500, provisional=0, provisional_ns=8)
     assert debt.look(9, 800, replace(gave, moving=99), gave) == 500
 
@@ -400,7 +400,7 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
     debt = Debt()
     new = Charge(provisional=500, provisional_ns=SECOND, contexts=1)
     assert debt.look(SECOND + 1, 0, new, new, 500) == 500
-    # Another is being made, and something announced during the look: both count besides.
+    # Another context is being made, and one is reported during the look: both count in addition.
     making = replace(new, memory=500, unseen=500, taking=500)
     assert making.used(debt.look(SECOND + 2, 0, making, making, 500), SECOND + 2) == 1000
     late = replace(new, provisional=300, provisional_ns=SECOND + 9)
@@ -412,7 +412,7 @@ def test_a_context_counts_before_nvml_lists_it() -> None:
 
 
 def test_a_context_that_a_look_saw_in_the_making_counts_once() -> None:
-    """A claim is charged while the driver makes it, and provisional afterwards."""
+    """A context is charged as a claim while the driver makes it, and as provisional afterwards."""
     debt = Debt()
     making = Charge(memory=500, unseen=500, taking=500)
     for seen in (0, 300, 500):
@@ -435,18 +435,18 @@ def test_what_the_driver_took_is_debt_although_the_books_move() -> None:
 
 
 class Guest:
-    """A process that does all at once, a step at a time; `there` is what the driver has of it."""
+    """A process that does everything at once, step by step. `there` is what the driver has of it."""
 
     OVERHEAD = 40
 
     def __init__(self) -> None:
         self.ledger = mmap.mmap(-1, layout.LEDGER_SIZE)
         self.there = 0
-        self.steps: list[list[Callable[[], None]]] = []  # calls under way: what is left of each
+        self.steps: list[list[Callable[[], None]]] = []  # steps left of each call under way
         self.live: list[int] = []
         self.pool = 0  # what the pool really holds
         self.clock = 1
-        self.asking: list[Callable[[], None]] = []  # one at a time changes what is charged for it
+        self.asking: list[Callable[[], None]] = []  # one call at a time changes its charge
         self.write("took", self.OVERHEAD)
         self.write("provisional", self.OVERHEAD)
         self.write("provisional_ns", 1)
@@ -519,7 +519,7 @@ class Guest:
         return [*self.settle(), lambda: self.write("asked_ns", began)]
 
     def step(self, draw: int) -> None:
-        """Begin a call, or take one under way a step further."""
+        """Begin a call, or advance one that is under way."""
         kind, size = draw % 8, 1 + draw // 8 % 60
         if kind == 0:
             self.steps.append(self.take(size))
@@ -529,7 +529,7 @@ class Guest:
             self.asking = self.grow(size)
             self.steps.append(self.asking)
         elif kind == 3:
-            self.pool_change(-(self.pool // 2))()  # the driver trims it, and tells nobody
+            self.pool_change(-(self.pool // 2))()  # the driver trims it without notice
         elif kind == 4 and not any(self.asking):
             self.asking = self.refresh()
             self.steps.append(self.asking)
@@ -541,7 +541,7 @@ class Guest:
 @settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**64), st.sampled_from([0.3, 1, 5]))
 def test_debt_is_what_the_driver_took_whatever_goes_on_meanwhile(seed: int, often: float) -> None:
-    """The process goes on between any two numbers that the governor reads."""
+    """The process continues between any two numbers that the governor reads."""
     draw = random.Random(seed)  # noqa: S311
     guest, debt = Guest(), Debt()
     original = pages.read
@@ -637,7 +637,7 @@ def test_the_time_of_a_look_is_when_it_began(play: Play) -> None:
         child, slot = await world.join(container)
         world.nvml.used = {child.pid: 700 * MIB}
         look_once(container, world.nvml.used)
-        # Taken while NVML looks: this look may have missed it.
+        # Taken while NVML is read, so this look may have missed it.
         world.nvml.during = lambda: write(
             container, slot, provisional=40 * MIB, provisional_ns=time.monotonic_ns()
         )
@@ -662,10 +662,10 @@ def test_where_nvml_fails_the_time_stands_still_and_the_books_go_on(play: Play) 
             world.nvml.failing = True
             n = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > n)
-            await until(lambda: len(world.answers) == 1)  # once, and not again while it fails
+            await until(lambda: len(world.answers) == 1)  # once, not again while it fails
             known = read(container, "reconciled_ns")
             write(container, slot, memory=900 * MIB)
-            # What NVML saw last stands as debt, and the books count beside it.
+            # NVML's last reading remains as debt, and the books count in addition.
             await until(lambda: read(container, "memory_used") == 1500 * MIB)
             assert read(container, "memory_overhead") == 600 * MIB
             assert read(container, "reconciled_ns") == known
@@ -729,14 +729,14 @@ def test_a_slot_full_of_ones_hurts_its_own_container_alone(play: Play) -> None:
     play(scene)
 
 
-# When
+# When NVML is read
 
 
 def test_a_gpu_is_looked_at_four_times_a_second_while_it_is_shared(play: Play) -> None:
     async def scene(world: World) -> None:
         async with world.looking():
             await asyncio.sleep(0.3)
-            assert len(world.nvml.looks) == 1  # nobody has it: only what is no process's
+            assert len(world.nvml.looks) == 1  # only unattributed memory is read for an unused GPU
             await world.admit()
             await until(lambda: len(world.nvml.looks) >= 4)
         gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
@@ -758,7 +758,8 @@ def test_a_process_that_waits_for_a_look_gets_one_soon(play: Play) -> None:
                 now = time.monotonic_ns()
                 write(container, slot, provisional=MIB, provisional_ns=now)
                 waits.append(await until(lambda t=now: read(container, "reconciled_ns") >= t))
-        # The machine may be busy: half of them is enough to tell it from four a second.
+        # The machine may be busy. Half of the waits are enough to tell this from four looks a
+        # second.
         assert sorted(waits)[len(waits) // 2] <= 0.020 + 0.010
 
     play(scene)
@@ -777,7 +778,7 @@ def test_a_container_that_always_waits_is_looked_at_no_more_often(
                 write(container, slot, provisional_ns=time.monotonic_ns() + ahead_ns)
                 await asyncio.sleep(0.001)
         gaps = [b - a for a, b in zip(world.nvml.looks, world.nvml.looks[1:], strict=False)]
-        # The looks come from another thread, which may be late, and the next one on time.
+        # Looks are made by another thread, which may be late once and on time the next time.
         assert sum(gap < SOON_NS * 0.9 for gap in gaps) <= len(gaps) // 10
         assert len(gaps) <= (6 if ahead_ns else 51)
 
@@ -796,7 +797,7 @@ def test_what_a_process_took_is_free_soon_after_its_death(play: Play) -> None:
         assert (read(container, "memory_overhead"), read(container, "memory_used")) == (1500, 1600)
         one.send_signal(signal.SIGKILL)
         took = await until(lambda: read(container, "memory_overhead") == 500)
-        assert took < 0.1  # and no look came to tell
+        assert took < 0.1  # no look had to come first
         assert read(container, "memory_used") == 500
         assert pages.device_sum(container.ledger, "memory", 0) == 0
         assert [entry["pid"] for entry in pages.read_usage(container.grant)] == [two.pid]
@@ -843,7 +844,8 @@ def test_the_65th_process_is_refused_in_so_many_words(play: Play) -> None:
         child.kill()
         await until(lambda: len(container.charges(0)) == layout.N_SLOTS - 1)
         assert await asyncio.to_thread(ask) == (last, 1)
-        # Who hangs up and comes again under his pid is another program now: his slots are free.
+        # A process that hangs up and returns under its pid is a different program now, so its slots
+        # are free.
         connections.close()
         assert (await asyncio.to_thread(ask))[1] == 1
         assert len(container.charges(0)) == 1
@@ -869,7 +871,7 @@ def test_a_process_that_cannot_be_watched_is_refused_and_has_no_slot(play: Play)
 
 
 def numbers_of(pid: int) -> list[int]:
-    """A process's numbers, from our namespace inwards."""
+    """Return a process's pids, from this pid namespace inwards."""
     status = Path(f"/proc/{pid}/status").read_text()
     return [int(number) for number in status.split("NSpid:")[1].split("\n")[0].split()]
 
@@ -893,7 +895,7 @@ def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
         container = await world.admit(pid=first)
         enter = ["nsenter", "--target", str(first), "--pid"]
         await world.join(container, *enter)
-        await world.join(container, *enter, *prefix)  # in a namespace of the container's own
+        await world.join(container, *enter, *prefix)  # in a nested pid namespace
         same, deeper = (process.pid for process in container.charges(0))
         assert [len(numbers_of(pid)) for pid in (first, same, deeper)] == [2, 2, 3]
         look_once(container, {same: 5, deeper: 6})
@@ -902,10 +904,11 @@ def test_a_process_is_listed_by_its_number_in_the_container(play: Play) -> None:
             for entry in pages.read_usage(container.grant)
         }
         assert listed == {numbers_of(same)[1]: 5, numbers_of(deeper)[1]: 6}
-        assert 1 not in listed  # that is the first process, and the deeper one in its own eyes
-        assert namespace_pid(same, os.getpid()) == same  # we see it by the number that we use
+        # 1 is the pid of the container's first process, and of the deeper one in its own namespace.
+        assert 1 not in listed
+        assert namespace_pid(same, os.getpid()) == same  # the governor sees it by its own number
         assert namespace_pid(deeper, 2**22) == 1  # the first process is gone
-        assert namespace_pid(2**22, first) == 2**22  # it is gone itself
+        assert namespace_pid(2**22, first) == 2**22  # the process itself is gone
 
     play(scene)
 
@@ -918,7 +921,7 @@ def test_a_container_is_measured_by_its_report_and_no_more_than_it_held() -> Non
     quarter = S // 4
     for i in range(9):
         now = 10 * S + i * quarter
-        # Both report half of the time, together all; it held 40 % of it.
+        # Both processes report half of the time, all of it together. The container held 40 % of it.
         busy = {"a": i * quarter // 2, "b": i * quarter // 2}
         parts = meter.look(now, busy, i * quarter * 2 // 5, None)
     assert parts == pytest.approx({"a": 20, "b": 20})
@@ -979,7 +982,7 @@ def test_utilisation_stands_in_the_grant_and_by_process(play: Play) -> None:
         write(container, first, busy_ns=passed // 4)
         world.runner.held_ns = passed
         look_once(container, seen)
-        assert 35 <= read(container, "utilisation") <= 50  # a quarter of the time, of a half
+        assert 35 <= read(container, "utilisation") <= 50  # a quarter of the time, cap of a half
         by_pid = {
             entry["pid"]: cast("tuple[int, ...]", entry["utilisation"])[0]
             for entry in pages.read_usage(container.grant)
@@ -1012,7 +1015,7 @@ def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_l
         world.nvml.nobodys = lambda: 700
         async with world.looking():
             await until(lambda: read(container, "unattributed") == 700)
-            world.nvml.nobodys = lambda: len(world.nvml.looks)  # another answer after each look
+            world.nvml.nobodys = lambda: len(world.nvml.looks)  # changes with each look
             looks = len(world.nvml.looks)
             await until(lambda: len(world.nvml.looks) > looks + 3)
             assert read(container, "unattributed") == 700
@@ -1029,7 +1032,7 @@ def test_what_is_no_process_s_is_told_unless_the_gpu_s_memory_moved_during_the_l
 
 
 def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: Play) -> None:
-    """NVML shows a new context's memory before it shows whose it is."""
+    """NVML shows a new context's memory before it attributes it to a process."""
 
     async def scene(world: World) -> None:
         container = await world.admit()
@@ -1054,7 +1057,7 @@ def test_what_is_no_process_s_is_not_told_while_somebody_makes_a_context(play: P
 
 
 def test_a_container_that_comes_is_told_at_once_what_was_nobodys_before(play: Play) -> None:
-    """Its first load is held against that, although nobody can tell while neighbours start."""
+    """Its first load is compared with this, although memory cannot be attributed while neighbours start."""
 
     async def scene(world: World) -> None:
         world.nvml.nobodys = lambda: 600 * MIB
@@ -1070,7 +1073,10 @@ def test_a_container_that_comes_is_told_at_once_what_was_nobodys_before(play: Pl
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 64))))
 def test_what_a_process_brings_is_the_least_that_was_seen(looks: list[tuple[int, int]]) -> None:
-    """Whatever else comes meanwhile: never more than one brings, and once seen alone just that."""
+    """Whatever else appears meanwhile, this is at most what one process brings.
+
+    A look at one process alone bounds it.
+    """
     nobodys = Nobodys()
     for n, hidden in looks:
         nobodys.look(1, (9 * n + hidden) * MIB, n)

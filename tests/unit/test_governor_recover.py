@@ -1,6 +1,7 @@
-"""What a governor that starts finds: processes that live, ledgers that are ours, and what was left by others.
+"""What a starting governor finds: live processes, ledgers that are its own, and what its predecessor left.
 
-The containers here are processes that register as the control library does; the arbiter's thread is a stub.
+The containers here are processes that register as the control library does. The arbiter's thread is
+a stub.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ UUID = "GPU-00000000-0000-0000-0000-000000000001"
 DEVICE = Device(0, UUID, "stub", 16 * GIB)
 PATIENCE_S = 10.0
 
-# Registers as a process's first cuInit does, maps the ledger, and does what it is told.
+# Registers as a process's first cuInit does, maps the ledger, and follows commands.
 PROCESS = """
 import mmap, os, socket, struct, sys
 def ask(byte):
@@ -91,7 +92,7 @@ for line in sys.stdin:
 
 
 class StubRunner:
-    """The arbiter's thread: nothing at all."""
+    """An arbiter's thread that does nothing."""
 
     together = None
     is_steered = False
@@ -143,7 +144,7 @@ class Child:
 
 
 class World:
-    """Governors, one after the other, on the same directories."""
+    """Successive governors on the same directories."""
 
     def __init__(self, directory: Path) -> None:
         self.config = Config(runtime_dir=str(directory / "run"), state_dir=str(directory / "state"))
@@ -179,7 +180,7 @@ class World:
     async def admit(
         self, name: str = "one", *, confirm: bool = True, first: Child | None = None
     ) -> Container:
-        """Admit a container whose first process is a child that does nothing else."""
+        """Admit a container with an idle child as its first process."""
         if first is None:
             first = Child(Path("/"))
             self.children.append(first)
@@ -244,7 +245,7 @@ def charged(container: Container) -> list[int]:
     ]
 
 
-# ---- a governor after another ----
+# ---- a governor and its successor ----
 
 
 def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
@@ -266,11 +267,11 @@ def test_processes_keep_their_slots_and_their_charges(play: Play) -> None:
         assert pages.device_sum(again.ledger, "memory", 0) == 400
         assert (again.quota, again.confirmed) == (Quota(4 * GIB, 30, 30), True)
         assert world.server._books._gpus[0].memory_used == 4 * GIB
-        # They come back to where they were, and who is new gets what is free.
+        # The processes come back to their slots, and a new one gets a free slot.
         assert await a.numbers("again") == (0, inode)
         assert await c.numbers("again") == (2, inode)
         assert await world.child(again).numbers("register") == (1, inode)
-        # Who connects twice has it once.
+        # A process that connects twice gets its slot once.
         assert (await a.numbers("again"))[0] == layout.NO_SLOT
 
     play(scene)
@@ -339,7 +340,7 @@ def groups() -> Iterator[Callable[[str, int], None]]:
 def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
     play: Play, groups: Callable[[str, int], None], *, kept: bool
 ) -> None:
-    """Its first process may go into a group below its own, as systemd does, before anybody registers and later."""
+    """The first process may move to a group below its own, as systemd does, before or after any process registers."""
 
     async def scene(world: World) -> None:
         first = Child(Path("/"))
@@ -352,7 +353,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
         groups("system.slice", child.pid)
         assert await child.numbers("register") == (0, os.fstat(container._ledger_fd).st_ino)
         await world.stop()
-        if not kept:  # by the governor before
+        if not kept:  # not kept by the previous governor
             state = State(Path(world.config.state_dir) / NAME)
             state.load()
             state.put(replace(state.containers[container.key], membership=None))
@@ -361,7 +362,7 @@ def test_who_is_of_a_container_is_not_asked_where_it_has_moved_to(
         again = world.one()
         assert again.members[0].membership == own
         assert world.state.containers[again.key].membership == own
-        # One that `exec` started, one that the runtime's parent did, and one of another container.
+        # One was started by `exec`, one by the runtime's parent, and one is of another container.
         executed, outer, other = (world.child(again) for _ in range(3))
         groups("", executed.pid)
         groups("../docker-two.scope", other.pid)
@@ -389,7 +390,7 @@ def test_a_container_without_a_control_group_of_its_own_is_said(
         assert {name: one["control_group"] for name, one in told.items()} == {
             "one": False, "two": True
         }  # fmt: skip
-        # Then nobody is refused.
+        # In this case no process is refused.
         assert (await world.child(container).numbers("register"))[0] == 0
 
     play(scene)
@@ -416,7 +417,7 @@ def test_strangers_keep_no_process_of_a_container_s_own_out(
 
         begun = time.monotonic()
         with contextlib.ExitStack() as stack, capture_logs() as logs:
-            for byte in (layout.REGISTER, layout.AGAIN) * 200:  # the burst, and more
+            for byte in (layout.REGISTER, layout.AGAIN) * 200:  # the burst and more
                 answer = await asyncio.to_thread(knock, byte)
                 assert answer == layout.NO_SLOT.to_bytes(4, "little")
             lines = [one for one in logs if one["event"] == "process-refused"]
@@ -425,7 +426,7 @@ def test_strangers_keep_no_process_of_a_container_s_own_out(
                 silent = stack.enter_context(socket.socket(socket.AF_UNIX))
                 await asyncio.to_thread(silent.connect, path)
             assert (await child.numbers("register"))[0] == 0
-            assert (await child.numbers("again"))[0] == layout.NO_SLOT  # it is there
+            assert (await child.numbers("again"))[0] == layout.NO_SLOT  # it is registered
 
     play(scene)
 
@@ -451,7 +452,7 @@ def test_a_container_that_nobody_confirmed_is_taken_back(play: Play) -> None:
         assert world.state.containers[container.key].confirmed is False
         row = world.state.containers[container.key]
         await world.stop()
-        # As after a kill: the row is there, and so is the directory.
+        # As after a kill, both the row and the directory exist.
         container.directory.mkdir()
         state = State(Path(world.config.state_dir) / NAME)
         state.load()
@@ -476,7 +477,8 @@ def test_the_page_says_the_quota_that_counts(play: Play) -> None:
         assert world.state.containers[container.key].quota == quota
         await world.restart()
         assert world.one().quota == quota
-        # Killed between the file and the page: nobody was told, and the page's is as good.
+        # As after a kill between the writes of the file and the page. No answer was sent, so the
+        # page's quota is as good.
         world.state.put(replace(world.one().row, quota=Quota(6 * GIB, 1, 1)))
         await world.restart()
         assert world.one().quota == quota
@@ -504,7 +506,7 @@ def test_what_the_page_says_of_memory_holds_until_the_first_look(play: Play) -> 
         assert overhead() == 570
         b.kill()
         await until(lambda: world.one().pids() == {a.pid})
-        assert overhead() == 570  # nobody has looked
+        assert overhead() == 570  # not reconciled yet
         world.one().reconcile(0, world.one().charges(0), None)  # NVML fails
         assert overhead() == 570
         again = world.one()
@@ -560,7 +562,7 @@ def test_a_grant_page_that_is_damaged_is_said_and_made_anew(play, capsys, damage
         damage(container.directory / "grant")
         await world.start()
         again = world.one()
-        assert again.quota == container.quota  # as the state has it
+        assert again.quota == container.quota  # as in the database
         assert again.pids() == {child.pid}
         page = open_grant(again.directory / "grant")
         assert pages.read(page, layout.grant_device(0), "grant_device", "memory_limit") == 4 * GIB
@@ -623,7 +625,7 @@ def test_a_container_whose_socket_cannot_be_made_still_ends(
 def test_a_directory_stays_where_processes_may_not_be_looked_at(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody may have it mounted."""
+    """A process may have it mounted."""
 
     def refuse(_: str) -> str:
         raise PermissionError
@@ -669,7 +671,7 @@ def test_a_disk_that_cannot_be_written_refuses_who_is_new_and_nobody_else(play: 
     play(scene)
 
 
-# ---- whose ledger it is ----
+# ---- which ledger is a container's ----
 
 # Maps what it is told to under the ledger's name.
 FAKER = """
@@ -720,7 +722,7 @@ def test_a_false_ledger_is_not_taken(tmp_path: Path, how: str, *, is_known: bool
 
 
 def test_a_ledger_of_another_container_is_not_taken() -> None:
-    """A process was handed a descriptor of it."""
+    """A process was handed a descriptor of the other container's ledger."""
     theirs, ours = make_ledger(), make_ledger()
     os.set_inheritable(theirs.fd, True)
     with faker("given", str(theirs.fd), fds=(theirs.fd,)) as (process, inode):
@@ -740,12 +742,12 @@ def test_a_sealed_one_is_taken_only_where_nothing_else_is_known() -> None:
         found = find_ledger([process], None, set())
         assert found is not None
         assert found.file == FileIdentity(device, inode)
-        later = process._replace(start=process.start + 1)  # the pid is another's by now
+        later = process._replace(start=process.start + 1)  # as if the pid had been reused
         assert find_ledger([later], None, set()) is None
 
 
 def test_nothing_is_opened_that_is_not_a_memfd(tmp_path: Path) -> None:
-    """To open a device may do something: its file system is looked at before."""
+    """Opening a device may have an effect, so the file system is checked first."""
     with faker("file", str(tmp_path)) as (process, _):
         name = f"{tmp_path}/memfd:tidegate-ledger (deleted)"
         assert len(list(mapped(process.pid, name, tmp_path.stat().st_dev))) == 1
@@ -759,13 +761,13 @@ def test_a_governor_survives_what_a_container_maps(play: Play) -> None:
         child = world.child(container)
         _, inode = await child.numbers("register")
         await child.ask("charge 100")
-        container.ledger[:16] = bytes(16)  # whoever maps it may write over its header
+        container.ledger[:16] = bytes(16)  # any process that maps it may overwrite its header
         await world.restart()
         assert os.fstat(world.one()._ledger_fd).st_ino == inode
         assert charged(world.one())[0] == 100
         await world.stop()
         with faker("short"), faker("unsealed"):
-            child.kill()  # and nobody has it any more
+            child.kill()  # no process has it any more
             await world.start()
         assert os.fstat(world.one()._ledger_fd).st_ino != inode
         assert (await world.child(world.one()).numbers("register"))[0] == 0
@@ -841,7 +843,7 @@ def test_an_id_is_found_in_a_cgroups_name(monkeypatch, text, identifier) -> None
 
 
 def test_a_container_may_call_its_control_groups_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first process in a group that it made itself: otherwise nobody would adopt it."""
+    """Its first process is in a group that it made itself, and the container must still be adopted."""
     text = b"0::/system.slice/docker-one.scope/\xff\xfe\n".decode(errors="surrogateescape")
     monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
     keys = [container_key(name) for name in cgroup_names(1)]
@@ -872,7 +874,7 @@ def test_the_first_process_is_the_oldest_whose_parent_is_outside() -> None:
 
 
 def test_no_ledger_ends_the_governor(play: Play) -> None:
-    """Whatever is in it: looks, audits, lists and scrapes go on."""
+    """Whatever a ledger contains, looks, audits, listings and scrapes continue."""
     draw = random.Random(7)  # noqa: S311
     whole = [b"\xff" * layout.LEDGER_SIZE, bytes(layout.LEDGER_SIZE)]
     numbers = [0, 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1]

@@ -1,6 +1,6 @@
-"""A configuration that is read again: what counts at once, what waits, and that nothing wrong takes a governor down.
+"""Reloading the configuration: what takes effect at once, what later, and that a wrong file takes no governor down.
 
-The governor is a process on the simulated GPU; the command is run as an operator runs it.
+The governor is a process on the simulated GPU. The command is run as an operator runs it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_port_that_cannot_be_had_keeps_no_governor_from_its_work(node: Node) -
 
 
 def tidegate(node: Node, *arguments: str) -> tuple[int, list[str], str]:
-    """The command's status, lines and error."""
+    """Run the command and return its status, its lines and its error."""
     done = subprocess.run(
         [sys.executable, "-m", "governor.cli", *arguments, "--runtime-dir", node.config.runtime_dir],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -68,13 +68,13 @@ def tidegate(node: Node, *arguments: str) -> tuple[int, list[str], str]:
 
 
 def check(verb: str, document: object) -> None:
-    """Hold a document against what is promised of the verb's --json."""
+    """Check a document against the schema of the verb's --json."""
     schema = {"$ref": f"#/$defs/{verb}", "$defs": OUTPUTS["$defs"]}
     jsonschema.Draft202012Validator(schema).validate(document)
 
 
 def in_force(node: Node) -> list[str]:
-    """What doctor says of it."""
+    """Return what doctor reports of the configuration in force."""
     opened = open_node(config_file=str(node.file), runtime_dir=node.config.runtime_dir)
     found = examine(opened, ["governor.in-force"])
     return [words(one) for one in found]
@@ -112,7 +112,8 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: 
         ],
         "",
     )
-    # In the page of a container that runs, in what is granted next, and not in what waits.
+    # These options take effect in the page of a running container; those that need a restart do
+    # not.
     assert (setting(directory, "holds"), setting(directory, "on_governor_loss")) == (0, 1)
     assert setting(directory, "spin_ns") == before
     node.container("two", annotations={"compute": "10"})
@@ -121,7 +122,7 @@ def test_a_reload_says_what_counts_now_what_next_and_what_needs_a_restart(node: 
     [loaded] = node.events("configuration-loaded")
     assert (loaded["now"], loaded["restart"]) == (["hold_launches"], ["quantum_ms", "spin_us"])
 
-    # What waits is said again, until it is in force or taken back.
+    # A pending change is reported again until it is in force or taken back.
     _, lines, _ = tidegate(node, "reload", "--json")
     document = json.loads("\n".join(lines))
     check("reload", document)
@@ -164,7 +165,7 @@ def test_what_needs_a_restart_is_there_after_one(node: Node) -> None:
 
 
 def spoil(node: Node, how: str) -> None:
-    """Make the configuration wrong."""
+    """Make the configuration wrong in this way."""
     bad = node.drop_ins / "50-bad.yaml"
     match how:
         case "misspelt":
@@ -244,14 +245,14 @@ def test_a_bad_file_changes_nothing_and_is_said(
         node.write(on_violation="stop")
     assert len(node.ask("list")["containers"]) == 1
     assert setting(directory, "holds") == 1
-    # An operator who looks for failures finds it.
+    # An operator that looks for failures finds it.
     assert cli.main(["events", "--log", str(node.log)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert sum(" configuration-refused: config: " in line for line in shown) == len(kinds)
     assert cli.main(["events", "--all", "--json", "--log", str(node.log)]) == 0
     for printed in capsys.readouterr().out.splitlines():
         check("events", json.loads(printed))
-    # And what is right again is in force again.
+    # A repaired configuration is put in force.
     node.write(on_violation="throttle")
     node.process.send_signal(signal.SIGHUP)
     wait_for(
@@ -290,7 +291,7 @@ sys.exit(daemon.main())
 
 
 def test_a_hangup_before_anybody_hears_it_waits(node: Node) -> None:
-    """It would end the process; the files may have changed after they were read."""
+    """Otherwise it would end the process. The files may have changed since they were read."""
     assert node.stop() == 0
     assert node.events("configuration-loaded") == []
     node.start("-c", HANG_UP)
@@ -310,7 +311,7 @@ def test_many_at_once_are_done_one_after_the_other(node: Node) -> None:
     assert sorted(map(len, changes)) == [0, 0, 0, 1]
 
 
-# ---- by itself ----
+# ---- without a governor's process ----
 
 
 def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
@@ -325,7 +326,7 @@ def test_a_mistake_of_ours_in_reading_changes_nothing() -> None:
 
     async def scene() -> None:
         settings = Settings(load)
-        settings.tell(lambda _: 1 // 0)  # who fails keeps nobody else from hearing
+        settings.tell(lambda _: 1 // 0)  # a listener that fails keeps no other from hearing
         settings.tell(told.append)
         with pytest.raises(ConfigError, match="RuntimeError: the governor keeps"):
             await settings.reload()
@@ -360,7 +361,7 @@ def test_only_what_counts_without_a_restart_is_put_in_force() -> None:
 def test_a_runtime_directory_that_is_too_deep_for_sockets_is_refused_at_the_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Not when the first container comes: none could register there."""
+    """Otherwise the refusal would come with the first container, and none could register."""
     with tempfile.TemporaryDirectory() as short:
         fits = f"{short}/{'d' * (64 - len(short))}"
         assert daemon.main(["--runtime-dir", f"{fits}x"]) == 75

@@ -1,4 +1,4 @@
-"""The governor's file: what it promised is there after a kill, and damage is found rather than believed."""
+"""The governor's database: what was promised survives a kill, and damage is detected rather than believed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MEMBERSHIPS = (
     Membership({"": "/a.slice/docker-1.scope", "name=systemd": "/a.slice/\udcff"}, (4, 2**32 - 1)),
     Membership({"cpu,cpuacct": "/1"}),
     Membership(),
-    None,  # of a governor that did not keep it
+    None,  # from a governor that did not record it
 )
 
 
@@ -68,7 +68,7 @@ def opened(path: Path) -> State:
 
 
 def image(path: Path, to: Path) -> State:
-    """What another governor finds if the one that has `path` is killed now."""
+    """Return the state that another governor finds if the governor with `path` is killed now."""
     to.mkdir()
     for file in path.parent.glob(f"{path.name}*"):
         shutil.copy(file, to)
@@ -76,7 +76,7 @@ def image(path: Path, to: Path) -> State:
 
 
 def filled(directory: Path, count: int = 12) -> Path:
-    """A file with containers and processes, part of it in the log, left as a kill leaves it."""
+    """Make a database with containers and processes, some only in the log, as a kill leaves it."""
     state = opened(directory / "made" / NAME)
     for number in range(count):
         state.put(row(number, confirmed=number % 3 > 0))
@@ -95,7 +95,7 @@ def filled(directory: Path, count: int = 12) -> Path:
 
 
 class Journal(RuleBasedStateMachine):
-    """Any sequence of what a governor does, and a kill at any time."""
+    """Any sequence of a governor's operations, with a kill at any time."""
 
     keys = st.integers(0, 5)
     slots = st.integers(0, 3)
@@ -155,11 +155,11 @@ class Journal(RuleBasedStateMachine):
     @precondition(lambda self: not self.state._behind)
     @rule()
     def be_full(self) -> None:
-        """Nothing can be written for a while: promises are refused, what happened is kept."""
+        """Let writes fail for a while: promises are refused, and events are kept."""
         db = self.state._db
         assert db is not None
         with contextlib.closing(sqlite3.connect(":memory:")) as nothing:
-            self.state._db = nothing  # no tables: each write fails
+            self.state._db = nothing  # no tables, so each write fails
             with pytest.raises(StateError):
                 self.state.put(row(99))
             assert row(99).key not in self.state.containers
@@ -225,7 +225,7 @@ def test_what_was_promised_is_there_after_a_kill(tmp_path: Path) -> None:
             key = row(number).key
             assert state.containers[key] == row(number)
             assert state.processes[key] == {0: process(0, number + 1)}
-        assert len(state.containers) <= 22  # and nothing that ended
+        assert len(state.containers) <= 22  # no ended container
         for key in list(state.containers):
             state.leave(key)
         state.close()
@@ -256,7 +256,7 @@ def test_what_another_boot_left_is_nobodys(tmp_path: Path, monkeypatch: pytest.M
     again.close()
     monkeypatch.undo()
     first = opened(path)
-    assert first.containers == {}  # the rows of the first boot went with the first write
+    assert first.containers == {}  # the first write removed the rows of the first boot
     first.close()
 
 
@@ -405,7 +405,7 @@ def test_an_empty_file_is_a_new_one(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_random_damage_is_never_believed(tmp_path: Path) -> None:
-    """Whatever bytes change: the start goes on, and what it reads was written."""
+    """Whatever bytes change, the start succeeds, and all that is read was once written."""
     path = filled(tmp_path)
     truth = image(path, tmp_path / "truth")
     truth.close()
@@ -436,7 +436,7 @@ def test_random_damage_is_never_believed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[tuple[State, sqlite3.Connection]]:
-    """A state whose file may not grow."""
+    """A state whose file cannot grow."""
     state = opened(tmp_path / NAME)
     state.put(row(0))
     assert state._db is not None
@@ -461,7 +461,7 @@ def test_a_full_disk_refuses_promises_and_forgets_nothing(full, capsys, tmp_path
     assert "database-unwritable" in capsys.readouterr().out
     for _ in range(5):
         state.retry()
-    assert "database-unwritable" not in capsys.readouterr().out  # it is said once
+    assert "database-unwritable" not in capsys.readouterr().out  # reported once
     db.execute("PRAGMA max_page_count = 100000")
     state.retry()
     assert "database-written" in capsys.readouterr().out
@@ -505,7 +505,7 @@ def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
 
 
 def test_a_file_that_somebody_replaced_is_written(tmp_path: Path) -> None:
-    """A copy of yesterday's, put in its place: what is written goes to the one that will be read."""
+    """A copy from yesterday is put in its place: new rows go to the file that will be read."""
     state = opened(tmp_path / NAME)
     state.put(row(1))
     old = image(tmp_path / NAME, tmp_path / "old")
@@ -523,7 +523,7 @@ def test_a_file_that_somebody_replaced_is_written(tmp_path: Path) -> None:
 
 
 def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
-    """Not even where the first one's socket is gone, as when both start at once."""
+    """This holds even if the first governor's socket is gone, as when both start at once."""
     path = tmp_path / "governor.sock"
     with listening(path) as first:
         path.unlink()
@@ -532,11 +532,11 @@ def test_two_governors_do_not_share_a_directory(tmp_path: Path) -> None:
         assert not path.exists()
         assert first.fileno() >= 0
     with listening(path), socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))  # one that was killed left its lock to nobody
+        client.connect(str(path))  # a governor that ended leaves no lock behind
 
 
 def test_a_user_of_the_host_cannot_keep_the_place(tmp_path: Path) -> None:
-    """Any user may open the runtime directory, and lock it; nothing that one may open is the place."""
+    """Any user can open and lock the runtime directory, so the lock is on a file that only root can open."""
     need("setpriv")
     tmp_path.chmod(0o755)
     for parent in tmp_path.parents[:3]:
@@ -579,11 +579,11 @@ def test_a_governor_that_answers_has_the_place_whatever_is_locked(tmp_path: Path
     with socket.socket(socket.AF_UNIX) as old:
         old.bind(str(path))
         old.listen(0)
-        for _ in range(3):  # the last one finds its queue full
+        for _ in range(3):  # the last one finds a full queue
             with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
                 pass
         assert path.exists()
-    with listening(path):  # what it left does not answer
+    with listening(path):  # the socket that is left does not answer
         pass
 
 
@@ -596,7 +596,7 @@ def test_a_link_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_governor_that_waits_takes_the_place_when_it_is_free(tmp_path: Path) -> None:
-    """Meanwhile the socket is the first one's; a signal ends the wait."""
+    """Meanwhile the first governor keeps the socket. A signal ends the wait."""
     path = tmp_path / "governor.sock"
 
     async def scene() -> None:
@@ -618,7 +618,7 @@ def test_a_governor_that_waits_takes_the_place_when_it_is_free(tmp_path: Path) -
             second.accept()[0].close()
             with pytest.raises(GovernorError, match="another governor runs in"), listening(path):
                 pass
-        with listening(path):  # it has let go of the lock as well
+        with listening(path):  # the lock was released as well
             pass
 
     asyncio.run(scene())
@@ -633,7 +633,7 @@ def test_a_file_that_is_damaged_while_it_is_open_is_written_anew(
     state._db.execute("DROP TABLE containers")
     with pytest.raises(StateError):
         state.put(row(2))
-    state.register(row(1).key, process(1, 5))  # the next write makes it anew
+    state.register(row(1).key, process(1, 5))  # the next write makes a new file
     assert "database-damaged" in capsys.readouterr().out
     assert (tmp_path / f"{NAME}.damaged-1").exists()
     later = image(tmp_path / NAME, tmp_path / "later")

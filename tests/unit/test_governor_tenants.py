@@ -1,6 +1,6 @@
-"""What root in a container may do with the socket that it was given: it costs its own container only.
+"""What root in a container may do with the socket that the container has: it harms only that container.
 
-The governor is on a thread of this process, so its descriptors are ours.
+The governor runs on a thread of this process, so its descriptors are in this process.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def path(governor: Governor, pidfd: int) -> Iterator[str]:
-    """The socket of a container that runs."""
+    """Path of the socket of a running container."""
     with Client(governor) as client:
         yield client.ask(ADMIT, pidfd)["directory"] + "/governor.sock"
 
@@ -62,7 +62,7 @@ def processes(governor: Governor) -> int:
 def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connection(
     governor: Governor, path: str
 ) -> None:
-    """Otherwise each round is a descriptor of the governor's more, and it has no end of them."""
+    """Otherwise each round would cost the governor one more descriptor, without a limit."""
     with ExitStack() as stack:
         kept = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(20)]
         fds = [s.fileno() for s in kept]
@@ -78,7 +78,7 @@ def test_a_process_that_ends_leaves_nothing_although_another_keeps_its_connectio
         process.communicate("")
         wait_for(lambda: processes(governor) == 0)
         wait_for(lambda: descriptors() <= before)
-        for s in kept:  # to whom they are of no use any more
+        for s in kept:  # they are useless by now
             s.setblocking(False)
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 s.send(b"p")
@@ -92,7 +92,7 @@ s.connect(sys.argv[1])
 s.detach()
 """
 
-# Ends where the number is another's: it was given away meanwhile, by a fork on another processor.
+# Ends if the pid is taken: a fork on another processor may have been given it.
 NUMBERED = """
 import os, sys
 for _ in range(20):
@@ -114,7 +114,7 @@ for _ in range(20):
 def test_a_stranger_with_the_number_of_one_that_ended_is_not_registered(
     governor: Governor, path: str
 ) -> None:
-    """A container could connect, end, and wait until its neighbour has the number."""
+    """A container could connect, exit, and wait until a neighbour's process has its pid."""
     for _ in range(20):
         with ExitStack() as stack:
             s = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -145,10 +145,10 @@ def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> 
         for s in silent:
             s.connect(path)  # waits while the backlog is full
         begun = time.monotonic()
-        listed(governor)  # all were accepted before this was
+        listed(governor)  # all were accepted before this one
         wait_for(lambda: descriptors() - before < 100)
-        assert time.monotonic() - begun < 4  # not because they were given up
-    # And the container has its socket again.
+        assert time.monotonic() - begun < 4  # not by a timeout
+    # The container can use its socket again.
     with socket.socket(socket.AF_UNIX) as s:
         s.connect(path)
         s.settimeout(10)
@@ -157,7 +157,7 @@ def test_connections_that_say_nothing_are_few(governor: Governor, path: str) -> 
 
 
 def test_registrations_are_paced(governor: Governor, path: str) -> None:
-    """Each is a row in the database and lines in the log."""
+    """Each registration is a row in the database and lines in the log."""
     begun = time.monotonic()
     rounds = 0
     while time.monotonic() < begun + 4:
@@ -195,14 +195,14 @@ def test_a_process_that_connects_without_end_costs_others_nothing(
             asked += 1
         lines = capfd.readouterr().out.splitlines()
         said = [line for line in lines if "process-" in line]
-        # Of each kind 64, and one a second.
+        # Of each kind there may be 64 lines, and one more a second.
         assert len(said) <= 3 * (64 + 10)
         assert asked > 20
     finally:
         for process in flood:
             process.kill()
             process.wait()
-    assert all(process.returncode == -9 for process in flood)  # it was slowed down, not refused
+    assert all(process.returncode == -9 for process in flood)  # slowed down, not refused
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The page's endpoint without a browser: who gets an answer, what is in its head, and what the JSON says."""
+"""The page's endpoint without a browser: which requests get an answer, its headers, and what the JSON says."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Scene = Callable[[World, History], Awaitable[None]]
 def play(
     tmp_path: Path, build_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Scene], None]:
-    monkeypatch.setattr("governor.web.SAME_S", -1.0)  # each request for itself
+    monkeypatch.setattr("governor.web.SAME_S", -1.0)  # no caching between requests
 
     def run(scene: Scene) -> None:
         async def whole() -> None:
@@ -68,7 +68,7 @@ def play(
 
 
 async def get(world: World, target: str, head: bytes = HOST) -> tuple[str, dict[str, str], bytes]:
-    """The status, the headers and the body."""
+    """Return the status, the headers and the body."""
     answer = await world.raw(f"GET {target} HTTP/1.1\r\n".encode() + head + b"\r\n")
     top, _, body = answer.partition(b"\r\n\r\n")
     status, *lines = top.decode("latin-1").split("\r\n")
@@ -163,7 +163,7 @@ def test_the_history_is_told_from_a_step_on(play: Callable[[Scene], None]) -> No
 def test_what_a_container_had_is_kept_when_it_ends(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look is the governor's own, by the clock."""
+    """Here, the governor's own clock drives the history."""
     monkeypatch.setattr("governor.history.STEP_NS", S // 5)
     monkeypatch.setattr("governor.web.STEP_NS", S // 5)
 
@@ -261,9 +261,8 @@ def test_the_policy_allows_what_stands_in_the_page_alone(play: Callable[[Scene],
 def test_the_page_has_nothing_from_elsewhere() -> None:
     page = web.PAGE_FILE.read_text(encoding="utf-8")
     assert re.findall(r"""(?:src|href)=["']?([^"'> ]+)""", page) == ["data:,"]
-    assert re.findall(r"https?://[^\s\"']+", page) == [
-        "http://www.w3.org/2000/svg"
-    ]  # a name, no address
+    # This one is a name, not an address.
+    assert re.findall(r"https?://[^\s\"']+", page) == ["http://www.w3.org/2000/svg"]
     assert "@import" not in page
     assert not re.search(r"\bstyle=|\bon[a-z]+=", page)
     for sink in (
@@ -307,7 +306,7 @@ def test_a_request_names_this_machine(play: Callable[[Scene], None], host: str) 
 def test_a_request_for_another_name_gets_nothing(
     play: Callable[[Scene], None], head: bytes
 ) -> None:
-    """A name that somebody else's server gives can be made to lead here."""
+    """A DNS server outside of this machine can make its name lead here."""
 
     async def scene(world: World, _: History) -> None:
         for target in ("/", "/api/v1/state", "/api/v1/history"):
@@ -335,7 +334,7 @@ def test_a_page_of_another_origin_gets_no_data(
         head = HOST + f"Sec-Fetch-Site: {site}\r\n".encode()
         for target in ("/api/v1/state", "/api/v1/history"):
             assert (await get(world, target, head))[0].startswith(status)
-        assert (await get(world, "/", head))[0] == "200 OK"  # a link may lead here
+        assert (await get(world, "/", head))[0] == "200 OK"  # other pages may link here
 
     play(scene)
 

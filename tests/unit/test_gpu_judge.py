@@ -1,4 +1,4 @@
-"""The judge of completeness: its calls, its rules, and itself on the simulated GPU."""
+"""The judge of completeness: its calls, its rules, and the judge itself on the simulated GPU."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tests.conftest import lack
 from tests.gpu import judge
 
 CALLED = re.compile(r"^(?:CASE|VARIANT|NOT_HERE)\((cu\w+), ", re.MULTILINE)
-# What other headers than cuda.h declare, or none.
+# Functions that are declared in other headers than cuda.h, or in none.
 ELSEWHERE = re.compile(
     r"cudbg|cuGL|cuWGL|cuEGL|cuVDPAU|cuProfiler|cuGraphics(GL|EGL|VDPAU)"
     r"|cuGraphicsResourceGetMappedEglFrame|cuEventCreateFromEGLSync|cuMemGetAttribute"
@@ -103,11 +103,12 @@ def test_what_the_driver_takes_or_gives_by_itself_may_be_found_by_the_governor(c
     row = ran(process=change, late=True)
     said = (f"{'takes' if change > 0 else 'gives'} {abs(change) // MIB} MiB unseen",)
     assert faults(row, row | {"after": {"overhead": change}}) == ()
-    # Of a call of which it is not expected, as little of it, or the other way round.
+    # Refuted where the call is not expected to have late overhead, where the overhead is too small,
+    # and for the wrong sign.
     assert faults(row | {"late": False}, row | {"after": {"overhead": change}}) == said
     assert faults(row, row | {"after": {"overhead": change // 4}}) == said
     assert faults(row, row | {"after": {"overhead": -change}}) == said
-    # A second is over, and no look found it. What a native row says of a ledger is not asked.
+    # A second has passed, and no look found it. The ledger of a native row is not used.
     assert faults(row | {"after": {"overhead": change}}, row) == said
 
 
@@ -206,7 +207,7 @@ def test_a_header_of_an_older_cuda_is_passed_over(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """The judge, and the directory of the headers that it was compiled with."""
-    # The header that requirements.lock pins, whatever toolkit this machine has: a later one declares more.
+    # The header pinned by requirements.lock, not the machine's toolkit: a later one declares more.
     include = judge.find_include(judge.packaged_includes())
     if include is None:
         lack("needs cuda.h of nvidia-cuda-runtime 13.0")

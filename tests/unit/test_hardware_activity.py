@@ -1,4 +1,4 @@
-"""What processes are charged: as much as they work by NVML's samples of the GPU, some time afterwards."""
+"""The charge of a process under hardware scheduling: its work by NVML's samples of the GPU, some time later."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ def always(part):
 
 
 def play(works, resident, *, full=None, until=3000, delay=100, tells=True, samples_each=200):
-    """Step each 20 ms.
+    """Run steps of 20 ms.
 
-    `works` and `resident` have a function for each process: the part of the time from a ms on for which it works, and for which
-    it is on the GPU. Samples are taken each `samples_each` ms, in whole percent, and come after `delay`. Returns what each process
-    was charged at each step.
+    `works` and `resident` map each process to a function of the time in ms. It returns the part of
+    the time for which the process works, and for which it is on the GPU. A sample is taken every
+    `samples_each` ms, in whole percent, and arrives after `delay` ms. Returns the charge of each
+    process at each step.
     """
     activity, waiting = Activity(0), []
     charged = {pid: [] for pid in works}
@@ -42,20 +43,20 @@ def play(works, resident, *, full=None, until=3000, delay=100, tells=True, sampl
 
 
 def alone(load, **options):
-    """One process that is on the GPU all the time."""
+    """Run one process that is on the GPU all the time."""
     return play({7: load}, {7: always(1)}, **options)[7]
 
 
 @pytest.mark.parametrize("part", [1.0, 0.6, 0.2, 0.05])
 def test_one_that_is_alone_is_charged_what_it_works(part):
     charged = alone(always(part))
-    assert sum(charged[100:]) == pytest.approx(part * 1000, abs=11)  # of the third second
-    assert min(charged) >= 0  # what the first tenths were charged too much is not given back
+    assert sum(charged[100:]) == pytest.approx(part * 1000, abs=11)  # in the third second
+    assert min(charged) >= 0  # the surplus charge of the first tenths is not given back
 
 
 def test_one_that_does_nothing_is_charged_hardly_anything_in_the_end():
     charged = alone(lambda ms: float(ms < 1000))
-    assert sum(charged[125:]) < 10  # a percent, which NVML may not have told
+    assert sum(charged[125:]) < 10  # one percent, which NVML may not have reported
 
 
 def test_work_that_begins_after_a_pause_is_charged_in_full():
@@ -70,18 +71,18 @@ def test_less_work_is_charged_as_less_after_a_second():
 
 
 def test_one_that_is_switched_off_for_a_part_is_charged_for_the_rest():
-    """40 of each 100 ms on the GPU, and at work all the time that it is there."""
+    """It is on the GPU for 40 of every 100 ms, and works all of that time."""
     on = lambda ms: float(ms % 100 < 40)  # noqa: E731
     assert sum(play({7: on}, {7: on})[7]) == pytest.approx(1200, abs=1)
 
 
 def halves():
-    """60 of each 100 ms the one is on the GPU, and 40 the other."""
+    """Return when each of two processes is on the GPU: 60 and 40 of every 100 ms."""
     return (lambda ms: float(ms % 100 < 60), lambda ms: float(ms % 100 >= 60))
 
 
 def full_of_8(ms):
-    """The second one's turns of 40 ms, told of when they have ended."""
+    """Report the second process's turns of 40 ms when they have ended."""
     return [Full(8, 40 * MS, 0)] if ms % 100 == 80 else []
 
 
@@ -93,7 +94,7 @@ def test_pauses_are_not_those_of_a_process_whose_turns_end_with_their_slice():
 
 
 def test_pauses_that_may_be_anybodys_are_taken_off_none():
-    """However the one behaves, it is not charged less for what another one does."""
+    """Whatever one process does, its charge is not reduced for what the other does."""
     first, second = halves()
     charged = play({7: lambda ms: first(ms) / 3, 8: second}, {7: first, 8: second})
     assert sum(charged[7][100:]) == pytest.approx(600, abs=1)
@@ -101,7 +102,7 @@ def test_pauses_that_may_be_anybodys_are_taken_off_none():
 
 
 def test_pauses_that_have_no_room_in_the_turns_of_others_are_taken_off():
-    """55 % of the time nothing ran, and the first one was there for 40 only."""
+    """For 55 % of the time nothing ran, and the first process was on the GPU for only 40 %."""
     first, second = (lambda ms: float(ms % 100 < 40), lambda ms: float(ms % 100 >= 40))
     charged = play({7: lambda _: 0.0, 8: lambda ms: second(ms) * 0.75}, {7: first, 8: second})
     assert sum(charged[8][100:]) == pytest.approx(600 - 150, abs=15)
@@ -109,7 +110,7 @@ def test_pauses_that_have_no_room_in_the_turns_of_others_are_taken_off():
 
 
 def test_two_that_always_work_are_charged_what_they_were_there_for():
-    """A change of the context, in which no kernel runs, is taken off no charge."""
+    """The time of a context switch, in which no kernel runs, reduces no charge."""
     charged = play({7: always(0.495), 8: always(0.495)}, {7: always(0.5), 8: always(0.5)})
     assert sum(charged[7]) == sum(charged[8]) == 1500
 

@@ -1,4 +1,4 @@
-"""Looks for what processes have on a GPU: when, how often, and what comes of lies and of errors."""
+"""The search for the GPU contexts of processes: when, how often, and how it copes with lies and errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from governor.hardware.finder import BURST_S, COST, Finder
 
 
 class World:
-    """Processes by number; what they have is said by the test."""
+    """Processes by pid. The test sets what each has on the GPU."""
 
     def __init__(self):
         self.has = {}
@@ -52,7 +52,7 @@ def wait_for(condition, seconds=20):
 
 
 def test_one_that_was_on_the_gpu_once_is_not_looked_for_for_ever(world):
-    """A context that is gone before it is looked at: one look, and no search among all clients."""
+    """Its context is gone before the look: it gets one look, and no search among all clients."""
     enter(world, 11, lambda: 0)
     world.finder.saw({11})
     wait_for(lambda: world.looks)
@@ -127,7 +127,10 @@ def test_a_look_that_does_not_end_keeps_nobody_from_ending(monkeypatch):
 
 
 def test_a_container_that_has_itself_looked_at_all_the_time_delays_no_other(world):
-    """64 processes whose numbers of contexts change: a burst, and one part in COST afterwards."""
+    """64 processes report changing numbers of contexts.
+
+    They get a burst of looks, and one part in COST afterwards.
+    """
     world.takes_s = 0.01
     numbers = iter(range(1, 10**9))
     for pid in range(100, 164):
@@ -141,7 +144,7 @@ def test_a_container_that_has_itself_looked_at_all_the_time_delays_no_other(worl
     assert world.looks.index((11, False)) <= n + 1  # after the look that was under way
     time.sleep(1.0)
     took = len([pid for pid, _ in world.looks if pid != 11]) * world.takes_s
-    # A look takes a little longer than it sleeps, so this is the most.
+    # A look takes a little longer than its sleep, so this is the upper bound.
     assert took <= BURST_S + world.takes_s + (time.monotonic() - begin) / COST
 
 

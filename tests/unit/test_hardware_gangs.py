@@ -1,4 +1,4 @@
-"""Containers with several GPUs on the board and on a virtual clock: on at the same time, and for as long as they may."""
+"""Containers with several GPUs, on the board and on a virtual clock: on all GPUs at once, within their shares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(guarantee, others=0.0, *, limit=None, others_limit=None, busy=True, had
 
 
 class Joined:
-    """A GPU of the board."""
+    """A GPU on the board."""
 
     def __init__(self):
         self.joined = []
@@ -39,7 +39,7 @@ def add(board, n_gpus=2):
 
 
 def say(board, now, *gangs):
-    """Each is its number, and its load by GPU; as for some periods before."""
+    """Report loads, given as (gang, load by GPU), as if they had been the same for some periods."""
     for gang, loads in gangs:
         if gang in board._gangs:
             board._gangs[gang].used = max(one.had for one in loads.values())
@@ -79,12 +79,12 @@ def test_one_of_its_gpus_is_enough_to_be_at_work():
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
     assert board.windows(PERIOD) == {gang: Window(0, 30 * MS)}
     say(board, PERIOD, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6, busy=False, had=0)}))
-    # The other one is not short of anything.
+    # The gang lacks nothing on the other GPU.
     assert board.windows(2 * PERIOD) == {gang: Window(0, 30 * MS)}
 
 
 def test_one_that_has_work_now_and_then_has_no_window():
-    """It would wait for it."""
+    """Other containers would have to wait for it."""
     board = Board()
     gang = add(board)
     has = {}
@@ -124,7 +124,7 @@ def test_a_ring_of_gpus_is_made_to_fit():
 
 @pytest.mark.parametrize("n", [2, 3, 6])
 def test_a_chain_of_gpus_has_its_halves(n):
-    """Each shares a GPU with the next one, and the first and the third have nothing to do with each other."""
+    """Each gang shares a GPU with the next one. The first and the third have no GPU in common."""
     board = Board()
     gangs = [add(board) for _ in range(n)]
     for i, gang in enumerate(gangs):
@@ -194,7 +194,7 @@ def test_within_a_period_windows_stay_where_they_are():
 
 
 def test_a_gpu_that_says_nothing_any_more_counts_no_more():
-    """Its thread has ended: grants divide it, and know of no windows."""
+    """Its thread has ended: grants divide this GPU, and do not know about windows."""
     board = Board()
     gang = add(board)
     say(board, 0, (gang, {0: load(0.3, 0.6), 1: load(0.3, 0.6)}))
@@ -228,7 +228,7 @@ def set_slice(context, ns):
 
 @dataclass
 class Node:
-    """Two GPUs; a container's number is the same on both."""
+    """Two GPUs. A container has the same number on both."""
 
     shares: list[dict[int, Share]]
     gangs: set[int]
@@ -240,7 +240,8 @@ class Node:
         self.policies = [Policy(0) for _ in self.gpus]
         self.before: list[dict[int, Setting]] = [{} for _ in self.gpus]
         self.wakes = [0 for _ in self.gpus]
-        # A thread makes one call of the driver after the other: when each returns, and what it does.
+        # A thread makes one driver call after another. Each entry is the time at which a call
+        # returns, and its effect.
         self.calls: list[list[tuple[int, Callable[[], None]]]] = [[] for _ in self.gpus]
         self.board = Board()
         self.numbers = {i: add(self.board) for i in sorted(self.gangs)}
@@ -248,7 +249,7 @@ class Node:
             for i, share in shares.items():
                 policy.add(i, share, 0)
         self.used: list[dict[int, int]] = [{}, {}]
-        self.worked = dict.fromkeys(self.gangs, 0)  # for how long all GPUs of a gang worked on it
+        self.worked = dict.fromkeys(self.gangs, 0)  # time for which all GPUs of a gang worked on it
         self.now = 0
 
     def _advance(self, n, until):
@@ -301,7 +302,7 @@ class Node:
 
 
 def measure(node, seconds=5, warm=2):
-    """Return the percent that each worked on each GPU, and for which percent the gangs did on both at once."""
+    """Return the percentage that each container worked on each GPU, and that each gang worked on both at once."""
     node.run(warm)
     begun = [{i: c.done for i, c in contexts.items()} for contexts in node.contexts]
     worked = dict(node.worked)
@@ -315,10 +316,10 @@ def measure(node, seconds=5, warm=2):
 
 @pytest.mark.parametrize("limit", [0.3, 1.0])
 def test_a_job_of_two_gpus_beside_hogs_has_its_share_at_once_on_both(limit):
-    """Without windows it would be on both for some 9 percent of the time."""
+    """Without windows it would be on both GPUs for some 9 percent of the time."""
     hogs = {1: Share(0.3, limit), 2: Share(0.6, 0.6)}
     had, worked = measure(Node([hogs, dict(hogs)], {1}))
-    wanted = 30 if limit == 0.3 else 40  # of which the hogs may not have more
+    wanted = 30 if limit == 0.3 else 40  # the hogs may not use more of the rest
     assert worked[1] == pytest.approx(wanted, abs=1)
     for one in had:
         assert one[2] == pytest.approx(60, abs=1) if limit == 0.3 else one[2] > 57
@@ -346,7 +347,7 @@ def test_several_others_share_what_is_left():
 
 
 def test_what_windows_make_up_for_changes_no_slices():
-    """Each is a call of the driver that takes locks of the whole host."""
+    """Each change is a driver call that takes locks of the whole host."""
     shares = {1: Share(0.3, 0.3), 2: Share(0.4, 1), 3: Share(0.2, 1)}
     node = Node([shares, dict(shares)], {1})
     node.run(2)
@@ -363,7 +364,7 @@ def test_alone_it_is_held_to_its_cap_as_any_other():
 
 
 def test_a_service_is_not_kept_waiting_by_a_window():
-    """Class latency: it is first wherever it has work."""
+    """With class latency, it goes first wherever it has work."""
     shares = {1: Share(0.5, 0.5), 2: Share(0.2, 1, latency=True)}
     node = Node([shares, {1: Share(0.5, 0.5)}], {1})
     node.contexts[0][2].mean, node.contexts[0][2].length = 20 * MS, 2 * MS
@@ -389,7 +390,7 @@ def test_when_the_hog_ends_it_goes_on_by_itself():
     shares = {1: Share(0.3, 1), 2: Share(0.6, 0.6)}
     node = Node([shares, dict(shares)], {1})
     node.run(2)
-    for contexts in node.contexts:  # it has no work any more
+    for contexts in node.contexts:  # the hog has no work any more
         contexts[2].mean = 1 << 60
         contexts[2].length = 1
         contexts[2].next_at = 1 << 62

@@ -1,4 +1,4 @@
-"""A GPU that its own scheduler divides: the arbiter's thread stands back, and is there again when steering fails."""
+"""A GPU that its own scheduler divides: the arbiter's thread is idle, and takes over again when steering fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Process:
 
 
 class PlayedGpu:
-    """Processes that always have work: those that are on share the time evenly, as it passes."""
+    """A GPU with processes that always have work. Those that are on share the time evenly as it passes."""
 
     n_lost = 0
     returned_ns: ClassVar[dict[int, int]] = {}
@@ -41,7 +41,7 @@ class PlayedGpu:
         self.thorough_s = 0.0
         self.n_finds = self.n_thorough = 0
         self.find_s = 0.0
-        self._off = Counter()  # switched off so many times more than on, as the driver counts
+        self._off = Counter()  # number of switch-offs not yet undone, as the driver counts
         self.slices = {}
         self.failure = None
         self.closed = False
@@ -53,7 +53,7 @@ class PlayedGpu:
             raise self.failure
 
     def find(self, pid, pidfd, *, thorough):
-        os.fstat(pidfd)  # it is open for as long as this takes
+        os.fstat(pidfd)  # open for as long as this takes
         time.sleep(self.thorough_s if thorough else self.find_s)
         self.n_finds += 1
         self.n_thorough += thorough
@@ -95,7 +95,7 @@ class PlayedGpu:
 
 
 def nothing(_off):
-    """What the watchdog would call."""
+    """The function that the watchdog would call."""
 
 
 class Container:
@@ -110,7 +110,7 @@ class Container:
         return pages.read(self.grant, layout.grant_device(0), "grant_device", field)
 
     def enter(self, gpu, pid, *, slot=0, says=None):
-        pidfd = os.pidfd_open(os.getpid())  # a stand-in: these processes are numbers
+        pidfd = os.pidfd_open(os.getpid())  # a stand-in, because these processes are only numbers
         contexts = says or (lambda: gpu.n_contexts if pid in gpu.contexts else 0)
         self.runner.enter(self.tenant, slot, pid, pidfd, contexts)
         os.close(pidfd)
@@ -224,7 +224,7 @@ def test_a_process_that_takes_long_to_look_at_is_left_alone_afterwards(runner, g
     says = itertools.count()
     Container(runner, 10, 10).enter(gpu, 11, says=lambda: next(says))
     time.sleep(1.2)
-    assert gpu.n_finds < 4  # each 0.05 s, and 20 times that in between
+    assert gpu.n_finds < 4  # each takes 0.05 s, and 20 times that passes in between
 
 
 def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
@@ -235,13 +235,12 @@ def test_time_that_cannot_be_switched_off_ends_the_steering(runner, gpu):
     wait_for(lambda: not runner.is_steered)
     assert gpu.n_thorough
     wait_for(lambda: container.look("deadline_ns") != layout.OPEN)
-    assert (
-        runner.stats(container.tenant).charged_ns > 400 * MS
-    )  # it was charged for it all the same
+    # The container was charged for it nonetheless.
+    assert runner.stats(container.tenant).charged_ns > 400 * MS
 
 
 def test_a_client_of_long_ago_is_found_before_it_is_taken_for_hidden(runner, gpu):
-    """Only the search among all clients finds it, and that takes longer than what hides may have."""
+    """Only the search among all clients finds it, which takes longer than a hidden process may be tolerated."""
     gpu.thorough_s = 1.0
     gpu.old.add(11)
     container = Container(runner, 10, 10)
@@ -287,7 +286,7 @@ def test_where_steering_fails_grants_divide_the_time(runner, gpu, failure):
         pages.write(container.ledger, layout.ledger_device(0, 0), "ledger_device", "want", 1)
     gpu.failure = failure
     wait_for(lambda: not runner.is_steered)
-    # From then on at most one has a grant, and it ends.
+    # From then on, at most one container has a grant, and the grant ends.
     wait_for(lambda: all(c.look("deadline_ns") != layout.OPEN for c in containers))
     wait_for(lambda: any(c.look("deadline_ns") for c in containers))
     assert sum(c.look("deadline_ns") > time.monotonic_ns() + 50 * MS for c in containers) == 0

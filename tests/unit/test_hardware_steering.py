@@ -24,7 +24,7 @@ FDS = {1: 601, 2: 602, 3: 603}
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """A GPU with three processes, pids 1001 to 1003, and its steering on a clock that the test moves."""
+    """A GPU with three processes, pids 1001 to 1003, and its steering on a clock that the test advances."""
     path = tmp_path / "nvidiactl"
     path.touch()
     module, clock = KernelModule(), SimpleNamespace(now=0)
@@ -36,7 +36,7 @@ def node(tmp_path, monkeypatch):
         held[i] = (client, Group(client, group, GPU_ID, tuple(channels)))
 
     def find_holdings(_driver, pid, _pidfd, clients, **_):
-        """These processes are numbers; what finds real ones is test_driver_calls.py's."""
+        """Find a process's holding by its number. test_driver_calls.py tests how real ones are found."""
         i = pid - 1000
         if held[i][0] not in clients:
             return []
@@ -62,7 +62,7 @@ def node(tmp_path, monkeypatch):
         return len(found)
 
     def step(ms, **turns):
-        """Let so many ms pass, of which containers have some each; return how long until the next step."""
+        """Advance by `ms`, of which each container has its part; return the ns until the next step is due."""
         for name, part in turns.items():
             i = int(name[1:])
             module.turn(1000 + i, i, int(part * MS))
@@ -95,7 +95,7 @@ def node(tmp_path, monkeypatch):
 
 
 def us(ns):
-    """As the driver takes it: its microsecond is 1.024 of them."""
+    """Convert to the driver's unit: its microsecond is 1.024 of ours."""
     return int(ns) // 1024
 
 
@@ -109,7 +109,7 @@ def test_slices_are_set_once_and_not_again(node):
     node.attach(1)
     node.attach(2)
     node.step(0)
-    # Of a third of a period, less two changes of the context, and until a turn has ended.
+    # A round takes a quarter of a period, less two context switches. A turn takes END to end.
     round_ns = PERIOD // 4 - 2 * GAP
     assert node.state(1) == (True, us(round_ns * 2 / 3 - END))
     assert node.state(2) == (True, us(round_ns / 3 - END))
@@ -117,9 +117,8 @@ def test_slices_are_set_once_and_not_again(node):
     for _ in range(5):
         node.step(100, c1=66, c2=33)
     assert n_calls(node.module, calls.SET_TIMESLICE) == before
-    assert (
-        n_calls(node.module, calls.DISABLE_CHANNELS) == 2
-    )  # each was switched on when it was found
+    # Each was switched on when it was found.
+    assert n_calls(node.module, calls.DISABLE_CHANNELS) == 2
     assert dict(node.steering.used_ns) == {1: 330 * MS, 2: 165 * MS}
 
 
@@ -149,14 +148,14 @@ def test_those_that_are_switched_together_take_one_call(node):
 
 
 def test_a_turn_begins_before_the_one_before_it_ends(node):
-    """In between both are on: the GPU is not idle for the time of a call."""
+    """In between, both are on. The GPU is not idle for the duration of a call."""
     node.steering.add(1, Share(0.2, 1, latency=True))
     node.steering.add(2, Share(0.4, 1))
     node.steering.add(3, Share(0.4, 1))
     for i in FDS:
         node.attach(i)
     node.step(0)
-    node.step(100, c2=48, c3=48)  # and neither ends a turn by itself
+    node.step(100, c2=48, c3=48)  # neither ends a turn on its own
     assert [node.state(i)[0] for i in FDS] == [True, True, False]
     assert node.state(2)[1] == us(SHORT)
     switched = []
@@ -191,7 +190,7 @@ def test_processes_of_one_container_share_its_slice(node):
     node.step(10, c1=3, c3=3)
     assert node.state(1)[1] == whole  # the second one has not worked yet
     node.step(10, c1=3, c2=3, c3=3)
-    half = us(((PERIOD // 2 - 3 * GAP) / 2 - 2 * END) / 2)  # of fewer rounds: there are three turns
+    half = us(((PERIOD // 2 - 3 * GAP) / 2 - 2 * END) / 2)  # fewer rounds: three turns
     assert node.state(1)[1] == node.state(2)[1] == half
     for _ in range(12):
         node.step(100, c1=45, c3=45)
@@ -235,12 +234,12 @@ def test_all_on_ends_what_was_off(node):
     node.steering.all_on()
     assert all(node.state(i)[0] for i in FDS)
     assert node.steering.setting(1).on
-    node.step(1)  # and the policy still has it off: it is switched again
+    node.step(1)  # the policy still has it off, so it is switched off again
     assert not node.state(1)[0]
 
 
 def test_a_process_that_ended_unheard_stops_nobody(node):
-    """Its client is gone before anybody says so: the others are switched all the same."""
+    """Its client disappears before its end is reported. The others are switched nonetheless."""
     for i in (1, 2):
         node.steering.add(i, Share(0.3, 0.3))
         node.attach(i)
@@ -248,7 +247,7 @@ def test_a_process_that_ended_unheard_stops_nobody(node):
     node.module.clients.pop(node.held[1][0])
     node.step(60, c1=30, c2=30)
     assert not node.state(2)[0]
-    node.steering.add(1, Share(0.6, 0.6))  # and its slice is no error
+    node.steering.add(1, Share(0.6, 0.6))  # setting its slice is not an error
     node.step(40)
     assert node.state(2)[0]
 
@@ -266,7 +265,7 @@ def test_what_is_found_as_it_was_known_costs_no_call(node):
 
 
 def test_what_a_failed_call_has_done_is_not_done_twice(node):
-    """The driver counts: a channel that was switched off before the one that is gone would stay off."""
+    """The driver counts: a channel that was switched off before the failing one would otherwise stay off."""
     for i in (1, 2):
         node.steering.add(i, Share(0.3, 0.3))
         node.attach(i)
@@ -317,7 +316,7 @@ def test_what_was_known_of_a_process_is_replaced(node):
     assert node.attach(1) == 1
     assert node.attach(1) == 1
     node.step(0)
-    assert node.state(1)[1] == us(SHORT)  # one group has all of the container's slice
+    assert node.state(1)[1] == us(SHORT)  # its one group has all of the container's slice
 
 
 def test_a_gpu_that_the_driver_does_not_have_leaves_nothing_open(node, tmp_path):
@@ -339,7 +338,7 @@ def test_what_is_switched_off_is_announced_before(node):
     client, group = node.held[1]
     assert off == [[client, channel] for channel in group.channels]
     assert calls.DISABLE_CHANNELS.name in [name for name, _ in node.module.asked[n_asked:]]
-    node.step(10)  # and again in each step while it is off, so that silence means something
+    node.step(10)  # announced again in each step while it is off, so that silence means something
     assert len(node.announced) == 2
     node.step(60)
     assert node.announced[-1][0] == []
@@ -380,7 +379,7 @@ def test_without_the_right_to_see_pids_nothing_is_steered(tmp_path, capabilities
 
 
 def test_what_two_containers_have_is_steered_by_who_was_looked_at_last(node):
-    """The driver has just answered for it; a handle that came round is the newer process's."""
+    """The driver has just answered for that process. A reused handle belongs to the newer process."""
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.add(2, Share(0.3, 1))
     node.attach(1)
@@ -389,7 +388,7 @@ def test_what_two_containers_have_is_steered_by_who_was_looked_at_last(node):
     node.steering.take(2, 1002, [found._replace(holding=found.holding._replace(pid=1002))])
     node.step(0)
     node.step(30, c1=30)
-    assert node.state(1)[0]  # the first one's cap says nothing of it any more
+    assert node.state(1)[0]  # the first container's cap does not apply to it any more
     assert node.steering.strangers == {1001}
     node.attach(1)
     assert not node.state(1)[0]
@@ -424,7 +423,7 @@ def test_what_is_found_again_while_it_is_off_is_on_after_one_call(node):
 
 
 def test_what_a_process_has_until_it_is_off_is_no_return(node, monkeypatch):
-    """Between the trace that was read and the call that follows it time may pass."""
+    """Time may pass between reading the trace and the call that follows."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -449,10 +448,11 @@ def test_one_that_was_looked_for_and_not_found_is_hidden(node):
     node.steering.add(1, Share(0.3, 0.3))
     node.steering.enter(1, 1001)
     node.step(10, c1=10)
+    # The process was not looked for yet.
     assert (node.steering.strangers, node.steering.hidden_ns) == (
         {1001},
         0,
-    )  # nobody has looked yet
+    )
     node.steering.miss(1001)
     node.step(20, c1=20)
     assert node.steering.hidden_ns == 20 * MS
@@ -482,7 +482,7 @@ def test_what_is_found_of_one_that_has_left_is_nobodys(node):
 
 
 def test_another_file_in_the_place_of_the_clients_ends_nothing(node):
-    """dup2 over the descriptor by which the client came: the driver refuses our call, and the slice stays."""
+    """After dup2 over the descriptor of the client, the driver refuses our call, and the slice stays."""
     node.steering.add(1, Share(0.6, 1))
     node.attach(1)
     client, _ = node.held[1]
@@ -499,7 +499,7 @@ def test_one_that_is_alone_and_pauses_is_charged_its_work(node):
     node.attach(1)
     node.samples.append(lambda: [Sample(node.clock.now - 50 * MS, 0.1)])
     for _ in range(60):
-        node.step(30, c1=30)  # longer than any slice: no other waits
+        node.step(30, c1=30)  # longer than any slice: no other context waits
     before = node.steering.used_ns[1]
     for _ in range(50):
         node.step(30, c1=30)
@@ -507,7 +507,7 @@ def test_one_that_is_alone_and_pauses_is_charged_its_work(node):
 
 
 def test_one_that_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
-    """The last one on the GPU: no other comes after it, so the trace goes on having it there."""
+    """It is the last process on the GPU. No other follows, so in the trace it remains there."""
     node.steering.add(1, Share(0.3, 0.3))
     node.attach(1)
     node.step(0)
@@ -521,11 +521,11 @@ def test_one_that_is_off_and_leaves_no_record_is_on_in_the_next_period(node):
 
 
 class KilledError(BaseException):
-    """SIGKILL, between two calls of the driver."""
+    """SIGKILL between two driver calls."""
 
 
 def play_and_die(node, n_calls, seed):
-    """Steer three containers with caps, and die before or after the n-th call; return what was announced."""
+    """Steer three containers with caps until killed at the n-th call; return what was announced."""
     draw, module = random.Random(seed), node.module  # noqa: S311
     real, left = module.ioctl, [-1]
     announced = []
@@ -556,13 +556,16 @@ def play_and_die(node, n_calls, seed):
         return announced
     finally:
         left[0] = -1
-        hardware.close()  # its open files are closed with it
+        hardware.close()  # the kernel closes its open files with it
     return announced
 
 
 @pytest.mark.parametrize("n_kills", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_governor_that_is_killed_anywhere_leaves_nobody_off(node, n_kills, monkeypatch):
-    """What is off was announced before, so the watchdog has it; and the next governor has it on before its first step."""
+    """What is off was announced before, so the watchdog knows it.
+
+    The next governor switches it on before its first step.
+    """
     clients = [client for client, _ in node.held.values()]
     monkeypatch.setattr("governor.hardware.nvidia.live_clients", lambda *_: clients)
     was_off = 0
@@ -585,4 +588,4 @@ def test_a_governor_that_is_killed_anywhere_leaves_nobody_off(node, n_kills, mon
             steering.take(i, 1000 + i, hardware.find(1000 + i, -1))
             assert node.state(i)[0]
         hardware.close()
-    assert was_off > n_kills // 10  # it was killed where it matters
+    assert was_off > n_kills // 10  # enough kills happened where it matters

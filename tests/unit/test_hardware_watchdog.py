@@ -1,4 +1,7 @@
-"""The process that switches on what a dead governor has left off; what it calls is played by this file's `revive`."""
+"""The process that switches on what a dead governor has left off.
+
+This file's `revive` stands in for the driver call.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_what_a_killed_governor_left_off_is_switched_on(path):
         dog = int(governor.stdout.readline())
         governor.kill()
         wait_for(lambda: revived(path))
-        assert revived(path) == [[2, 3]]  # what it said last
+        assert revived(path) == [[2, 3]]  # the last announcement
         wait_for(
             lambda: (
                 not Path(f"/proc/{dog}").exists()
@@ -70,13 +73,16 @@ def test_a_governor_that_stops_talking_while_something_is_off_is_not_waited_for(
     dog.tell([7])
     wait_for(lambda: revived(path))
     assert revived(path) == [[7]]
-    dog.tell([8])  # it lives, and is watched again
+    dog.tell([8])  # the governor lives, and is watched again
     wait_for(lambda: len(revived(path)) == 2)
     dog.close()
 
 
 def test_what_is_off_again_as_before_is_watched_as_before(path):
-    """The same is said by an empty line: it is not forgotten because it was switched on once."""
+    """An unchanged list is sent as an empty line.
+
+    The watchdog must not forget the list because it has revived once.
+    """
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     wait_for(lambda: revived(path))
@@ -102,7 +108,7 @@ def test_an_end_in_order_with_something_off_switches_it_on(path):
 
 
 def test_a_signal_to_it_changes_nothing(path):
-    """A service manager stops all processes of a unit at once."""
+    """A service manager signals all processes of a unit at once."""
     dog = Watchdog("tests.unit.test_hardware_watchdog:revive", [str(path)])
     dog.tell([7])
     wait_for(lambda: int(_status(dog, "SigIgn"), 16) >> (signal.SIGTERM - 1) & 1)

@@ -1,4 +1,4 @@
-"""Which claims a container has: what config.json's entries of our own hook say, and nobody else."""
+"""Which claims a container has: only what the entries of our own hook in config.json say."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_the_order_is_that_in_which_a_runtime_runs_them() -> None:
         document(claimed(path="/usr/bin/tidegate-hook\0")),
         document(claimed(path="/usr/bin/../bin/tidegate-hook.d")),
         document({**claimed(), "path": None}),
-        # A stage of the container's, and the end.
+        # A stage in the container, and the end.
         {"hooks": {stage: [claimed(stage=stage)] for stage in ("createContainer", "poststart", "poststop")}},
-        # Whatever else is there.
+        # Everything else is ignored.
         {"annotations": {"tidegate.gpu/claim": UID}, "process": {"env": [f"TIDEGATE_CLAIM={UID}"],
          "args": ["--claim", UID, "--share", "gpu"]}},
     ],
@@ -160,7 +160,7 @@ def test_a_name_that_is_given_twice_is_refused_beside_a_claim() -> None:
 
 
 def test_an_edit_before_the_runtime_leaves_a_container_of_a_claim_alone(tmp_path: Path) -> None:
-    """Nothing is asked of a governor: there is none."""
+    """No governor is asked: none is running."""
     config = document(claimed()) | {
         "annotations": {"tidegate.gpu/capabilities": "compute"},
         "process": {"env": ["TIDEGATE_MEMORY=8Gi"]},
@@ -224,7 +224,7 @@ def test_the_specification_of_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
         ]  # fmt: skip
         assert hook["env"]
         assert find_claims(document(hook), OWN) == ((UID, name),)
-    # A simulated GPU has no node.
+    # A simulated GPU has no device node.
     monkeypatch.setattr(cdi, "host_nodes", lambda *_: ())
     spec = cdi.make_claim_spec(UID, [("gpu", None)])
     assert "deviceNodes" not in spec["containerEdits"]

@@ -1,4 +1,4 @@
-"""The hook's half of the governor's protocol; what it makes of answers shows tests/unit/test_governor_protocol.py."""
+"""The hook's side of the governor's protocol. tests/unit/test_governor_protocol.py has its use of the answers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_a_request_that_the_governor_would_refuse_is_not_sent(tmp_path: Path) ->
 
 @pytest.mark.parametrize("directory", ["", "run/tidegate/k1", "../k1", 3, None])
 def test_a_directory_is_mounted_by_its_whole_path_alone(directory: object) -> None:
-    """What is relative would begin where the runtime happens to stand."""
+    """A relative path would depend on the runtime's working directory."""
     assert parse_admission(ANSWER).directory == "/run/tidegate/k1"
     with pytest.raises((ValueError, TypeError)):
         parse_admission({**ANSWER, "directory": directory})
 
 
 def queue_up(path: Path) -> list[socket.socket]:
-    """Fill the queue of a listener at `path` that accepts nobody; give it first, then who waits."""
+    """Fill the queue of a listener at `path` that accepts no connection; return it, then the clients."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     listener.listen(1)
@@ -61,7 +61,7 @@ def queue_up(path: Path) -> list[socket.socket]:
 
 
 def test_who_comes_when_many_wait_for_the_governor_waits_too(tmp_path: Path) -> None:
-    """A node that boots starts more containers at once than the kernel queues connections."""
+    """A booting node starts more containers at once than the kernel queues connections."""
     made = queue_up(tmp_path / "governor.sock")
     accepting = threading.Timer(0.3, lambda: made.append(made[0].accept()[0]))
     accepting.start()
@@ -84,7 +84,7 @@ def test_a_governor_that_accepts_nobody_is_named_in_the_end(tmp_path: Path) -> N
 
 
 def test_who_is_missing_is_told_without_the_systems_words(tmp_path: Path) -> None:
-    # Podman looks for "no such file or directory" and calls that a program that was not found.
+    # Podman searches for "no such file or directory" and reports a missing program.
     with pytest.raises(GovernorError) as caught:
         Client(str(tmp_path), 0.2)
     where = f"{tmp_path}/governor.sock"
@@ -94,7 +94,7 @@ def test_who_is_missing_is_told_without_the_systems_words(tmp_path: Path) -> Non
 
 
 def serve(listener: socket.socket, *answers: dict | None) -> None:
-    """Take a request after another; one without an answer ends its connection, as a governor that is killed does."""
+    """Answer one request after another. `None` closes the connection, as a killed governor does."""
     for answer in answers:
         connection, _ = listener.accept()
         with connection:

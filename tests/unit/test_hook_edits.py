@@ -1,4 +1,4 @@
-"""The edits of config.json, the wrapper runtime's reading of its arguments, and CDI's specification."""
+"""The edits of config.json, how the wrapper runtime reads its arguments, and the CDI specification."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PARTS = st.fixed_dictionaries(
 
 @given(PARTS)
 def test_edits_done_twice_are_done_once(document: dict[str, Any]) -> None:
-    """Whatever config.json is; what it says besides stays, or one line says what is wrong."""
+    """This holds for any config.json. All else in it stays, or one line says what is wrong."""
     try:
         once = edited(document)
     except HookError as e:
@@ -86,7 +86,7 @@ def test_edits_done_twice_are_done_once(document: dict[str, Any]) -> None:
 
 
 def test_edits_done_twice_give_the_same_bytes() -> None:
-    """A stage that is null counts as none: ours is behind the others from the first time on."""
+    """A stage that is null counts as absent, so ours comes after the others from the first time on."""
     once = edited({"hooks": {"createRuntime": None, "poststop": [{"path": "/usr/bin/other"}]}})
     assert list(once["hooks"]) == ["poststop", "createRuntime"]
     assert json.dumps(edited(once)) == json.dumps(once)
@@ -108,7 +108,7 @@ def test_the_hook_is_entered_once_whoever_entered_it() -> None:
 
 
 def test_a_right_to_all_gpus_is_taken_out() -> None:
-    """`docker run --device-cgroup-rule "c 195:* rwm"`, in a container that may make nodes."""
+    """A user can pass `docker run --device-cgroup-rule "c 195:* rwm"` to a container that may create nodes."""
     ours = {"allow": True, "type": "c", "access": "rw"}
     rules = [
         {"allow": False, "access": "rwm"},
@@ -134,14 +134,14 @@ DENIED = {"allow": False, "access": "rwm"}
 @pytest.mark.parametrize(
     ("rule", "counts"),
     [
-        # `docker run --device-cgroup-rule "c *:* rwm"`, or "a *:* rwm"; what --privileged gives
+        # From `docker run --device-cgroup-rule "c *:* rwm"` or "a *:* rwm", or from --privileged.
         ({"type": "c", "major": -1, "minor": -1, "access": "rwm"}, True),
         ({"type": "a", "major": -1, "minor": -1, "access": "rwm"}, True),
         ({"type": "c", "access": "r"}, True),
         ({"access": "rwm"}, True),
         ({}, True),
         ({"type": "c", "major": -1, "minor": 0, "access": "w"}, True),
-        # Everybody has these.
+        # Every container has these.
         ({"type": "c", "major": -1, "minor": -1, "access": "m"}, False),
         ({"type": "b", "major": -1, "minor": -1, "access": "rwm"}, False),
         ({"type": "c", "major": -1, "minor": 255, "access": "rw"}, False),
@@ -149,7 +149,7 @@ DENIED = {"allow": False, "access": "rwm"}
     ],
 )
 def test_a_right_to_all_devices_is_a_gpu_and_stays(*, rule: dict[str, Any], counts: bool) -> None:
-    """Nobody starts with it and without a driver; a privileged container lives by it."""
+    """A container with this right does not start without a driver. A privileged container needs the right."""
     document = {"linux": {"resources": {"devices": [DENIED, {"allow": True, **rule}]}}}
     assert gives_gpu(document) == counts
     why = UnservedImageError("the image is built on musl", hint="")
@@ -162,7 +162,7 @@ def test_a_right_to_all_devices_is_a_gpu_and_stays(*, rule: dict[str, Any], coun
 
 
 def test_a_sandbox_of_a_privileged_pod_gives_no_gpu() -> None:
-    """So containerd and CRI-O make it: neither gives it devices, or what the pod's containers may do."""
+    """containerd and CRI-O create it without devices and without the rights of the pod's containers."""
     usual = {"allow": True, "type": "c", "major": 1, "minor": 3, "access": "rwm"}
     assert not gives_gpu({"linux": {"resources": {"devices": [DENIED]}}})
     assert not gives_gpu({"linux": {"resources": {"devices": [DENIED, usual]}}})
@@ -206,7 +206,7 @@ GO, GETOPT = False, True
 def test_command_lines_as_the_runtime_reads_them(
     *, like_crun: bool, arguments: str, bundle: str
 ) -> None:
-    """What each of these does with them was seen: tests/container/test_fronts.py."""
+    """tests/container/test_fronts.py checks what each real runtime does with these."""
     call = parse_call(arguments.split(), like_crun=like_crun)
     assert (call.command in ("run", "create"), call.bundle) == (True, bundle)
     assert call.command == "create" if "--root run create" in arguments else "run"
@@ -257,7 +257,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_behind_a_link_gives_its_mode(tmp_path: Path) -> None:
-    """A link's own mode is 777."""
+    """The mode of a link itself is 777."""
     real = tmp_path / "real.json"
     real.write_text("old")
     real.chmod(0o600)
@@ -350,7 +350,7 @@ def test_a_gpu_whose_node_is_missing_is_said(dev: Path) -> None:
 
 
 def test_no_device_of_cdi_is_without_edits(tmp_path: Path) -> None:
-    """Engines refuse such a specification, and with it all of it."""
+    """Engines refuse such a specification as a whole."""
     spec = make_spec([replace(gpu, minor=None) for gpu in GPUS], dev_dir=str(tmp_path))
     assert all(device["containerEdits"] for device in spec["devices"])
 
@@ -358,7 +358,7 @@ def test_no_device_of_cdi_is_without_edits(tmp_path: Path) -> None:
 def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
     path = tmp_path / "cdi" / "tidegate.json"
     write(path, {"kind": "x"})
-    path.chmod(0o600)  # somebody else's hand: engines of users could not read it
+    path.chmod(0o600)  # as if edited by an operator: engines of users could not read it
     write(path, {"kind": "y"})
     assert json.loads(path.read_text()) == {"kind": "y"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
@@ -372,7 +372,7 @@ def test_a_specification_is_written_in_one_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", ["", "../x", "a b", "a" * 65, "\u0661", "\u00e4", "a\n"])
 def test_a_reservation_is_a_token(token: str) -> None:
-    """It comes back from whoever wrote config.json, and goes to the governor."""
+    """The token comes back from an untrusted config.json and goes to the governor."""
     annotations = {RESERVATION: token, "tidegate.gpu/memory": "1Gi"}
     assert take_reservation(annotations) == ""
     assert annotations == {"tidegate.gpu/memory": "1Gi"}
@@ -397,7 +397,7 @@ def test_an_id_is_no_path_to_the_wrapper(tmp_path: Path, ident: str) -> None:
 def test_a_log_that_is_a_link_or_a_pipe_is_left_alone(
     tmp_path: Path, kind: str, writer: str
 ) -> None:
-    """Others may write where a log is: it leads to no other file, and holds nobody."""
+    """Other users may write to the log's directory. The log must not lead to another file, nor block the hook."""
     log, other = tmp_path / "log", tmp_path / "other"
     other.write_text("as it was\n")
     log.symlink_to(other) if kind == "link" else os.mkfifo(log)

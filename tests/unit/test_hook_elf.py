@@ -1,4 +1,4 @@
-"""The RPATH of a program of an image: as the linker wrote it, and nothing of a file that makes no sense."""
+"""The RPATH of a program in an image: as the linker wrote it, and nothing from a file that makes no sense."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_is_no_program_has_none(tmp_path: Path, content: bytes) -> None:
 def test_a_damaged_program_raises_nothing(
     program: Path, tmp_path: Path, data: st.DataObject
 ) -> None:
-    """Numbers of any size where offsets, sizes and counts stand, in the header and in the dynamic section."""
+    """Offsets, sizes and counts in the header and in the dynamic section may have any value."""
     content = bytearray(program.read_bytes())
     dynamic = content.find(b"\x1d\0\0\0\0\0\0\0") if data.draw(st.booleans()) else 64
     for _ in range(data.draw(st.integers(1, 8))):
@@ -89,7 +89,7 @@ def test_a_damaged_program_raises_nothing(
 
 @pytest.mark.parametrize("wild", ["", "table", "dynamic section", "path", "strings"])
 def test_what_lies_where_no_file_goes_is_not_read(tmp_path: Path, wild: str) -> None:
-    """The system call takes no such number, and Python would raise for it."""
+    """The system call does not accept such an offset, and Python would raise an exception."""
     far = 1 << 63
 
     def number(name: str, usual: int) -> int:

@@ -1,4 +1,4 @@
-"""`tidegate explain` as it is typed: from a generation and an image's files to the words."""
+"""`tidegate explain` as a user runs it: from a generation and an image's files to the printed words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET = "/usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v2"
 
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
-    """A generation in force, which watches one file, and an image in Debian's layout."""
+    """A generation in force that watches one file, and an image in Debian's layout."""
     watched = tmp_path / "control"
     watched.write_bytes(b"as it was")
     stat = watched.stat()
@@ -141,7 +141,7 @@ def test_what_the_node_gives_where_nothing_is_said(
 
 
 def test_all_of_it_is_explained(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Why each library is there, where each place goes and why not elsewhere, what is left out."""
+    """This covers why each library is there, where each place goes and why not elsewhere, and what is left out."""
     (node / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {V}  Mon\n")
     (node / "image/usr/lib/x86_64-linux-gnu/gbm").touch()
     lines = explain(node, capsys, "capabilities=all")
@@ -200,7 +200,7 @@ def test_it_fails_as_the_hook_would(node: Path, capsys: pytest.CaptureFixture[st
 
 
 def fail(node: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
-    """How `explain` ends for a container that asks for graphics, and what it says by then."""
+    """Run `explain` for a container that asks for graphics; return the status and the output."""
     arguments = ["--driver-dir", f"{node}/drivers", "--module-version", f"{node}/version"]
     annotation = ["--annotation", "tidegate.gpu/capabilities=graphics"]
     status = cli.main(["explain", *arguments, *annotation, *options])
@@ -299,7 +299,7 @@ def test_many_names_take_several_lines(node: Path, capsys: pytest.CaptureFixture
 def test_a_driver_of_the_image_s_own_that_its_path_names_is_explained(
     node: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the hook mounts ours below it."""
+    """The hook mounts ours below that directory."""
     (node / "image/opt/own").mkdir(parents=True)
     (node / "image/opt/own/libcuda.so.1").touch()
     config = {
@@ -335,6 +335,6 @@ def test_a_container_of_a_claim_has_its_quota_from_that(
     assert "result, if the governor admits it" in lines
     assert cli.main(["explain", *options, "--annotation", "tidegate.gpu/memory=8Gi"]) != 0
     assert "stands beside claim 4c6e" in capsys.readouterr().err
-    # Of another hook's entries it knows nothing.
+    # It does not know the entries of another hook.
     assert cli.main(["explain", *options, "--hook", "/opt/hook"]) == 0
     assert "left alone" in capsys.readouterr().out

@@ -1,4 +1,7 @@
-"""What the hook looks for in an image, and what is in the way; real images are in tests/container/test_images.py."""
+"""What the hook looks for in an image, and what can be in the way.
+
+Real images are in tests/container/test_images.py.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def test_a_way_through_proc_is_refused_where_it_ends_for_us(
 
 
 def test_a_link_to_where_a_process_is_is_refused() -> None:
-    """Wherever a list of processes is mounted."""
+    """This applies wherever a list of processes is mounted."""
     rootfd = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     try:
         for path in ("self/root/none", f"{os.getpid()}/cwd", "self/root"):

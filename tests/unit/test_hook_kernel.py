@@ -1,4 +1,4 @@
-"""Walks below a container's root, while the node goes on."""
+"""Path walks below a container's root, while the node keeps running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from oci_hook import foreign, kernel
 
-# Renames two directories as fast as it can: the kernel cannot tell then where a ".." led.
+# Renames two directories as fast as it can, so that the kernel cannot tell where a ".." led.
 DISTURB = """
 import os, sys
 os.chdir(sys.argv[1])
@@ -89,7 +89,7 @@ def test_an_error_of_a_call_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "../a"])
 def test_a_name_is_of_one_entry(tmp_path: Path, name: str) -> None:
-    """Whoever gives these calls a path has it walked by nobody: it is a mistake of ours, and nothing happens."""
+    """A path in place of a name is a bug of the caller: it is not walked, and nothing happens."""
     (tmp_path / "a").mkdir()
     directory = os.open(tmp_path / "a", os.O_PATH | os.O_DIRECTORY)
     calls = (

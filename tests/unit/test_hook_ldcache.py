@@ -1,4 +1,4 @@
-"""ld.so.cache: read, changed and written; checked against the real ldconfig."""
+"""ld.so.cache: read, changed and written, and checked against the real ldconfig."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ quick = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def listing(path: Path) -> list[str]:
-    """What ldconfig reads from a cache."""
+    """Return what ldconfig reads from a cache."""
     done = subprocess.run(
         ["ldconfig", "-C", str(path), "-p"], capture_output=True, text=True, check=True
     )
@@ -33,7 +33,7 @@ def listing(path: Path) -> list[str]:
 
 @pytest.fixture
 def cache(tmp_path: Path, require: Callable[..., None]) -> Path:
-    """A cache that ldconfig wrote, of a directory with libraries of awkward names and of a hwcaps subdirectory."""
+    """A cache that ldconfig wrote for a directory with awkward library names and for a hwcaps subdirectory."""
     require("ldconfig", "gcc")
     lib = tmp_path / "lib"
     for directory in (lib, lib / "glibc-hwcaps" / "x86-64-v3", lib / "glibc-hwcaps" / "x86-64-v2"):
@@ -122,7 +122,7 @@ def test_ours_replace_what_was_there_and_the_rest_stays(cache: Path, tmp_path: P
 
 
 def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
-    """ldconfig -c compat writes the old format with the new one behind it; the result is the new one alone."""
+    """ldconfig -c compat writes the old format followed by the new one. The result has the new one alone."""
     compat = tmp_path / "compat"
     subprocess.run(
         ["ldconfig", "-X", "-c", "compat", "-f", str(tmp_path / "conf"), "-C", str(compat)],
@@ -138,12 +138,13 @@ def test_a_cache_of_both_formats_is_read(cache: Path, tmp_path: Path) -> None:
     assert listing(again) == listing(compat)
     plain = parse(cache.read_bytes())
     assert plain is not None
-    # hwcaps are what glibc reads, which is not what it wrote: 2.36 counts these strings from two different places
+    # hwcaps are compared as glibc reads them, not as it wrote them: 2.36 counts these strings from
+    # two different places.
     assert parsed.entries == plain.entries
 
 
 def test_the_order_is_ldconfigs(cache: Path) -> None:
-    """Every cache that ldconfig wrote is in descending order for our comparison."""
+    """By our comparison, every cache that ldconfig wrote is in descending order."""
     for source in (cache, HOST):
         parsed = parse(source.read_bytes())
         assert parsed is not None
@@ -238,7 +239,7 @@ def test_counts_that_promise_too_much_are_refused() -> None:
 
 
 def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
-    """A cache whose entries all have the same names, each of which is in the file once."""
+    """Return a cache whose entries all have the same names, each stored once."""
     start = ldcache.HEADER.size + count * ldcache.ENTRY.size
     strings = soname + b"\0" + path + b"\0"
     row = ldcache.ENTRY.pack(0x303, start, start + len(soname) + 1, 0, 0)
@@ -253,7 +254,7 @@ def shared(count: int, *, soname: bytes, path: bytes) -> bytes:
 def test_entries_that_share_long_names_do_not_fill_the_memory(
     tmp_path: Path, count: int, soname: bytes, path: bytes
 ) -> None:
-    """A file of 4 MiB took 1.4 GiB.  What a process had at most is in its status, from its exec on."""
+    """A file of 4 MiB took 1.4 GiB. A process's peak since its exec is in its status file."""
     (tmp_path / "cache").write_bytes(shared(count, soname=soname, path=path) + b"liba.so.1")
     code = f"""
 import sys
@@ -289,7 +290,7 @@ def test_names_longer_than_a_file_can_have_are_damage() -> None:
 
 
 def test_sections_that_repeat_are_not_copied_one_by_one() -> None:
-    """A quarter of a million of them, each the whole file, took 25 s."""
+    """A quarter of a million sections, each spanning the whole file, took 25 s."""
     extension = ldcache.HEADER.size
     header = ldcache.HEADER.pack(ldcache.NEW_MAGIC, 0, 0, 2, extension)
     for count in (2, 17):

@@ -1,4 +1,4 @@
-"""What is asked of texts by hand is what these regular expressions ask."""
+"""The hand-written checks of texts accept what these regular expressions accept."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_fits_is_what_the_pattern_matches(what: str) -> None:
 
     def same(text: str) -> None:
         if what == "device" and "," in text:
-            return  # a list of them
+            return  # a list of devices
         assert fits(text) is (compiled.fullmatch(text) is not None), ascii(text)
 
     @settings(max_examples=examples(150))

@@ -1,4 +1,4 @@
-"""The hook's JSON is that of the standard library: what is taken, what comes out, and the line that refuses."""
+"""The hook's JSON parser agrees with the standard library: what it accepts, what it returns, and its errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ODD = [
 
 
 def by_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """What it was before."""
+    """Parse with the standard library."""
     return json.loads(
         data.decode(),
         object_pairs_hook=pairs,
@@ -42,7 +42,7 @@ def by_json(data: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = 
 
 
 def outcome(parse: Callable[..., Any], data: bytes) -> str:
-    """What comes out, with the type of each number and all pairs; or the error in its words."""
+    """Return the result with the type of each number and all pairs, or the error's text."""
     try:
         return repr(parse(data, list)) + repr(parse(data))
     except RecursionError:
@@ -57,7 +57,7 @@ def documents() -> list[bytes]:
 
 @pytest.mark.parametrize("which", ["C", "Python"])
 def test_what_is_taken_is_what_json_takes(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if which == "Python":  # an interpreter without _json
+    if which == "Python":  # as in an interpreter without _json
         monkeypatch.setattr(notation, "make_scanner", None)
     for data in documents():
         assert outcome(load_json, data) == outcome(by_json, data), data[:200]
@@ -84,7 +84,7 @@ for line in sys.stdin.buffer.read().splitlines():
 
 
 def test_what_is_refused_is_refused_in_the_words_of_json() -> None:
-    """In a process as the hook's is: json has not been imported when its scanner finds something wrong."""
+    """The test runs in a process like the hook's, where json is not imported before its scanner finds an error."""
     tried = documents()
     done = subprocess.run(
         ["/usr/bin/python3", "-ISE", "-c", JUDGE, str(ROOT)],

@@ -140,7 +140,7 @@ def cache_of(*, flags: int = 0x303, **libraries: str) -> bytes:
 
 
 def image_of(cache: bytes | None = None, **looks: str) -> Image:
-    """An image in Debian's layout; a look is a state, or why it is unusable."""
+    """Return an image in Debian's layout. A look is a state, or the reason why the place is unusable."""
     states = {
         "etc/vulkan/icd.d": "absent",
         "usr/share/vulkan/icd.d": "absent",
@@ -189,7 +189,10 @@ def test_sources_are_of_the_host_and_targets_of_the_container() -> None:
 
 
 def test_what_is_of_the_generation_is_opened_below_it() -> None:
-    """By the directory that the hook holds; its name may lead to another generation meanwhile."""
+    """Sources are opened below the directory that the hook holds.
+
+    Its name may lead to another generation by then.
+    """
     image = image_of(cache_of(), **{ETC: "full", SHARE: "full"})._replace(target32=TARGET32)
     binds = [
         operation
@@ -274,7 +277,7 @@ def test_the_smallest_set_that_has_all_is_chosen(asked: tuple[str, ...], chosen:
 
 
 def test_the_set_decides_on_programs_places_and_binds() -> None:
-    """Asked for graphics alone: utility is in the set, so its program and its sockets come too."""
+    """Only graphics is asked for. But the set has utility as well, so its program and its sockets are included."""
     share = choose_share(MANIFEST, ("graphics",))
     assert [p.path for p in share.programs] == ["bin/nvidia-smi", "bin/nvidia-ngx-updater"]
     assert [p.name for p in share.places] == ["vulkan-icd"]
@@ -329,7 +332,7 @@ def test_all_takes_32_bit_libraries_only_where_driver_and_image_have_them() -> N
 
 
 def test_compat32_that_the_image_cannot_take_is_refused() -> None:
-    """It was asked for by name."""
+    """The user asked for it by name."""
     with pytest.raises(ImageError) as caught:
         plan_of("compat32", "display", image=image_of()._replace(reason32="the image has none"))
     assert caught.value.line() == (
@@ -372,7 +375,7 @@ ETC, SHARE = "etc/vulkan/icd.d", "usr/share/vulkan/icd.d"
 def test_a_place_whose_reader_looks_everywhere(
     etc: str, share: str, how: str, target: str, others: tuple[str, ...]
 ) -> None:
-    """The first directory where the image has nothing to lose; single files where it has in each."""
+    """The first directory without files of the image is used, or single files if it has some in each."""
     plan = plan_of("graphics", image=image_of(**{ETC: etc, SHARE: share}))
     (choice,) = plan.places
     assert (choice.how, choice.target, choice.others) == (how, target, others)
@@ -407,7 +410,7 @@ def test_a_place_whose_reader_looks_everywhere(
 def test_a_place_whose_reader_looks_into_one(
     first: str, second: str, how: str, target: str
 ) -> None:
-    """The first that exists is the one of the image's distribution."""
+    """The first existing directory is that of the image's distribution."""
     place = {
         **DOCUMENT["places"][0],
         "targets": ["/etc/a", "/usr/b"],
@@ -421,7 +424,7 @@ def test_a_place_whose_reader_looks_into_one(
 
 
 def test_what_lies_below_the_library_directory_may_be_executed() -> None:
-    """It is mapped as code; everything else is data."""
+    """Files there are mapped as code. Everything else is data."""
     plan = plan_of("all", image=image_of())
     assert [o.describe() for o in plan.operations if "data/" in o.describe()] == [
         f"bind {GENERATION}/data/vulkan-icd -> /etc/vulkan/icd.d [ro,nosuid,nodev,noexec]",
@@ -499,7 +502,7 @@ def test_a_look_says_what_is_there_or_in_the_way(
     look = look_at(rootfd, f"etc/place{below}")
     os.close(rootfd)
     if below and state in ("empty", "full"):
-        state = "absent"  # the way to it is free
+        state = "absent"  # the path to it is free
     assert look == Look(state, reason)  # type: ignore[arg-type]
 
 
@@ -510,7 +513,7 @@ def test_a_look_says_what_is_there_or_in_the_way(
 def test_a_directory_with_many_entries_is_not_read_to_its_end(
     tmp_path: Path, count: int, width: int, found: str
 ) -> None:
-    """Ours to mount on, and the image has files in it: a few names are enough to say so."""
+    """The directory is ours to mount on, but the image has files in it. A few names suffice to report this."""
     (tmp_path / "lib64").mkdir()
     (tmp_path / "lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
     target = tmp_path / TARGET
@@ -530,7 +533,7 @@ def test_a_directory_with_many_entries_is_not_read_to_its_end(
 
 
 def make_node(tmp_path: Path, kind: str = "nvidia") -> tuple[Path, Path]:
-    """A generation in force; gives a file of the driver and a control library that it watches."""
+    """Make a generation in force; return a driver file and a control library that it watches."""
     watch = []
     for role in ("driver", "control"):
         file = tmp_path / role
@@ -554,7 +557,7 @@ def make_node(tmp_path: Path, kind: str = "nvidia") -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("which", ["driver", "control"])
 def test_a_fresh_mirror_passes_and_a_changed_host_does_not(tmp_path: Path, which: str) -> None:
-    """Where no kernel module says its version."""
+    """This is for hosts where no kernel module reports its version."""
     make_node(tmp_path)
     file = tmp_path / which
     manifest = read_manifest(str(tmp_path / "drivers"))
@@ -569,7 +572,7 @@ def test_a_fresh_mirror_passes_and_a_changed_host_does_not(tmp_path: Path, which
 
 
 def test_an_upgraded_package_does_not_matter_while_the_same_module_runs(tmp_path: Path) -> None:
-    """The mirror still has what matches the module, the control libraries that it was made with among it."""
+    """The mirror still has what matches the module, including the control libraries that it was made with."""
     driver, control = make_node(tmp_path)
     manifest = read_manifest(str(tmp_path / "drivers"))
     driver.unlink()
@@ -595,7 +598,7 @@ def test_a_module_of_another_version_is_refused_whatever_the_files_say(tmp_path:
 def test_a_driver_without_a_kernel_module_does_not_ask_for_its_version(
     tmp_path: Path, kind: str
 ) -> None:
-    """A host may have a real module besides."""
+    """The host may have a real module in addition."""
     driver, _ = make_node(tmp_path, kind)
     manifest = read_manifest(str(tmp_path / "drivers"))
     check_fresh(manifest, "580.126.09")
@@ -685,7 +688,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, change: dict[str, object]
 
 
 def lock_of_another_process(directory: Path) -> bool:
-    """Whether another process could take a generation away now, as `tidegate gc` would ask."""
+    """Return whether another process could lock a generation exclusively, as `tidegate gc` does."""
     code = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)"
     done = subprocess.run(
         [sys.executable, "-c", code, str(directory)], check=False, stderr=subprocess.DEVNULL
@@ -705,7 +708,7 @@ def test_a_generation_is_held_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_generation_that_goes_in_between_is_not_used(tmp_path: Path) -> None:
-    """A collector has the lock, another generation comes into force, the old one goes: the new one is read."""
+    """A collector holds the lock while another generation comes into force. The hook then reads the new one."""
     make_node(tmp_path)
     drivers = tmp_path / "drivers"
     old, new = drivers / f"{V}-0123456789ab", drivers / f"{V}-abababababab"
@@ -726,7 +729,7 @@ def test_a_generation_that_goes_in_between_is_not_used(tmp_path: Path) -> None:
 
 
 def wait_for_a_waiter(directory: Path) -> None:
-    """Wait until somebody waits for the lock of a directory; the kernel marks waiters by an arrow."""
+    """Wait until a process waits for the lock of a directory. /proc/locks marks it with an arrow."""
     inode = f":{directory.stat().st_ino} "
     for _ in range(1000):
         lines = Path("/proc/locks").read_text().splitlines()
@@ -754,7 +757,7 @@ def test_a_link_to_a_generation_that_is_gone_ends_with_a_line(tmp_path: Path) ->
     ],
 )
 def test_half_a_surrogate_pair_in_a_path_is_refused_in_one_line(process: dict[str, Any]) -> None:
-    """As from a config.json in which it is an escape; it is no mistake of ours."""
+    """A config.json can contain one as an escape. This is not an internal error."""
     with pytest.raises(BundleError, match=r"process in config.json is .*, no path"):
         search_path(-1, -1, LIBDIR, {"process": {"cwd": "/", **process}})
 
@@ -787,7 +790,7 @@ def test_a_path_s_tokens_are_what_a_loader_takes_them_for(tmp_path: Path) -> Non
 def test_a_directory_whose_links_lead_to_the_driver_s_is_served_with_it(
     tmp_path: Path, there: str
 ) -> None:
-    """Nothing more has to be mounted, and could be: our own mount is there by then."""
+    """Nothing more has to be mounted, or could be: Tidegate's own mount is there by then."""
     (tmp_path / LIBDIR / there).mkdir(parents=True)
     (tmp_path / "opt/lib").mkdir(parents=True)
     (tmp_path / "opt/lib/libcuda.so.1").touch()
@@ -817,7 +820,7 @@ def test_a_directory_named_libcuda_is_no_driver(tmp_path: Path) -> None:
 
 
 def test_a_path_through_links_and_dots_is_refused(tmp_path: Path) -> None:
-    """What is mounted by its text would be in another directory than the one that a loader looks into."""
+    """Mounted by its text, the library would be in another directory than the one that a loader searches."""
     (tmp_path / "srv/app").mkdir(parents=True)
     (tmp_path / "srv/lib").mkdir()
     (tmp_path / "srv/lib/libcuda.so.1").touch()
@@ -838,7 +841,7 @@ def inspect(tmp_path: Path) -> Image:
 
 
 def test_a_directory_named_libc_is_no_glibc(tmp_path: Path) -> None:
-    """The next directory may have one."""
+    """The next directory may have a glibc."""
     (tmp_path / "usr/lib64").mkdir(parents=True)
     (tmp_path / "usr/lib64/ld-linux-x86-64.so.2").write_bytes(b"glibc-hwcaps")
     (tmp_path / LIBDIR / "libc.so.6").mkdir(parents=True)
@@ -867,7 +870,7 @@ def test_something_else_in_the_driver_s_place_is_refused(tmp_path: Path, kind: s
 
 
 def test_platform_is_each_that_a_loader_may_take_it_for() -> None:
-    """Which one it is, the node's processor says; a container is looked at for all of them."""
+    """The value depends on the node's processor, so all possible values are checked."""
     process = {"env": ["LD_LIBRARY_PATH=/opt/$PLATFORM/lib:/a/${PLATFORM}"]}
     found = search_path(-1, -1, LIBDIR, {"process": process})
     assert found == [
@@ -877,7 +880,7 @@ def test_platform_is_each_that_a_loader_may_take_it_for() -> None:
 
 
 def test_a_search_path_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each directory is a walk in the image: its author does not choose how many there are."""
+    """Each directory costs a walk in the image, so the image's author must not choose their number."""
     limit = oci_hook.image.SEARCH_LIMIT
     names = ":".join(f"/{n}" for n in range(limit + 1))
     with pytest.raises(ImageError, match="LD_LIBRARY_PATH names 257 directories"):

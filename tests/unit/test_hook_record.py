@@ -1,4 +1,4 @@
-"""The hook's NamedTuple is typing's, as far as the hook uses it."""
+"""The hook's NamedTuple behaves like typing's, as far as the hook uses it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ SLOW = (
 
 
 def test_a_start_imports_nothing_slow():
-    """What a container that asks for a share costs is mostly imports."""
+    """Imports are most of the cost of starting a container that asks for a share."""
     names = (
         "apply client edits files image kernel main manifest plan request reserve runtime traces"
     )

@@ -1,4 +1,4 @@
-"""The annotations: one corpus through the hook's parser and through the schema that documents it."""
+"""The annotations: one corpus for the hook's parser and for the schema that documents it."""
 
 from __future__ import annotations
 

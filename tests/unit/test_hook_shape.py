@@ -1,4 +1,4 @@
-"""What the hook is made of: the modules it loads, the calls it makes, and the lines it ends with."""
+"""The structure of the hook: the modules that it loads, the calls that it makes, and its error lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from oci_hook.errors import HookError, show
 
 HOOK = Path(__file__).parents[2] / "oci_hook"
 
-# Everything but the interpreter is paid for by each container of the node: these are in it.
+# Each container of the node pays for every module beyond the interpreter. These are built into it,
+# or are the hook's entry.
 QUICK = {"oci_hook", "oci_hook.entry", "_signal", "_stat", "posix", "time"}
 HEAVY = {
     "argparse",
@@ -52,7 +53,7 @@ HEAVY = {
 
 
 def loaded_by(code: str, stdin: str = "") -> set[str]:
-    """The modules of a hook's process after `code`."""
+    """Return the modules that are loaded in a hook's process after `code`."""
     script = f"""
 import sys
 sys.path.insert(0, {str(HOOK.parent)!r})
@@ -77,7 +78,7 @@ def test_a_container_without_a_request_loads_next_to_nothing(tmp_path: Path) -> 
 
 
 def test_a_container_with_a_request_loads_nothing_heavy(tmp_path: Path) -> None:
-    """Neither do its documents, read and written, and its line in the log."""
+    """Neither reading and writing its documents nor logging its line loads any."""
     log = tmp_path / "log"
     code = f"""
 import oci_hook.apply, oci_hook.client, oci_hook.edits, oci_hook.image, oci_hook.main
@@ -112,7 +113,7 @@ def test_the_hook_imports_the_standard_library_and_itself(path: Path) -> None:
 
 
 def calls(path: Path) -> list[tuple[str, str]]:
-    """Each call of `os` in a module: the function, and its first argument as written."""
+    """Return each call of `os` in a module: the function, and its first argument as written."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
@@ -122,7 +123,8 @@ def calls(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-# With a path: only the host's own, before anything of the container is opened.  All else takes a descriptor.
+# The calls with a path: only the host's own paths, before anything of the container is opened. All
+# others take a descriptor.
 HOST_PATHS = {
     ("os.open", "'/proc'"),
     ("os.open", "f'/proc/{pid}/ns/mnt'"),
@@ -131,7 +133,7 @@ HOST_PATHS = {
     ("os.open", "c.root"),
     ("os.open", "'thread-self/mountinfo'"),  # dir_fd is the host's /proc
     ("os.stat", "'/'"),
-    # what the hook wrote down of a container, on the host
+    # the hook's notes about a container, on the host
     ("os.open", "path"),
     ("os.open", "runtime_dir"),
     ("os.open", "f'{runtime_dir}/{DIRECTORY}'"),
@@ -176,7 +178,7 @@ DESCRIPTORS = {
     "module", ["apply.py", "files.py", "image.py", "plan.py", "traces.py", "elf.py"]
 )
 def test_below_the_root_there_are_only_descriptors(module: str) -> None:
-    """runc and NVIDIA's toolkit had a row of CVEs from walking a path in an image twice."""
+    """runc and NVIDIA's toolkit had a series of CVEs from walking a path in an image twice."""
     for function, argument in calls(HOOK / module):
         assert (function, argument) in HOST_PATHS or argument in DESCRIPTORS.get(function, set()), (
             function,
@@ -213,7 +215,7 @@ def test_the_entry_script_trusts_no_environment() -> None:
 
 @pytest.mark.parametrize("who", ["python", "C"])
 def test_the_environment_is_emptied_before_anything_else(who: str) -> None:
-    """What Python finds of it, when `os` is imported, and what any library of the process finds."""
+    """This covers what Python sees when `os` is imported, and what any library of the process sees."""
     code = """
 import posix, sys
 from oci_hook import entry
@@ -228,7 +230,7 @@ entry.main()
     program = f"import sys; sys.path.insert(0, {str(HOOK.parent)!r})\n{code}"
     command = [b"/usr/bin/python3", b"-ISE", b"-c", program.encode(), who.encode()]
     environment = [b"PATH=/image", b"TZ=/image", b"LD_LIBRARY_PATH=/image", b"=no name"]
-    # By execve(2) itself: newer versions of Python know no entry without a name.
+    # By execve(2) itself: newer versions of Python reject an entry without a name.
     starter = f"""
 import ctypes
 def words(them):
@@ -241,7 +243,7 @@ ctypes.CDLL(None).execve({command[0]!r}, words({command!r}), words({environment!
         text=True,
         check=True,
     )
-    # What has no name cannot be unset, and is found by none.
+    # An entry without a name cannot be unset, but no lookup finds it.
     assert done.stdout == {"python": "[]", "C": "=no name\n"}[who]
 
 

@@ -1,4 +1,4 @@
-"""The OCI state and config.json: what is taken from them, and what is refused with which line."""
+"""The OCI state and config.json: what is read from them, and which line refuses what."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ CRI_O = {
     ],
 )
 def test_a_pod_of_cri_o_is_not_taken_for_another_tenants(name: str, value: str) -> None:
-    """CRI-O passes all annotations of a pod on, those that containerd writes among them."""
+    """CRI-O passes on all annotations of a pod, including those that containerd writes."""
 
     def config(**annotations: str) -> bytes:
         return json.dumps({"root": {"path": "/r"}, "annotations": annotations}).encode()
@@ -164,7 +164,7 @@ def test_a_pod_of_cri_o_is_not_taken_for_another_tenants(name: str, value: str) 
     assert "take the annotation out that the engine does not write" in caught.value.hint
     expected = {"namespace": "mallory", "pod": "evil", "pod_uid": "0e", "container": "main"}
     assert parse_config(config(**asks), "/b").identity == expected
-    # A container without a GPU is none of ours.
+    # A container without a GPU is not Tidegate's concern.
     parse_config(config(**CRI_O, **{name: value}), "/b")
 
 
@@ -189,7 +189,7 @@ def test_a_duplicate_annotation_is_refused_and_another_duplicate_is_not() -> Non
     "ours", ['"tidegate.gpu/memory": "1Gi"', '"tidegate\\u002egpu/memory": "1Gi"']
 )
 def test_whatever_is_given_twice_is_refused_where_a_gpu_is_asked_for(text: str, ours: str) -> None:
-    """runc takes the last of them, crun the first: who reads one knows nothing of the other."""
+    """runc uses the last occurrence, crun the first: a reader of one does not notice the other."""
     text = '{"root": {"path": "r"}, ' + text.replace("%s", ours) + "}"
     with pytest.raises(BundleError, match=r"is given twice in /b/config.json"):
         parse_config(text.encode(), "/b")
@@ -197,7 +197,7 @@ def test_whatever_is_given_twice_is_refused_where_a_gpu_is_asked_for(text: str, 
 
 @pytest.mark.parametrize("path", ["a/../r", "/a/../r", "../a/../r", "a/./../r"])
 def test_a_root_that_runtimes_find_in_different_places_is_refused(path: str) -> None:
-    """Where `a` is a link: runc goes by the text, crun by the links."""
+    """If `a` is a link, runc resolves the path as text, and crun by the links."""
     with pytest.raises(BundleError, match=r"'..' behind a name"):
         parse_config(json.dumps({"root": {"path": path}}).encode(), "/b")
 
@@ -236,7 +236,8 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
         ({"io.kubernetes.cri-o.ContainerType": "sandbox"}, False),
         ({"io.kubernetes.cri.container-type": "container"}, True),
         ({"io.kubernetes.cri-o.ContainerType": "container"}, True),
-        # A pod's own annotation, in the words of the engine that the node does not have.
+        # An annotation that the pod itself has, in the terms of the engine that the node does not
+        # run.
         (
             {
                 "io.kubernetes.cri.container-type": "sandbox",
@@ -254,7 +255,7 @@ def test_annotations_are_joined_and_have_to_agree() -> None:
     ],
 )
 def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: bool) -> None:
-    """It has the pod's annotations, which are for the pod's containers."""
+    """It has the pod's annotations, which are meant for the pod's containers."""
     asked = {"tidegate.gpu/memory": "8Gi"}
     state = State(ident="a", pid=1, bundle="/b", annotations={**asked, **kinds})
     bundle = Bundle(root="/b/rootfs", annotations={**asked, **kinds}, identity={}, document={})
@@ -276,14 +277,14 @@ def test_the_sandbox_of_a_pod_wants_nothing(kinds: dict[str, str], *, wants: boo
     ],
 )
 def test_no_spelling_of_an_annotation_is_overlooked(text: str) -> None:
-    """The short cut for containers without a request must never take one that has one."""
+    """The short cut for containers without a request must never be taken by a container with one."""
     assert any(name.startswith("tidegate.gpu/") for name in json.loads(text)["annotations"])
     assert may_mention_us(text.encode())
 
 
 def test_other_containers_are_not_parsed() -> None:
     assert not may_mention_us(b'{"annotations": {"org.example/tidegate": "x", "y": "\\n"}}')
-    # Go's way to write "&&" and ">", as in a shell's line.
+    # In Go's JSON, "&&" and ">" as in a shell's line are written like this.
     assert not may_mention_us(rb'{"process": {"args": ["sh", "-c", "a \u0026\u0026 b \u003e c"]}}')
 
 
@@ -296,7 +297,7 @@ def test_an_oversized_config_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_config_that_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    arm(5)  # or it would wait for somebody who writes
+    arm(5)  # otherwise it would wait for a writer
     try:
         with pytest.raises(BundleError, match="not a regular file"):
             state.read_config(str(tmp_path))
@@ -335,7 +336,7 @@ def test_who_is_taken_to_ask_for_nothing_does_not(
     ascii_only: bool,  # noqa: FBT001
     separators: tuple[str, str] | None,
 ) -> None:
-    """What is decided without parsing is what parsing would say."""
+    """A decision without parsing must agree with the decision by parsing."""
     bundle = tmp_path / "b"
     bundle.mkdir(exist_ok=True)
     document = {"root": {"path": "r"}, "annotations": config}
@@ -355,7 +356,7 @@ def test_who_is_taken_to_ask_for_nothing_does_not(
 
 
 def test_a_bundle_that_is_spelled_by_escapes_is_parsed(tmp_path: Path) -> None:
-    """Its annotations name another one, which asks for nothing."""
+    """Its annotations name a different bundle, which asks for nothing."""
     (tmp_path / "config.json").write_text("{}")
     said = {**GOOD, "annotations": {"bundle": str(tmp_path)}}
     assert said["bundle"] != str(tmp_path)

@@ -1,4 +1,4 @@
-"""What the hook keeps in mind of containers, on the host's side; what it takes away shows tests/container/test_hook_start.py."""
+"""What the hook records of containers on the host. tests/container/test_hook_start.py tests what it removes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from oci_hook.entry import arm, disarm
 from oci_hook.errors import MountError
 from oci_hook.traces import Trace, forget, remember, sweep, take_back
 
-PID = 1 << 30  # nobody's
+PID = 1 << 30  # no process has it
 
 
 @pytest.fixture
@@ -51,7 +51,10 @@ def test_only_what_is_empty_goes(tmp_path: Path, root: Path) -> None:
 
 
 def test_nothing_goes_while_the_container_runs(tmp_path: Path, root: Path) -> None:
-    """Two engines may have a container of one id; one that has ended and waits for its parent is no more."""
+    """Two engines may have a container of the same id.
+
+    One that has ended and waits for its parent counts as ended.
+    """
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
             record = keep(tmp_path, root, pid=process.pid)
@@ -101,12 +104,12 @@ def test_a_damaged_note_is_forgotten(tmp_path: Path, root: Path, content: bytes)
 
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_note_is_nothing_to_others(tmp_path: Path, root: Path, content: bytes) -> None:
-    """One bad file stops no start and no end on the node."""
+    """A bad file must not stop any start or end on the node."""
     record = keep(tmp_path, root)
     (record.parent / "bad").write_bytes(content)
     (record.parent / "odd").mkdir()
     os.mkfifo(record.parent / "pipe")
-    arm(10)  # or a pipe would hold the test
+    arm(10)  # otherwise a pipe would block the test
     try:
         take_back(str(tmp_path), "c1")
         sweep(str(tmp_path))
@@ -143,7 +146,10 @@ def test_a_number_that_is_used_again_is_another_process(tmp_path: Path, root: Pa
 
 
 def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Path) -> None:
-    """A directory that goes takes its mounts along, in each of them; the second made nothing, all was there."""
+    """A removed directory takes along its mounts in each container.
+
+    The second made nothing, because all was there.
+    """
     other = tmp_path / "other name"
     other.symlink_to(root)
     with subprocess.Popen(["sleep", "100"]) as process:
@@ -163,7 +169,7 @@ def test_of_containers_with_one_root_the_last_takes_all(tmp_path: Path, root: Pa
 
 @pytest.mark.parametrize("is_above", [False, True])
 def test_a_root_whose_name_becomes_a_link_loses_nothing(tmp_path: Path, *, is_above: bool) -> None:
-    """Its user may write above it, where the engine has a user's own directory for a root."""
+    """The user may have write access above the root, if the engine keeps a user's own directory for it."""
     own = tmp_path / "users" / "rootfs"
     for tree in (own, tmp_path / "victim", tmp_path / "victim" / "rootfs"):
         (tree / "run/tidegate").mkdir(parents=True)
@@ -178,13 +184,13 @@ def test_a_root_whose_name_becomes_a_link_loses_nothing(tmp_path: Path, *, is_ab
         assert (tree / "run/tidegate").exists()
         assert (tree / "usr/bin/nvidia-smi").exists()
     assert not list((tmp_path / traces.DIRECTORY).iterdir())
-    # Nor is anything written down of what is behind a link.
+    # Nothing is recorded of what is behind a link either.
     with pytest.raises(OSError, match="Too many levels"):
         remember(str(tmp_path), "c2", PID, str(own), [])
 
 
 def test_notes_of_roots_that_are_gone_go(tmp_path: Path, root: Path) -> None:
-    """One that runs may have its root in another mount namespace."""
+    """A running container may have its root in another mount namespace."""
     stays, goes = keep(tmp_path, root), keep(tmp_path, root / "usr", "c2")
     runs = keep(tmp_path, root / "usr", "c3", pid=os.getpid())
     for record in (goes, runs):
@@ -202,7 +208,7 @@ HWCAPS = "usr/lib/x86-64-v2"
 
 
 def container_cache(root: Path, paths: list[str]) -> Path:
-    """A cache that ldconfig made in the container, with libraries of ours, and its own behind them."""
+    """Write a cache as ldconfig in the container would: libraries of ours, followed by one of the container."""
     (root / HWCAPS).mkdir(parents=True, exist_ok=True)
     (root / "etc").mkdir(exist_ok=True)
     entries = [ldcache.Entry(0x303, b"libcuda.so.1", path.encode()) for path in paths]
@@ -233,7 +239,7 @@ def test_what_a_container_s_cache_says_of_us_goes_however_it_is_spelled(
 def test_a_container_s_cache_does_not_choose_how_long_its_end_takes(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each directory that it names could be a walk over the longest links."""
+    """Each directory that the cache names could cost a walk over the longest links."""
     cache = container_cache(root, [f"/{n}/x86-64-v2/libcuda.so.1" for n in range(5000)])
     before = cache.read_bytes()
     made_a_cache(tmp_path, root)
@@ -255,7 +261,7 @@ def test_a_container_s_cache_does_not_choose_how_long_its_end_takes(
 def test_an_end_that_took_its_time_is_the_last_one(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What holds it would hold the next start, too."""
+    """What delays it would delay the next start as well."""
     record = keep(tmp_path, root)
     monkeypatch.setattr(traces, "SECONDS", 0.0)
     take_back(str(tmp_path), "c1")
@@ -273,7 +279,7 @@ def test_an_end_that_took_its_time_is_the_last_one(
 
 
 def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine holds a lock of the container's meanwhile."""
+    """An engine holds a lock of the container meanwhile."""
 
     def hang(*_: object) -> None:
         for _ in range(100):
@@ -290,7 +296,7 @@ def test_delete_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_large_cache_is_not_kept_and_loses_what_leads_to_us(tmp_path: Path, root: Path) -> None:
-    """/run is memory, which is nobody's."""
+    """/run is memory that no quota accounts for."""
     more = [f"/usr/lib/{'x' * 200}{n}.so" for n in range(4000)]
     cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1", *more])
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
@@ -327,7 +333,7 @@ def test_a_note_that_cannot_be_written_leaves_nothing(
 
 
 def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: Path) -> None:
-    """As after a checkpoint: the runtime has removed the container by itself, and says that there is none."""
+    """As after a checkpoint, the runtime has removed the container on its own, and reports that there is none."""
     keep(tmp_path, root)
     node, call = runtime.Node(), runtime.Call()
     node.runtime, node.runtime_dir = "/bin/false", str(tmp_path)
@@ -337,7 +343,7 @@ def test_a_delete_that_fails_is_an_end_of_what_has_ended(tmp_path: Path, root: P
 
 
 def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> None:
-    """An engine that tries again meets no other one at work."""
+    """An engine that tries again must not meet another delete at work."""
     keep(tmp_path, root)
     real, said = tmp_path / "runtime", tmp_path / "said"
     real.write_text(f"#!/bin/sh\necho $$ > {said}.new && mv {said}.new {said}\nexec sleep 60\n")
@@ -372,9 +378,9 @@ def test_who_kills_a_delete_kills_the_real_one(tmp_path: Path, root: Path) -> No
 @pytest.mark.parametrize("kind", ["fifo", "link"])
 @pytest.mark.parametrize("place", ["usr/bin/nvidia-smi", "etc/ld.so.cache"])
 def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str, kind: str) -> None:
-    """The container has put it there, and to open it may be to do something."""
+    """The container has put it there, and opening it may have an effect."""
     (root / "etc").mkdir()
-    if kind == "link":  # to what would go, or be written anew
+    if kind == "link":  # a link to what would be removed, or rewritten
         container_cache(root, ["/run/tidegate/libcuda.so.1"]).rename(root / "other")
         if place == "usr/bin/nvidia-smi":
             (root / "other").write_bytes(b"")
@@ -397,7 +403,7 @@ def test_what_is_no_file_by_then_stays(tmp_path: Path, root: Path, place: str, k
 
 
 def test_only_what_was_read_is_kept(root: Path) -> None:
-    """By the time that it is kept the name may be another file's, or something else's."""
+    """By then, the name may belong to another file, or to something that is not a file."""
     (root / "etc").mkdir()
     path = root / "etc/ld.so.cache"
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
@@ -414,7 +420,7 @@ def test_only_what_was_read_is_kept(root: Path) -> None:
 def test_an_end_reads_no_endless_cache(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The container's last cache is a file with 1 TiB of nothing in it."""
+    """The container's last cache is an empty file of 1 TiB."""
     cache = container_cache(root, [])
     with cache.open("r+b") as file:
         file.truncate(1 << 40)
@@ -447,7 +453,7 @@ def test_an_id_is_no_path_at_the_end(tmp_path: Path, root: Path) -> None:
 
 
 def test_an_end_writes_through_no_link(tmp_path: Path, root: Path) -> None:
-    """Where the new cache is written the container has a link to the host."""
+    """The container has a link to the host where the new cache is written."""
     victim = tmp_path / "victim"
     victim.write_bytes(b"the host's")
     cache = container_cache(root, [f"/{HWCAPS}/libcuda.so.1"])
@@ -462,7 +468,7 @@ def test_an_end_writes_through_no_link(tmp_path: Path, root: Path) -> None:
 def test_an_id_that_comes_back_to_a_root_in_use_keeps_what_it_made(
     tmp_path: Path, root: Path
 ) -> None:
-    """Its second start meets all that its first one made, which another container uses meanwhile."""
+    """Its second start finds all that its first one made, which another container uses meanwhile."""
     keep(tmp_path, root)
     with subprocess.Popen(["sleep", "100"]) as process:
         try:
@@ -480,7 +486,10 @@ def test_an_id_that_comes_back_to_a_root_in_use_keeps_what_it_made(
 
 @pytest.mark.parametrize("began", [1, -1])
 def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -> None:
-    """The second start met the first one's cache, whichever process is older: both go, the image's comes back."""
+    """The second start found the first one's cache, whichever process is older.
+
+    Both go, and the image's comes back.
+    """
     cache = container_cache(root, [])
     rootfd = os.open(root, os.O_PATH | os.O_DIRECTORY)
     before = cache.read_bytes(), cache.stat().st_mtime_ns
@@ -505,7 +514,7 @@ def test_what_was_made_last_goes_first(tmp_path: Path, root: Path, began: int) -
 
 @contextlib.contextmanager
 def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
-    """Another process is at work on a root."""
+    """Another process works on a root."""
     code = (
         "import sys; from oci_hook.traces import lock; lock(sys.argv[1], *map(int, sys.argv[2:]));"
         "print('held', flush=True); sys.stdin.read()"
@@ -523,7 +532,7 @@ def locked(runtime_dir: Path, device: int, inode: int) -> Iterator[None]:
 
 
 def test_a_lock_is_of_one_root(tmp_path: Path) -> None:
-    """Who holds one holds up nobody of another root; where there can be none, nobody waits."""
+    """A lock holds up no process with another root. Where no lock can be made, no process waits."""
     with locked(tmp_path, 1, 2):
         os.close(traces.lock(str(tmp_path), 1, 3))
         os.close(traces.lock(str(tmp_path), 2, 2))
@@ -535,7 +544,7 @@ def test_a_lock_is_of_one_root(tmp_path: Path) -> None:
 
 
 def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> None:
-    """What that makes has no note yet."""
+    """What the start makes has no note yet."""
     record = keep(tmp_path, root)
     status = root.stat()
     with locked(tmp_path, status.st_dev, status.st_ino):
@@ -550,13 +559,13 @@ def test_an_end_waits_for_a_start_of_its_root(tmp_path: Path, root: Path) -> Non
 
 
 def test_restarts_over_a_root_in_use_leave_no_notes(tmp_path: Path, root: Path) -> None:
-    """Each end reads all notes, and they are in memory."""
+    """Each end reads all notes, and the notes take memory."""
     record = keep(tmp_path, root)
     remember(str(tmp_path), "c2", os.getpid(), str(root), [])
     for _ in range(5):
         take_back(str(tmp_path), "c1")
         remember(str(tmp_path), "c1", PID, str(root), [])
-    assert len(list(record.parent.iterdir())) == 3  # the first one's, the last one's, c2's
+    assert len(list(record.parent.iterdir())) == 3  # the notes of the first, of the last, and of c2
     take_back(str(tmp_path), "c2")
     assert record.with_name("c2").exists()
 
@@ -564,7 +573,7 @@ def test_restarts_over_a_root_in_use_leave_no_notes(tmp_path: Path, root: Path) 
 def test_a_root_s_name_that_leads_to_another_one_takes_nothing_from_it(
     tmp_path: Path, root: Path
 ) -> None:
-    """Directories that go take mounts along: those of a container that runs there by now."""
+    """Removing a directory takes mounts along: those of a container that runs there by now."""
     keep(tmp_path, root)
     root.rename(tmp_path / "before")
     (root / "run/tidegate").mkdir(parents=True)
@@ -584,14 +593,14 @@ def test_a_root_s_name_that_leads_to_another_one_takes_nothing_from_it(
 def test_who_sweeps_forgets_no_note_of_a_start_meanwhile(
     tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
-    """An id comes back between the look at its note and the end of it."""
+    """An id comes back between reading its note and removing it."""
     looked = traces._notes
     record = keep(tmp_path, root)
     record.write_text(record.read_text().replace("/rootfs", "/gone", 1))
 
     def then_it_starts(runtime_dir: str) -> dict[str, traces.Note | None]:
         monkeypatch.setattr(traces, "_notes", looked)
-        if found == "nothing":  # as between a start's two renames
+        if found == "nothing":  # as between the two renames of a start
             record.write_bytes(b"")
         notes = looked(runtime_dir)
         keep(tmp_path, root, pid=os.getpid())

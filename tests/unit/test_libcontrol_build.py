@@ -1,4 +1,4 @@
-"""What was built of the control library: its exports, what it needs, and the layout that its code believes in."""
+"""The built control library: its exports, its dependencies, and the structure layout that its code assumes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def test_the_exports_are_the_table(elf: ELFFile, name: str) -> None:
 def test_it_needs_the_original_and_the_c_library_alone(elf: ELFFile, name: str) -> None:
     tags = list(section(elf, DynamicSection).iter_tags())
     needed = [tag.needed for tag in tags if tag.entry.d_tag == "DT_NEEDED"]
-    # The original first: a name that we do not define is looked up there before anywhere else.
+    # The original comes first, because a name that we do not define is looked up there before
+    # anywhere else.
     assert needed[0] == LIBRARIES[name][1]
     # Thread-local storage takes __tls_get_addr from the loader, which is in every process.
     assert set(needed[1:]) - {"ld-linux-x86-64.so.2"} == {"libc.so.6"}
@@ -85,8 +86,12 @@ IMPORTS = {
 def test_nothing_of_the_c_library_is_used_that_sets_errno_or_ends_a_cancelled_thread(
     elf: ELFFile, name: str
 ) -> None:
-    """System calls are made directly: a wrapper's errno is the program's, and some wrappers are where a thread ends
-    that another has cancelled, with the locks it holds. What is here does neither, or runs where errno is kept."""
+    """System calls are made directly, not by the C library's wrappers.
+
+    A wrapper's errno is the application's. Some wrappers are cancellation points, where a thread
+    that another has cancelled ends with the locks that it holds. The functions listed here do
+    neither, or run where errno is saved.
+    """
     symbols = section(elf, SymbolTableSection, ".dynsym").iter_symbols()
     imported = {
         s.name for s in symbols
@@ -115,7 +120,7 @@ assert now() == before, (before, now())
 def test_loading_it_starts_nothing_and_talks_to_nobody(
     build_dir: Path, name: str, tmp_path: Path, require
 ) -> None:
-    """A program that never calls CUDA, or forks first, has the library as well."""
+    """A program that never calls CUDA, or that forks first, loads the library as well."""
     require("strace")
     stem = name.partition(".so")[0]
     driver = {"libcuda": "libcuda-stub.so", "libnvidia-ml": "simgpu/libnvidia-ml.so.1"}[stem]
@@ -134,7 +139,7 @@ def test_loading_it_starts_nothing_and_talks_to_nobody(
     between = text.partition('"loading')[2].partition('"loaded')[0].splitlines()[1:-1]
     calls = [line.split(maxsplit=1)[1] for line in between]
     assert any(f"origin/{stem}-origin.so.1" in call for call in calls), text
-    # The loader looks for libraries and opens them; nothing else is opened, made or begun.
+    # The loader looks for libraries and opens them. Nothing else may be opened, made or started.
     looks = re.compile(r"(stat|newfstatat|fstat|access|readlink)\(|open(at)?\(.*\.so")
     assert [call for call in calls if not looks.match(call) or "/run/" in call] == []
 
@@ -163,7 +168,7 @@ def structures(path: Path) -> dict[str, tuple[int, dict[str, tuple[int, int]]]]:
 
 
 def size_of(die: DIE) -> int:
-    """Return the bytes of a type."""
+    """Return the size of a type in bytes."""
     if "DW_AT_byte_size" in die.attributes:
         return int(die.attributes["DW_AT_byte_size"].value)
     if "DW_AT_type" not in die.attributes:
@@ -183,7 +188,7 @@ GRANT = {"grant_header", "grant_device"}
 LEDGER = {"ledger_header", "ledger_device"}
 READ_BY = {
     "libcuda.so.1": GRANT | LEDGER | {"ledger_slot"},
-    "libtidegate-arbiter.so": GRANT | LEDGER,  # of a slot it reads the devices alone
+    "libtidegate-arbiter.so": GRANT | LEDGER,  # it reads only a slot's device parts
     "libnvidia-ml.so.1": GRANT | {"usage_header", "usage_entry"},
 }
 

@@ -1,4 +1,4 @@
-"""What is known of the driver API's functions, held against libraries that export them."""
+"""What is known of the driver API's functions, compared with libraries that export them."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The generator: its output is what is kept, and a row or a field that it cannot honour is an error."""
+"""The generator: its output is the committed one, and a row or a field that it cannot honour is an error."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_parameter_is_handed_on() -> None:
         assert f"real->{fn.name}({', '.join(names)});" in gen.entry(fn)
 
 
-# Of before there were per-thread default streams.
+# From before per-thread default streams existed.
 OLD_LAUNCHES = {"cuLaunch", "cuLaunchGrid", "cuLaunchGridAsync"}
 
 

@@ -1,4 +1,4 @@
-"""The two pages from Python: what is written is read, and an index out of bounds reaches no neighbour."""
+"""The two pages from Python: what is written is read back, and an index out of bounds reaches no other field."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ledger() -> Iterator[mmap.mmap]:
 
 
 def places() -> list[tuple[str, int]]:
-    """The structures of a ledger, each at two places."""
+    """Return the structures of a ledger, each with the first and the last place."""
     return [
         ("ledger_header", 0),
         ("ledger_slot", pages.slot_base(0)),

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts of packaging/: read by Prometheus's own tool, and held against the metrics that there are."""
+"""The dashboard and the alerts of packaging/, read by Prometheus's own tool and compared with the metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOWTO = ROOT / "docs/howto/see-what-happens.md"
 
 LABELS = {metric.shown: set(metric.labels) for metric in METRICS}
 SCRAPED = {"instance", "job"}
-"""Prometheus's own labels of what it scrapes."""
+"""Labels that Prometheus adds to what it scrapes."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def queries() -> list[str]:
-    """The dashboard's, with Grafana's variables filled in."""
+    """Return the dashboard's queries with Grafana's variables filled in."""
     filled = []
     for panel in panels():
         for target in panel["targets"]:
@@ -89,11 +89,11 @@ def test_the_rules_fire_where_they_should_and_nowhere_else(promtool: str, tmp_pa
 
 
 def test_each_alert_fires_in_a_scene(promtool: str, tmp_path: Path) -> None:
-    """Also when it is mutated: a rule whose threshold nothing reaches is found by its scene."""
+    """Mutations are covered: the scene of a rule finds a threshold that is never reached."""
     text, scenes = ALERTS.read_text(), tmp_path / SCENES.name
     document = yaml.safe_load(SCENES.read_text())
     for rule in rules():
-        # Its own scenes alone: promtool takes 1 s for all of them.
+        # Only its own scenes: promtool takes 1 s for all of them.
         own = [one for one in document["tests"] if f'"{rule["alert"]}"' in str(one)]
         assert own, rule["alert"]
         scenes.write_text(yaml.safe_dump(document | {"tests": own}))
@@ -131,9 +131,9 @@ def test_texts_of_alerts_name_labels_that_they_have() -> None:
 
 
 def test_panels_show_something_of_series_that_are_there(promtool: str, tmp_path: Path) -> None:
-    """Each query as an alert on its absence, beside one series of each metric: none may fire.
+    """Each query becomes an alert on its absence, next to one series of each metric. None may fire.
 
-    So labels that do not match, and functions of the wrong kind of metric, are found by Prometheus itself.
+    So Prometheus itself finds labels that do not match, and functions for the wrong kind of metric.
     """
     values = {"instance": "n", "job": "tidegate"}
     series = []
@@ -163,7 +163,7 @@ def test_panels_show_something_of_series_that_are_there(promtool: str, tmp_path:
     )
     done = run(promtool, "test", "rules", tmp_path / "test.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
-    # The same beside none says that it can fail.
+    # Without the series, the same test fails.
     document = yaml.safe_load((tmp_path / "test.yaml").read_text())
     document["tests"][0]["input_series"] = series[:1]
     (tmp_path / "test.yaml").write_text(yaml.safe_dump(document))

@@ -1,4 +1,4 @@
-"""The units and the udev rule of packaging/, read by systemd's own tools and by what they have to agree with."""
+"""The units and the udev rule of packaging/, read by systemd's own tools and compared with what they must match."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SERVICES = [
 
 
 def settings(unit: str, key: str) -> list[str]:
-    """The values of a key, in order."""
+    """Return the values of a key, in order."""
     text = (UNITS / unit).read_text()
     return re.findall(rf"^{key}=(.*)$", text, re.MULTILINE)
 
 
 @pytest.fixture
 def host(tmp_path):
-    """A root with the units and what they name, as systemd-analyze looks at it."""
+    """A root with the units and the programs that they name, as systemd-analyze needs it."""
     units = tmp_path / "usr/lib/systemd/system"
     shutil.copytree(UNITS, units)
     for name in ("sysinit", "basic", "paths", "shutdown", "multi-user", "local-fs", "umount"):
@@ -43,7 +43,7 @@ def host(tmp_path):
 
 
 def verify(host):
-    """What systemd-analyze has against the units below a root."""
+    """Return the status and the complaints of systemd-analyze about the units below a root."""
     names = [p.name for p in UNITS.iterdir() if p.suffix != ".preset" and "@" not in p.name]
     done = subprocess.run(
         ["systemd-analyze", f"--root={host}", "--man=no", "verify", *names],
@@ -167,7 +167,7 @@ MOUNTING = [
 
 @pytest.mark.parametrize("key", MOUNTING)
 def test_the_fork_server_stays_in_the_mount_namespace_of_the_host(key):
-    """systemd.exec(5): each of these gives a service namespaces of its own, from which no hook could work."""
+    """By systemd.exec(5), each of these gives a service its own namespaces, in which no hook could work."""
     assert settings("tidegate-forkserver.service", key) == []
 
 
@@ -181,5 +181,5 @@ def test_what_a_governor_leaves_is_there_for_the_next_one():
     assert one("RuntimeDirectoryPreserve") == "yes"  # it is mounted in containers
     assert f"/var/lib/{one('StateDirectory')}" == config.state_dir
     assert one("Restart") == "always"
-    # Those that an operator has to mend: argparse's, and docs/reference/errors.md's config.
+    # Errors that an operator has to fix: argparse's, and config in docs/reference/errors.md.
     assert one("RestartPreventExitStatus").split() == ["2", str(ConfigError.status)]

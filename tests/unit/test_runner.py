@@ -1,4 +1,4 @@
-"""The arbiter's thread and the pages of two containers whose processes are played by the test."""
+"""The arbiter's thread and the pages of two containers. The test acts as their processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from governor.config import Config
 from libcontrol import layout, pages
 
 GRANT = layout.grant_device(0)
-SHARE = WHOLE * 9 // 20  # two leave some of it idle: otherwise both are charged less
+SHARE = WHOLE * 9 // 20  # two containers leave some time idle; otherwise both are charged less
 
 LEFT_NS = 200_000
-"""What each leaves on the GPU, beside which the next one begins."""
+"""GPU time that each holder leaves, beside which the next one begins."""
 
 
 class Played:
-    """A container of so many processes, each of which reports so much of what it held."""
+    """A container with processes that report `measures` times the GPU time that it held."""
 
     def __init__(self, runner: Runner, processes: int, measures: float) -> None:
         self.grant, self.ledger = mmap(-1, layout.GRANT_FILE_SIZE), mmap(-1, layout.LEDGER_SIZE)
@@ -51,7 +51,7 @@ class Played:
         return pages.read(self.grant, GRANT, "grant_device", field)
 
     def work(self) -> bool:
-        """Use the grant that it has, if it has one, and give it back."""
+        """Use the grant, if there is one, and give it back."""
         epoch = self.look("epoch")
         for i in range(self.processes):
             self.say(i, "seen_ns", time.monotonic_ns())
@@ -91,7 +91,7 @@ def play(build_dir: Path) -> Iterator[SimpleNamespace]:
                 assert time.monotonic() < end, "it is not granted, or never beside"
                 worked = [one.work() for one in played]
                 if any(worked):
-                    theirs.send(b"r")  # the thread reads it
+                    theirs.send(b"r")  # makes the thread read it
             stats = [runner.stats(one.tenant) for one in played]
         return [(one, s.charged_ns / s.held_ns) for one, s in zip(played, stats, strict=True)]
 
@@ -106,7 +106,8 @@ def test_with_mps_what_ran_beside_is_charged_and_processes_once(play: SimpleName
         assert sum(one.beside) + sum(two.beside) > 0
         assert charged_one < 1.06
         assert charged_two < 1.01
-        # On a busy machine they are late, nothing is left idle, and both are charged less.
+        # On a busy machine the containers are late, nothing is left idle, and both are charged
+        # less.
         if charged_one > 1.02:
             break
     else:
@@ -114,7 +115,7 @@ def test_with_mps_what_ran_beside_is_charged_and_processes_once(play: SimpleName
 
 
 def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Path) -> None:
-    """Waits are counted by the governor's clock, each in the count of its length."""
+    """Waits are measured by the governor's clock, and counted by their length."""
     runner = Runner(load_library(build_dir / "libcontrol"), Config(), "timeslice")
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -129,9 +130,8 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
 
         one = Played(runner, 1, 1.0)
         runner.set(one.tenant, SHARE, WHOLE)
-        until(
-            lambda: one.look("deadline_ns") == layout.OPEN
-        )  # which nothing ends while it is alone
+        # Nothing ends this grant while the container is alone.
+        until(lambda: one.look("deadline_ns") == layout.OPEN)
         assert sum(runner.waits(one.tenant).counts) >= 1
         one.say(0, "active_epoch", one.look("epoch"))
         two = Played(runner, 1, 1.0)
@@ -146,7 +146,7 @@ def test_a_container_waits_from_when_it_wants_the_gpu_to_its_grant(build_dir: Pa
         assert waits.ns > 2_000_000
         least, most = (0, *WAIT_BOUNDS_NS), (*WAIT_BOUNDS_NS, 2**63)
         assert sum(map(mul, waits.counts, least)) <= waits.ns <= sum(map(mul, waits.counts, most))
-        # A grant that is open to all is not waited for.
+        # A grant that is open to all containers involves no wait.
         runner.open(is_open=True)
         n = sum(runner.waits(two.tenant).counts)
         theirs.send(b"w")

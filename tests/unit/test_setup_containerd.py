@@ -1,4 +1,4 @@
-"""`tidegate setup containerd`: a handler for CRI, by a drop-in where containerd merges them, in config.toml where not."""
+"""`tidegate setup containerd`: a handler for CRI, in a drop-in where containerd merges these, else in config.toml."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS = {
 }
 V2, V3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
 
-# As kubeadm's guides have it, with comments.
+# As in kubeadm's guides, with comments.
 NODE2 = """\
 # The node's containerd.
 version = 2   # not 1
@@ -73,7 +73,7 @@ def handlers(content, plugin):
 
 
 def test_of_an_unknown_version_2_the_handler_goes_behind_what_is_there(root, capsys):
-    """containerd 1 would take a drop-in's section of CRI in place of all that the file says of it."""
+    """containerd 1 would use a drop-in's CRI section in place of everything that the file has in its own."""
     put(root, CONFIG, NODE2)
     before = snapshot(root)
     assert setup(root, "containerd") == 0
@@ -98,7 +98,7 @@ def test_crlf_stays_crlf(root):
 
 
 def test_containerd_1_without_a_file_keeps_runc(root):
-    """A section of CRI that names one handler is all that containerd 1 knows then: it would not start CRI."""
+    """A CRI section that names one handler leaves containerd 1 with that one alone: it would not start CRI."""
     before = snapshot(root)
     assert setup(root, "containerd", "--containerd-version", "1.6.20") == 0
     document = tomllib.loads(text(root, CONFIG))
@@ -137,11 +137,11 @@ def test_another_runtime_of_the_default_handler_is_named(root, capsys):
     put(root, CONFIG, content)
     setup(root, "containerd", "--dry-run")
     assert "write `runtime /usr/bin/crun` to /etc/tidegate/runtime" in capsys.readouterr().out
-    # NVIDIA's would enter the driver a second time
+    # With NVIDIA's runtime, the driver would be entered a second time.
     put(root, CONFIG, content.replace("crun", "nvidia-container-runtime"))
     setup(root, "containerd", "--dry-run")
     assert "note:" not in capsys.readouterr().out
-    # and a handler of another kind says nothing of ours
+    # A handler of another kind says nothing about ours.
     put(root, CONFIG, content.replace("runc.v2", "kata.v2") + "X = 1\n")
     setup(root, "containerd")
     assert "nothing is taken from it" in capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_containerd_2_without_a_file_goes_on_reading_its_directory(root, capsys)
     assert "conf.d/other.toml is imported" in capsys.readouterr().out
     setup(root, "containerd", "--undo")
     assert snapshot(root) == before
-    # Before 2.2 nothing was imported: files that nobody read stay unread.
+    # Before 2.2 nothing was imported. Files that were not read must stay unread.
     assert setup(root, "containerd", "--containerd-version", "2.1") == 0
     assert tomllib.loads(text(root, CONFIG))["imports"] == ["/etc/containerd/conf.d/tidegate*.toml"]
     assert "other.toml" not in capsys.readouterr().out
@@ -393,7 +393,7 @@ def test_runc_stays_if_others_came_to_stand_beside_it(root):
     put(root, CONFIG, text(root, CONFIG) + f"[plugins.'{V2}'.containerd.runtimes.kata]\n")
     setup(root, "containerd", "--undo")
     assert set(handlers(text(root, CONFIG), V2)) == {"runc", "kata"}
-    # and goes with ours if none did
+    # It goes with ours if there was none before.
     put(root, CONFIG, "version = 2\n")
     setup(root, "containerd")
     put(root, CONFIG, text(root, CONFIG) + "[grpc]\n")
@@ -416,7 +416,7 @@ def test_an_edited_drop_in_and_edited_imports(root):
     assert text(root, DROP_IN) == (
         f"version = 3\n[plugins.'{V3}'.containerd.runtimes.other]\n# other's\n"
     )
-    # A drop-in in which nothing else is goes, whatever became of our tables.
+    # A drop-in without anything else is removed, whatever became of our tables.
     (root / DROP_IN.lstrip("/")).unlink()
     setup(root, "containerd")
     put(root, DROP_IN, text(root, DROP_IN) + "    SystemdCgroup = true\n")
@@ -435,7 +435,7 @@ def test_a_drop_in_that_is_not_imported_any_more_is_imported_again(root):
 
 
 def test_containerd_is_asked_where_it_is_there(root, capsys, monkeypatch):
-    """With the machine's own root; here the answers are given, and the root is another."""
+    """containerd is only asked for the machine's own root. Here, the answers are faked and the root is another."""
     put(root, CONFIG, "version = 3\n")
     said = {
         "--version": "containerd github.com/containerd/containerd/v2 v2.1.4 75cb2b7",
@@ -454,7 +454,7 @@ def test_containerd_is_asked_where_it_is_there(root, capsys, monkeypatch):
         ("containerd", "--version"),
         ("containerd", "--config", CONFIG, "config", "dump"),
     ]
-    # The kubelet's driver of cgroups, which only the dump knows here.
+    # The kubelet's cgroup driver, which only the dump has here.
     assert handlers(text(root, DROP_IN), V3)["tidegate"]["options"] == {
         "BinaryName": "/usr/bin/tidegate-runtime",
         "SystemdCgroup": True,
@@ -499,7 +499,7 @@ def test_a_base_spec_is_containerds_default_with_the_hook_and_without_what_cri_t
     done = snapshot(root)
     assert setup(root, "containerd", "--base-spec") == 0
     assert snapshot(root) == done
-    # After an upgrade of containerd the spec is made anew, and nothing else.
+    # After an upgrade of containerd, only the spec is written anew.
     said["ctr"] = json.dumps({**default, "ociVersion": "1.2.0"})
     assert setup(root, "containerd", "--base-spec") == 0
     assert json.loads(text(root, SPEC))["ociVersion"] == "1.2.0"

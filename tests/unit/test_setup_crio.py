@@ -1,7 +1,8 @@
-"""`tidegate setup crio`: a handler like the default one, in each layout that CRI-O is installed in, or one line that says why not.
+"""`tidegate setup crio`: a handler like the default one for each layout of CRI-O, or one line that says why not.
 
-The files are those of CRI-O's own packages (`cri-o/packaging`) and of distributions, laid out below a root; how CRI-O reads
-them is in `governor/setup/crio_config.py`. tests/container has the real program read them.
+The files are those of CRI-O's own packages (`cri-o/packaging`) and of distributions, laid out below
+a root. `governor/setup/crio_config.py` describes how CRI-O reads them. tests/container has the real
+program read them.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ SETTINGS = "/etc/tidegate/runtime"
 HOOKS_DIR = "/usr/share/containers/oci/hooks.d"
 LIBEXEC = "/usr/libexec/crio"
 WRITTEN = "# Written by `tidegate setup crio`; `tidegate setup crio --undo` takes it out.\n"
-# What an older version wrote, which CRI-O's own packages do not start with.
+# Written by an older version. CRI-O's own packages do not start with it.
 OLD = '[crio.runtime.runtimes.tidegate]\nruntime_path = "/usr/bin/tidegate-runtime"\nruntime_type = "oci"\n'
 
 
 def handler(name: str, **values: str) -> str:
-    """A handler as a file has it."""
+    """Return a handler as a file has it."""
     lines = [f'{key} = "{value}"\n' for key, value in values.items()]
     return f"[crio.runtime.runtimes.{name}]\n{''.join(lines)}"
 
 
 def packages(default: str = "crun") -> str:
-    """10-crio.conf: the handlers of CRI-O's packages, whose programs are on no path."""
+    """Return 10-crio.conf with the handlers of CRI-O's packages, whose programs are not on a path."""
     return f'[crio.runtime]\ndefault_runtime = "{default}"\n' + "".join(
         handler(
             name,
@@ -53,7 +54,7 @@ def packages(default: str = "crun") -> str:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A node with CRI-O in /usr/bin, as distributions have it."""
+    """A node with CRI-O in /usr/bin, as in distributions."""
     put_programs(tmp_path)
     put_crio_programs(tmp_path)
     put(tmp_path, CONF, "[crio]\n")
@@ -72,7 +73,7 @@ def packaged(tmp_path: Path) -> Path:
 
 
 def loaded(root: Path) -> dict[str, Any]:
-    """The handler that CRI-O loads."""
+    """Return the handler that CRI-O loads."""
     config = Configuration()
     for path in sorted((root / CONF_D.lstrip("/")).iterdir()):
         config.add(str(path), tomllib.loads(path.read_text()))
@@ -80,7 +81,7 @@ def loaded(root: Path) -> dict[str, Any]:
 
 
 def refused(root: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Set it up, which is refused in one line and changes nothing; gives the line."""
+    """Run a setup that is refused in one line and changes nothing; return the line."""
     before = snapshot(root)
     capsys.readouterr()
     assert setup(root, "crio", *words) == 73
@@ -120,9 +121,9 @@ def test_a_node_without_cri_o_is_told_so(packaged, capsys):
 
 
 def killed(root: Path, at: int, *words: str) -> bool:
-    """Run it in a child that is gone at the `at`th file that is written, or put in its place.
+    """Run setup in a child that exits when it would write, or put in place, the `at`th file.
 
-    Returns whether it came so far.
+    Returns whether it came that far.
     """
     pid = os.fork()
     if not pid:
@@ -147,7 +148,7 @@ def killed(root: Path, at: int, *words: str) -> bool:
 
 @pytest.mark.parametrize("words", [("crio",), ("crio", "--undo")])
 def test_a_setup_that_is_killed_leaves_no_file_that_cri_o_reads_half(packaged, words):
-    """CRI-O reads each file in its directory. What is left is swept up by the next run."""
+    """CRI-O reads each file in its directory. The next run removes what is left."""
     (packaged / "var/lib/tidegate").mkdir(parents=True)
     (packaged / "var/lib/tidegate/setup").mkdir(0o700)
     before = snapshot(packaged)
@@ -200,7 +201,7 @@ def test_all_of_the_default_handler_is_copied_but_its_program(packaged):
 
 
 def test_a_later_file_replaces_all_of_a_handler(packaged, capsys):
-    """So does CRI-O: what an earlier file says of the monitor is gone."""
+    """CRI-O does the same: the monitor that an earlier file names is gone."""
     put(packaged, f"{CONF_D}/20-own.conf", handler("crun", runtime_path=f"{LIBEXEC}/crun"))
     assert "the handler crun (/etc/crio/crio.conf.d/20-own.conf) names no monitor_path" in refused(
         packaged, capsys
@@ -208,7 +209,7 @@ def test_a_later_file_replaces_all_of_a_handler(packaged, capsys):
     put(packaged, "/usr/bin/conmon", "#!/bin/sh\n", 0o755)
     assert setup(packaged, "crio") == 0
     assert "monitor_path" not in loaded(packaged)
-    # CRI-O's own default would be another in another version.
+    # CRI-O's own default may differ in another version.
     assert loaded(packaged)["runtime_root"] == "/run/crun"
 
 
@@ -304,7 +305,7 @@ def test_a_node_on_which_cri_o_does_not_start_is_left_as_it_is(packaged, capsys,
 
 
 def test_a_handler_whose_program_is_missing_needs_no_monitor(packaged):
-    """CRI-O leaves it out."""
+    """CRI-O leaves such a handler out."""
     put(packaged, f"{CONF_D}/20.conf", handler("kata", runtime_path="/usr/bin/kata"))
     assert setup(packaged, "crio") == 0
 

@@ -1,4 +1,4 @@
-"""`tidegate setup docker`: daemon.json with a runtime more, in the form that it had."""
+"""`tidegate setup docker`: daemon.json gets one more runtime and keeps its form."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_the_default_runtime_goes_back_to_what_it_was(root):
     done = snapshot(root)
     setup(root, "docker", "--undo")
     assert snapshot(root) == before
-    # Edited since: only ours goes, and what was the default is again.
+    # It was edited since: only our part goes, and the former default is back.
     setup(root, "docker", "--default")
     assert snapshot(root) == done
     put(root, CONFIG, json.dumps(edited))
@@ -220,7 +220,7 @@ def test_a_file_of_ours_that_others_use_since_stays(root):
     put(root, CONFIG, json.dumps({**json.loads(text(root, CONFIG)), "debug": True}, indent=2))
     assert setup(root, "docker", "--undo") == 0
     assert text(root, CONFIG) == '{\n  "debug": true\n}'
-    # and one in which only the form is another goes
+    # A file that differs only in its form is removed as well.
     (root / "etc/docker/daemon.json").unlink()
     setup(root, "docker")
     put(root, CONFIG, json.dumps(json.loads(text(root, CONFIG))))
@@ -266,7 +266,7 @@ def test_undo_without_a_setup_does_nothing(root, capsys):
 def test_a_link_is_followed_below_the_root_and_stays_a_link(root):
     real = put(root, "/srv/conf/daemon.json", "{}")
     (root / "etc/docker").mkdir(parents=True)
-    # Absolute: as the node's own root sees it.
+    # An absolute link, as the node's own root resolves it.
     (root / "etc/docker/daemon.json").symlink_to("/srv/conf/daemon.json")
     before = snapshot(root)
     assert setup(root, "docker") == 0
@@ -405,7 +405,7 @@ def test_options_of_other_engines_are_refused(root, capsys, words):
 
 
 def test_a_write_that_fails_takes_everything_back(root, monkeypatch):
-    """The drop-in is written, config.toml cannot be."""
+    """The drop-in is written, but config.toml cannot be."""
     put(root, "/etc/containerd/config.toml", "version = 3\n")
     before = snapshot(root)
     real = Root.write
@@ -451,7 +451,7 @@ def test_owner_and_labels_stay(root):
 
 
 def test_a_setup_that_was_killed_is_undone_all_the_same(root):
-    """The journal is there, the file is not written yet."""
+    """The journal exists, but the file was not written yet."""
     put(root, CONFIG, '{"debug": true}')
     before = snapshot(root)
     setup(root, "docker")

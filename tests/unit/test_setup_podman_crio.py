@@ -1,4 +1,4 @@
-"""`tidegate setup podman` and `crio`: hooks and a drop-in, where the engine reads them and nobody else does."""
+"""`tidegate setup podman` and `crio`: hooks and a drop-in, where the engine reads them and nothing else does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.setup_tree import (
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 HOOKS = "/etc/tidegate/hooks.d"
 NAMES = ("50-tidegate-devices.json", "50-tidegate-end.json", "50-tidegate.json")
-# Where Buildah reads, too, and where setup wrote before it had a directory of its own.
+# Buildah reads this directory as well. setup wrote to it before it had its own.
 FORMER = "/etc/containers/oci/hooks.d"
 CONF = "/etc/containers/containers.conf.d/50-tidegate.conf"
 
@@ -51,9 +51,10 @@ def test_the_hooks_are_of_oci_hooks_1_0_0(name, stage):
     assert hook["stages"] == [stage]
     assert hook["hook"]["path"] == "/usr/bin/tidegate-hook"
     assert hook["hook"]["args"] == ["tidegate-hook", stage]
-    # Without one runc gives a hook its own environment, and before 1.3 the image's at some stages.
+    # Without an env, runc gives a hook its own environment, and before 1.3 the image's at some
+    # stages.
     assert hook["hook"]["env"] == ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"] == list(HOOK_ENV)
-    # The hook's own deadline is 20 s, and its line is to be read.
+    # The hook's own deadline is 20 s, and its error line must still be read.
     assert hook["hook"]["timeout"] == 30 == HOOK_TIMEOUT
     ((key, value),) = hook["when"]["annotations"].items()
     assert re.search(key, "tidegate.gpu/memory")
@@ -108,7 +109,7 @@ def test_a_hook_that_was_edited_is_set_aside(root, capsys):
     put(root, f"{HOOKS}/50-tidegate.json", edited)
     assert setup(root, "podman", "--undo") == 0
     assert "was edited since: it is kept as" in capsys.readouterr().out
-    # Not .json: nobody reads it as a hook.
+    # It does not end in .json, so it is not read as a hook.
     assert [p.name for p in (root / HOOKS.lstrip("/")).iterdir()] == ["50-tidegate.json.edited"]
     assert text(root, f"{HOOKS}/50-tidegate.json.edited") == edited
     setup(root, "podman")
@@ -127,7 +128,7 @@ def test_a_hook_of_that_name_that_is_somebody_elses_is_refused(root, capsys, con
 
 
 def test_podman_reads_the_directory_by_a_drop_in_beside_those_that_it_reads_now(root):
-    """By itself it reads /usr/share alone, where CRI-O reads as well."""
+    """On its own, Podman reads only /usr/share, which CRI-O reads as well."""
     setup(root, "podman")
     assert text(root, CONF) == (
         "# Written by `tidegate setup podman`; `tidegate setup podman --undo` takes it out.\n"
@@ -296,7 +297,7 @@ def test_buildah_finds_no_hook_of_ours_behind_a_link_either(root, capsys):
 
 
 def test_a_directory_that_others_cannot_read_is_refused(root, capsys):
-    """test_rootless.py shows what rootless Podman makes of one."""
+    """test_rootless.py shows how rootless Podman treats such a directory."""
     (root / "etc/tidegate").mkdir(parents=True)
     for path, mode in (("etc/tidegate", 0o750), ("etc/tidegate/hooks.d", 0o711)):
         (root / path).mkdir(exist_ok=True)
@@ -375,7 +376,7 @@ def test_an_api_service_that_runs_is_named_with_what_restarts_it(root, capsys):
 
 
 def test_a_container_whose_restart_would_not_know_the_hooks_is_named(root, capsys):
-    """Only Podman's database says which of them have a restart policy."""
+    """Only Podman's database says which containers have a restart policy."""
     ours, former = {"tidegate.gpu/memory": "4Gi", "x": "y"}, ("/usr/share/containers/oci/hooks.d",)
     put_monitor(root, 4711, "trainer", former, ours)
     put_monitor(root, 4712, "another", (*former, FORMER), ours)
@@ -414,7 +415,7 @@ def test_cri_o_never_finds_the_stage_precreate(root, capsys):
 
 
 def test_the_journal_goes_with_the_last_engine_that_is_undone(root):
-    """Directories that one engine's setup made, and others' use, are left to those."""
+    """Directories that one engine's setup made remain while other engines use them."""
     engines = ("docker", "podman", "containerd", "crio")
     put_crio_programs(root)
     before = snapshot(root)

@@ -1,4 +1,4 @@
-"""Whatever a configuration looks like: set up, it says one thing more; undone, it is what it was, to the byte."""
+"""Whatever a configuration looks like, setup adds only its entries, and undo restores it to the byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ V2, V3 = "io.containerd.grpc.v1.cri", "io.containerd.cri.v1.runtime"
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_disk():
-    """Hundreds of trees need not outlast a loss of power."""
+    """Hundreds of trees need not survive a power failure, so nothing is synced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _fd: None)
         yield
@@ -38,7 +38,7 @@ words = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_siz
 
 @st.composite
 def json_texts(draw, value):
-    """A value's text with blanks wherever JSON has them."""
+    """Draw a JSON text of a value, with blanks wherever JSON allows them."""
     if isinstance(value, dict):
         members = [
             f"{draw(gaps)}{json.dumps(k, ensure_ascii=draw(st.booleans()))}{draw(gaps)}:{draw(gaps)}"
@@ -63,7 +63,7 @@ runtimes = st.dictionaries(
 
 @st.composite
 def daemons(draw):
-    """A daemon.json: bytes before dockerd's parser, with everything that it lets through."""
+    """Draw a daemon.json as dockerd's parser would get it, with everything that the parser accepts."""
     members = draw(st.dictionaries(words, json_values, max_size=4))
     members.pop("runtimes", None)
     members.pop("default-runtime", None)
@@ -78,7 +78,7 @@ def daemons(draw):
 
 @st.composite
 def configs(draw):
-    """A config.toml of version 2 or 3, with comments, strings that look like more, and CRLF or not."""
+    """Draw a config.toml of version 2 or 3, with comments, misleading strings, and maybe CRLF."""
     version = draw(st.sampled_from([2, 3]))
     plugin = V2 if version == 2 else V3
     comment = st.sampled_from(["", "# c", "# [x]", "#imports = []", "# \"'''"])
@@ -121,7 +121,7 @@ def quietly(root, *words):
 
 
 def round_trip(engine, path, content, *words):
-    """Set up twice and undo; gives what the file was in between."""
+    """Set up twice and undo; return the file's text in between."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         put_programs(root)
@@ -151,7 +151,7 @@ def test_daemon_json(content, default):
     if default:
         expected["default-runtime"] = "tidegate"
     assert json.loads(between.removeprefix("\ufeff")) == expected
-    # No character of what was there is lost, but blanks in an empty object.
+    # Nothing of the original is lost, except blanks in an empty object.
     rest = iter(between)
     if "default-runtime" not in before or not default:
         assert all(c in rest for c in content if c not in " \t\r\n")

@@ -1,4 +1,4 @@
-"""The simulated driver's API: memory, order of streams and events, capture, look-up."""
+"""The simulated driver's API: memory, the order of streams and events, capture, and look-up."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_an_asynchronous_copy_comes_at_its_place_in_the_stream(
     driver.call("cuMemcpyDtoHAsync_v2", pinned, slot, 8, stream)
     context.burn(MS, stamp=slot, stream=stream)
     driver.call("cuMemcpyDtoHAsync_v2", pinned + 8, slot, 8, stream)
-    driver.call("cuStreamQuery", 0)  # of another stream
+    driver.call("cuStreamQuery", 0)  # queries another stream
     assert list(words) == [0, 0]
     driver.call("cuStreamSynchronize", stream)
     assert list(words) == [MS, 2 * MS]
@@ -502,7 +502,7 @@ def test_a_relaxed_thread_or_capture_forbids_nothing(driver: Driver) -> None:
 
 @pytest.mark.usefixtures("context")
 def test_another_threads_query_breaks_a_global_capture_only(driver: Driver) -> None:
-    """What PyTorch's watchdog thread did."""
+    """PyTorch's watchdog thread did this."""
     stream, event = driver.stream(), driver.event()
     graph = ctypes.c_uint64()
     begin(driver, stream, THREAD_LOCAL)
@@ -673,7 +673,7 @@ def test_the_environment_says_whether_the_device_has_mps(
     [
         ("0", [0]),
         ("1,0", [1, 0]),
-        ("2,5,0", [2]),  # up to the first that is not there
+        ("2,5,0", [2]),  # up to the first missing one
         ("1,1,0", [1]),
         ("-1", []),
         ("", []),
@@ -729,7 +729,7 @@ def test_the_python_module_and_the_library_agree_on_the_layout() -> None:
 
 
 def test_kernels_on_two_gpus_meet(library: Driver, tmp_path: Path) -> None:
-    """The first spins, which is GPU time, until the other begins; then both work and end."""
+    """The first kernel spins, which is GPU time, until the other begins. Then both work and end."""
     gpus = simgpu.create(tmp_path / "gpus", memory=2048 * MIB, devices=2)
     with library.attached(gpus[0].parent) as driver:
         contexts = [driver.context(device) for device in range(2)]

@@ -43,7 +43,7 @@ def context(driver: Driver) -> Context:
 
 
 def held(driver: Driver) -> int:
-    """Bytes of the device that are in use; its contexts take none."""
+    """Return the bytes of the device that are in use. Its contexts take none."""
     return TOTAL - driver.free_memory()
 
 
@@ -76,7 +76,7 @@ def new_pool(driver: Driver, location: int = 0, kind: int = DEVICE, most: int = 
 
 @pytest.mark.usefixtures("context")
 def test_a_pool_grows_in_units_of_32_mib(driver: Driver) -> None:
-    """The sizes are those of a measurement on an H200."""
+    """The sizes were measured on an H200."""
     pool = driver.get("cuDeviceGetDefaultMemPool", 0)
     assert driver.get("cuDeviceGetMemPool", 0) == pool
     blocks = [driver.get("cuMemAllocAsync", size, 0) for size in (33 * MIB, 1000, 1000)]
@@ -144,7 +144,7 @@ def test_a_freed_block_is_its_streams_at_once_and_others_later(
     other = driver.get("cuMemAllocAsync", 2 * MIB, second)
     assert other != block
     assert driver.get("cuMemAllocAsync", 2 * MIB, first) == block
-    # The free that was on its way meant the first life of the block.
+    # The pending free was for the first life of the block.
     context.synchronize()
     driver.call("cuMemcpyHtoD_v2", block, ctypes.c_char_p(b"12345678"), 8)
     driver.call("cuMemFreeAsync", block, first)
@@ -221,7 +221,7 @@ def test_what_pools_hold_goes_with_the_last_context(driver: Driver, gpu: Path) -
     kept = driver.get("cuMemAllocAsync", MIB, 0)
     driver.get("cuMemAllocAsync", 32 * MIB, 0)
     second.burn(1000 * MS)
-    driver.call("cuMemFreeAsync", kept, 0)  # there it waits for the kernel
+    driver.call("cuMemFreeAsync", kept, 0)  # waits there for the kernel
     assert simgpu.status(gpu).used == 64 * MIB
     driver.call("cuCtxDestroy_v2", first.handle)
     assert pool_value(driver, pool, USED) == MIB
@@ -770,7 +770,7 @@ def test_rows_are_copied_between_pitches(driver: Driver, context: Context, call:
 
 @pytest.mark.usefixtures("context")
 def test_planes_go_through_an_array_and_back(driver: Driver) -> None:
-    """4 x 3 x 2 bytes into the middle of an array of 8 x 8 x 8, and back as packed rows."""
+    """Copy 4 x 3 x 2 bytes into the middle of an array of 8 x 8 x 8, and back as packed rows."""
     shape = Shape(8, 8, 8, 0x01, 1, 0)
     made = driver.get("cuArray3DCreate_v2", ctypes.byref(shape))
     source = ctypes.create_string_buffer(b"abcdefghijklmnopqrstuvwx")
@@ -898,7 +898,7 @@ class AllocNode(ctypes.Structure):
 
 
 def add_allocation(driver: Driver, graph: int, size: int, *before: int) -> tuple[int, int]:
-    """A node that allocates `size` bytes behind others: the node, and the address."""
+    """Add a node that allocates `size` bytes after others; return the node and the address."""
     parameters = AllocNode(PoolProps(PINNED, 0, DEVICE, 0), None, 0, size)
     nodes = (ctypes.c_uint64 * len(before))(*before)
     node = driver.get("cuGraphAddMemAllocNode", graph, nodes, len(before), ctypes.byref(parameters))
@@ -911,7 +911,7 @@ def add_free(driver: Driver, graph: int, address: int, *before: int) -> int:
 
 
 def graph_bytes(driver: Driver) -> list[int]:
-    """What graphs use now and have used at most; what is reserved for them now and was at most."""
+    """Return what graphs use now and used at most, then what is reserved for them now and was at most, in MiB."""
     values = []
     for attribute in range(4):
         value = ctypes.c_uint64()
@@ -923,7 +923,7 @@ def graph_bytes(driver: Driver) -> list[int]:
 @pytest.mark.usefixtures("context")
 @pytest.mark.parametrize("call", ["cuGraphUpload", "cuGraphLaunch"])
 def test_a_graph_takes_memory_at_its_first_launch(driver: Driver, call: str) -> None:
-    """The sizes are those of a measurement on an H200."""
+    """The sizes were measured on an H200."""
     graph = driver.get("cuGraphCreate", 0)
     first, address = add_allocation(driver, graph, 100 * MIB)
     freed = add_free(driver, graph, address, first)

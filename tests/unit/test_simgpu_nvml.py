@@ -1,4 +1,4 @@
-"""The simulated driver's NVML: its lists and samples of processes, asked as an application does."""
+"""The simulated driver's NVML: lists and samples of processes, queried as an application would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 SUCCESS, INVALID_ARGUMENT, NOT_SUPPORTED, NOT_FOUND, INSUFFICIENT_SIZE = 0, 2, 3, 6, 7
 VERSION_MISMATCH = 25
 
-# One process has both: a context that burns on the virtual clock, and NVML.
+# One process has both: NVML, and a context that burns on the virtual clock.
 PRELUDE = """
 import ctypes, json, os, sys, pynvml
 from ctypes import byref, c_uint, c_ulonglong, c_int
@@ -43,7 +43,7 @@ def work(busy_ms, all_ms):
 
 @pytest.fixture
 def ask(tmp_path: Path, build_dir: Path) -> Any:
-    """Run a program; return what it prints as JSON."""
+    """Return a function that runs a program and returns the JSON that it prints."""
     simgpu.create(tmp_path, virtual_clock=True)
 
     def run(program: str, **variables: str) -> Any:

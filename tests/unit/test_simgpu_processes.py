@@ -47,7 +47,7 @@ def gpu(gpus: Path) -> Path:
 
 @pytest.fixture
 def start(build_dir: Path, gpus: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Start programs that print "ready"; those still there at the end are killed."""
+    """Start programs that print "ready". Those still running at the end are killed."""
     programs = []
 
     def start_one(program: str) -> subprocess.Popen[str]:
@@ -65,7 +65,7 @@ def start(build_dir: Path, gpus: Path) -> Iterator[Callable[[str], subprocess.Po
 
 @contextmanager
 def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process that does not outlive the block: a failure would wait for it until it ends by itself."""
+    """Run a process that is killed when the block ends: a failing test would otherwise wait for its end."""
     with subprocess.Popen(command, **options) as process:
         try:
             yield process
@@ -74,7 +74,7 @@ def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[Any
 
 
 def wait_until(condition: Callable[[], object], process: subprocess.Popen[Any]) -> None:
-    """Wait for something that a process does; fail when it ended or took 30 s."""
+    """Wait for a condition that a process brings about. Fail if the process ends or after 30 s."""
     deadline = time.monotonic() + 30
     while not condition():
         assert process.poll() is None
@@ -118,7 +118,7 @@ def test_what_a_killed_process_held_is_free(
         assert driver.free_memory() == (16384 - 512 - 512 - 100) * MIB
         kill(hog)
         assert driver.free_memory() == (16384 - 512) * MIB
-        # The hog's 1000 s of work are gone: this ends, and soon.
+        # The hog's 1000 s of work are gone, so this ends soon.
         before = driver.clock()
         context.burn(MS)
         context.synchronize()
@@ -148,7 +148,7 @@ def test_a_holder_of_the_lock_may_be_killed(
         'driver.call("simgpu_hold", 0)\n'
     )
     driver = Driver(build_dir)
-    # It holds the lock soon after it said so; nothing is lost when it does not yet.
+    # It takes the lock soon after it reports. If it does not have the lock yet, nothing is lost.
     deadline = time.monotonic() + 30
     while simgpu.status(gpu).recoveries == 0:
         assert time.monotonic() < deadline, "nobody recovered the lock of a killed holder"
@@ -226,7 +226,7 @@ def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:
     assert nvml(build_dir, gpus, "nvmlDeviceGetName(d)") == "Tidegate Simulated GPU"
     assert nvml(build_dir, gpus, "nvmlDeviceGetUUID(d)") == uuid
     assert nvml(build_dir, gpus, f"nvmlDeviceGetIndex(nvmlDeviceGetHandleByUUID({uuid!r}))") == 0
-    # It is no device of the kernel's: there is no node that a container could be given.
+    # It is not a kernel device: there is no node that a container could be given.
     with pytest.raises(subprocess.CalledProcessError):
         nvml(build_dir, gpus, "nvmlDeviceGetMinorNumber(d)")
     assert nvml(build_dir, gpus, "nvmlDeviceGetPciInfo(d).busId") == "00000000:01:00.0"
@@ -236,7 +236,7 @@ def test_pynvml_reads_a_device(build_dir: Path, gpus: Path) -> None:
 
 
 def test_cuda_and_nvml_live_in_one_process(build_dir: Path, gpus: Path) -> None:
-    """Each library has its own slot, and neither takes the other for dead."""
+    """Each library has its own slot, and neither takes the other's for dead."""
     expression = (
         "(lambda driver: [driver.call('cuInit', 0), driver.context(), driver.allocate(1 << 20),"
         " nvmlDeviceGetMemoryInfo(d).used, nvmlShutdown(), nvmlInit(), driver.free_memory(),"
@@ -326,8 +326,8 @@ def test_the_workload_writes_the_end_of_each_unit(
     assert code == 0
     assert (report["result"], report["memory"]) == ("CUDA_SUCCESS", 3000000)
     assert report["units"] == len(ends) > 64
-    # Nobody else is there, and work is launched ahead: the stream never runs empty on a sane machine,
-    # and no unit is ever shorter than it is.
+    # No other process uses the GPU, and work is launched ahead. On a sane machine the stream never
+    # runs empty, and no unit is ever shorter than it should be.
     assert min(b - a for a, b in itertools.pairwise(ends)) == 200_000
 
 

@@ -1,7 +1,7 @@
-"""The simulated GPU's timeline, on a virtual clock: every number is exact.
+"""The simulated GPU's timeline on a virtual clock: every number is exact.
 
-Slices of 2 ms and switches of 0.13 ms, so that two busy contexts repeat every 4.26 ms: 2 for one, 0.13,
-2 for the other, 0.13.
+Slices take 2 ms and switches 0.13 ms, so two busy contexts repeat every 4.26 ms: 2 ms for one, 0.13
+ms, 2 ms for the other, 0.13 ms.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def test_two_busy_contexts_share_evenly_less_the_switches(driver: Driver, gpu: P
     for context in (driver.context(), driver.context()):
         fill(context, 60)
     driver.set_clock(100 * MS)
-    # 23 periods end at 97.98 ms; then the first one runs for 2 ms and the second is switched to.
+    # 23 periods end at 97.98 ms. Then the first context runs for 2 ms, and the switch to the second
+    # begins.
     assert busy(gpu) == [48 * MS, 46 * MS]
     status = simgpu.status(gpu)
     assert status.switches == 47
@@ -83,7 +84,7 @@ def test_four_busy_contexts_lose_six_percent(driver: Driver, gpu: Path) -> None:
     for context in [driver.context() for _ in range(4)]:
         fill(context, 300)
     driver.set_clock(852 * MS)  # 100 periods of 4 x 2.13 ms
-    # Each slice but the very first one is preceded by a switch, so the last is 0.13 ms behind.
+    # Each slice except the very first follows a switch, so the last one is 0.13 ms late.
     assert busy(gpu) == [200 * MS] * 4
     status = simgpu.status(gpu)
     assert status.busy / status.now == pytest.approx(2 / 2.13)
@@ -100,7 +101,7 @@ def test_work_that_ends_gives_way_at_once(driver: Driver) -> None:
 
 
 def test_a_workload_with_gaps_beside_a_hog_waits_for_its_slices(driver: Driver) -> None:
-    """1 ms of work and 0.5 ms of idling: 67 % alone, once in 3.26 ms here, an H200 gave 29.6 %."""
+    """1 ms of work and 0.5 ms of idling make 67 % alone. Here it gets 1 ms in 3.26 ms; an H200 gave 29.6 %."""
     hog, gaps = driver.context(), driver.context()
     slot = driver.allocate(8)
     ends = []
@@ -123,7 +124,7 @@ def test_a_newcomer_waits_for_the_end_of_the_first_slice(driver: Driver) -> None
 
 
 def test_a_newcomer_after_that_waits_for_a_whole_slice(driver: Driver) -> None:
-    """Seen on an H200: the last of a longer stretch of work is not interrupted by who comes next."""
+    """As seen on an H200, the last slice of a longer stretch of work is not interrupted by a newcomer."""
     first, second = driver.context(), driver.context()
     fill(first, 100)
     driver.set_clock(5 * MS)
@@ -137,7 +138,7 @@ def test_a_kernel_continues_where_it_was_interrupted(driver: Driver) -> None:
     first.burn(5 * MS)
     second.burn(5 * MS)
     first.synchronize()
-    # 2 ms, away for 2.26 ms, 2 ms, away for 2.26 ms, and the last one.
+    # 2 ms, away for 2.26 ms, 2 ms, away for 2.26 ms, and the rest.
     assert driver.clock() == 9_520_000
 
 
@@ -170,7 +171,7 @@ def test_slices_and_switches_are_the_devices(library: Driver, tmp_path: Path) ->
         for context in (driver.context(), driver.context()):
             fill(context, 60)
         driver.set_clock(30 * MS)
-        # The file outlives its users; nothing of theirs is left in it.
+        # The file outlives its users, but nothing of theirs is left in it.
         assert busy(gpu) == [10 * MS, 10 * MS]
     assert busy(gpu) == []
 

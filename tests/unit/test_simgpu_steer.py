@@ -1,6 +1,6 @@
-"""The simulated GPU's scheduler steered from outside: slices, switches and residency, on a virtual clock.
+"""The simulated GPU's scheduler, steered from outside: slices, switches and residency, on a virtual clock.
 
-Two processes that always have work; a switch of the context costs 0.13 ms.
+Two processes always have work. A context switch costs 0.13 ms.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def library(build_dir: Path) -> Driver:
 
 
 def open_nvml(build_dir: Path, tmp_path: Path) -> SimulatedHardware:
-    """By a copy of the library: one that has attached to GPUs keeps them, and knows no later ones."""
+    """Open a copy of the library: once attached to GPUs, a library keeps these and sees no later ones."""
     copy = tmp_path / "libnvidia-ml.so.1"
     copy.write_bytes((build_dir / "simgpu/libnvidia-ml.so.1").read_bytes())
     nvml, handle = ctypes.CDLL(str(copy)), ctypes.c_void_p()
@@ -45,7 +45,7 @@ def open_nvml(build_dir: Path, tmp_path: Path) -> SimulatedHardware:
 
 @pytest.fixture
 def node(library: Driver, build_dir: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
-    """A GPU with two processes that have 50 s of work each; `advance` moves its clock."""
+    """A GPU with two processes that have 50 s of work each. `advance` moves its clock."""
     gpu = simgpu.create(tmp_path / "gpus", virtual_clock=True)[0]
     hogs = []
     for _ in range(2):
@@ -58,7 +58,7 @@ def node(library: Driver, build_dir: Path, tmp_path: Path) -> Iterator[SimpleNam
         pids = [hog.pid for hog in hogs]
 
         def advance(ms: float) -> list[float]:
-            """Return how many ms each was on the GPU meanwhile."""
+            """Advance the clock; return how many ms each process was on the GPU."""
             hardware.used_ns()
             library.set_clock(library.clock() + int(ms * MS))
             used = hardware.used_ns()
@@ -83,7 +83,7 @@ def test_slices_are_the_parts_of_the_time(node: SimpleNamespace) -> None:
     node.hardware.set_slice(held(node, 0), 6 * MS)
     node.hardware.set_slice(held(node, 1), 3 * MS)
     node.advance(20)
-    first, second = node.advance(926)  # 100 rounds of 6, 3 and two switches
+    first, second = node.advance(926)  # 100 rounds of 6 ms, 3 ms and two switches
     assert first == pytest.approx(600, abs=6)
     assert second == pytest.approx(300, abs=6)
 
@@ -93,7 +93,7 @@ def test_a_process_that_is_off_does_nothing_and_goes_on_where_it_was(node: Simpl
     node.hardware.switch([held(node, 1)], on=False)
     busy = {c.pid: c.busy for c in simgpu.status(node.gpu).contexts}
     assert node.advance(100)[1] == 0
-    assert node.advance(100) == [100, 0]  # and the other one is not interrupted any more
+    assert node.advance(100) == [100, 0]  # the other one is not interrupted any more
     assert {c.pid: c.busy for c in simgpu.status(node.gpu).contexts}[node.pids[1]] == busy[
         node.pids[1]
     ]
@@ -107,7 +107,7 @@ def test_with_both_off_the_gpu_idles_and_is_nobodys(node: SimpleNamespace) -> No
 
 
 def test_a_kernel_is_interrupted_by_the_switch_in_the_middle(node: SimpleNamespace) -> None:
-    """Kernels of 100 ms: none has to end for it."""
+    """With kernels of 100 ms, the switch does not wait for the end of one."""
     node.hardware.switch([held(node, 1)], on=False)
     node.advance(37)
     node.hardware.switch([held(node, 0)], on=False)
@@ -120,7 +120,7 @@ def test_a_kernel_is_interrupted_by_the_switch_in_the_middle(node: SimpleNamespa
 def test_what_was_before_it_was_opened_is_not_told(
     node: SimpleNamespace, build_dir: Path, tmp_path: Path
 ) -> None:
-    """A governor that starts would charge it to its first step; the trace of a real GPU does not tell it either."""
+    """A starting governor would charge it to its first step. The trace of a real GPU omits it as well."""
     node.advance(5000)
     (tmp_path / "later").mkdir()
     later = open_nvml(build_dir, tmp_path / "later")
@@ -132,7 +132,7 @@ def test_what_was_before_it_was_opened_is_not_told(
 def test_one_that_is_alone_is_resident_with_work_or_without(
     library: Driver, build_dir: Path, tmp_path: Path
 ) -> None:
-    """As on the real GPU, whose trace has no record of one that is never interrupted."""
+    """On a real GPU, the trace has no record of a process that is never interrupted."""
     gpu = simgpu.create(tmp_path / "gpus", virtual_clock=True)[0]
     with library.attached(gpu.parent):
         context = library.context()
@@ -152,7 +152,7 @@ def test_a_process_that_ended_has_no_time_and_is_not_found(node: SimpleNamespace
 
 
 def steer(node: SimpleNamespace, shares: list[Share], seconds: float) -> list[float]:
-    """Have the policy steer both for so long, after half a second; return the percent each was on the GPU."""
+    """Run the policy for this long after half a second; return the percentage each process was on the GPU."""
     clock: Callable[[], int] = node.library.clock
     steering = Steering(node.hardware, clock=clock)
     for i, share in enumerate(shares):

@@ -1,4 +1,4 @@
-"""The simulated cluster: its rules are kube-scheduler's, nothing is given twice, and the books add up."""
+"""The simulated cluster: its rules are kube-scheduler's, nothing is allocated twice, and the books add up."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_same_pods_come_whatever_the_arm_and_the_same_seed_is_the_same_run()
 
 
 def test_with_little_load_nobody_waits_and_with_much_whole_gpus_run_out_first() -> None:
-    # Where nodes are filled evenly, pods for eight GPUs may wait with most of the cluster free.
+    # Where nodes are filled evenly, pods for eight GPUs may wait while most of the cluster is free.
     for arm in (ARMS[1], ARMS[3]):
         calm = simulate(Scenario(nodes=30, load=0.3, hours=1.0, warm_hours=0.2), arm)
         assert calm.mean_wait == 0
@@ -148,7 +148,8 @@ def test_requests_do_not_grow_with_the_number_of_nodes(tmp_path: Path) -> None:
     for one in found:
         counts, nodes = one["counts"], one["nodes"]
         assert counts["create slice"] == nodes
-        # Lost, found again, and once for each claim but the last, after which the hour ends.
+        # One update for the loss, one for the recovery, and one for each claim except the last,
+        # after which the hour ends.
         updates = 2 + CLAIMS - 1
         assert counts["update slice"] == updates * nodes
         assert counts["watch event"] == (1 + updates) * nodes

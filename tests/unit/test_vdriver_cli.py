@@ -1,4 +1,4 @@
-"""`tidegate refresh` and `tidegate explain` as they are typed, from a driver of compiled files to the words."""
+"""`tidegate refresh` and `tidegate explain` as a user runs them, from a driver of compiled files to the output."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A name that the driver lacks is not there in its mirror either."""
+"""A name that the driver lacks does not exist in its mirror either."""
 
 import ctypes
 import shutil
@@ -28,7 +28,7 @@ for name in sys.argv[2:]:
 
 
 def compile_library(path, soname, names, *options, needed=()):
-    """A library whose functions return where they are: this is how a test tells two apart."""
+    """Compile a library whose functions return their own addresses, by which a test tells libraries apart."""
     path.parent.mkdir(parents=True, exist_ok=True)
     source = "".join(f"void *{name}(void) {{ return (void *)&{name}; }}\n" for name in names)
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", f"-Wl,-soname,{soname}", *options]
@@ -41,7 +41,7 @@ def compile_library(path, soname, names, *options, needed=()):
 
 @pytest.fixture
 def host(tmp_path):
-    """An old driver, with the functions that it has."""
+    """A host with an old driver, with only the functions that it had."""
     libraries = tmp_path / "root/usr/lib64"
     for stem, names in (("libcuda", OLD), ("libnvidia-ml", OLD_NVML)):
         compile_library(libraries / f"{stem}.so.{V}", f"{stem}.so.1", names.split())
@@ -49,7 +49,7 @@ def host(tmp_path):
 
 
 def answers(library, *names):
-    """What dlsym says of each name, in a process of its own."""
+    """Return what dlsym finds of each name, in a process of its own."""
     command = [sys.executable, "-c", LOOK_UP, str(library), *names]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return {name: found == "True" for name, found in map(str.split, done.stdout.splitlines())}
@@ -140,7 +140,7 @@ def test_hidden_names_leave_the_others_and_the_rest_of_the_file(tmp_path):
 
 
 def test_a_library_that_looks_the_name_up_itself_is_refused(tmp_path):
-    """It would not load: the loader binds every name when the library is loaded."""
+    """The library would not load, because the loader binds every name at load time."""
     path = compile_library(tmp_path / "a.so", "a.so", ["alpha", "beta"])  # not -Bsymbolic
     with pytest.raises(ValueError, match="looks alpha up by name itself"):
         hide_exports(path.read_bytes(), {"alpha"})

@@ -1,8 +1,9 @@
 """The drivers that Debian ships, read and mirrored.
 
-vdriver/libraries.toml says which packages hold them. They are downloaded once, into build/driver-cache: some
-110 MB for each ordinary branch. A suite that has moved on gives a later driver of the same branch, which is read and
-mirrored as well; the slow test of what the packages hold says then what to write.
+vdriver/libraries.toml names the packages that have them. They are downloaded once into
+build/driver-cache, some 110 MB for each ordinary branch. If a suite has moved on, a later driver of
+the same branch is read and mirrored as well. The slow test of the packages' contents then says what
+to write.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ CACHE = ROOT / "build" / "driver-cache"
 KEYS = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 COMPONENTS = "contrib non-free"
 SMALL = {"large": [], "large32": [], "components": COMPONENTS, "components32": "non-free"}
-# What a stanza has to have, with an example, and the packages whose files the tests look for.
+# The keys that a stanza must have, each with an example, and the packages whose files the tests
+# look for.
 KEYS_OF_A_BRANCH = {
     "version": '"550.163.01"',
     "suite": '"trixie"',
@@ -45,7 +47,8 @@ PACKAGES = (
     "*cuda1", "*ml1", "*-smi", "*-opencl-icd", "*-vdpau-driver", "*-driver-bin", "nvidia*-alternative",
     "xserver-xorg-video-nvidia*",
 )  # fmt: skip
-# apt's words for a name that the archive does not have; whatever else goes wrong is the network's or the mirror's.
+# apt's messages for a name that the archive does not have. Any other failure is the network's or
+# the mirror's.
 UNKNOWN = re.compile(
     "Unable to locate package|No packages found|no installation candidate|does not have a Release file"
 )
@@ -53,7 +56,7 @@ TRIPLETS = ("", "i386-linux-gnu", "x86_64-linux-gnu")
 
 
 def branches():
-    """The table's branches; an ordinary one comes a second time, slow, with its large packages."""
+    """Yield the table's branches. An ordinary one comes a second time, marked slow, with its large packages."""
     table = tomllib.loads((ROOT / "vdriver" / "libraries.toml").read_text())
     for number, stanza in enumerate(table["branch"], 1):
         name = stanza.get("version", f"number-{number}")
@@ -65,13 +68,13 @@ def branches():
 
 
 def refuse(branch, what):
-    """Fail in one line for a stanza that is not right."""
+    """Fail in one line for a wrong stanza."""
     version = branch["name"].removesuffix("-whole")
     pytest.fail(f"vdriver/libraries.toml: [[branch]] {version} {what}", pytrace=False)
 
 
 def debian_sources(suite, components, components32):
-    """Another suite on the mirrors that the system's own apt uses, as deb822."""
+    """Return deb822 sources of another suite on the mirrors that the system's own apt uses."""
     targets = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI)"],
         check=False,
@@ -83,7 +86,7 @@ def debian_sources(suite, components, components32):
     if mirror is None or not KEYS.exists():
         lack("needs Debian's package sources and debian-archive-keyring")
     wanted = [(mirror, suite.removesuffix("-security"), components, "amd64")]
-    # An index that is not needed is not asked for: a mirror that is being updated can lack it.
+    # Only the needed indexes are requested: a mirror that is being updated can lack others.
     wanted.append((*wanted[0][:2], components32, "i386"))
     if suite.endswith("-security"):
         others = (m for m in mirrors if m.endswith("/debian-security"))
@@ -97,7 +100,7 @@ def debian_sources(suite, components, components32):
 
 
 def download(branch, directory):
-    """Download packages with a configuration and a state of their own; the system's apt is not touched."""
+    """Download packages with their own apt configuration and state. The system's apt is not touched."""
     state = CACHE / "apt" / branch["suite"]
     for name in ("lists/partial", "archives/partial"):
         (state / name).mkdir(parents=True, exist_ok=True)
@@ -144,7 +147,7 @@ def set_alternatives(root, script):
             link, name, source = words
             links.append((link, prefix + name, source))
             continue
-        # No triplet, and as in the script a name that ends with the triplet.
+        # This covers no triplet and, as in the script, a name that ends with the triplet.
         for triplet in TRIPLETS:
             top, below, file, source_top, *rest = words
             source = Path(source_top, triplet, *rest[:1], rest[2] if rest[2:] else file)
@@ -162,7 +165,7 @@ def set_alternatives(root, script):
 
 
 def unpack(packages, root):
-    """Unpack packages into one root, and set their alternatives: the driver's own, then those of GLX."""
+    """Unpack packages into one root and set their alternatives: first the driver's own, then those of GLX."""
     scripts = {}
     for package in sorted(packages.glob("*.deb")):
         subprocess.run(["dpkg-deb", "-x", package, root], check=True)
@@ -178,7 +181,7 @@ def unpack(packages, root):
 
 @contextlib.contextmanager
 def alone(name):
-    """Hold a lock of the cache's, against other runs of the tests."""
+    """Hold a lock of the cache against other test runs."""
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -226,7 +229,7 @@ def libraries(root):
 
 
 def everything(root):
-    """Every regular file of the packages, with what read_library makes of it: (path, library, reason)."""
+    """Yield each regular file of the packages with read_library's result: (path, library, reason)."""
     for path in sorted(root.rglob("*")):
         if path.is_symlink() or not path.is_file():
             continue
@@ -242,14 +245,14 @@ def test_every_library_and_program_reads_as_readelf_reads_it(driver_root, branch
         if ours is not None:
             bits.append(ours.bits)
             assert fields_of(ours) == fields_by_readelf(path), path
-    # The fewest: 340.108. What a branch has exactly is its `seen`.
+    # The fewest are in 340.108. The exact numbers of a branch are its `seen`.
     assert bits.count(64) >= 22
     assert bits.count(32) >= 12 * bool(branch["packages32"])
 
 
 @pytest.mark.slow
 def test_the_packages_hold_what_the_table_says_of_them(driver_root, branch):
-    """Fix by writing what the line says."""
+    """Fix by writing what the error line says."""
     if not branch["whole"]:
         pytest.skip("the table counts the large packages too")
     found = [lib for path, lib, _ in everything(driver_root) if lib and ".so" in path.name]
@@ -280,14 +283,14 @@ def test_every_other_file_is_refused_for_what_readelf_finds_too(driver_root):
             continue
         text = readelf(path, "-hl")
         if reason == "not an ELF file":
-            # The others for a file that is shorter than a header.
+            # The other messages are for a file that is shorter than a header.
             assert re.search(
                 "Not an ELF file|Failed to read file('s magic number| header)", text.stderr
             ), path
         elif reason == "neither a library nor a program (ET_REL)":
             assert re.search(r"Type:\s+REL ", text.stdout), path
         else:
-            # 470's firmware for a RISC-V core, whose segments lie as that core's loader wants them.
+            # 470's firmware for a RISC-V core, whose segments are laid out for that core's loader.
             assert reason == "loaded segments overlap or are out of order", path
             addresses = [int(a, 16) for a in re.findall(r"LOAD\s+\S+\s+(\S+)", text.stdout)]
             assert addresses != sorted(addresses)
@@ -309,7 +312,7 @@ def test_the_driver_is_found_whole(driver_root):
     }
     bits[32] |= {f.name for f in driver.libraries32}
     for path, ours, _ in everything(driver_root):
-        # The loader of OpenCL drivers is the image's to have, like libGL.
+        # The OpenCL loader belongs to the image, like libGL.
         if ours is not None and ".so" in path.name and not path.name.startswith("libOpenCL."):
             assert path.name in bits[ours.bits], path
 
@@ -335,7 +338,7 @@ def test_configuration_and_modules_are_found_in_their_places(driver_root, branch
 def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
     driver_root, build_dir, tmp_path
 ):
-    """Fix what lacks with: apt-get install libx11-6 libxext6."""
+    """Fix missing libraries with: apt-get install libx11-6 libxext6."""
     result = refresh(driver_root, tmp_path / "out", build_dir / "libcontrol")
     report = verify(tmp_path / "out" / result.manifest.generation)
     assert report.faults == ()
@@ -343,8 +346,8 @@ def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
     for one in report.libraries:
         if one.outcome == "loaded":
             continue
-        # Of another class, for a newer Debian than this one, apart from the driver and not among the packages, or in
-        # need of Mesa or Wayland, which not every machine has.
+        # Of another class, for a newer Debian than this one, separate from the driver and not among
+        # the packages, or in need of Mesa or Wayland, which not every machine has.
         assert one.path.startswith("lib32/") or re.search(
             r"GLIBC_|is not installed with this driver|lib(gbm|GL|EGL|wayland-\w+)\.so", one.detail
         ), one
@@ -353,7 +356,7 @@ def test_the_mirror_is_what_its_manifest_says_and_each_library_loads_from_it(
     for name in ("libcuda", "libnvidia-ml"):
         ours = tmp_path / "out" / result.manifest.generation / "lib64" / f"{name}.so.1"
         theirs = ours.parent / "origin" / f"{name}-origin.so.1"
-        # Nothing that this driver does not have, and all of what both have.
+        # No function that this driver lacks, and every function that both have.
         all_of_ours = set(read_exports((build_dir / "libcontrol" / ours.name).resolve()))
         assert set(read_exports(ours)) == all_of_ours & set(read_exports(theirs))
     assert len(loaded) >= 18

@@ -1,4 +1,4 @@
-"""Where a driver is found: hosts as file trees, drivers as compiled libraries."""
+"""How a driver is found: hosts as file trees, drivers as compiled libraries."""
 
 import json
 import os
@@ -294,7 +294,7 @@ def test_the_loaders_cache_names_a_directory_that_nobody_listed(tmp_path, requir
     subprocess.run(
         ["ldconfig", "-f", conf, "-C", tmp_path / "made"], check=True, capture_output=True
     )
-    # the cache has absolute host paths; below the root they start without the root's own name
+    # The cache has absolute host paths. Below the root they start without the root's own name.
     cache.write_bytes(
         (tmp_path / "made")
         .read_bytes()
@@ -475,7 +475,7 @@ def test_links_never_lead_out_of_the_root(tmp_path):
     link(root / DEBIAN, str(tmp_path / "outside"))
     with pytest.raises(DriverError, match="no libcuda"):
         find_driver(root)
-    # the same texts below the root are found
+    # The same texts are found below the root.
     put_driver(root / "outside", V)
     assert find_driver(root).cuda.path == f"/outside/libcuda.so.{V}"
 

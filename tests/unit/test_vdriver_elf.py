@@ -1,4 +1,4 @@
-"""One ELF file, read: what gcc and the linker wrote comes back, and nothing hostile does harm."""
+"""Reading one ELF file: what gcc and the linker wrote comes back, and nothing hostile does harm."""
 
 import ctypes
 import os
@@ -156,7 +156,7 @@ def test_a_file_that_keeps_the_parser_busy_is_given_up(tmp_path, monkeypatch):
 
 
 def test_names_that_never_end_are_read_within_the_bound(tmp_path):
-    # .shstrtab's own section moved over 32 MiB without a zero byte
+    # Moves .shstrtab's own section over 32 MiB without a zero byte.
     content = bytearray(elf("libcuda.so.1"))
     table, size, count = (
         int.from_bytes(content[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62))
@@ -224,7 +224,7 @@ def test_a_symbol_that_is_hidden_local_or_a_section_is_not_exported(tmp_path):
 
 def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path):
     content = bytearray(rich_elf(64))
-    # Linkers differ in how many segments they put notes into: here it is one, of these 68 bytes.
+    # Linkers use different numbers of segments for notes. Here it is one, of these 68 bytes.
     (table, size), (ours, _) = (elf_parts(content)[p] for p in ("segments", "note segment"))
     for at in range(table, table + size, 56):
         if at != ours and struct.unpack_from("<I", content, at) == (4,):
@@ -235,7 +235,7 @@ def test_notes_in_a_segment_aligned_to_eight_bytes_are_found_or_refused(tmp_path
     _put(content, "note", 56, "12x")
     library = read_library(put(tmp_path / "a.so", bytes(content)))
     assert (library.abi, library.build_id) == ("Linux 6.1.0", None)
-    # Four bytes, and four of padding that pyelftools takes for the next note.
+    # Four bytes, followed by four of padding that pyelftools takes for the next note.
     _put(content, "note", 0, "<III4s4s4x", 4, 4, 6, b"GNU", b"four")
     with pytest.raises(LibraryError, match="a note is not aligned to 8 bytes"):
         read_library(put(tmp_path / "a.so", bytes(content)))
@@ -301,7 +301,7 @@ def test_counts_that_the_header_has_no_room_for_are_in_the_first_section(tmp_pat
     assert counted.notes == library.notes
     assert {".note.gnu.build-id", ".note.ABI-tag"} <= set(library.notes)  # Ubuntu's gcc adds one
     assert counted.build_id == library.build_id
-    # So many segments are refused, whatever the first section says.
+    # This number of segments is refused, whatever the first section says.
     struct.pack_into("<H", content, number, 0xFFFF)
     struct.pack_into("<I", content, first + info, 1)
     with pytest.raises(LibraryError, match="more than 1024 headers"):
@@ -334,7 +334,7 @@ HOSTILE = {
 def test_a_library_made_to_mislead_is_refused_with_the_reason(tmp_path, name):
     content = bytearray(rich_elf(64, interpreter=True))
     part, offset, pattern, values, reason = HOSTILE[name]
-    if part == "segments":  # the first that is loaded
+    if part == "segments":  # the first loaded one
         offset += next(
             at for at in range(0, 56 * 8, 56) if content[64 + at : 68 + at] == b"\1\0\0\0"
         )
@@ -394,7 +394,7 @@ def test_a_chain_without_an_end_is_followed_to_the_end_of_its_segment(tmp_path, 
 
 
 def test_many_long_names_that_share_their_end_do_not_fill_the_memory(tmp_path):
-    # 60,000 symbols, each with a name of up to 60,000 bytes out of one.
+    # 60,000 symbols, whose names of up to 60,000 bytes are suffixes of one string.
     count, offset = 60_000, 0x1000
     names = b"\0" + b"A" * count + b"\0"
     symbols = b"".join(struct.pack("<IBBHQQ", i, 0x12, 0, 1, 1, 0) for i in range(count))

@@ -1,4 +1,4 @@
-"""What `tidegate gc` decides by: lines of mountinfo, names, locks, blocks. Removal needs root: tests/container."""
+"""The inputs of `tidegate gc`: lines of mountinfo, names, locks, blocks. Removal needs root: tests/container."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_other_mounts_are_no_use(other):
 
 
 def test_a_layer_below_another_mount_of_the_driver_directory_is_a_use():
-    """As where the host's root is mounted in a container."""
+    """The host's root may be mounted in a container like this."""
     host = mount("/", point="/host")
     layer = mount("/", device="0:50", kind="overlay", options=f"lowerdir=/host{D}/{OLD}/lib64:/a")
     assert names_in_use([host, layer], SOUGHT) == {OLD}

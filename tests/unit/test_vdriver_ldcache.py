@@ -1,4 +1,4 @@
-"""The loader's cache, as ldconfig writes it."""
+"""Reading the loader's cache as ldconfig writes it."""
 
 import contextlib
 import os
@@ -55,7 +55,7 @@ def test_the_older_format_alone_and_before_the_newer_one_says_the_same(cache, fo
     assert data.startswith(b"ld.so-1.7.0")
     assert (b"glibc-ld.so.cache1.1" in data) == (form == "compat")
     older = {(e.soname, e.path, e.flags) for e in parse_cache(data)}
-    # A hwcaps subdirectory's entries are in the newer one alone.
+    # The entries of a hwcaps subdirectory are in the newer one only.
     assert older <= {(e.soname, e.path, e.flags) for e in parse_cache(cache.read_bytes())}
     assert {"libcuda.so.1", "libnvidia-ml.so.1", "libold.so.1"} <= {n for n, _, _ in older}
 

@@ -1,4 +1,4 @@
-"""Generations on a real file system: what they hold, that nothing is half made, and what a crash leaves."""
+"""Generations on a real file system: their contents, that none is left half made, and what a crash leaves."""
 
 import fcntl
 import hashlib
@@ -49,7 +49,7 @@ def upgrade(host, version="550.54.14"):
 
 
 def require_whole(output):
-    """The generation in force holds exactly what its manifest says, byte for byte."""
+    """Check that the generation in force has exactly what its manifest says, byte for byte."""
     manifest = read_manifest(output / "current")
     assert str((output / "current").readlink()) == manifest.generation
     validate(manifest.to_json())
@@ -153,7 +153,8 @@ def test_the_name_of_a_generation_follows_from_its_content_alone(host):
 
 
 def test_a_second_run_without_changes_writes_and_reads_nothing(host, monkeypatch):
-    # What is remembered of the files is another file: they become old enough for it in between.
+    # The readings are a file of their own. The second run would write it, because the libraries are
+    # old enough by then.
     monkeypatch.setattr(readings, "SETTLED_NS", 10**18)
     first = run(host)
     before = {p: p.lstat() for p in (host / "out").rglob("*")}
@@ -213,7 +214,8 @@ def test_a_driver_that_was_touched_keeps_its_generation_and_is_fresh_again(host)
     assert second.manifest.generation == first.generation
     assert second.manifest.watch[0].mtime_ns == 10**18
     assert require_whole(host / "out").watch == second.manifest.watch
-    # Readings are kept only of files that are a while old, as here on a machine that was busy.
+    # Readings are kept only for files that are old enough, which depends on how busy this machine
+    # is.
     names = {p.name for p in (host / "out").iterdir()} - {"readings.json"}
     assert names == {first.generation, "current"}
 
@@ -253,14 +255,14 @@ def test_a_source_that_changes_while_it_is_copied_fails_the_run(host, monkeypatc
     with pytest.raises(MirrorError, match="changed while it was being read"):
         run(host)
     assert require_whole(host / "out") == first
-    # Readings are kept of files that were not changed within a tenth of a second.
+    # Readings are kept for files that were not changed within the last tenth of a second.
     names = {p.name for p in (host / "out").iterdir()} - {"readings.json"}
     assert names == {first.generation, "current"}
 
 
 def test_content_is_shared_where_the_file_system_can_and_copied_elsewhere(host, monkeypatch):
     lib, other = host / "root/usr/lib64", host / f"root/usr/lib64/libnvidia-nvvm.so.{V}"
-    other.chmod(0o664)  # somebody besides root may write it
+    other.chmod(0o664)  # writable by others than root
     result = run(host)
     base = host / "out" / result.manifest.generation
     origin = base / "lib64/origin/libcuda-origin.so.1"
@@ -325,7 +327,7 @@ def test_a_driver_file_that_was_rewritten_in_place_at_the_same_size_is_noticed_a
 
 
 def test_repair_sets_the_generation_before_aside_when_its_content_is_another(host):
-    """The hard link to the driver's file has changed with it, whatever the name says."""
+    """The driver's file changed together with its hard link, whatever the name says."""
     first = run(host).manifest
     with (host / "out/current/lib64" / f"libnvidia-nvvm.so.{V}").open("r+b") as file:
         file.seek(0, os.SEEK_END)
@@ -354,7 +356,7 @@ def test_narrower_sets_are_directories_of_the_same_files(host):
 
 
 def require_whole_sets(host, manifest):
-    """Each set's directory has its names, and each stands for what it stands for in lib64."""
+    """Check that each set's directory has its names, and that each name is the same as in lib64."""
     base = host / "out" / manifest.generation
     for s in manifest.sets:
         names = {p.name for p in (base / s.lib64).iterdir()} - {"origin"}
@@ -395,7 +397,7 @@ def test_a_drivers_own_library_is_no_control_library(host):
 
 
 def upgrade_some(host, *names):
-    """What a package manager has done when it is half through: some libraries are the next version's."""
+    """Upgrade some libraries to the next version, as a package manager that is half-way through."""
     lib = host / "root/usr/lib64"
     for name in names:
         (lib / f"{name}.so.{V}").unlink()
@@ -531,7 +533,8 @@ def test_everything_is_durable_before_it_is_named(host, monkeypatch):
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "replace", replaced)
     run(host)
-    # Behind that only what was read of the libraries is kept, if they are old enough by now.
+    # After that, only the readings of the libraries are written, if the libraries are old enough by
+    # now.
     named = len(steps) - steps[::-1].index("replace") + 1
     assert steps[named - 4 : named] == ["rename", "fsync", "replace", "fsync"]
 
@@ -558,7 +561,7 @@ CALLS = {
 
 
 def killed_at(step, function):
-    """Run `function` in a child that is killed before its file system call number `step`; True if it got that far."""
+    """Run `function` in a child that is killed before its `step`th file system call; return whether it got there."""
     pid = os.fork()
     if pid == 0:
         count = 0
@@ -602,7 +605,7 @@ def test_a_refresh_killed_at_any_step_leaves_a_whole_generation_in_force(host, c
 
     template, out = host / "template", host / "out"
     template.mkdir()
-    # a second set, a file that is mirrored twice, and one that is rewritten
+    # A second set, a file that is mirrored twice, and one that is rewritten.
     lib = host / "root/usr/lib64"
     put(lib / f"libvdpau_nvidia.so.{V}", elf("libvdpau_nvidia.so.1"))
     (lib / "libvdpau_nvidia.so.1").symlink_to(f"libvdpau_nvidia.so.{V}")

@@ -7,7 +7,7 @@ import pytest
 from vdriver.errors import NvmlError
 from vdriver.nvml import Ancestor, Gpu, Nvml, ProcessMemory, ProcessUse, Route, Topology
 
-# Figures that a test can tell from one another: each GPU's memory is (index + 1) GiB.
+# The values are distinguishable: each GPU's memory is (index + 1) GiB.
 FAKE = r"""
 #include <stdio.h>
 #include <string.h>
@@ -131,7 +131,8 @@ def test_samples_are_those_of_processes_and_newer(build):
     with Nvml(build("libnvidia-ml.so.1")) as nvml:
         first, second = ProcessUse(10, 1000, 97), ProcessUse(20, 1200, 3)
         assert nvml.utilisation("GPU-0", 0) == (first, second)
-        # The driver keeps to the time by its own lights; an older one that comes along is left out.
+        # The driver applies the time only approximately, so older samples that it returns are
+        # dropped.
         assert nvml.utilisation("GPU-0", 1000) == (second,)
 
 
@@ -193,7 +194,7 @@ def test_a_library_that_is_none_of_nvml_is_refused(tmp_path):
 
 
 def ways(build, links, *options):
-    """What is said of the way between the two GPUs, whose links end there."""
+    """Return the route between the two GPUs, whose NVLinks have these ends."""
     path = build("libnvidia-ml.so.1", f"-DLINKS={links}", "-DLEVEL=0", *options)
     with Nvml(path) as nvml:
         uuids = [gpu.uuid for gpu in nvml.gpus()]
@@ -237,5 +238,5 @@ def test_an_ancestor_that_is_not_told_is_not_known(build, answer):
 
 def test_a_numa_node_is_one_or_not_known(build):
     with Nvml(build("libnvidia-ml.so.1", '-DLINKS="",""', "-DLEVEL=0")) as nvml:
-        # The first GPU's two nodes are as near, and none of them is its own.
+        # Both nodes of the first GPU are equally near, and neither is its own.
         assert nvml.topology(["GPU-0", "GPU-1"]).nodes == {"GPU-1": 66}

@@ -1,4 +1,4 @@
-"""The plan of a generation, in words, from a driver made of values."""
+"""The plan of a generation as text, from a driver made of values."""
 
 import pytest
 
@@ -102,7 +102,7 @@ def test_a_set_has_the_libraries_of_its_capabilities_and_what_they_need():
         driver(
             file(f"libnvcuvid.so.{V}", "libnvcuvid.so.1", "video"),
             file(f"libnvidia-eglcore.so.{V}", f"libnvidia-eglcore.so.{V}", "graphics"),
-            # listed under another capability than the library that needs it
+            # under another capability than the library that needs it
             file(f"libnvidia-fbc.so.{V}", "libnvidia-fbc.so.1", "video", ("libc.so.6",)),
             file(
                 f"libEGL_nvidia.so.{V}",

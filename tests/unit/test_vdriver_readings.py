@@ -1,4 +1,4 @@
-"""Answers about ELF files, kept: the same as reading again, and never older than the file."""
+"""Kept answers about ELF files: the same as reading again, and never older than the file."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def _files_are_settled(monkeypatch):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The paths that are really read."""
+    """The paths that are actually read."""
     paths = []
 
     def read(path):
@@ -75,7 +75,7 @@ kept.save()
 
 
 def _let_the_clock_tick(path):
-    """Times of files have the kernel's tick, 10 ms at most; a change within one cannot be seen."""
+    """Wait for the kernel's clock tick, at most 10 ms: file times cannot show a change within one tick."""
     other = path.with_name("tick")
     for _ in range(1_000_000):
         other.touch()

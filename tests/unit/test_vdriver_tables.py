@@ -1,4 +1,4 @@
-"""vdriver/libraries.toml: its schema refuses what is misspelt, and a damaged file is one line."""
+"""vdriver/libraries.toml: the schema refuses misspelt keys, and a damaged file yields one line."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def document():
 
 
 def put(document, path, value):
-    """Put a value into the document; None takes away what is there."""
+    """Put a value into the document, or delete it with None."""
     for step in path[:-1]:
         document = document[step]
     if value is None:
@@ -97,7 +97,7 @@ def put(document, path, value):
 
 
 def objects(value):
-    """Every object of a JSON document."""
+    """Yield every object of a JSON document."""
     if isinstance(value, dict):
         yield value
     for one in value.values() if isinstance(value, dict) else value:
@@ -114,7 +114,7 @@ def test_the_schema_closes_every_table_and_asks_each_for_its_source():
     jsonschema.Draft202012Validator.check_schema(schema)
     tables = [o for o in objects(schema) if o.get("type") == "object"]
     closed = [t for t in tables if t["additionalProperties"] is False]
-    # implies, capability and otherwise have keys of their own, and say what is below them.
+    # implies, capability and otherwise have free keys, and the schema describes the values.
     assert (len(tables), len(closed)) == (14, 11)
     assert all(t["additionalProperties"] for t in tables if t not in closed)
     sourceless = [t for t in closed if "source" not in t["required"]]
@@ -124,7 +124,7 @@ def test_the_schema_closes_every_table_and_asks_each_for_its_source():
 @pytest.mark.parametrize(("path", "value", "fault"), MISSPELT)
 def test_the_schema_refuses_what_is_misspelt(document, path, value, fault):
     put(document, path, value)
-    # jsonschema said it so before 4.21, as in Debian 12.
+    # jsonschema used this wording before 4.21, as in Debian 12.
     found = [one.replace("is too short", "should be non-empty") for one in faults(document)]
     assert found == [fault]
 
@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path):
 
 
 def test_the_tables_are_read_without_jsonschema():
-    """It takes 60 ms to import, which every refresh would pay."""
+    """jsonschema takes 60 ms to import, which every refresh would pay."""
     code = "import sys, vdriver.tables; vdriver.tables.read_tables(); print('jsonschema' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"

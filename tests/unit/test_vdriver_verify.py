@@ -1,4 +1,4 @@
-"""`tidegate verify`: every way in which a generation can be wrong is told, and a whole one loads."""
+"""`tidegate verify`: every fault of a generation is reported, and a complete one loads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NVML = ("libnvidia-ml.so.1", "libnvidia-ml.so", f"libnvidia-ml.so.{V}")
 
 @pytest.fixture(autouse=True)
 def no_32_bit_loader(monkeypatch):
-    """As on most hosts; what a loader says is asked of this machine's own below."""
+    """Most hosts have no 32-bit loader. A test below asks this machine's own loader."""
     monkeypatch.setattr(verify, "LOADER32", Path("/nowhere/ld-linux.so.2"))
 
 
@@ -69,7 +69,7 @@ def outcomes(generation):
 
 
 def compiled(tmp_path, source, *flags):
-    """A library from C, linked with the C library."""
+    """Compile a library from C, linked with the C library."""
     made = tmp_path / "compiled.so"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", made, *flags],
@@ -126,7 +126,7 @@ def test_a_generation_is_named_or_the_one_in_force(generation, capsys):
 
 
 def replaced(path, content):
-    """Give a file another content, under a new inode so that no set shares it."""
+    """Replace a file's content under a new inode, so that no set shares it."""
     path.unlink()
     put(path, content)
 
@@ -339,7 +339,7 @@ def test_a_name_of_the_hosts_that_is_lacking_is_no_failure(tmp_path, control, ca
 def test_a_library_of_the_driver_that_is_lacking_is_a_failure(tmp_path, control, capsys):
     libraries = small_driver(V)
     del libraries[f"libnvcuvid.so.{V}"]
-    # Needs the absent one by way of another, behind a library that the host lacks as well.
+    # Needs the absent library indirectly, after a library that the host lacks as well.
     needed = ("libtidegate-absent.so.6", "libnvidia-encode.so.1")
     libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", needed)
     made = put_generation(tmp_path / "driver", V, libraries, control)
@@ -372,7 +372,7 @@ def test_an_undefined_symbol_is_a_failure_but_for_a_module_of_the_x_server(tmp_p
 
 
 def test_a_newer_c_library_than_the_hosts_is_no_failure(tmp_path, control):
-    """As for a package of a newer distribution: linked against a stub of tomorrow's libm."""
+    """This can happen with a package of a newer distribution: it is linked against a stub of a future libm."""
     versions, stub = tmp_path / "versions", tmp_path / "libm.so.6"
     versions.write_text("GLIBC_9.99 { tidegate_new; };")
     command = ["gcc", "-shared", "-fPIC", "-nostdlib", "-x", "c", "-", "-o", stub]
@@ -406,14 +406,14 @@ def test_a_library_that_ends_its_process_is_a_failure(tmp_path, control):
 
 
 def test_another_drivers_library_is_a_failure_wherever_it_comes_from(tmp_path, control):
-    """Found by a run path, as on a host with a second driver: by its file's name, and by its soname alone."""
+    """A run path can find it on a host with a second driver: by its file's name, or only by its soname."""
     other = tmp_path / "other"
     put(other / "libnvcuvid.so.1", elf("libnvcuvid.so.1", tag="other"))
     put(other / "libharmless.so", elf("libnvidia-encode.so.1", tag="other"))
     libraries = small_driver(V)
     for name, needed in (("libnvidia-fbc", "libnvcuvid.so.1"), ("libnvidia-cfg", "libharmless.so")):
         content = elf(f"{name}.so.1", (needed,), runpath=str(other))
-        # RPATH, unlike RUNPATH, is searched before LD_LIBRARY_PATH: the tag is changed in place.
+        # Unlike RUNPATH, RPATH is searched before LD_LIBRARY_PATH. The tag is changed in place.
         libraries[f"{name}.so.{V}"] = content.replace(
             (29).to_bytes(8, "little"), (15).to_bytes(8, "little"), 1
         )
@@ -483,7 +483,7 @@ def test_a_32_bit_library_whose_driver_names_are_lacking_is_a_failure(tmp_path, 
     ],
 )
 def test_a_loader_lists_what_it_would_map(tmp_path, control, needed, expected):
-    """The way of 32-bit libraries, walked with this machine's own loader and libraries."""
+    """The check of 32-bit libraries, run with this machine's own loader and libraries."""
     libraries = small_driver(V)
     libraries[f"libnvidia-fbc.so.{V}"] = elf("libnvidia-fbc.so.1", needed)
     made = put_generation(tmp_path / "driver", V, libraries, control)

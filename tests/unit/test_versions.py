@@ -1,4 +1,4 @@
-"""The version of an engine or a runtime, as Debian's, Docker's and upstream's builds print it."""
+"""Parsing the version of an engine or a runtime, as Debian's, Docker's and upstream's builds print it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from governor.versions import parse_version
         ("Docker version 29.7.2, build d9be8d3", (29, 7, 2)),
         ("containerd containerd.io 1.7.24 88bf19b2105c8b17560993bee28a01ddc2f97182", (1, 7, 24)),
         ("containerd containerd.io v2.1.5 fcd43222d6b07379a4be9786bda52438f0dd16a1", (2, 1, 5)),
-        # Upstream's releases, and what was built from a checkout
+        # Upstream's releases, and builds from a checkout
         ("containerd github.com/containerd/containerd v1.7.27 05044ec0a9a75232cad4", (1, 7, 27)),
         ("containerd github.com/containerd/containerd/v2 v2.3.4 abc", (2, 3, 4)),
         ("containerd github.com/containerd/containerd/v2 v2.4.0-beta.0-12-gabc1.2", (2, 4, 0)),

@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, whom it believes, and who can read it."""
+"""The page in a real browser: what it shows, which sources it trusts, and that everyone can read it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXT = "document.body.innerText"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One for all; the name of a site that is not ours leads here, as by DNS rebinding."""
+    """One browser for all tests. As with DNS rebinding, the names of foreign sites lead here."""
     try:
         find_browser()
     except BrowserError as e:
@@ -58,7 +58,7 @@ def open_page(page: Page, served: Served, rows: int) -> None:
 
 
 def words(page: Page, selector: str) -> str:
-    """What a person reads there, with plain blanks."""
+    """Return the text that a person reads there, with normalised blanks."""
     text = str(page.evaluate(f"document.querySelector({json.dumps(selector)}).innerText"))
     return " ".join(text.split())
 
@@ -68,7 +68,7 @@ def row(page: Page, i: int) -> str:
 
 
 def part(page: Page, selector: str) -> float:
-    """How wide something is drawn, in percent of what it is in."""
+    """Return the width of an element, in percent of its bar."""
     return float(
         page.evaluate(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)});"
@@ -94,7 +94,7 @@ def test_the_page_shows_what_containers_have(served: Served, page: Page) -> None
     assert "3.0 GiB of 4.0 GiB (75 %)" in row(page, 1)
     assert "6 allocations refused: the quota is 4.0 GiB" in row(page, 1)
     assert "used 25.0 %, of it lent 0.0 % guaranteed 30 %, at most 30 %" in row(page, 2)
-    # What is drawn is what is said.
+    # The drawing agrees with the text.
     assert part(page, "tr:nth-child(1) .bar.time .own") == pytest.approx(40, abs=1)
     assert part(page, "tr:nth-child(1) .bar.time .lent") == pytest.approx(10, abs=1)
     assert part(page, ".total .slot:nth-child(1)") == pytest.approx(50, abs=1)
@@ -122,13 +122,13 @@ def test_the_page_keeps_up_and_a_new_governor_begins_anew(served: Served, page: 
     page.wait("document.getElementById('status').className === 'bad'")
     said = words(page, "#status")
     assert "No answer from the governor since " in said
-    assert "used 25.0 %" in row(page, 1)  # it stays, and the page says from when it is
+    assert "used 25.0 %" in row(page, 1)  # the values stay, and the page says how old they are
     served.start(anew=True)
     served.step((one, 5.0, 0.0))
     page.evaluate("refresh()")
     page.wait(f"{ROWS}[0].innerText.includes('used 5.0')")
     assert words(page, "#status") == "Up to date, every 5 seconds"
-    # The same number of steps as it knows, but of another governor.
+    # As many steps as the page knows, but from another governor.
     served.stop()
     served.start(anew=True)
     two = admit(served, "two", memory="2Gi")
@@ -202,7 +202,7 @@ HOSTILE = [
 
 
 def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Page) -> None:
-    """Whoever starts a container gives it its name, and reads what others see on the page."""
+    """A user that starts a container chooses its name, and other users see that name on the page."""
     containers = [admit(served, name, memory="520Mi", compute="1") for name in HOSTILE]
     tally = served.world.server.tally
     for name in HOSTILE:
@@ -222,13 +222,13 @@ def test_names_of_containers_are_text_and_nothing_else(served: Served, page: Pag
     assert "\\u{202e}gnp.exe" in shown
     assert "a\\u{200b}b\\u{2028}c\\u{2066}d\\u{a}next line\\u{1b}[31mred\\u{0}" in shown
     assert max(map(len, shown)) <= 130
-    # None takes room from others, or comes over them.
+    # No row takes room from others or overlaps them.
     heights = page.evaluate(f"[...{ROWS}].map((row) => row.getBoundingClientRect().height)")
     assert max(heights) < 500
     assert page.evaluate("document.documentElement.scrollWidth") <= 1200
     page.size(360, 740)
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
-    # A name is turned as a whole: what stands behind it does not move.
+    # A name is isolated as a whole: the text after it does not move.
     assert page.evaluate("getComputedStyle(document.querySelector('bdi')).unicodeBidi") == "isolate"
 
 
@@ -244,7 +244,8 @@ def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: P
     ):
         with pytest.raises(BrowserError, match=r"TrustedHTML|TrustedScript"):
             page.evaluate(text)
-    # Strings are no code either; the protocol's own evaluate is not asked about that.
+    # Strings are not executed as code either. The protocol's own evaluate is exempt from that
+    # policy.
     page.evaluate("document.body.setAttribute('data-x', '1')")
     assert (
         page.evaluate("(() => { try { return eval('1 + 1') } catch (e) { return e.name } })()")
@@ -257,7 +258,7 @@ def test_the_browser_runs_nothing_that_is_not_the_page_s(served: Served, page: P
 
 
 def test_a_name_that_leads_here_is_not_ours(served: Served, page: Page) -> None:
-    """A site's own name is made to lead to this machine (DNS rebinding): its page may then ask what it likes."""
+    """A site can make its own name lead to this machine (DNS rebinding), so that its page may ask anything."""
     page.open(f"http://rebound.example:{served.port}/")
     assert page.evaluate(TEXT).startswith("421 Misdirected Request")
     answer = page.evaluate("fetch('/api/v1/state').then((answer) => answer.status)")
@@ -266,7 +267,7 @@ def test_a_name_that_leads_here_is_not_ours(served: Served, page: Page) -> None:
 
 @pytest.fixture
 def stranger() -> Iterator[str]:
-    """A page of somebody else's, on this machine."""
+    """A page of another origin on this machine."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -333,7 +334,7 @@ def test_all_of_it_is_reached_by_keyboard(served: Served, page: Page) -> None:
     ).startswith("at ")
     page.press("ArrowLeft")
     assert "used 40.0 %" in row(page, 1)
-    page.evaluate("refresh()")  # focus stays where it was
+    page.evaluate("refresh()")  # keeps the focus
     page.wait("!asking")
     assert page.evaluate("document.activeElement.id") == "moment"
     page.press("End")
@@ -381,7 +382,7 @@ def test_memory_beyond_the_quota_is_drawn_as_such(served: Served, page: Page) ->
     assert "8.0 GiB of 4.0 GiB (200 %)" in row(page, 1)
     assert part(page, "tbody .memory .own") == pytest.approx(50, abs=1)
     assert part(page, "tbody .memory .over") == pytest.approx(50, abs=1)
-    # It takes no room from its neighbours in the bar of the GPU.
+    # In the GPU's bar it takes no room from its neighbours.
     assert part(page, ".total.memory .slot") == pytest.approx(400 / 15.5, abs=1)
 
 
@@ -395,7 +396,7 @@ def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: Page
     width, height, kind, rows = png.read(packed)
     assert (width, height, {len(row) for row in rows}) == (360, 200, {360 * png.BYTES[kind]})
     assert len({row[i : i + 3] for row in rows for i in range(0, len(row), 3)}) > 20
-    # A browser reads the same from it as from its own.
+    # A browser reads the same from it as from its own image.
     read = [
         page.evaluate(
             "(async () => {"
@@ -412,7 +413,7 @@ def test_a_picture_of_the_page_is_packed_and_the_same(served: Served, page: Page
 
 
 def hear(page: Page) -> list[tuple[str, str]]:
-    """Return roles and names in the order in which they are read."""
+    """Return roles and names in the order in which they are read out."""
     nodes = {one["nodeId"]: one for one in page.call("Accessibility.getFullAXTree")["nodes"]}
     heard = []
     left = [one for one in nodes.values() if "parentId" not in one]
@@ -443,7 +444,7 @@ def test_a_reader_for_the_blind_hears_a_table_with_all_numbers(served: Served, p
         )
         assert ("slider", "or at one moment of them") in heard
         assert ("status", "") in heard or "status" in roles
-        assert "image" not in roles  # bars and charts say what stands beside them
+        assert "image" not in roles  # bars and charts repeat the text next to them
         assert [name for role, name in heard if role == "heading"] == [
             "Tidegate",
             'GPU 0: a "GPU" \\ of ours',
@@ -501,7 +502,7 @@ def test_it_is_read_in_light_and_dark_wide_and_narrow(
         ".map((node) => node.getBoundingClientRect().width))"
     )
     assert least >= {1200: 120, 360: 260}[width]
-    # Nothing is told by colour alone: what is lent is hatched, trouble has a sign and words.
+    # Colour is never the only sign: lent time is hatched, and trouble has a symbol and words.
     assert "repeating-linear-gradient" in page.evaluate(
         "getComputedStyle(document.querySelector('.bar .lent')).backgroundImage"
     )

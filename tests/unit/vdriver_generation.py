@@ -1,4 +1,4 @@
-"""A generation of the second manifest schema, laid by hand from libraries: what a refresh would write."""
+"""Write a generation of the second manifest schema by hand from libraries, as a refresh would."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vdriver.manifest import CapabilitySet, File, Manifest, Place, Program, Watc
 
 
 def put_control_with_origin(directory: Path) -> Path:
-    """Put two stand-ins for the control libraries, which load the driver's own as ours do."""
+    """Write two stand-ins for the control libraries, which load the driver's own as the real ones do."""
     for stem in ("libcuda", "libnvidia-ml"):
         needed = (f"{stem}-origin.so.1",)
         put(directory / f"{stem}.so.1", elf(f"{stem}.so.1", needed, runpath="$ORIGIN/origin"))
@@ -25,7 +25,7 @@ def put_control_with_origin(directory: Path) -> Path:
 
 
 def small_driver(version: str) -> dict[str, bytes]:
-    """The libraries of a driver of four, one of which needs another."""
+    """Return the four libraries of a small driver, one of which needs another."""
     return {
         f"libcuda.so.{version}": elf("libcuda.so.1", ("libc.so.6",), tag=version),
         f"libnvidia-ml.so.{version}": elf("libnvidia-ml.so.1", ("libc.so.6",), tag=version),
@@ -52,9 +52,9 @@ def put_generation(
 ) -> Path:
     """Write a generation and return its directory.
 
-    `libraries` are the driver's own by file name, libcuda and libnvidia-ml of `version` among them;
-    `capabilities` are those of file names, compute for the others. `sets` gives the names in lib64
-    of further sets by capabilities; the set that has all is always there.
+    `libraries` are the driver's own by file name, including libcuda and libnvidia-ml of `version`.
+    `capabilities` maps file names to capabilities; the others have compute. `sets` maps
+    capabilities to the names in lib64 of further sets. The set with everything always exists.
     """
     work = driver_dir / "making"
     files: list[File] = []
@@ -140,7 +140,7 @@ def put_generation(
 
 
 def write_manifest(directory: Path, manifest: Manifest, generation: str) -> None:
-    """Write a manifest under the name `generation`, and hold it against the schema."""
+    """Write a manifest under the name `generation` after checking it against the schema."""
     document = {**manifest.to_json(), "generation": generation}
     manifests.validate(document)
     put(directory / manifests.NAME, json.dumps(document).encode())

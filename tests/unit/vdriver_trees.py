@@ -1,4 +1,4 @@
-"""Drivers made of real ELF files, in trees laid out like hosts."""
+"""Drivers made of real ELF files, in trees that are laid out like hosts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def link(path: Path, target: str) -> Path:
 
 
 def for_aarch64(content: bytes) -> bytes:
-    """Say of a library that it is for another machine."""
+    """Mark a library as one for another machine."""
     return content[:18] + EM_AARCH64.to_bytes(2, "little") + content[20:]
 
 
@@ -96,7 +96,7 @@ def put_driver(
 
 
 def put_kernel(root: Path, version: str, *, opened: bool = False) -> None:
-    """Say that the kernel module of a version is loaded."""
+    """Make the kernel module of a version appear loaded."""
     what = (
         f"Open Kernel Module for x86_64  {version}"
         if opened
@@ -169,7 +169,7 @@ def rich_elf(bits: int = 64, hash_style: str = "both", *, interpreter: bool = Fa
 
 
 def elf_parts(content: bytes) -> dict[str, tuple[int, int]]:
-    """Return where in an ELF file its parts are, as (offset, size); tables of unknown size as 16."""
+    """Return the parts of an ELF file as (offset, size). Tables of unknown size have size 16."""
     wide = content[4] == 2
     word = "<Q" if wide else "<I"
     header = 64 if wide else 52

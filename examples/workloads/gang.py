@@ -37,7 +37,7 @@ QUIET_S, STILL_S, SET_UP_S = 20.0, 60.0, 90.0
 """After so long without an iteration it is asked where it stands; is ended; or while it sets up."""
 
 NCCL = {
-    # Multicast over NVLink is not to be had on every machine, and may harm who shares the switches.
+    # Not every machine has multicast over NVLink, and it may harm users of the same switches.
     "NCCL_NVLS_ENABLE": "0",
     "NCCL_MNNVL_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -48,8 +48,8 @@ NCCL = {
 }
 
 GO, STOP_AT, END, DONE = 0, 1, 2, 8
-"""Words that the processes share: begin; the iteration to stop before; somebody asks to stop; from
-there on how many iterations each process has seen done."""
+"""Words that the processes share: begin; the iteration to stop before; a request to stop; and from
+there on the number of iterations that each process has completed."""
 
 
 def say(text: str) -> None:
@@ -103,7 +103,7 @@ def work(options: argparse.Namespace) -> None:
             words[DONE + number] = done
         over = words[END] or now - begin > options.seconds
         if number == 0 and over and not words[STOP_AT]:
-            # Nobody is farther: what the others launch needs this process's half to be done.
+            # No process is farther: the work that others launch needs this process's half of it.
             words[STOP_AT] = i + 4 * DEPTH
     for mark in pending:
         backend.wait(mark)

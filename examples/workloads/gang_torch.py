@@ -39,7 +39,7 @@ class Part:
 
 
 class Reducing(Part):
-    """Products of matrices, and numbers whose sum over the ranks is known."""
+    """Products of matrices, and numbers with a known sum over the ranks."""
 
     def __init__(self, rank: int, world: int, stream: torch.cuda.Stream) -> None:
         super().__init__(rank, stream)
@@ -169,7 +169,7 @@ class Gang:
         )
 
     def _sum_by_copies(self) -> None:
-        """Each GPU gets the others' numbers; nobody adds before all have been sent."""
+        """Send each GPU the others' numbers; none adds before all have been sent."""
         got: list[list[Tensor]] = []
         events = []
         for part in self.parts:

@@ -73,7 +73,7 @@ class DlInfo(ctypes.Structure):
 
 
 class Place(NamedTuple):
-    """Where an address lies: in which file, and in whose name, if exactly at its start."""
+    """Where an address lies: the file, and the symbol, if it is exactly at the start of one."""
 
     file: str
     symbol: str

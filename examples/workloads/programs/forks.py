@@ -24,8 +24,8 @@ SLACK = 48 * MIB
 
 BURNS = 20
 
-# A process that has launched may have threads that it did not start: of the driver, or of whoever
-# stands in its place. Python warns of a fork then.
+# A process that has launched may have threads that it did not start: the driver's, or those of a
+# library in its place. Python warns of a fork then.
 warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 CHILD_S = 60
 

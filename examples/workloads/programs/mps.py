@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""A daemon of NVIDIA's MPS started here, and a client of it.
+"""Start a daemon of NVIDIA's MPS here, and a client of it.
 
 Alone it has to work. Under a quota it may be refused, by an error or by the lack of the program; if
-the client runs, its launches have to be counted as everybody's.
+the client runs, its launches have to be counted like any others.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def try_client(program: Program, environment: dict[str, str]) -> dict:
         return {"outcome": f"ends with status {child.wait()}", "said": child.stderr.read().decode()}
     answer = json.loads(line)
     if answer["outcome"] == "refused":
-        # Whoever refuses says why on the client's standard error.
+        # A refusal is explained on the client's standard error.
         answer["said"] = child.stderr.readline().decode().strip()
     return answer
 

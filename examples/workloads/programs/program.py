@@ -69,7 +69,7 @@ class Program:
             self.tolerances[name] = tolerance
 
     def note(self, name: str, value: Any) -> None:
-        """Keep what a reader may want to know, and nobody compares."""
+        """Keep a value for the reader that no comparison uses."""
         self.notes[name] = value
 
     def tool(self, name: str) -> Path | None:
@@ -78,7 +78,7 @@ class Program:
         return path if path and path.exists() else None
 
     def finish(self) -> int:
-        """Print the line, let somebody look at this process while it lives, and give the status."""
+        """Print the line, wait so that this process can be inspected, and return the status."""
         bits = json.dumps([self.checks, self.values], sort_keys=True).encode()
         answer = {
             "program": self.name,

@@ -26,17 +26,17 @@ HEAD = """\
 
 # Configuration
 
-`/etc/tidegate/config.yaml`, and on top of it `/etc/tidegate/config.d/*.yaml` in the order of their
-names. Of an option that is said twice the last counts: mappings are merged by their keys, a list
-takes the place of the one before. Another file, which `--config` names, has drop-ins of its own:
-those of `node.yaml` are `node.d/*.yaml` beside it. Without files every default holds.
+The governor reads `/etc/tidegate/config.yaml`, then `/etc/tidegate/config.d/*.yaml` in the order of
+their names. If an option is given in several files, the last value wins: mappings are merged key by
+key, and a list replaces the earlier one. Another file, named by `--config`, has its own drop-ins:
+those of `node.yaml` are `node.d/*.yaml` beside it. Without any file all defaults apply.
 
-An option that is unknown, is given twice in one file, or has a value that is not accepted is an
-error ([`config`, status 78](errors.md)) that names file and option. The governor does not start
-with it, and one that runs keeps what it has ([how to change it](../howto/configure.md)). YAML's
-aliases are not accepted.
+An unknown option, an option that is given twice in one file, and a value that is not accepted are
+errors ([`config`, status 78](errors.md)) that name file and option. The governor does not start
+with such a file, and a running governor keeps its configuration
+([how to change it](../howto/configure.md)). YAML's aliases are not accepted.
 
-| a new value counts | for |
+| a new value applies | to |
 | --- | --- |
 | now | containers that run, once the governor has [reloaded](../howto/configure.md) it |
 | next | containers and processes that start after that |

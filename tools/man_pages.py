@@ -409,18 +409,18 @@ def yaml_5() -> str:
     page.say(
         """
         YAML, without aliases. The files of `config.d` are read after `config.yaml`, in the
-        order of their names, those that end in `.yaml` and do not begin with a dot. Of an
-        option that is said twice the last counts: mappings are merged by their keys, and a list
-        takes the place of the one before. Files that are absent mean the defaults. Another file
-        than `config.yaml`, named by `--config`, has drop-ins of its own: those of `node.yaml`
-        are in `node.d` beside it.
+        order of their names, if they end in `.yaml` and do not begin with a dot. If an option is
+        given in several files, the last value wins: mappings are merged key by key, and a list
+        replaces the earlier one. Without any file all defaults apply. Another file than
+        `config.yaml`, named by `--config`, has drop-ins of its own: those of `node.yaml` are in
+        `node.d` beside it.
         """,
         """
-        An option that is unknown, is given twice in one file, or has a value that is not
-        accepted is an error that names file and option. The governor does not start with it,
-        and one that runs keeps the configuration that it has. `tidegate check FILE` says
-        whether a file is accepted, `tidegate reload` puts it in force, and says what needs a
-        restart; `tidegate reload --dry-run` says both before.
+        An unknown option, an option that is given twice in one file, and a value that is not
+        accepted are errors that name file and option. The governor does not start with such a
+        file, and a running governor keeps its configuration. `tidegate check FILE` tells
+        whether a file is accepted. `tidegate reload` puts it in force and tells what needs a
+        restart; `tidegate reload --dry-run` tells both in advance.
         """,
         """
         Sizes are bytes, or whole numbers with `Ki`, `Mi`, `Gi` or `Ti`. A name with a dot is an
